@@ -17,7 +17,7 @@ def test_export_writes_the_run_and_reports_omitted_rows(rankscope, tmp_path):
     assert (
         f"my-run: tensorboard, rows: 704 tensor_stats, 240 scalars; in 2 files below {tmp_path}/events\n" == done.stdout
     )
-    assert "omitted 5: events: no place in event files\n" == done.stderr
+    assert "omitted 5: events: not in event files\n" == done.stderr
 
 
 def test_default_file_name_is_run_and_format(rankscope, tmp_path):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rankscope.output.rows import cell
 
 if TYPE_CHECKING:
-    from rankscope_storage.diff.diff import Divergence, Point, StepApart
+    from rankscope_storage.diff.diff import Divergence, Point, StepDifference
 
 _SHOWN_STEPS: Final = 12
 _SHOWN_NAMES: Final = 8
@@ -68,7 +68,7 @@ def _points(points: Sequence[Point]) -> Iterator[str]:
         yield f"  {what.ljust(widths[0])}  {'  '.join(cells)}".rstrip()
 
 
-def _growth(steps: Sequence[StepApart]) -> Iterator[str]:
+def _growth(steps: Sequence[StepDifference]) -> Iterator[str]:
     yield "largest relative difference per step:"
     shown = [*steps[: _SHOWN_STEPS - 1], *steps[-1:]] if len(steps) > _SHOWN_STEPS else steps
     width = max(len(str(step.step)) for step in shown)

@@ -1,7 +1,7 @@
-"""Where two runs, or two ranks of one, part: step by step, and at the first such step in causal order.
+"""Comparison of two runs, or of two ranks of one run: per step, and in causal order at the first different step.
 
-Steps are compared in ranges of bounded size, so that a store of any size needs the memory of one range. Both sides come
-from one connection, which sees one version of the store throughout.
+Steps are compared in ranges of bounded size, so that a store of any size needs the memory of one range. Both sides are
+read through one connection and from one version of the store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rankscope_storage.diff.sources import EXACT, KEYS, NUMBERS, SCALAR, DiffSel
 
 WINDOW_ROWS: Final = 500_000
 ROUNDING: Final = 1e-5
-"""Of a norm or mean in float32: kernels, and GPUs from run to run, add in different orders."""
+"""Relative rounding difference of a float32 norm or mean. Kernels and GPUs add in different orders."""
 
 _MOST_POINTS: Final = 200_000
 _OPS: Final = (*NUMBERS, *EXACT)
@@ -27,13 +27,13 @@ _OPS: Final = (*NUMBERS, *EXACT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """How far two numbers may lie from each other: `absolute` + `relative` times the larger magnitude.
+    """Largest allowed difference of two numbers: `absolute` + `relative` times the larger magnitude.
 
-    A mean is compared on the scale of what it is a mean of, the root mean square where that is known: what sums of the
-    same elements in another order differ by goes with that, and may be as large as a mean near zero.
+    The scale of a mean is the root mean square of its elements, if known. The rounding difference of two sums of the
+    same elements in different orders is proportional to that scale, and may be as large as a mean near zero.
 
-    Counts of NaN, Inf and elements are exact. Counts of zeros and hashes are compared where both are 0 alone: they
-    tell apart what any tolerance would let pass.
+    Counts of NaN, Inf and elements are compared exactly. Counts of zeros and hashes are compared only if both
+    tolerances are 0, because they detect differences that any tolerance allows.
     """
 
     relative: float = 0.0
@@ -41,13 +41,13 @@ class Tolerance:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether nothing may differ."""
+        """True if no difference is allowed."""
         return not (self.relative or self.absolute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One number that is not the same on both sides; `a` and `b` are null where a side has none."""
+    """One number that differs between the sides. `a` or `b` is None if the side does not have it."""
 
     step: int
     rank: int | None
@@ -61,17 +61,17 @@ class Point:
     a: float | int | None
     b: float | int | None
     scale: float | None = None
-    """What the difference of two means is a share of, where that is known; of other numbers it is the larger one."""
+    """Scale of the relative difference of two means, if known. For other numbers, the scale is the larger magnitude."""
 
     @property
     def relative(self) -> float | None:
-        """Return their difference as a share of their scale; None where that says nothing."""
+        """Return the difference divided by the scale, or None if it is not defined."""
         return relative_difference(self.a, self.b, self.scale) if self.op in NUMBERS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepApart:
-    """How far both sides are apart at one step; `worst` is the largest relative difference of any number."""
+class StepDifference:
+    """Differences at one step: compared rows, different rows, and the largest relative difference of a number."""
 
     step: int
     compared: int
@@ -81,7 +81,7 @@ class StepApart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """What a comparison found. `points` are the first ones at the first step apart, the cause first."""
+    """Result of a comparison. `points` are the differences at the first different step, in causal order."""
 
     a: DiffSide
     b: DiffSide
@@ -90,7 +90,7 @@ class Divergence:
     rows_compared: int
     points: tuple[Point, ...]
     points_at_first: int
-    steps: tuple[StepApart, ...]
+    steps: tuple[StepDifference, ...]
     only_in_a: tuple[tuple[str, str], ...]
     only_in_b: tuple[tuple[str, str], ...]
     ranks_only_in_a: tuple[int, ...]
@@ -100,12 +100,12 @@ class Divergence:
 
     @property
     def first(self) -> Point | None:
-        """Return where they part; None where they do not."""
+        """Return the first difference, or None."""
         return self.points[0] if self.points else None
 
     @property
     def looks_rounded(self) -> bool:
-        """Return whether the first points differ as sums do whose terms were added in another order."""
+        """Return whether the first differences are so small that another order of additions can cause them."""
         shares = [point.relative for point in self.points if point.op in ("norm", "mean")]
         small = all(share is not None and share <= ROUNDING for share in shares)
         return bool(shares) and small and len(shares) == len(self.points)
@@ -121,7 +121,7 @@ def divergence(
     top: int = 8,
     window_rows: int = WINDOW_ROWS,
 ) -> Divergence:
-    """Compare `a` and `b` at the steps that both have, rank by rank; two sides with a rank each across these."""
+    """Compare `a` and `b` at their common steps, rank by rank. If both sides name a rank, compare these two ranks."""
     tolerance, selected = tolerance or Tolerance(), selected or DiffSelection()
     between = a.rank is not None and b.rank is not None
     with connection.pinned():
@@ -130,7 +130,7 @@ def divergence(
         counts = [source.counted() for source in sources]
         ranks = [set() if between else source.ranks() for source in sources]
         common = [step for step in counts[0] if step in counts[1]]
-        steps: list[StepApart] = []
+        steps: list[StepDifference] = []
         compared = 0
         names: tuple[set[tuple[str, str]], ...] = (set(), set())
         for first, last in _windows(common, counts, window_rows):
@@ -159,7 +159,7 @@ def divergence(
 
 
 def relative_difference(a: float | None, b: float | None, scale: float | None = None) -> float | None:
-    """Return |a - b| over the largest of both magnitudes and `scale`; None where one is missing or not finite."""
+    """Return |a - b| over the largest of both magnitudes and `scale`; None if one is missing or not finite."""
     if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
         return None
     largest = max(abs(a), abs(b), scale or 0.0)
@@ -167,7 +167,7 @@ def relative_difference(a: float | None, b: float | None, scale: float | None = 
 
 
 class _Comparison:
-    """The questions about both sides."""
+    """Queries that compare both sides."""
 
     def __init__(
         self, connection: Connection, a: DiffSource, b: DiffSource, tolerance: Tolerance, *, by_rank: bool
@@ -177,18 +177,18 @@ class _Comparison:
         self._tolerance = tolerance
         self._by_rank = by_rank
 
-    def steps(self, first: int, last: int) -> Iterator[StepApart]:
-        """Yield how both compare at each step of a range."""
+    def steps(self, first: int, last: int) -> Iterator[StepDifference]:
+        """Yield the differences at each step of a range."""
         worst = ", ".join(f"CASE WHEN {_finite(op)} THEN {_relative(op)} END" for op in NUMBERS)
         query = (
             f"SELECT step, count(*) AS compared, count(*) FILTER (apart) AS apart, max(greatest({worst})) AS worst "
             f"FROM ({self._joined(first, last)}) GROUP BY step ORDER BY step"
         )
         for row in self._connection.query(query).to_pylist():
-            yield StepApart(**row)
+            yield StepDifference(**row)
 
     def points(self, step: int) -> list[Point]:
-        """Return all that differs at `step`, the first cause first."""
+        """Return all differences at `step` in causal order."""
         query = f"SELECT * FROM ({self._joined(step, step)}) WHERE apart LIMIT {_MOST_POINTS}"
         rows = self._connection.query(query).to_pylist()
         order = {**self._sources[1].order(), **self._sources[0].order()}
@@ -196,7 +196,7 @@ class _Comparison:
         return sorted(points, key=lambda point: _place(point, order))
 
     def _of(self, row: Mapping[str, Any]) -> Iterator[Point]:
-        """Yield the numbers of a row that differ, or say that a side lacks it."""
+        """Yield the numbers of a row that differ."""
         shared = {
             name: row[name] for name in ("step", "micro_step", "vpp_stage", "kind", "tensor", "index", "call_seq")
         }
@@ -212,10 +212,10 @@ class _Comparison:
         a, b = (source.rows((first, last)) for source in self._sources)
         both = ", ".join(f'a."{op}" AS "{op}_a", b."{op}" AS "{op}_b"' for op in _OPS)
         flags = {op: self._apart(op) for op in _OPS}
-        told = ", ".join(f'coalesce({flag}, false) AS "{op}_apart"' for op, flag in flags.items())
+        flagged = ", ".join(f'coalesce({flag}, false) AS "{op}_apart"' for op, flag in flags.items())
         any_ = " OR ".join(f'"{op}_apart"' for op in _OPS)
         return (
-            f"SELECT *, {any_} AS apart, {_largest('mean')} AS mean_scale FROM (SELECT *, {told} FROM ("
+            f"SELECT *, {any_} AS apart, {_largest('mean')} AS mean_scale FROM (SELECT *, {flagged} FROM ("
             f"SELECT {', '.join(f'a.{key}' for key in keys)}, {both} FROM ({a}) a JOIN ({b}) b ON {on}))"
         )
 
@@ -241,7 +241,7 @@ def _largest(op: str) -> str:
         f'CASE WHEN isfinite("norm_{side}") THEN "norm_{side}"::DOUBLE / sqrt(greatest("numel_{side}", 1)) END'
         for side in "ab"
     )
-    return f"greatest({own}, {squares})"  # which passes over null
+    return f"greatest({own}, {squares})"  # greatest ignores null
 
 
 def _relative(op: str) -> str:
@@ -253,7 +253,7 @@ def _numbers(ranks: set[int | None]) -> tuple[int, ...]:
 
 
 def _windows(steps: Sequence[int], counts: Sequence[Mapping[int, int]], window_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield closed ranges that hold all of `steps`, of about so many rows each; steps of one side alone are in none."""
+    """Yield closed ranges of `steps` (the common steps) with about `window_rows` rows each."""
     first = last = None
     held = 0
     for step in steps:
@@ -268,7 +268,7 @@ def _windows(steps: Sequence[int], counts: Sequence[Mapping[int, int]], window_r
 
 
 def _place(point: Point, order: Mapping[tuple[str, str], int]) -> tuple[Any, ...]:
-    """Return the sort key of a point: the cause first, then the order of the model, against it for gradients."""
+    """Return the sort key of a point: causal order, then the order of the model, reversed for gradients."""
     causal = causal_key(
         step=point.step,
         micro_step=point.micro_step,

@@ -1,4 +1,4 @@
-"""The two sides of a comparison as SQL: what each has of every quantity, one row for each, the last attempt's. Pure."""
+"""SQL for the two sides of a comparison: one row per quantity and step, from the last attempt."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 
 SCALAR: Final = "scalar"
-"""Kind of what was logged by name."""
+"""Kind of logged scalars."""
 
 SCALARS: Final = ("loss", "grad_norm", "learning_rate")
-"""Logged numbers that are compared unless kinds are chosen; times and rates differ between any two runs."""
+"""Scalars that are compared by default. Other scalars, such as times and rates, differ between any two runs."""
 
 DATASETS: Final = ("tensor_stats", "features", "scalars", "hashes")
 NUMBERS: Final = (*VALUE_OPS, "value")
@@ -49,7 +49,7 @@ _LAST_SEEN: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffSide:
-    """A run, or one rank of it; of all its attempts, or of one."""
+    """One side: a run or one rank of it, with all attempts or one."""
 
     run: str
     rank: int | None = None
@@ -62,16 +62,16 @@ class DiffSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffSelection:
-    """What of both sides is compared."""
+    """Rows of both sides that are compared."""
 
     kinds: tuple[str, ...] = ()
-    """Kinds of quantities, `scalar` among them; none chooses all that can be expected to agree."""
+    """Kinds to compare, including `scalar`. Empty: all kinds that are expected to be equal."""
     ranks: tuple[int, ...] = ()
     steps: tuple[int, int] | None = None
 
 
 class DiffSource:
-    """One side in one store. `between_ranks` compares only what replicas have in common, unless kinds are chosen."""
+    """One side in a store. `between_ranks` without `kinds` compares only rows that are equal on replicas."""
 
     def __init__(self, connection: Connection, side: DiffSide, selected: DiffSelection, *, between_ranks: bool) -> None:
         self._connection = connection
@@ -80,15 +80,15 @@ class DiffSource:
         self._between_ranks = between_ranks
 
     def rows(self, steps: tuple[int, int]) -> str:
-        """Return the query for all rows of the closed range `steps`, one for each quantity."""
+        """Return the query for the rows of the closed range `steps`, one row per quantity."""
         again = frozenset(self._datasets()) if self._has_attempts else self._repeated
         parts = " UNION ALL BY NAME ".join(self._once(dataset, steps, dataset in again) for dataset in self._datasets())
-        # A requeued job makes steps again: what its last launch has of a step is what went on from there.
+        # A requeued job repeats steps. The training continued from the last attempt of a step.
         last = "QUALIFY attempt IS NOT DISTINCT FROM max(attempt) OVER (PARTITION BY step, rank)"
         return f"SELECT * FROM ({_NO_ROWS} UNION ALL BY NAME {parts}) {last if self._has_attempts else ''}"
 
     def names(self, steps: tuple[int, int]) -> set[tuple[str, str]]:
-        """Return the kinds and names of everything in a range."""
+        """Return the kinds and names of all rows in a range."""
         parts = " UNION ALL ".join(
             f"SELECT DISTINCT kind, tensor FROM ({self._selected_rows(dataset, steps)})" for dataset in self._datasets()
         )
@@ -96,7 +96,7 @@ class DiffSource:
         return set(zip(found["kind"].to_pylist(), found["tensor"].to_pylist(), strict=True))
 
     def counted(self) -> dict[int, int]:
-        """Return the steps that this side has, ascending, with how many rows each."""
+        """Return the steps of this side in ascending order, each with its number of rows."""
         bounds = self._selected.steps or (-(1 << 62), 1 << 62)
         parts = " UNION ALL ".join(
             f"SELECT step FROM {self._relation(dataset, self._selected.steps)} WHERE {self._where(dataset, bounds)}"
@@ -107,12 +107,12 @@ class DiffSource:
         return dict(zip(found["step"].to_pylist(), found["rows"].to_pylist(), strict=True))
 
     def ranks(self) -> set[int | None]:
-        """Return the ranks of which this side has rows."""
+        """Return the ranks that have rows on this side."""
         parts = " UNION ALL ".join(self._places(dataset) for dataset in self._datasets())
         return set(self._connection.query(f"SELECT DISTINCT rank FROM ({parts})")["rank"].to_pylist())
 
     def order(self) -> dict[tuple[str, str], int]:
-        """Return the order in which tensors were first seen, by kind and name: that of the model, or of its calls."""
+        """Return the position of each (kind, name): the order of first appearance, as in the model or its calls."""
         relation = self._connection.relation("tensors", run=self.side.run)
         found = self._connection.query(
             f"SELECT kind, tensor FROM {relation} WHERE run = {sql_string(self.side.run)} "
@@ -123,13 +123,13 @@ class DiffSource:
 
     @functools.cached_property
     def _has_attempts(self) -> bool:
-        """Return whether any step was made by several attempts."""
+        """Return whether any step exists in several attempts."""
         parts = " UNION ALL ".join(self._places(dataset, "attempt") for dataset in self._datasets())
         return self._any(f"SELECT min(attempt) <> max(attempt) AS found FROM ({parts}) GROUP BY step, rank")
 
     @functools.cached_property
     def _repeated(self) -> frozenset[str]:
-        """Return the datasets in which one quantity may have several rows for a step: they came in several records."""
+        """Return the datasets in which a quantity can have several rows for one step, from several records."""
         return frozenset(
             dataset
             for dataset in self._datasets()
@@ -149,7 +149,7 @@ class DiffSource:
             f"WHERE {self._where(dataset, bounds)}"
         )
 
-    def _once(self, dataset: str, steps: tuple[int, int], repeated: bool) -> str:  # noqa: FBT001 - the caller's question
+    def _once(self, dataset: str, steps: tuple[int, int], repeated: bool) -> str:  # noqa: FBT001 - private
         rows = self._selected_rows(dataset, steps)
         return f"SELECT * FROM ({_NO_ROWS} UNION ALL BY NAME {rows}) {_LAST_SEEN}" if repeated else rows
 

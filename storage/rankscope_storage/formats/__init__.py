@@ -1,4 +1,4 @@
-"""Writers of other tools' formats. A format is added by adding a file here that defines `EXPORT_FORMAT`."""
+"""Export of a run in the formats of other tools. A file in this folder that defines `EXPORT_FORMAT` adds a format."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""CSV in the layout of the existing monitor, for its own scripts and for those that were written for it.
+"""Export as CSV files in msprobe's layout, for msprobe's scripts and for scripts that read its files.
 
-One folder for each rank of each attempt, named after the time the attempt began and a number that is always the same:
-exporting a run again continues its folders. With `append_output` the folders that lie there are continued instead, and
-of each step the latest attempt is taken. Names that a spreadsheet would take for formulas begin with an apostrophe.
+There is one folder for each rank of each attempt. Its name consists of the start time of the attempt and a constant
+hash, so that a second export of a run continues its folders. With `append_output`, existing folders are continued
+instead, and the rows of a step come from its latest attempt. A name that a spreadsheet would read as a formula starts
+with an apostrophe.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from rankscope_storage.formats.msprobe.rows import (
 )
 
 HELD: Final = ("tensor_stats", "features")
-"""Datasets that the layout has a place for."""
+"""Datasets that the layout can contain."""
 
-ALREADY_THERE: Final = "rows that the files hold already"
-HIDDEN: Final = "rows behind another of the same step and name (an earlier attempt or call)"
+ALREADY_THERE: Final = "rows that the files already contain"
+HIDDEN: Final = "rows replaced by another row of the same step and name (an earlier attempt or call)"
 
 _COUNTED: Final = ("scalars", "events", "histograms", "hashes", "collectives")
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of one stream; `rows` and `repeated` by dataset."""
+    """Result of one stream: its files, and the numbers of written rows and of already present rows by dataset."""
 
     files: tuple[Path, ...]
     rows: Counter[str]
@@ -54,7 +55,7 @@ class Written:
 
 
 class CsvMsprobe:
-    """The exporter."""
+    """Export format `csv`: CSV files in msprobe's folders."""
 
     name = "csv"
     help = "a folder per rank with CSV files per family and step, as the msprobe monitor writes them"
@@ -64,7 +65,7 @@ class CsvMsprobe:
     def export(
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write `run` below `target`, continuing what lies there. See ExportFormat."""
+        """Write `run` below `target` and continue existing folders. See `ExportFormat.export`."""
         with connection.pinned():
             selection = Selection(connection, run, options)
             require_rows(selection, {name: selection.count(name) for name in HELD})
@@ -84,7 +85,7 @@ class CsvMsprobe:
 
 
 class _Folder:
-    """Writes one rank's folder."""
+    """Writer of the folder of one rank."""
 
     def __init__(self, selection: Selection, stream: Stream) -> None:
         self._selection = selection
@@ -96,7 +97,7 @@ class _Folder:
         self._repeated: Counter[str] = Counter()
 
     def write(self) -> Written:
-        """Write every family that has rows."""
+        """Write the files of each family that has rows, and return the result."""
         self._stream.folder.mkdir(parents=True, exist_ok=True)
         for dataset in HELD:
             present = self._kinds(dataset)
@@ -123,7 +124,7 @@ class _Folder:
         return tensor_cells(self._selection, family, only, self._numbering, self._described)
 
     def _kinds(self, dataset: str) -> dict[str, bool]:
-        """Return the kinds that have rows, and whether some of them are of micro-batches."""
+        """Return the kinds that have rows, each with whether it has rows of micro-batches."""
         rows = self._selection.query(
             f"SELECT kind, bool_or(micro_step IS NOT NULL) AS micro FROM {self._selection.source(dataset)} "
             f"AND {self._stream.only(self._selection, dataset)} GROUP BY kind"
@@ -138,40 +139,40 @@ def _families(dataset: str) -> dict[str, frozenset[str]]:
 
 
 def _write_all(selection: Selection, listed: Sequence[Stream], progress: Progress) -> Iterator[Written]:
-    """Yield what became of each stream; `progress` is told of streams, which are of one size."""
+    """Write the streams and yield their results. `progress` counts streams, because they have about equal sizes."""
     processes = min(selection.options.process_num, len(listed))
     if processes == 1:
         for done, stream in enumerate(listed, 1):
             yield _Folder(selection, stream).write()
             progress(done, len(listed))
         return
-    # Threads are enough: nearly all of the work is done by DuckDB and Arrow, outside Python's lock.
+    # Threads are sufficient: DuckDB and Arrow do nearly all of the work outside Python's interpreter lock.
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
-        jobs = [pool.submit(_write_apart, selection, stream) for stream in listed]
+        jobs = [pool.submit(_write_on_new_connection, selection, stream) for stream in listed]
         for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
             yield job.result()
             progress(done, len(listed))
 
 
-def _write_apart(selection: Selection, stream: Stream) -> Written:
-    """Write one rank's folder over a connection of its own, which sees the same version."""
+def _write_on_new_connection(selection: Selection, stream: Stream) -> Written:
+    """Write the folder of one rank over a separate connection to the same version of the store."""
     with connect(selection.connection.path, version=selection.connection.version) as connection:
         return _Folder(Selection(connection, selection.run, selection.options), stream).write()
 
 
 def _omitted(selection: Selection, placed: Counter[str]) -> Counter[str]:
-    """Count what the layout has no place for."""
+    """Count the rows that the layout cannot contain, by reason."""
     omitted: Counter[str] = Counter()
     for dataset in _COUNTED:
-        omitted[f"{dataset}: the layout has none"] = selection.count(dataset)
+        omitted[f"{dataset}: not in msprobe's layout"] = selection.count(dataset)
     omitted["rows without a step"] = sum(selection.count(name, "step IS NULL") for name in HELD)
     known = ", ".join(sql_string(kind) for kinds in _families("features").values() for kind in sorted(kinds))
-    omitted["features that the tool does not know"] = selection.count("features", f"kind NOT IN ({known})")
+    omitted["features that msprobe does not have"] = selection.count("features", f"kind NOT IN ({known})")
     tensors = ", ".join(sql_string(kind) for kinds in _families("tensor_stats").values() for kind in sorted(kinds))
-    strange = selection.count("tensor_stats", f"step >= 0 AND kind NOT IN ({tensors})")
-    omitted["tensors of kinds that the tool does not know"] = strange
+    unknown = selection.count("tensor_stats", f"step >= 0 AND kind NOT IN ({tensors})")
+    omitted["tensors of kinds that msprobe does not have"] = unknown
     omitted["rows before the first step"] = sum(selection.count(name, "step < 0") for name in HELD)
-    omitted[HIDDEN] = selection.count("tensor_stats", "step >= 0") - strange - placed["tensor_stats"]
+    omitted[HIDDEN] = selection.count("tensor_stats", "step >= 0") - unknown - placed["tensor_stats"]
     return omitted
 
 

@@ -1,7 +1,7 @@
-"""OpenMetrics text with times, from which Prometheus makes blocks: history under the names and labels of live data.
+"""Export as OpenMetrics text with timestamps, from which Prometheus creates blocks.
 
-Family by family, series by series, times rising: the order that the format demands, so that a run is read once per
-family and never held.
+The history then has the names and labels of live data. The format requires samples ordered by family, series and time.
+A run is therefore read once per family and never held in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEFT_OUT: Final = ("events", "features", "histograms", "hashes", "collectives")
 
 
 class OpenMetrics:
-    """The exporter."""
+    """Export format `openmetrics`: one text file for `promtool`."""
 
     name = "openmetrics"
     help = "text for `promtool tsdb create-blocks-from openmetrics FILE DATA`"
@@ -45,7 +45,7 @@ class OpenMetrics:
     def export(
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write one file. See ExportFormat."""
+        """Write the file. See `ExportFormat.export`."""
         if not run:
             raise ExportError("a run without a name has no label in Prometheus")
         with connection.pinned():
@@ -54,7 +54,7 @@ class OpenMetrics:
             omitted = _omitted(selection)
             if not any(counts.values()) and any(selection.count(name) for name in counts):
                 raise ExportError(
-                    f"{run} was brought in from logs that tell no times, and Prometheus knows nothing else"
+                    f"{run} was imported from logs without times, and each sample of Prometheus needs a time"
                 )
             require_rows(selection, counts)
             timeline = Timeline(selection, RANKED)
@@ -79,11 +79,11 @@ def _write(writer: FamilyWriter, selection: Selection, file: BinaryIO) -> None:
         if METRIC_NAME.fullmatch(metric) and metric not in writer.families:
             writer.samples(metric)
         else:
-            writer.omitted[f"samples of {metric!r}: the name cannot be used"] += 1
+            writer.omitted[f"samples of {metric!r}: not a valid metric name"] += 1
     file.write(END)
 
 
-_ATTEMPT: Final = MetricSpec(name=names.ATTEMPT, type="gauge", help="Launch of the run that the moment belongs to.")
+_ATTEMPT: Final = MetricSpec(name=names.ATTEMPT, type="gauge", help="Attempt of the run at this time.")
 
 
 def _sample_metrics(selection: Selection) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Parquet: one file per dataset with all its columns, for any tool that reads Parquet, without the store's log."""
+"""Export as Parquet: one file per dataset with all columns, readable without the store's Delta log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BATCH_ROWS: Final = ROW_GROUP_ROWS
 
 
 class Parquet:
-    """The exporter."""
+    """Export format `parquet`: a folder with one file per dataset."""
 
     name = "parquet"
     help = "a folder with one Parquet file per dataset, all columns"
@@ -38,9 +38,11 @@ class Parquet:
     def export(
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write `<dataset>.parquet` for every dataset that has rows of `run`. See ExportFormat."""
+        """Write `<dataset>.parquet` for each dataset that has rows of `run`. See `ExportFormat.export`."""
         if target.is_dir() and any(target.iterdir()):
-            raise ExportError(f"{target} is not empty: choose another folder, lest files of two exports mix")
+            raise ExportError(
+                f"{target} is not empty: choose another folder, so that the files of two exports do not mix"
+            )
         with connection.pinned():
             selection = Selection(connection, run, options)
             counts = {name: selection.count(name) for name in DATASETS}
@@ -60,7 +62,7 @@ def _write(selection: Selection, dataset: str, path: Path, written: Callable[[in
     footer = list(counted_columns(dataset))
     with pq.ParquetWriter(path, schema, compression="zstd", compression_level=1, write_statistics=footer) as writer:
         for batch in selection.stream(query, _BATCH_ROWS):
-            # DuckDB names the items of lists in its own way; the schema is the contract's.
+            # DuckDB gives the items of lists other names; the cast restores the names of the schema.
             writer.write_table(pa.Table.from_batches([batch]).cast(schema))
             written(batch.num_rows)
 

@@ -1,7 +1,7 @@
-"""One SQLite database with the tables of the existing tool, for its viewers and for anything that speaks SQL.
+"""Export as one SQLite database with msprobe's tables, for msprobe's viewers and for other SQL clients.
 
-Unlike the tool's, `step` is always the training's step (micro-batches are told apart by their targets), and numbers
-stand as they are: an Inf is an Inf and nothing is cut at 1e9. A NaN is NULL, as SQLite has none.
+Two differences from msprobe: `step` is always the step of the training (targets distinguish micro-batches), and numbers
+are not changed. An Inf is stored as Inf, and no value is limited to 1e9. A NaN is NULL, because SQLite has no NaN.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from rankscope_storage.formats.msprobe.sqlite_schema import (
 HELD: Final = ("tensor_stats", "features")
 
 _FACTS: Final = {
-    "step": "counts from 0; Adam's moments stand at the step before which they were taken",
-    "nan": "NULL; a statistic beside a NaN is NULL, and `nans` counts",
+    "step": "counts from 0; Adam's moments have the step before which they were read",
+    "nan": "NULL; the statistics of a tensor with a NaN are NULL, and `nans` is their number",
 }
 
 
 class Sqlite:
-    """The exporter."""
+    """Export format `sqlite`: one database with msprobe's tables."""
 
     name = "sqlite"
     help = "one SQLite database with the msprobe monitor's tables, a table per family and partition of steps"
@@ -61,8 +61,8 @@ class Sqlite:
     def export(
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write `run` to the database `target`; one that an export made before is replaced. See ExportFormat."""
-        _refuse_others(target)
+        """Write `run` to the database `target`; replace an earlier export. See `ExportFormat.export`."""
+        _require_own_export(target)
         staged = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
         with connection.pinned():
             selection = Selection(connection, run, options)
@@ -78,20 +78,18 @@ class Sqlite:
             finally:
                 with contextlib.suppress(OSError):
                     staged.unlink()
+            replaced = selection.count("tensor_stats", "step IS NOT NULL") - rows["tensor_stats"]
             omitted = {
                 "rows without a step": sum(selection.count(name, "step IS NULL") for name in HELD),
-                "rows behind another of the same step and target (an earlier attempt or call)": selection.count(
-                    "tensor_stats", "step IS NOT NULL"
-                )
-                - rows["tensor_stats"],
-                "scalars: these tables have no place for them": selection.count("scalars"),
-                "events: these tables have no place for them": selection.count("events"),
+                "rows replaced by another row of the same step and target (an earlier attempt or call)": replaced,
+                "scalars: not in these tables": selection.count("scalars"),
+                "events: not in these tables": selection.count("events"),
             }
         return ExportReport(files=(target,), rows=rows, omitted={why: n for why, n in omitted.items() if n > 0})
 
 
 class _Database:
-    """A new database being filled."""
+    """Writer of a new database."""
 
     def __init__(self, database: sqlite3.Connection, selection: Selection) -> None:
         self._database = database
@@ -190,7 +188,7 @@ class _Database:
         return name
 
     def _finish(self, last_rank: int) -> None:
-        """Write what is known only at the end: tags, ranges, the view over all partitions."""
+        """Write the tables that need all rows: tags, ranges, and the view over all partitions."""
         self._tag()
         trends = {metric: family not in FEATURES for family, metric in self._metrics.items()}
         statistics = [",".join(FEATURES[family].columns if family in FEATURES else OPS) for family in self._metrics]
@@ -220,15 +218,15 @@ def _numbers(column: pa.StringArray) -> list[float | None]:
     return [None if value != value else value for value in pc.cast(column, pa.float64()).to_pylist()]  # noqa: PLR0124 - NaN
 
 
-def _refuse_others(target: Path) -> None:
-    """Raise ExportError when `target` is something that no export made."""
+def _require_own_export(target: Path) -> None:
+    """Raise ExportError if `target` exists and is not an earlier export."""
     if not target.exists():
         return
     try:
         with contextlib.closing(sqlite3.connect(f"{target.absolute().as_uri()}?mode=ro", uri=True)) as database:
             database.execute("SELECT 1 FROM export_facts LIMIT 1")
     except sqlite3.Error as error:
-        raise ExportError(f"{target} exists and is no export of ours: choose another name") from error
+        raise ExportError(f"{target} exists and is not an export of Rankscope: choose another name") from error
 
 
 EXPORT_FORMAT = Sqlite()

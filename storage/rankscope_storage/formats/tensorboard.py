@@ -1,7 +1,8 @@
-"""TensorBoard: one event file per rank and attempt, tensors under the existing tool's tags, scalars under their names.
+"""Export as TensorBoard event files, one per rank and attempt. Tensors have msprobe's tags, scalars have their names.
 
-An event holds all rows of one step and moment. What a tag cannot say (unit and labels of a scalar, shard of a tensor)
-stands as JSON in the description of the tag's first value, which TensorBoard shows and our importer reads.
+An event contains all rows of one step and time. Columns that a tag cannot contain (unit and labels of a scalar, shard
+of a tensor) are written as JSON into the description of the tag's first value. TensorBoard shows the description, and
+Rankscope's importer reads it.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ NO_STEP: Final = "rows without a step"
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One rank of one attempt: a folder, which TensorBoard calls a run."""
+    """One rank of one attempt. It is written to one folder, which TensorBoard shows as a run."""
 
     attempt: int | None
     rank: int | None
 
     @property
     def folder(self) -> str:
-        """Return `rank3`, `rank3-attempt1`, or `run` for rows that belong to no rank."""
+        """Return `rank3`, `rank3-attempt1`, or `run` for rows without a rank."""
         name = "run" if self.rank is None else f"rank{self.rank}"
         return f"{name}-attempt{self.attempt}" if self.attempt else name
 
 
 class TensorBoard:
-    """The exporter."""
+    """Export format `tensorboard`: a folder with event files."""
 
     name = "tensorboard"
     help = "event files in a folder, to be shown by `tensorboard --logdir FOLDER`"
@@ -59,11 +60,11 @@ class TensorBoard:
     def export(
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write the event files of `run` below `target`, which must not hold any yet. See ExportFormat."""
+        """Write the event files of `run` below `target`, which must not contain any. See `ExportFormat.export`."""
         _require_libraries()
         if any(target.rglob("*tfevents*")):
             raise ExportError(
-                f"{target} holds event files already, whose points would show twice: choose another folder"
+                f"{target} already contains event files, and points would appear twice: choose another folder"
             )
         with connection.pinned():
             selection = Selection(connection, run, options)
@@ -80,7 +81,7 @@ class TensorBoard:
 
 
 def write_stream(selection: Selection, stream: Stream, folder: Path) -> Iterator[tuple[int, dict[str, int]]]:
-    """Write one event file, yielding how many rows each portion held, and at last what had no place."""
+    """Write one event file. Yield the number of rows of each part, and at the end the omitted rows by reason."""
     from rankscope_storage.tensorboard.events import EventFile  # noqa: PLC0415 - needs the extra
 
     only = selection.only(attempt=stream.attempt, rank=stream.rank)
@@ -97,7 +98,7 @@ def write_stream(selection: Selection, stream: Stream, folder: Path) -> Iterator
 def _write_all(
     selection: Selection, streams: list[Stream], folder: Path, processes: int
 ) -> Iterator[tuple[int, dict[str, int]]]:
-    """Yield rows written so far, and what had no place since."""
+    """Write all streams. Yield the number of rows so far, and the newly omitted rows by reason."""
     done = 0
     if processes == 1 or len(streams) == 1:
         for stream in streams:
@@ -106,7 +107,7 @@ def _write_all(
                 yield done, omitted
         return
     store = selection.connection.path, selection.connection.version
-    # Not forked: DuckDB's threads would be missing in a child.
+    # A forked child would lack DuckDB's threads.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(processes, len(streams)), mp_context=context) as pool:
         jobs = [
@@ -117,7 +118,9 @@ def _write_all(
             try:
                 rows, omitted = job.result()
             except BrokenProcessPool as error:
-                raise ExportError("a process that wrote was killed, maybe for its memory: lower process_num") from error
+                raise ExportError(
+                    "a writer process was killed, possibly because of its memory: lower process_num"
+                ) from error
             done += rows
             yield done, omitted
 
@@ -136,7 +139,7 @@ def _write_in_process(
 
 
 def _windows(selection: Selection, only: str) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of steps by what the fullest dataset holds in them; the ranges cover the steps of all datasets."""
+    """Yield ranges of steps of about equal size in the largest dataset. The ranges cover the steps of all datasets."""
     counts = {name: selection.count(name, f"{only} AND step IS NOT NULL") for name in DATASETS}
     ranges = list(selection.windows(max(DATASETS, key=counts.__getitem__), only))
     if not ranges:
@@ -177,7 +180,7 @@ def _streams(selection: Selection) -> list[Stream]:
 def _omitted(selection: Selection) -> dict[str, int]:
     counts = {NO_STEP: sum(selection.count(name, "step IS NULL") for name in DATASETS)}
     counts |= {
-        f"{name}: no place in event files": selection.count(name)
+        f"{name}: not in event files": selection.count(name)
         for name in ("events", "histograms", "hashes", "collectives")
     }
     return {reason: count for reason, count in counts.items() if count}
@@ -191,7 +194,7 @@ def _first_second(selection: Selection, only: str) -> int:
 
 def _require_libraries() -> None:
     try:
-        import rankscope_storage.tensorboard.events  # noqa: F401, PLC0415 - only to learn whether it can be imported
+        import rankscope_storage.tensorboard.events  # noqa: F401, PLC0415 - tests whether the import works
     except ImportError as error:
         raise ExportError(f"event files need {error.name}: run pip install protobuf google-crc32c") from error
 

@@ -1,9 +1,9 @@
-"""Series of exporters that are not ours: dataset `samples`, under their own names and labels and `instance`.
+"""Series of other exporters, from dataset `samples`: original names and labels, and the label `instance`.
 
-A row without a value is where Prometheus said that the series had ended, and is given back as its mark of staleness.
+A row without a value means that the series ended; it is returned as Prometheus' staleness marker.
 
-An exporter may have any number of series. They are judged by columns, some thousands at once, and only when all that
-fit are known to be few enough does each have labels of its own: a question that is too large is refused in no time.
+An exporter may have any number of series. They are matched in columns, several thousand at a time. The labels of single
+series are created only if the number of matching series is within the limit, so a too large query is rejected quickly.
 """
 
 from __future__ import annotations
@@ -23,36 +23,38 @@ from rankscope_storage.prometheus.matchers import NAME, MatchType
 from rankscope_storage.prometheus.query import SeriesQuery
 from rankscope_storage.prometheus.series import ResultLimit, Series, gathered, labelled, split_series
 
-JUDGED_AT_ONCE: Final = 10_000
-"""Series; so many are read beyond what is allowed, at most."""
+MATCH_BATCH_ROWS: Final = 10_000
+"""Series that are matched together; at most this number is read beyond the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalSeries:
-    """Answers a question from what exporters of others said."""
+    """Execution of a query over the samples of other exporters."""
 
     connection: Connection
     question: SeriesQuery
-    allowance: ResultLimit
+    limit: ResultLimit
     external_labels: Mapping[str, str]
 
     def read(self) -> Iterator[Series]:
-        """Yield the series that fit. Raises LimitError."""
+        """Yield the matching series. Raises LimitError."""
         predicates = [self.question.within()]
         for matcher in self.question.matchers:
             if matcher.name == NAME:
                 predicates.append(matcher.on_text("metric"))
             elif matcher.name == "instance":
-                predicates.append(f"(target = '' OR {matcher.on_text('target')})")  # brought in: a label of its own
+                predicates.append(
+                    f"(target = '' OR {matcher.on_text('target')})"
+                )  # imported series have the label in their labels
             elif matcher.type is MatchType.EQUAL and matcher.value and matcher.name not in self.external_labels:
                 fragment = canonical_labels({matcher.name: matcher.value}) or ""
-                predicates.append(f"contains(labels, {sql_string(fragment[1:-1])})")  # judged again below, in full
+                predicates.append(f"contains(labels, {sql_string(fragment[1:-1])})")  # matched exactly below
         where = " AND ".join(predicates)
         source = self.question.source(self.connection, "samples", of_ranks=False)
         chosen = self._chosen(f"SELECT DISTINCT metric, target, labels FROM {source} WHERE {where}")
         if not chosen:
             return
-        # As parameters: to parse twenty thousand series as SQL took seconds, and most of a GiB that no limit knows of.
+        # Parameters, because DuckDB needs seconds and most of a GiB outside its limit to parse 20,000 series as SQL.
         listed = [[row[column] for row, _ in chosen] for column in ("metric", "target", "labels")]
         query = (
             f"SELECT place, epoch_ms(ts) AS ms, value FROM (SELECT * FROM {source} WHERE {where}) "
@@ -61,23 +63,23 @@ class ExternalSeries:
             "ON metric = c_metric AND target = c_target AND labels IS NOT DISTINCT FROM c_labels "
             "ORDER BY place, ts"
         )
-        rows = gathered(self.connection.stream(query, listed), self.allowance)
+        rows = gathered(self.connection.stream(query, listed), self.limit)
         if rows is None:
             return
         for own, times, values in split_series(rows, ["place"], ResultLimit(len(chosen), 0)):
             yield Series(labelled(chosen[int(str(own["place"]))][1]), times, values)
 
     def _chosen(self, query: str) -> list[tuple[dict[str, Any], dict[str, str]]]:
-        """Return the series that fit, as they stand in the store and with their labels. Raises LimitError."""
+        """Return the matching series as stored rows with their labels. Raises LimitError."""
         fitting = []
-        for found in self.connection.stream(query, batch_rows=JUDGED_AT_ONCE):
+        for found in self.connection.stream(query, batch_rows=MATCH_BATCH_ROWS):
             some = found.filter(self._fit(found))
-            self.allowance.take_series(some.num_rows)
+            self.limit.take_series(some.num_rows)
             fitting.append(some)
         return [(row, self._labels(row)) for some in fitting for row in some.to_pylist()]
 
     def _fit(self, found: pa.RecordBatch) -> pa.BooleanArray:
-        """Return which of the series `found` fit; labels that many of them share are read once."""
+        """Return a mask of the series in `found` that match. Labels that several of them share are parsed once."""
         encoded = found["labels"].dictionary_encode(null_encoding="encode")
         own = [_own_labels(text) for text in encoded.dictionary.to_pylist()]
         fits = pa.array([labels is not None for labels in own], pa.bool_()).take(encoded.indices)
@@ -103,7 +105,7 @@ class ExternalSeries:
 
 
 def _own_labels(text: str | None) -> dict[str, str] | None:
-    """Return what a series has in its column `labels`; None where that holds something else."""
+    """Return the labels in the column `labels`, or None if it does not contain an object of strings."""
     try:
         own = {} if text is None else json.loads(text)
     except (ValueError, RecursionError):

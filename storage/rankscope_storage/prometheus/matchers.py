@@ -1,6 +1,7 @@
-"""PromQL's label matchers: over a text, over the values of a column in SQL. Pure.
+"""Label matchers of PromQL, applied to a text, to an Arrow array, and as SQL to a column.
 
-Regular expressions are RE2's, in Arrow and DuckDB alike, and match the whole value. A label that is absent is empty.
+Regular expressions have RE2's syntax in Arrow and in DuckDB, and match the whole value. An absent label is an empty
+text.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.base.errors import QueryError
 
 NAME: Final = "__name__"
-_WORDS: Final = re.compile(r"[\w \-/:@%=,;~!<>&\"'#]+(?:\|[\w \-/:@%=,;~!<>&\"'#]+)*")  # alternatives without magic
+_WORDS: Final = re.compile(
+    r"[\w \-/:@%=,;~!<>&\"'#]+(?:\|[\w \-/:@%=,;~!<>&\"'#]+)*"
+)  # alternatives without metacharacters
 _INTEGER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
 class MatchType(IntEnum):
-    """As remote read numbers them."""
+    """Type of a matcher, with the number in remote read."""
 
     EQUAL = 0
     NOT_EQUAL = 1
@@ -33,41 +36,41 @@ class MatchType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    """One of `name="value"`, `!=`, `=~`, `!~`. Raises QueryError for an expression that RE2 does not take."""
+    """One of `name="value"`, `!=`, `=~`, `!~`. Raises QueryError for an invalid regular expression of RE2."""
 
     type: MatchType
     name: str
     value: str
 
     def __post_init__(self) -> None:
-        """Refuse an expression that cannot be used, before anything is read."""
+        """Raise QueryError for an invalid expression before rows are read."""
         self.matches("")
 
     @property
     def is_negative(self) -> bool:
-        """Whether it says what a value must not be."""
+        """True for the types `!=` and `!~`."""
         return self.type in {MatchType.NOT_EQUAL, MatchType.NOT_REGEX}
 
     def matches(self, text: str) -> bool:
-        """Return whether a label with the value `text`, "" if it is absent, fits."""
+        """Return whether a label with the value `text` matches; "" is an absent label."""
         if self.type in {MatchType.EQUAL, MatchType.NOT_EQUAL}:
             return (text == self.value) is not self.is_negative
         found: bool = self.among(pa.array([text], pa.string()))[0].as_py()
         return found
 
     def among(self, texts: pa.StringArray) -> pa.BooleanArray:
-        """Return which of `texts` fit: one pass over thousands costs little more than over one."""
+        """Return a mask of the `texts` that match. One call for thousands of texts costs little more than for one."""
         if self.type in {MatchType.EQUAL, MatchType.NOT_EQUAL}:
             found = pc.equal(texts, self.value)
         else:
             try:
                 found = pc.match_substring_regex(texts, self._anchored())
             except pa.ArrowInvalid as error:
-                raise QueryError(f"{self.value!r} is no regular expression of RE2: {error}") from error
+                raise QueryError(f"{self.value!r} is not a valid regular expression of RE2: {error}") from error
         return pc.invert(found) if self.is_negative else found
 
     def alternatives(self) -> list[str] | None:
-        """Return the few values that alone fit, None where that is not plain to see."""
+        """Return the matching values if the expression is a plain list of alternatives, otherwise None."""
         if self.type is MatchType.EQUAL:
             return [self.value]
         if self.type is MatchType.REGEX and _WORDS.fullmatch(self.value):
@@ -75,7 +78,7 @@ class Matcher:
         return None
 
     def on_text(self, column: str) -> str:
-        """Return the predicate for a column of text without nulls; one the statistics of files can answer if any."""
+        """Return the predicate for a text column without nulls. If possible, file statistics can evaluate it."""
         values = self.alternatives()
         if values is not None:
             return _among(column, [sql_string(value) for value in values])
@@ -85,7 +88,7 @@ class Matcher:
         return f"{negation}regexp_matches({column}, {sql_string(self._anchored())})"
 
     def on_number(self, column: str) -> str:
-        """Return the predicate for a column of integers, whose null is an absent label."""
+        """Return the predicate for a column of integers, where null is an absent label."""
         values = self.alternatives()
         if values is None:
             return self.on_text(f"coalesce({column}::VARCHAR, '')")
@@ -99,7 +102,7 @@ class Matcher:
 
 
 def fits(matchers: Sequence[Matcher], name: str, text: str) -> bool:
-    """Return whether the value `text` of label `name` fits all `matchers`."""
+    """Return whether the value `text` of the label `name` satisfies all `matchers` of this label."""
     return all(matcher.matches(text) for matcher in matchers if matcher.name == name)
 
 

@@ -1,7 +1,7 @@
-"""Which series stands for which rows. The names are those of a rank's page, so that history and live data join.
+"""Mapping between rows and series. The names are those of a rank's `/metrics`, so that history and live data match.
 
-What a page does not show (unit, part of a tensor, virtual stage) gets a label of its own only where it is not the
-usual; hence most series are just the live ones. A label that is left out means null, or the usual value.
+Columns that `/metrics` does not show (unit, shard of a tensor, virtual stage) become labels only if they do not have
+their usual value. Most series are therefore equal to the live ones. An absent label means null or the usual value.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from rankscope_contract.model.schema import canonical_labels
 
 JOB: Final = "rankscope"
 ATTEMPT: Final = "rankscope_attempt"
-"""Which launch of the run a moment belongs to. Only exports have it: live, rankscope_run_info tells."""
+"""Metric with the attempt of the run at each time. Only exports have it; live data has rankscope_run_info."""
 
 EXPORT: Final = "rankscope_export"
 EXPORT_INFO: Final = f"{EXPORT}_info"
-"""Present where every sample is a row of a store, rather than what a scrape happened to see."""
+"""Metric that marks exported data: every row of the store is a sample, not only the scraped ones."""
 
 NULL: Final = "none"
-"""Said by a label whose absence would mean the usual value."""
+"""Value of a label for null, if the absence of the label means the usual value."""
 
 VALUE_OPS_SHOWN: Final = (*VALUE_OPS, *COUNT_OPS)
 BASELINE_SUFFIX: Final = "_baseline"
 BASELINES_SHOWN: Final = tuple(op.removesuffix(BASELINE_SUFFIX) for op in BASELINE_OPS)
 PLACEMENT: Final = "full"
 
-# Label -> column, in the order they are written; all but `placement` are absent when null.
+# Labels with the names of their columns, in output order. All except `placement` are absent for null.
 TENSOR_EXTRAS: Final = ("index", "vpp_stage", "micro_step", "call_seq", "placement", "shard_group")
 STAGE_EXTRAS: Final = ("vpp_stage", "micro_step")
 _IDENTITY: Final = frozenset({"run", "rank", "job", "instance"})
@@ -50,7 +50,7 @@ class Scalar:
 
 
 def own_metric(scalar: Scalar) -> MetricSpec | None:
-    """Return the metric that stands for just this scalar, or None: then it is a sample of rankscope_scalar."""
+    """Return the metric that contains only this scalar, or None if it is a sample of rankscope_scalar."""
     spec = SCALARS_WITH_OWN_METRIC.get(scalar.name)
     if spec is None:
         return None
@@ -60,7 +60,7 @@ def own_metric(scalar: Scalar) -> MetricSpec | None:
 
 
 def scalar_labels(scalar: Scalar, spec: MetricSpec | None) -> dict[str, str]:
-    """Return the labels of a scalar's series beside identity."""
+    """Return the labels of a scalar's series without the identity labels."""
     if spec is not None:
         labels = dict(_text_labels(scalar.labels) or {})
         usual = spec.unit
@@ -76,7 +76,7 @@ def scalar_labels(scalar: Scalar, spec: MetricSpec | None) -> dict[str, str]:
 
 
 def read_scalar(metric: str, labels: Mapping[str, str]) -> Scalar | None:
-    """Return the scalar behind a series, or None when it is none of ours."""
+    """Return the scalar of a series, or None if it is not a series of Rankscope."""
     rest = {name: value for name, value in labels.items() if name not in _IDENTITY and name not in STAGE_EXTRAS}
     unit = rest.pop("unit", None)
     if metric == catalogue.SCALAR.name:
@@ -94,7 +94,7 @@ def read_scalar(metric: str, labels: Mapping[str, str]) -> Scalar | None:
 
 
 def is_countable(value: float) -> bool:
-    """Return whether a counter may have this value; another is shown as a sample of rankscope_scalar."""
+    """Return whether a counter may have this value; other values are samples of rankscope_scalar."""
     return not math.isnan(value) and value >= 0
 
 
@@ -106,7 +106,7 @@ def _split(shown: str) -> tuple[str, str | None]:
 
 
 def _text_labels(text: str | None) -> dict[str, str] | None:
-    """Return the labels in a `labels` column; None where it is anything else than an object of texts."""
+    """Return the labels in a `labels` column; None if it is not an object of strings."""
     if text is None:
         return {}
     try:

@@ -1,6 +1,6 @@
-"""A query of remote read: matchers and a time range, and the part that files and columns of a dataset can answer.
+"""Query of remote read: matchers and a time range, and their predicates for files and columns of a dataset.
 
-Raw rows and rollups are read as one relation, whatever the age of the rows.
+Raw rows and rollups are read as one relation.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ IDENTITY: Final[Mapping[str, str]] = {
     "rank": "coalesce(rank::VARCHAR, '')",
     "instance": "run || '/' || coalesce(rank::VARCHAR, '')",
 }
-"""Labels of a rank's series beside `job`, as SQL."""
+"""Labels of a rank's series in addition to `job`, as SQL expressions."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesQuery:
-    """One query of remote read. The span is closed, in ms. `series_alone`: of each series the last sample is enough."""
+    """One query of remote read over a closed interval in ms. `series_alone` selects the last sample of each series."""
 
     matchers: tuple[Matcher, ...]
     start_ms: int
@@ -37,42 +37,42 @@ class SeriesQuery:
     series_alone: bool = False
 
     def fits(self, label: str, text: str) -> bool:
-        """Return whether `label` may be `text`."""
+        """Return whether the matchers allow the value `text` for `label`."""
         return fits(self.matchers, label, text)
 
     def fits_all(self, labels: Mapping[str, str], known: Sequence[str] = ()) -> bool:
-        """Return whether a series with `labels` fits; the labels `known` are judged elsewhere."""
+        """Return whether a series with `labels` matches. Matchers of the labels `known` are not applied."""
         judged = [matcher for matcher in self.matchers if matcher.name not in known]
         return all(matcher.matches(labels.get(matcher.name, "")) for matcher in judged)
 
     def without(self, labels: Mapping[str, str]) -> SeriesQuery | None:
-        """Return what is asked of series that all have `labels`; None where these do not fit."""
+        """Return the query without the matchers of the constant `labels`, or None if these do not match."""
         if not all(self.fits(name, text) for name, text in labels.items()):
             return None
         rest = tuple(matcher for matcher in self.matchers if matcher.name not in labels)
         return replace(self, matchers=rest)
 
     def within(self) -> str:
-        """Return the predicate of time."""
+        """Return the predicate for the time range."""
         start, end = self.span()
         return f"ts >= TIMESTAMPTZ '{start.isoformat()}' AND ts < TIMESTAMPTZ '{end.isoformat()}'"
 
     def span(self) -> tuple[dt.datetime, dt.datetime]:
-        """Return the half-open span of time, as far as stores have times."""
+        """Return the time range as a half-open interval, restricted to times that a store can contain."""
         start, end = (min(max(ms, 0), _LATEST_MS) for ms in (self.start_ms, self.end_ms + 1))
         return _EPOCH + dt.timedelta(milliseconds=start), _EPOCH + dt.timedelta(milliseconds=max(start, end))
 
     def source(self, connection: Connection, dataset: str, *, of_ranks: bool = True) -> str:
-        """Return what stands behind FROM: `dataset` in both tiers, from only those files that can hold an answer.
+        """Return the relation of `dataset` with raw rows and rollups, from the files that can contain matching rows.
 
-        The column `run` is the label only where rows are of ranks.
+        The column `run` is the label `run` only for rows of ranks (`of_ranks`).
         """
         runs = self._runs() if of_ranks else None
         run = runs[0] if runs is not None and len(runs) == 1 else None
         return both_tiers(connection, dataset, run=run, times=self.span())
 
     def of_rank(self) -> str:
-        """Return the predicate of run, rank, instance and time for rows of a rank."""
+        """Return the predicate for run, rank, instance and time of the rows of ranks."""
         predicates = [self.within()]
         for matcher in self.matchers:
             if matcher.name == "run":
@@ -84,11 +84,11 @@ class SeriesQuery:
         return " AND ".join(predicates)
 
     def is_of_ranks(self) -> bool:
-        """Return whether series of ranks can fit at all."""
+        """Return whether the matchers of `job` allow series of ranks."""
         return self.fits("job", names.JOB)
 
     def is_of(self, metric: str) -> bool:
-        """Return whether a metric is asked for."""
+        """Return whether the matchers allow the metric."""
         return self.fits(NAME, metric)
 
     def _runs(self) -> list[str] | None:
@@ -122,7 +122,7 @@ def both_tiers(
     run: str | None = None,
     times: tuple[dt.datetime, dt.datetime] | None = None,
 ) -> str:
-    """Return what `Connection.relation` does, and rollup rows beyond the raw ones of `dataset` where there are any."""
+    """Return the relation of `Connection.relation`, extended by rollup rows of `dataset` if there are any."""
     raw = connection.relation(dataset, run=run, times=times)
     beyond = ROLLUPS.get(dataset)
     if beyond is None or not connection.files(beyond, run=run):

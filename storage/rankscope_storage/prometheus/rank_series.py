@@ -1,8 +1,8 @@
-"""Series of ranks: tensors, scalars, steps; the names and labels of a rank's page, made from the columns behind it.
+"""Series of ranks (tensors, scalars, steps) with the names and labels of a rank's `/metrics`, created from columns.
 
-Where exports of a run add labels so that nothing is ambiguous, these are left out here as far as the page leaves them
-out: placement and group of shards, the unit of a scalar. What a page never shows (other micro-batches, calls, virtual
-stages) has a label that says so.
+Exports of a run add labels so that no series is ambiguous. Labels that `/metrics` does not have are left out here:
+placement, shard group, and the unit of a scalar. Rows that `/metrics` never shows (other micro-batches, calls, virtual
+stages) have a label.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from rankscope_storage.prometheus.query import IDENTITY, SeriesQuery
 from rankscope_storage.prometheus.series import ResultLimit, Series, gathered, labelled, split_series
 
 _MOMENTS: Final = ("vpp_stage", "micro_step", "call_seq")
-"""Columns of numbers that tell rows of one tensor apart, where they are not null."""
+"""Integer columns that distinguish rows of one tensor if they are not null."""
 
 _TENSOR: Final = """CASE WHEN "index" IS NULL THEN tensor ELSE tensor || '[' || "index" || ']' END"""
 _PART: Final = re.compile(r"(.*)\[(0|[1-9][0-9]{0,8})\]", re.DOTALL)
 _COUNTABLE: Final = "(value >= 0 AND NOT isnan(value))"
 _RANKED: Final = ("tensor_stats", "scalars")
 _ALL, _COUNTED, _REST = range(3)
-_JUDGED_IN_SQL: Final = (*IDENTITY, *STAGE_EXTRAS, "job")
+_MATCHED_IN_SQL: Final = (*IDENTITY, *STAGE_EXTRAS, "job")
 
 _Shown = tuple[Scalar, int, dict[str, str]]
-"""A scalar, which of its values, and the labels that stand for them."""
+"""A scalar, the selected part of its values, and the labels of their series."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSeries:
-    """Answers a question from what ranks sent."""
+    """Execution of a query over the rows of ranks."""
 
     connection: Connection
     question: SeriesQuery
-    allowance: ResultLimit
+    limit: ResultLimit
 
     def read(self) -> Iterator[Series]:
-        """Yield the series that fit. Raises LimitError."""
+        """Yield the matching series. Raises LimitError."""
         if not self.question.is_of_ranks():
             return
         yield from self._tensors(catalogue.TENSOR_VALUE, names.VALUE_OPS_SHOWN, "")
@@ -102,7 +102,7 @@ class RankSeries:
             where += f" AND name IN ({', '.join(map(sql_string, own))})"
         source = self.question.source(self.connection, "scalars")
         found = self.connection.query(f"SELECT DISTINCT name, unit, labels FROM {source} WHERE {where}").to_pylist()
-        chosen = self._told_apart(one for row in found for one in self._of_scalar(Scalar(**row)))
+        chosen = self._distinguished(one for row in found for one in self._of_scalar(Scalar(**row)))
         if not chosen:
             return
         listed = ", ".join(
@@ -121,19 +121,19 @@ class RankSeries:
             shown = chosen[int(here.pop("place"))][2]
             yield Series(labelled({**here, **shown}), series.times_ms, series.values)
 
-    def _told_apart(self, scalars: Iterable[_Shown]) -> list[_Shown]:
-        """Return what is shown, without the unit where the page has none; two that differ in nothing else keep it."""
+    def _distinguished(self, scalars: Iterable[_Shown]) -> list[_Shown]:
+        """Return the matching scalars, without the label `unit` unless only the unit distinguishes two of them."""
         seen: set[tuple[tuple[str, str], ...]] = set()
         kept = []
         for scalar, part, labels in sorted(scalars, key=lambda shown: shown[2].get("unit", "")):
             plain = {name: text for name, text in labels.items() if name != "unit"}
             own = labels if labelled(plain) in seen else plain
             seen.add(labelled(own))
-            kept += [(scalar, part, own)] if self.question.fits_all(own, _JUDGED_IN_SQL) else []
+            kept += [(scalar, part, own)] if self.question.fits_all(own, _MATCHED_IN_SQL) else []
         return kept
 
     def _of_scalar(self, scalar: Scalar) -> Iterator[_Shown]:
-        """Yield under which metrics and labels a scalar is shown, and which of its values."""
+        """Yield the parts of a scalar's values, each with its metric and labels."""
         own = names.own_metric(scalar)
         shown: list[tuple[int, MetricSpec, MetricSpec | None]] = []
         if own is None:
@@ -151,18 +151,18 @@ class RankSeries:
             f"SELECT {columns}, epoch_ms(ts) AS ms, {value} AS value, attempt, step AS step_ FROM ({rows}) "
             f"WHERE ({value}) IS NOT NULL"
         )
-        found = gathered(self.connection.stream(self._as_asked(query, every)), self.allowance)
+        found = gathered(self.connection.stream(self._as_asked(query, every)), self.limit)
         if found is None:
             return
-        # Sorted here, by codes of the few different texts: large answers took twice as long where DuckDB sorted texts.
+        # Sorted here by dictionary codes: for large results, sorting by text in DuckDB takes twice as long.
         found = found.take(pa.array(sort_order(found, (*every, "ms", "attempt", "step_"))))
-        for own, times, values in split_series(found, list(every), self.allowance):
+        for own, times, values in split_series(found, list(every), self.limit):
             texts = {name: str(text) for name, text in own.items()}
             instance = f"{texts['run']}/{texts['rank']}"
             yield Series(labelled({NAME: metric, "job": names.JOB, "instance": instance, **texts}), times, values)
 
     def _as_asked(self, query: str, labels: Mapping[str, str]) -> str:
-        """Return `query`, or the last row of each of its series: lists of months are then small, and never refused."""
+        """Return `query`, or with `series_alone` the last row of each series, so that a long range is within limits."""
         if not self.question.series_alone:
             return query
         names = ", ".join(map(sql_identifier, labels))
@@ -181,7 +181,7 @@ class RankSeries:
         return " AND ".join(predicates)
 
     def _can_be(self, spec: MetricSpec, labels: Mapping[str, str] | Sequence[str]) -> bool:
-        """Return whether series of `spec` can fit: any other label than those it has is absent, which is empty."""
+        """Return whether series of `spec` can match. Labels that they do not have count as empty."""
         return self._is_of(spec) and self.question.fits_all({}, (NAME, "job", *IDENTITY, *labels))
 
     def _is_of(self, spec: MetricSpec) -> bool:
@@ -189,12 +189,12 @@ class RankSeries:
 
 
 def _extra(name: str) -> str:
-    """Return a label that only unusual series have, as SQL."""
+    """Return SQL for a label that is empty for null."""
     return f"coalesce({name}::VARCHAR, '')"
 
 
 def _of_tensor(matcher: Matcher) -> str:
-    """Return the predicate of a tensor's name, with the part in brackets as on the page; by columns where it can be."""
+    """Return the predicate for a tensor's name with its index in brackets, by columns if the matcher allows it."""
     values = matcher.alternatives()
     if values is None:
         return matcher.on_text(f"({_TENSOR})")

@@ -23,46 +23,46 @@ from rankscope_storage.prometheus.rank_series import RankSeries
 from rankscope_storage.prometheus.series import ResultLimit, Series, labelled, merge_series
 
 MEMORY_BYTES: Final = 1 << 30
-"""What DuckDB may take for an answer, at least."""
+"""Least memory limit of DuckDB for a query, in bytes."""
 
 SAMPLE_BYTES: Final = 256
-"""What it may take for each sample that an answer may have; five million took 100 to 200 each."""
+"""Memory limit of DuckDB per allowed sample, in bytes. Five million samples needed 100 to 200 bytes each."""
 
 _REMEDY: Final = "ask for fewer series or a shorter time"
 
 
 class CancelToken:
-    """Of those who wait for one answer: it lasts until somebody says that it has ended."""
+    """Token with which another thread cancels one request."""
 
     def __init__(self) -> None:
-        self._why: str | None = None
+        self._reason: str | None = None
         self._cursor: duckdb.DuckDBPyConnection | None = None
         self._lock = threading.Lock()
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody waits any more."""
-        return self._why is not None
+        """True after `end`."""
+        return self._reason is not None
 
-    def end(self, why: str) -> None:
-        """Refuse the question, whose statement under way is interrupted; from any thread.
+    def end(self, reason: str) -> None:
+        """Cancel the request and interrupt its running statement. May be called from any thread.
 
-        Between two statements there is nothing to interrupt: say it again until the question has been refused.
+        Between two statements there is nothing to interrupt: repeat the call until the request has ended.
         """
         with self._lock:
-            self._why = self._why or why
+            self._reason = self._reason or reason
             if self._cursor is not None:
                 self._cursor.interrupt()
 
     def refusal(self) -> LimitError:
-        """Return what is said to who asked."""
-        return LimitError(f"the question was ended because {self._why}: {_REMEDY}")
+        """Return the error for the client."""
+        return LimitError(f"the query was cancelled because {self._reason}: {_REMEDY}")
 
     @contextlib.contextmanager
     def lasting(self, cursor: duckdb.DuckDBPyConnection) -> Iterator[None]:
-        """Let `end` interrupt what `cursor` does inside, and nothing that it does later. Raises LimitError."""
+        """Let `end` interrupt statements of `cursor` inside the context. Raises LimitError if cancelled before."""
         with self._lock:
-            if self._why is not None:
+            if self._reason is not None:
                 raise self.refusal()
             self._cursor = cursor
         try:
@@ -74,9 +74,9 @@ class CancelToken:
 
 @contextlib.contextmanager
 def bounded(connection: Connection, patience: CancelToken, max_samples: int) -> Iterator[None]:
-    """Bound what is asked of `connection` inside, which is neither locked nor moves to another version meanwhile.
+    """Limit memory and time of the statements of `connection` inside the context.
 
-    Raises LimitError beyond a bound, StoreError when the store fails.
+    Raises LimitError beyond a limit, and StoreError if the store cannot be read.
     """
     memory = max(MEMORY_BYTES, SAMPLE_BYTES * max_samples)
     try:
@@ -84,18 +84,18 @@ def bounded(connection: Connection, patience: CancelToken, max_samples: int) -> 
         [(folder,)] = cursor.fetchall()
         with _limited(cursor, memory, str(folder)), patience.lasting(cursor):
             yield
-    except (duckdb.Error, OSError) as error:  # Arrow's where rows were on their way: it has the text alone
+    except (duckdb.Error, OSError) as error:  # while rows are fetched, Arrow raises an error with the same text
         if patience.is_cancelled:
             raise patience.refusal() from error
         if "Out of Memory Error" in str(error):
-            raise LimitError(f"the question takes more than {memory >> 20} MiB of memory: {_REMEDY}") from error
+            raise LimitError(f"the query needs more than {memory >> 20} MiB of memory: {_REMEDY}") from error
         raise StoreError(f"the store cannot be read: {error}") from error
 
 
 @contextlib.contextmanager
 def _limited(cursor: duckdb.DuckDBPyConnection, memory: int, folder: str) -> Iterator[None]:
-    """Let the DuckDB of `cursor` take no more than `memory`, and no disk; others are lent it afterwards, as it was."""
-    with cursor.cursor() as settings:  # one of its own: an answer that is not fetched to its end is in nobody's way
+    """Limit DuckDB to `memory` bytes and no disk inside the context. The earlier limits are restored afterwards."""
+    with cursor.cursor() as settings:  # separate, because the other cursor may have rows that are not fetched
         settings.execute(f"SET GLOBAL memory_limit = '{memory} B'")
         _spill_to(settings, "")
         try:
@@ -106,55 +106,56 @@ def _limited(cursor: duckdb.DuckDBPyConnection, memory: int, folder: str) -> Ite
 
 
 def _spill_to(settings: duckdb.DuckDBPyConnection, folder: str) -> None:
-    with contextlib.suppress(duckdb.NotImplementedException):  # one that has spilled before keeps to its folder
+    with contextlib.suppress(duckdb.NotImplementedException):  # DuckDB cannot change the folder after it has spilled
         settings.execute(f"SET GLOBAL temp_directory = {sql_string(folder)}")
 
 
 def read(
     connection: Connection,
-    questions: Sequence[SeriesQuery],
+    queries: Sequence[SeriesQuery],
     *,
     max_series: int,
     max_samples: int,
     external_labels: Mapping[str, str] = MappingProxyType({}),
     patience: CancelToken | None = None,
 ) -> list[list[Series]]:
-    """Return the series that answer each question, sorted by labels; the limits are for all of them together.
+    """Return the matching series of each query, sorted by labels. The limits apply to all queries together.
 
-    `external_labels` are those of the Prometheus that asks, which it demands of all that is remote: every series has
-    them, unless it has a label of that name itself. By `patience` another thread can end the questions.
+    `external_labels` are those of the Prometheus server that sends the request. It expects them on all remote series,
+    so each series gets them unless it already has a label of this name. `patience` lets another thread cancel the
+    request.
 
-    Raises LimitError beyond a limit, of memory and of time too, QueryError for an expression that is none, StoreError
-    when the store fails.
+    Raises LimitError beyond a limit of series, samples, memory or time, QueryError for an invalid expression, and
+    StoreError if the store cannot be read.
     """
 
     def answers() -> list[list[Series]]:
-        allowance = ResultLimit(max_series, max_samples)
+        limit = ResultLimit(max_series, max_samples)
         with connection.pinned(), bounded(connection, patience or CancelToken(), max_samples):
-            return [_answer(connection, question, allowance, external_labels) for question in questions]
+            return [_answer(connection, question, limit, external_labels) for question in queries]
 
     try:
         return answers()
-    except FilesGoneError:  # replaced by compaction long ago, and swept away just now
+    except FilesGoneError:  # vacuum removed replaced files after the snapshot was read
         return answers()
 
 
 def _answer(
-    connection: Connection, question: SeriesQuery, allowance: ResultLimit, external_labels: Mapping[str, str]
+    connection: Connection, question: SeriesQuery, limit: ResultLimit, external_labels: Mapping[str, str]
 ) -> list[Series]:
     found: dict[tuple[tuple[str, str], ...], list[Series]] = defaultdict(list)
-    for series in _of_ranks(connection, question, allowance, external_labels):
+    for series in _of_ranks(connection, question, limit, external_labels):
         found[series.labels].append(series)
-    for series in ExternalSeries(connection, question, allowance, external_labels).read():
+    for series in ExternalSeries(connection, question, limit, external_labels).read():
         found[series.labels].append(series)
     return [merge_series(found[labels]) for labels in sorted(found)]
 
 
 def _of_ranks(
-    connection: Connection, question: SeriesQuery, allowance: ResultLimit, external_labels: Mapping[str, str]
+    connection: Connection, question: SeriesQuery, limit: ResultLimit, external_labels: Mapping[str, str]
 ) -> Iterator[Series]:
     of_ranks = question.without(external_labels)
     if of_ranks is None:
         return
-    for series in RankSeries(connection, of_ranks, allowance).read():
+    for series in RankSeries(connection, of_ranks, limit).read():
         yield Series(labelled({**external_labels, **dict(series.labels)}), series.times_ms, series.values)

@@ -1,4 +1,4 @@
-"""Series from sorted rows: cut where a label changes, one sample a millisecond, never more than was allowed."""
+"""Series from sorted rows: one series per combination of labels, one sample per millisecond, within the limits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pyarrow as pa
 from rankscope_storage.base.errors import LimitError
 
 STALE_BITS: Final = 0x7FF0_0000_0000_0002
-"""The NaN by which Prometheus knows that a series has ended; in `samples` it is a row without a value."""
+"""Bits of the NaN that is Prometheus' staleness marker. In `samples` it is a row without a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Labels, sorted and without empty ones, and samples with rising times."""
+    """One series: its sorted, non-empty labels, and its samples in ascending order of time."""
 
     labels: tuple[tuple[str, str], ...]
     times_ms: npt.NDArray[np.int64]
@@ -27,49 +27,49 @@ class Series:
 
 @dataclass(slots=True)
 class ResultLimit:
-    """How much one question may still answer."""
+    """Numbers of series and samples that a request may still return."""
 
     series: int
     samples: int
     _given: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Remember what was given, for the text of a refusal."""
+        """Keep the original limits for error messages."""
         self._given = (self.series, self.samples)
 
     def take_samples(self, count: int) -> None:
-        """Count samples. Raises LimitError beyond the allowance."""
+        """Count samples. Raises LimitError beyond the limit."""
         self.samples -= count
         if self.samples < 0:
             raise LimitError(
-                f"the answer has more than {self._given[1]} samples: ask for a shorter time, or for fewer ranks, "
+                f"the answer has more than {self._given[1]} samples: request a shorter time, or for fewer ranks, "
                 "tensors or ops, or raise [remote_read] max_samples"
             )
 
     def take_series(self, count: int) -> None:
-        """Count series. Raises LimitError beyond the allowance."""
+        """Count series. Raises LimitError beyond the limit."""
         self.series -= count
         if self.series < 0:
             raise LimitError(
-                f"the answer has more than {self._given[0]} series: ask for fewer ranks, tensors or ops, "
+                f"the answer has more than {self._given[0]} series: request fewer ranks, tensors or ops, "
                 "or raise [remote_read] max_series"
             )
 
 
-def gathered(batches: Iterator[pa.RecordBatch], allowance: ResultLimit) -> pa.Table | None:
-    """Return all rows, or None without any. Raises LimitError as soon as they are too many."""
+def gathered(batches: Iterator[pa.RecordBatch], limit: ResultLimit) -> pa.Table | None:
+    """Return all rows, or None if there are none. Raises LimitError when there are too many samples."""
     kept = []
     for batch in batches:
-        allowance.take_samples(batch.num_rows)
+        limit.take_samples(batch.num_rows)
         if batch.num_rows:
             kept.append(batch)
     return pa.Table.from_batches(kept).combine_chunks() if kept else None
 
 
 def split_series(
-    rows: pa.Table, keys: Sequence[str], allowance: ResultLimit
+    rows: pa.Table, keys: Sequence[str], limit: ResultLimit
 ) -> Iterator[tuple[dict[str, object], npt.NDArray[np.int64], npt.NDArray[np.float64]]]:
-    """Yield key values, times and values of each series; of several samples in a millisecond the last.
+    """Yield key values, times and values of each series. Of several samples in one millisecond, the last one counts.
 
     `rows` are sorted by `keys` and `ms`.
     """
@@ -81,7 +81,7 @@ def split_series(
         codes = rows[key].combine_chunks().dictionary_encode().indices.fill_null(-1).to_numpy(zero_copy_only=False)
         begins[1:] |= codes[1:] != codes[:-1]
     starts = np.flatnonzero(begins)
-    allowance.take_series(len(starts))
+    limit.take_series(len(starts))
     labels = rows.select(list(keys)).take(pa.array(starts)).to_pylist()
     last_of_moment = np.ones(len(times), np.bool_)
     last_of_moment[:-1] = begins[1:] | (times[1:] != times[:-1])
@@ -91,7 +91,7 @@ def split_series(
 
 
 def _values(column: pa.Array) -> npt.NDArray[np.float64]:
-    """Return values bit for bit, and Prometheus' mark of staleness where there is none."""
+    """Return the values with unchanged bits, and Prometheus' staleness marker for null."""
     if not column.null_count:
         values: npt.NDArray[np.float64] = column.to_numpy()
         return values
@@ -100,12 +100,12 @@ def _values(column: pa.Array) -> npt.NDArray[np.float64]:
 
 
 def labelled(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return labels as they go out."""
+    """Return the non-empty labels, sorted by name."""
     return tuple(sorted((name, text) for name, text in labels.items() if text))
 
 
 def merge_series(same: Sequence[Series]) -> Series:
-    """Return series of the same labels as one, as when a dump of live data was brought in beside the run itself."""
+    """Return one series from several with equal labels, for example of a run and of its imported live data."""
     if len(same) == 1:
         return same[0]
     times = np.concatenate([series.times_ms for series in same])

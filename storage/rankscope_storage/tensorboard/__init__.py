@@ -1,4 +1,4 @@
-"""TensorBoard's file format, for both directions: frames with check sums, messages, and the tags of tensors.
+"""TensorBoard's file format for import and export: frames with checksums, messages, and the tags of tensors.
 
-Its modules need the extra `tensorboard` (protobuf, google-crc32c): import them only when they are used.
+The modules need the extra `tensorboard` (protobuf, google-crc32c). Import them only when they are used.
 """

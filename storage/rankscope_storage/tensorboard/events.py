@@ -1,4 +1,4 @@
-"""Writes rows of the store as events of one file."""
+"""Writer of rows of the store as events of one TensorBoard event file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rankscope_storage.tensorboard.messages import Event, put_number
 from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, tensor_tag
 
 WRITER: Final = b"rankscope "
-"""How `source_metadata` begins in the first event of our own files: an event then holds whole rows."""
+"""Start of `source_metadata` in the first event of files that Rankscope wrote. Each event of such a file has whole
+rows."""
 
 FILE_VERSION: Final = b"brain.Event:2"
 DESCRIBED: Final = {
@@ -23,10 +24,10 @@ DESCRIBED: Final = {
     "scalars": ("name", "unit", "labels", "vpp_stage", "micro_step"),
     "features": ("kind", "module", "index", "vpp_stage", "micro_step"),
 }
-"""Columns that tell two series of a dataset apart."""
+"""Columns that identify a series of a dataset."""
 
 PLACEMENT: Final = "full"
-"""What a tensor's tag without a description means."""
+"""Placement of a tensor whose tag has no description."""
 
 EVENT_VALUES: Final = 2_000
 EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
@@ -35,7 +36,7 @@ _DATA_CLASS_SCALAR: Final = 1
 
 
 class EventFile:
-    """One event file that is being written; a context manager."""
+    """Writer of one event file, as a context manager."""
 
     def __init__(self, path: Path, *, rank: int | None, attempt: int | None) -> None:
         self.omitted: Counter[str] = Counter()
@@ -57,7 +58,7 @@ class EventFile:
         self._file.close()
 
     def write(self, step: int, ts: dt.datetime | None, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        """Write the rows of one step and moment, by dataset."""
+        """Write the rows of one step and time, given by dataset."""
         event = self._event(step, ts)
         for dataset, listed in rows.items():
             for row in listed:
@@ -108,7 +109,7 @@ class EventFile:
         put_number(value, number)
 
     def _new_tag(self, dataset: str, row: Mapping[str, Any], op: str) -> bytes:
-        """Return a tag that no other series has, and note what has to be described at its first value."""
+        """Return an unused tag, and keep the description that its first value must have."""
         if dataset == "tensor_stats":
             tag, plain = _tensor_tag(row, op, self._rank)
         elif dataset == "scalars":
@@ -121,18 +122,18 @@ class EventFile:
             number += 1
             unique, plain = f"{tag} ({number})".encode("utf-8", "replace"), False
         self._taken.add(unique)
-        said = {name: row[name] for name in DESCRIBED[dataset] if row[name] is not None}
-        self._first_of[unique] = None if plain else {"dataset": dataset, **({"op": op} if op else {}), **said}
+        described = {name: row[name] for name in DESCRIBED[dataset] if row[name] is not None}
+        self._first_of[unique] = None if plain else {"dataset": dataset, **({"op": op} if op else {}), **described}
         return unique
 
 
 def _tensor_tag(row: Mapping[str, Any], op: str, rank: int | None) -> tuple[str, bool]:
-    """Return the tag of a statistic, and whether it says all there is to say."""
+    """Return the tag of a statistic, and whether the tag identifies the series without a description."""
     names = ("kind", "tensor", "index", "vpp_stage", "micro_step")
-    what = TensorTag(op=op, rank=rank, **{name: row[name] for name in names})
-    tag = tensor_tag(what)
-    others = row["placement"] == PLACEMENT and row["shard_group"] is None and row["call_seq"] is None
-    return tag, others and parse_tensor_tag(tag) == what
+    parts = TensorTag(op=op, rank=rank, **{name: row[name] for name in names})
+    tag = tensor_tag(parts)
+    is_usual = row["placement"] == PLACEMENT and row["shard_group"] is None and row["call_seq"] is None
+    return tag, is_usual and parse_tensor_tag(tag) == parts
 
 
 def _with_labels(name: str, labels: str | None) -> str:

@@ -1,7 +1,7 @@
-"""Records of an event file: length, its check sum, data, its check sum. No messages here.
+"""Records of an event file: length, checksum of the length, data, checksum of the data. `messages` decodes the data.
 
-A damaged record does not cost the rest of the file: behind damage the next place is looked for where eight bytes are
-followed by their own check sum, which chance produces once in four billion.
+After a damaged record, reading continues at the next position where eight bytes are followed by their checksum. Random
+bytes match once in four billion positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_RECORD_BYTES: Final = 4 << 20
-"""Scalars need a few hundred; what is larger is a picture or a graph, which no table could hold."""
+"""Largest record that is read, in bytes. Scalars need a few hundred; larger records contain pictures or graphs."""
 
 _LENGTH: Final = struct.Struct("<Q")
 _CRC: Final = struct.Struct("<I")
@@ -25,11 +25,11 @@ _HEADER_BYTES: Final = 12
 _SCAN_BYTES: Final = 1 << 20
 
 OnFault = Callable[[int, str], None]
-"""Is told the number of the record, from 1, and what is wrong with it."""
+"""Function that receives the number of a record, from 1, and the description of its fault."""
 
 
 def masked_crc(data: bytes) -> int:
-    """Return CRC-32C of `data`, rotated and shifted as the format wants it."""
+    """Return CRC-32C of `data`, rotated and shifted as the format requires."""
     crc: int = google_crc32c.value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -46,9 +46,10 @@ def is_header(head: bytes) -> bool:
 
 
 def read_frames(file: BinaryIO, size: int, on_fault: OnFault) -> Iterator[tuple[int, bytes]]:
-    """Yield number (from 1) and data of every record whose check sums are right; tell `on_fault` of the others.
+    """Yield number (from 1) and data of each record with correct checksums; report other records to `on_fault`.
 
-    `size` is that of the file. A record that its end cuts off is told too; the writer may still be at it.
+    `size` is the size of the file in bytes. A record that is cut off at the end of the file is reported too; the writer
+    may not have finished it.
     """
     number = 0
     while header := file.read(_HEADER_BYTES):
@@ -58,43 +59,43 @@ def read_frames(file: BinaryIO, size: int, on_fault: OnFault) -> Iterator[tuple[
         if isinstance(data, bytes):
             yield number, data
             continue
-        if data is _Wrong.TOO_LONG:
+        if data is _Fault.TOO_LONG:
             on_fault(number, f"longer than {MAX_RECORD_BYTES:,} bytes: skipped")
             file.seek(start + _HEADER_BYTES + _LENGTH.unpack_from(header)[0] + 4)
             continue
         found = _next_header(file, start + 1)
         if found is None:
-            on_fault(number, f"{data} at byte {start:,}, and no record behind it")
+            on_fault(number, f"{data} at byte {start:,}, and no further record was found")
             return
-        on_fault(number, f"{data} at byte {start:,}; the next one begins at byte {found:,}")
+        on_fault(number, f"{data} at byte {start:,}; the next record begins at byte {found:,}")
         file.seek(found)
 
 
-class _Wrong(enum.StrEnum):
+class _Fault(enum.StrEnum):
     CUT = "cut off"
     DAMAGED = "damaged"
     TOO_LONG = "too long"
 
 
-def _data(file: BinaryIO, header: bytes, start: int, size: int) -> bytes | _Wrong:
-    """Return the data behind a header, or what is wrong with the record that begins at `start`."""
+def _data(file: BinaryIO, header: bytes, start: int, size: int) -> bytes | _Fault:
+    """Return the data of the record that begins at `start`, or its fault."""
     if len(header) < _HEADER_BYTES:
-        return _Wrong.CUT
+        return _Fault.CUT
     if not is_header(header):
-        return _Wrong.DAMAGED
+        return _Fault.DAMAGED
     (length,) = _LENGTH.unpack_from(header)
     if length > size - start - _HEADER_BYTES - 4:
-        return _Wrong.CUT
+        return _Fault.CUT
     if length > MAX_RECORD_BYTES:
-        return _Wrong.TOO_LONG
+        return _Fault.TOO_LONG
     data, crc = file.read(length), file.read(4)
     if len(crc) < 4:
-        return _Wrong.CUT
-    return data if _CRC.unpack(crc)[0] == masked_crc(data) else _Wrong.DAMAGED
+        return _Fault.CUT
+    return data if _CRC.unpack(crc)[0] == masked_crc(data) else _Fault.DAMAGED
 
 
 def _next_header(file: BinaryIO, start: int) -> int | None:
-    """Return where the next record begins at or behind `start`."""
+    """Return the position of the first record header at or after `start`, or None."""
     while True:
         file.seek(start)
         chunk = file.read(_SCAN_BYTES + _HEADER_BYTES - 1)
@@ -107,10 +108,10 @@ def _next_header(file: BinaryIO, start: int) -> int | None:
         for position in range(8):
             crc ^= tables[position][octets[position : position + places]]
         masked = ((crc >> 15) | (crc << 17)) + np.uint32(0xA282EAD8)
-        said = np.zeros(places, np.uint32)
+        stored = np.zeros(places, np.uint32)
         for position in range(4):
-            said |= octets[8 + position : 8 + position + places].astype(np.uint32) << (8 * position)
-        hits = np.flatnonzero(masked == said)
+            stored |= octets[8 + position : 8 + position + places].astype(np.uint32) << (8 * position)
+        hits = np.flatnonzero(masked == stored)
         if len(hits):
             return start + int(hits[0])
         start += places
@@ -118,7 +119,7 @@ def _next_header(file: BinaryIO, start: int) -> int | None:
 
 @functools.cache
 def _crc_tables() -> tuple[list[npt.NDArray[np.uint32]], int]:
-    """Return, for each of eight positions, what each byte there adds to the CRC of eight zeros; and that CRC."""
+    """Return, for each of eight positions, the change of the CRC of eight zeros by each byte; and that CRC."""
     zero: int = google_crc32c.value(bytes(8))
     tables = [
         np.array(

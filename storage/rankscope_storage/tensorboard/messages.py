@@ -1,7 +1,7 @@
-"""The messages of an event file, as far as numbers and texts need them; protobuf skips the other fields.
+"""Protobuf messages of an event file, restricted to the fields for numbers and texts; protobuf skips the other fields.
 
-They are declared here rather than taken from `tensorboard` (44 MB, a web server) or `tensorboardX`, which loads torch
-wherever it is installed. Tags are bytes: text that is no UTF-8 would otherwise cost the whole record.
+They are declared here because `tensorboard` (44 MB) brings a web server and `tensorboardX` imports torch if it is
+installed. Tags are bytes, because a text that is not valid UTF-8 would otherwise make the whole record unreadable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FLOAT: Final = struct.Struct("<f")
 _DT_STRING: Final = 7
 
 _EXACT_FIELD: Final = 1000
-"""Ours alone: the double behind a `simple_value` that a float had to round. Every other reader skips it."""
+"""Number of Rankscope's own field: the double that was rounded to the float `simple_value`. Other readers skip it."""
 
 _PACKAGE: Final = "rankscope.tensorboard"
 _Field = descriptor_pb2.FieldDescriptorProto
@@ -95,13 +95,13 @@ def _file() -> descriptor_pb2.FileDescriptorProto:
     return file
 
 
-# A pool of its own: the default one may hold TensorFlow's messages, and two of a name are an error.
+# A separate pool, because the default one may contain TensorFlow's messages and duplicate names are an error.
 _pool = descriptor_pool.DescriptorPool()
 _pool.Add(_file())
 Event: Any = message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.Event"))
 
 
-# How one number stands in `tensor_content`, and in which repeated field otherwise, by TensorFlow's data type.
+# Format of one number in `tensor_content`, and the repeated field used otherwise, by TensorFlow's data type.
 _CONTENT: Final = {1: "<f", 2: "<d", 3: "<i", 4: "<B", 5: "<h", 6: "<b", 9: "<q", 10: "<?", 17: "<H", 19: "<e"}
 _CONTENT_UNSIGNED: Final = {22: "<I", 23: "<Q"}
 _REPEATED: Final[dict[int, str]] = {
@@ -122,7 +122,7 @@ _HALF: Final = 19
 
 
 def scalar_value(value: Any) -> float | None:
-    """Return the number in a summary value, or None when it holds anything else than one number."""
+    """Return the number in a summary value, or None if it contains anything other than one number."""
     which = value.WhichOneof("value")
     if which == "simple_value":
         return float(value.exact if value.WhichOneof("exactly") else value.simple_value)
@@ -138,7 +138,7 @@ def text_value(value: Any) -> str | None:
 
 
 def put_number(value: Any, number: float) -> None:
-    """Put `number` into a summary value, as a float for all readers and exactly for ours."""
+    """Set `number` in a summary value, as a float for all readers and exactly for Rankscope."""
     value.simple_value = number
     if value.simple_value != number and not math.isnan(number):
         value.exact = number

@@ -1,7 +1,7 @@
-"""Tags of tensors, as the existing tool writes them: `{vpp}:{name}.{input|output}:{micro}/{rank}/{task}_{op}`.
+"""Tags of tensors in msprobe's form: `{vpp}:{name}.{input|output}:{micro}/{rank}/{task}_{op}`.
 
-Activations have side and micro step, parameters and gradients neither: `{vpp}:{name}/{rank}/{task}_{op}`. Tags are
-parsed from the right, since names may hold `/`; a `:` or `%` in a name is percent-encoded.
+Activations have side and micro step. Parameters and gradients have neither: `{vpp}:{name}/{rank}/{task}_{op}`. Tags are
+parsed from the right, because names may contain `/`. A `:` or `%` in a name is percent-encoded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rankscope_contract.msprobe.families import FAMILY_OF
 
 OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
 
-# Tasks of the tool's own tags beside the family names: where the gradient was caught says which one it is.
+# Tasks in msprobe's tags in addition to the family names. The place where msprobe reads a gradient determines its kind.
 _TASKS: Final[dict[str, str]] = {
     "acc_grad": Kind.GRAD_UNREDUCED,
     "pre_grad": Kind.GRAD_UNREDUCED,
@@ -40,7 +40,7 @@ _TREE_TAG: Final = re.compile(r"vp(-?\d{1,9}):(.*)/([a-z_]+)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTag:
-    """What a tag says of one statistic."""
+    """Columns of one statistic that its tag contains."""
 
     kind: str
     tensor: str
@@ -52,20 +52,20 @@ class TensorTag:
     call_seq: int | None = None
 
 
-def tensor_tag(what: TensorTag) -> str:
-    """Return the tag of a statistic; without a virtual stage it says 0, as the tool does."""
-    name = what.tensor.replace("%", "%25").replace(":", "%3A")
-    side = _SIDE_OF.get(what.kind)
-    family = FAMILY_OF.get(what.kind, "other")
-    task = what.kind if family == "other" else family
+def tensor_tag(parts: TensorTag) -> str:
+    """Return the tag of a statistic. Without a virtual stage the tag has stage 0, as in msprobe."""
+    name = parts.tensor.replace("%", "%25").replace(":", "%3A")
+    side = _SIDE_OF.get(parts.kind)
+    family = FAMILY_OF.get(parts.kind, "other")
+    task = parts.kind if family == "other" else family
     if side:
-        name += f".{side}" + ("" if what.index is None else f"_{what.index}")
-    micro = "" if what.micro_step is None else f":{what.micro_step}"
-    return f"{what.vpp_stage or 0}:{name}{micro}/rank{what.rank or 0}/{task}_{what.op}"
+        name += f".{side}" + ("" if parts.index is None else f"_{parts.index}")
+    micro = "" if parts.micro_step is None else f":{parts.micro_step}"
+    return f"{parts.vpp_stage or 0}:{name}{micro}/rank{parts.rank or 0}/{task}_{parts.op}"
 
 
 def parse_tensor_tag(tag: str) -> TensorTag | None:
-    """Return what `tag` says, or None when it is not of this pattern."""
+    """Return the parts of `tag`, or None if it does not have this form."""
     match = _TAG.fullmatch(tag)
     task_op = _task_and_op(match[4]) if match else None
     if match is None or task_op is None:
@@ -74,7 +74,7 @@ def parse_tensor_tag(tag: str) -> TensorTag | None:
 
 
 def parse_tree_tag(tag: str, family: str, rank: int | None) -> TensorTag | None:
-    """Return what a tag of the tool's conversion says, `vp0:name:micro1/norm` in the folder `rank0/<family>`."""
+    """Return the parts of a tag of msprobe's conversion, `vp0:name:micro1/norm` in the folder `rank0/<family>`."""
     match = _TREE_TAG.fullmatch(tag)
     if match is None or match[3] not in OPS or (family not in _TASKS and (family, "input") not in _SIDED):
         return None

@@ -77,7 +77,7 @@ async def test_question_that_takes_too_long_is_refused_with_what_to_narrow(tmp_p
         refused = await post(url)
         status, answer = await post(url)
 
-    text = b"the question was ended because it took longer than 0.25 s: ask for fewer series or a shorter time"
+    text = b"the query was cancelled because it took longer than 0.25 s: ask for fewer series or a shorter time"
     assert (400, text) == refused
     assert 200 == status
     assert answer

@@ -1,4 +1,4 @@
-"""Comparing runs over rows made by hand: steps, attempts, ranks, tolerances, and what only one side has."""
+"""Comparison of runs with rows made by hand: steps, attempts, ranks, tolerances, and rows of one side."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_equal_runs_have_no_difference(put):
     assert (None, 5, 6, ()) == (found.first, found.steps_compared, found.rows_compared, found.steps)
 
 
-def test_the_last_attempt_of_a_step_counts_unless_one_is_chosen(put):
+def test_last_attempt_of_a_step_counts_by_default(put):
     """A requeued job makes steps 3 and 4 again; what its first launch saw there went nowhere."""
     put("a", "tensor_stats", *(stats(step, norm=1.0) for step in range(5)))
     put("b", "tensor_stats", *(stats(step, norm=1.0 if step < 3 else 9.0) for step in range(5)))
@@ -79,8 +79,8 @@ def test_the_last_attempt_of_a_step_counts_unless_one_is_chosen(put):
     assert (2, (0, 1, 2)) == (retried.steps_compared, retried.steps_only_in_a)
 
 
-def test_a_mean_is_held_against_what_it_is_a_mean_of(put):
-    """Of four elements with norm 2 the root mean square is 1: a mean near zero may differ by more than itself."""
+def test_mean_is_compared_on_the_scale_of_its_elements(put):
+    """Four elements with norm 2 have the root mean square 1, so a mean near zero may differ by more than itself."""
     for run, mean in (("a", 1e-9), ("b", -2e-9)):
         put(run, "tensor_stats", stats(1, norm=2.0, mean=mean))
     (point,) = divergence(put, A, B).points
@@ -94,14 +94,14 @@ def test_a_mean_is_held_against_what_it_is_a_mean_of(put):
 @pytest.mark.parametrize(
     ("norm", "minimum", "looks"), [(1.0 + 1e-6, 0.5, True), (1.0 + 1e-4, 0.5, False), (1.0 + 1e-6, 0.6, False)]
 )
-def test_what_differs_in_sums_alone_and_by_little_looks_like_another_order_of_addition(put, norm, minimum, looks):
+def test_small_difference_of_sums_looks_rounded(put, norm, minimum, looks):
     put("a", "tensor_stats", stats(1, min=0.5))
     put("b", "tensor_stats", stats(1, norm=norm, min=minimum))
 
     assert looks == divergence(put, A, B).looks_rounded
 
 
-def test_hashes_and_zeros_count_only_where_nothing_may_differ(put):
+def test_hashes_and_zeros_count_only_without_tolerance(put):
     for run, hash_, zeros in (("a", 5, 0), ("b", 6, 1)):
         put(run, "tensor_stats", stats(1, zeros=zeros))
         put(run, "hashes", {"step": 1, "kind": "param_after", "tensor": "w", "hash": hash_, "norm": 1.0})
@@ -111,7 +111,7 @@ def test_hashes_and_zeros_count_only_where_nothing_may_differ(put):
 
 
 @pytest.mark.parametrize("op", ["nans", "infs", "numel"])
-def test_counts_of_what_is_not_finite_and_of_elements_are_exact(put, op):
+def test_counts_of_nans_infs_and_elements_are_exact(put, op):
     put("a", "tensor_stats", stats(1))
     put("b", "tensor_stats", stats(1, **{op: 1}))
     first = divergence(put, A, B, Tolerance(relative=0.9)).first
@@ -120,7 +120,7 @@ def test_counts_of_what_is_not_finite_and_of_elements_are_exact(put, op):
     assert op == first.op
 
 
-def test_a_statistic_that_one_side_did_not_collect_is_no_difference(put):
+def test_statistic_missing_on_one_side_is_no_difference(put):
     put("a", "tensor_stats", stats(1, mean=0.5, max=3.0))
     put("b", "tensor_stats", stats(1))
 
@@ -128,7 +128,7 @@ def test_a_statistic_that_one_side_did_not_collect_is_no_difference(put):
 
 
 @pytest.mark.parametrize(("a", "b"), [(math.nan, 1.0), (math.inf, 1.0), (math.inf, -math.inf), (1.0, math.nan)])
-def test_what_is_not_finite_is_beyond_every_tolerance(put, a, b):
+def test_non_finite_values_exceed_every_tolerance(put, a, b):
     put("a", "scalars", {"step": 1, "name": "loss", "value": a})
     put("b", "scalars", {"step": 1, "name": "loss", "value": b})
     found = divergence(put, A, B, Tolerance(relative=0.5, absolute=100.0))
@@ -139,7 +139,7 @@ def test_what_is_not_finite_is_beyond_every_tolerance(put, a, b):
     )  # fmt: skip
 
 
-def test_times_are_not_compared_unless_asked_for(put):
+def test_times_are_compared_only_on_request(put):
     for run, value in (("a", 0.5), ("b", 0.6)):
         put(run, "scalars", {"step": 1, "name": "step_seconds", "value": value})
         put(run, "scalars", {"step": 1, "name": "loss", "value": 1.0})
@@ -149,7 +149,7 @@ def test_times_are_not_compared_unless_asked_for(put):
     assert ["step_seconds"] == [point.tensor for point in chosen.points]
 
 
-def test_two_ranks_are_compared_in_what_they_hold_alike(put):
+def test_two_ranks_are_compared_by_their_replicated_rows(put):
     for rank in range(2):
         shared = {"rank": rank, "placement": "replica"}
         put("a", "tensor_stats", stats(1, **shared), stats(2, norm=1.0 + rank, **shared))
@@ -171,7 +171,7 @@ def test_two_ranks_are_compared_in_what_they_hold_alike(put):
     assert (1, "x") == (activations.step, activations.tensor)
 
 
-def test_ranks_and_tensors_and_steps_of_one_side_are_told(put):
+def test_ranks_tensors_and_steps_of_one_side_are_listed(put):
     put("a", "tensor_stats", *(stats(step, rank=rank) for step in (1, 2, 3) for rank in range(2)))
     put("b", "tensor_stats", *(stats(step) for step in (2, 3, 4)), stats(3, "new"))
     found = divergence(put, A, B)
@@ -183,7 +183,7 @@ def test_ranks_and_tensors_and_steps_of_one_side_are_told(put):
     )  # fmt: skip
 
 
-def test_micro_batches_and_calls_of_one_tensor_are_told_apart(put):
+def test_micro_batches_and_calls_of_a_tensor_are_distinguished(put):
     for run, changed in (("a", 1.0), ("b", 2.0)):
         calls = [(micro, call) for micro in range(2) for call in (None, 1)]
         norms = [changed if (micro, call) == (1, 1) else 1.0 for micro, call in calls]
@@ -194,7 +194,7 @@ def test_micro_batches_and_calls_of_one_tensor_are_told_apart(put):
     assert [(1, 1)] == [(point.micro_step, point.call_seq) for point in found.points]
 
 
-def test_chosen_steps_alone_are_looked_at(put):
+def test_only_selected_steps_are_compared(put):
     for run, norm in (("a", 1.0), ("b", 2.0)):
         put(run, "tensor_stats", stats(1, norm=norm), stats(2, norm=1.0), stats(3, norm=norm))
     found = divergence(put, A, B, selected=DiffSelection(steps=(2, 3)))
@@ -204,7 +204,7 @@ def test_chosen_steps_alone_are_looked_at(put):
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False, allow_infinity=False))
-def test_a_relative_difference_is_a_share_of_the_larger(a, b):
+def test_relative_difference_is_relative_to_the_larger_value(a, b):
     found = relative_difference(a, b)
 
     assert found == relative_difference(b, a)

@@ -38,7 +38,7 @@ def put_steps(shelf, rows, *steps, **columns):
     shelf.put(tensor_stats=[rows["tensor"](step, name, **columns) for step in steps for name in ("w", "b")])
 
 
-def test_a_row_has_the_columns_and_words_of_the_tool(shelf, rows):
+def test_row_has_msprobes_columns_and_texts(shelf, rows):
     shelf.put(
         tensor_stats=[rows["tensor"](1, "w", norm=0.1, min=-1.0, max=1e-7, mean=0.0, nans=0, infs=0, zeros=1, numel=8)],
         tensors=[rows["row"](kind="grad_reduced", tensor="w", shape=[2, 4], dtype="bfloat16")],
@@ -54,7 +54,7 @@ def test_a_row_has_the_columns_and_words_of_the_tool(shelf, rows):
     assert [path.parent] == list(target.iterdir())
 
 
-def test_steps_count_from_0_and_moments_stand_before_their_step(shelf, rows):
+def test_steps_count_from_0_and_moments_have_the_step_before(shelf, rows):
     shelf.put(tensor_stats=[rows["tensor"](7, "w", kind) for kind in ("grad_reduced", "exp_avg", "exp_avg_sq")])
     target, _ = shelf.export("csv", step_count_per_record=5)
 
@@ -82,7 +82,7 @@ def test_training_that_counts_from_0_keeps_its_steps(shelf, rows):
         ({"max": None, "zeros": 0, "numel": 4}, ("1.5", "-2.0", "nan", "nan", "nan", "0.0")),
     ],
 )
-def test_statistics_are_of_all_elements_there(shelf, rows, ours, theirs):
+def test_statistics_cover_all_elements(shelf, rows, ours, theirs):
     """Ours are of the finite ones: what theirs would be is Inf, NaN, or not known."""
     shelf.put(tensor_stats=[rows["tensor"](1, **{"min": -2.0} | ours)])
     target, _ = shelf.export("csv")
@@ -92,7 +92,7 @@ def test_statistics_are_of_all_elements_there(shelf, rows, ours, theirs):
 
 @settings(deadline=None)
 @given(value=st.floats(width=32, allow_nan=False, allow_infinity=False))
-def test_every_digit_is_there(value):
+def test_every_digit_is_exported(value):
     row_ = "SELECT $v::FLOAT AS norm, 0 AS nans, 0 AS infs, 1 AS numel"
     text = duckdb.connect().execute(f"SELECT {statistics_sql(None)['norm']} FROM ({row_})", {"v": value}).fetchone()[0]
 
@@ -131,7 +131,7 @@ def test_activations_have_slots_and_micro_steps(shelf, rows):
     } == names
 
 
-def test_features_stand_in_the_files_of_their_hooks(shelf, rows):
+def test_features_are_in_the_files_of_their_hooks(shelf, rows):
     shelf.put(
         features=[
             rows["row"](kind="attention_entropy", module="core", value=1.5, micro_step=0),
@@ -152,7 +152,7 @@ def test_features_stand_in_the_files_of_their_hooks(shelf, rows):
     assert {"features that the tool does not know": 1} == report.omitted
 
 
-def test_exporting_again_adds_what_is_new_and_doubles_nothing(shelf, rows):
+def test_second_export_adds_only_new_rows(shelf, rows):
     """A step that was exported before it was complete is completed; files without news are not touched."""
     put_steps(shelf, rows, 1, 2, 3)
     target, first = shelf.export("csv", step_count_per_record=2)
@@ -222,7 +222,7 @@ def test_each_attempt_and_rank_has_a_folder_named_after_its_beginning(shelf, row
     )
     names = sorted(path.name for path in shelf.export("csv")[0].iterdir())
 
-    # in Shanghai the year has turned; the second attempt begins where nobody knows, not before the first
+    # In Shanghai the new year has begun. The start of the second attempt is unknown, but not before the first one.
     assert [("Jan01_04-00-00", 0), ("Jan01_04-00-00", 0), ("Jan01_04-00-00", 1), ("Jan01_04-00-00", 1)] == [
         (name.split("-rank")[0], parse_folder(name).rank) for name in names
     ]
@@ -245,7 +245,7 @@ def test_file_of_another_shape_is_not_continued(shelf, rows, header, said):
     assert ["actv_0-0.csv"] == [path.name for path in folder.iterdir()]
 
 
-def test_line_that_a_killed_writer_left_stays_on_a_line_of_its_own(shelf, rows):
+def test_partial_line_of_a_killed_writer_remains_a_separate_line(shelf, rows):
     put_steps(shelf, rows, 1)
     _, first = shelf.export("csv", step_count_per_record=5)
     torn = first.files[0].read_text() + "0,w,3,0.1"
@@ -259,7 +259,7 @@ def test_line_that_a_killed_writer_left_stays_on_a_line_of_its_own(shelf, rows):
 @pytest.mark.parametrize(
     "name", ["=cmd|' /C calc'!A0", "+1", "-1", "@sum", "'=x", 'a,"b"', "línea 学习", "tab\tnewline\nend"]
 )
-def test_names_are_no_formulas_and_never_break_a_row(shelf, rows, name):
+def test_names_cannot_be_formulas_or_break_a_row(shelf, rows, name):
     shelf.put(tensor_stats=[rows["tensor"](1, name)])
     row = only(shelf.export("csv")[0])[0]
 
@@ -269,7 +269,7 @@ def test_names_are_no_formulas_and_never_break_a_row(shelf, rows, name):
 
 
 @given(st.text())
-def test_neutral_names_come_back(name):
+def test_neutralized_names_round_trip(name):
     cell = neutral(name)
 
     assert not cell.startswith(("=", "+", "-", "@"))
@@ -277,7 +277,7 @@ def test_neutral_names_come_back(name):
         assert name == plain(cell)
 
 
-def test_choices_narrow_what_is_written(shelf, rows):
+def test_options_restrict_the_exported_rows(shelf, rows):
     shelf.put(
         tensor_stats=[
             rows["tensor"](step, "w", kind, rank=rank)
@@ -301,7 +301,7 @@ def test_choices_narrow_what_is_written(shelf, rows):
     assert {"1"} == {row["step"] for row in only(shelf.export("csv", "late", time_start=start, time_end=start)[0])}
 
 
-def test_several_at_once_write_the_same(shelf, rows):
+def test_parallel_writers_write_equal_files(shelf, rows):
     shelf.put(
         tensor_stats=[rows["tensor"](step, rank=rank, norm=step / 7) for step in range(1, 50) for rank in range(4)]
     )
@@ -322,7 +322,7 @@ def test_run_beyond_one_window_is_written_in_order(shelf, rows, monkeypatch):
     assert 22 == len(only(target))
 
 
-def test_repeated_calls_keep_the_last_and_what_has_no_place_is_counted(shelf, rows):
+def test_last_call_is_kept_and_omitted_rows_are_counted(shelf, rows):
     shelf.put(
         tensor_stats=[
             *(rows["tensor"](1, call_seq=call, norm=float(call)) for call in (1, 2)),
@@ -338,7 +338,7 @@ def test_repeated_calls_keep_the_last_and_what_has_no_place_is_counted(shelf, ro
         csv_msprobe.HIDDEN: 1,
         "rows without a step": 1,
         "tensors of kinds that the tool does not know": 1,
-        "scalars: the layout has none": 1,
+        "scalars: not in msprobe's layout": 1,
     } == report.omitted
 
 
@@ -350,7 +350,7 @@ def test_run_without_tensors_is_an_error_and_leaves_nothing(shelf, rows):
     assert not (shelf.folder / "out").exists()
 
 
-def test_place_that_cannot_be_written_is_told(shelf, rows):
+def test_unwritable_target_is_an_export_error(shelf, rows):
     put_steps(shelf, rows, 1)
     (shelf.folder / "out").write_text("a file")
 
@@ -358,7 +358,7 @@ def test_place_that_cannot_be_written_is_told(shelf, rows):
         shelf.export("csv")
 
 
-def test_failure_in_the_middle_leaves_old_files_as_they_were(shelf, rows, monkeypatch):
+def test_failed_export_keeps_the_old_files(shelf, rows, monkeypatch):
     put_steps(shelf, rows, 1)
     target, first = shelf.export("csv", step_count_per_record=5)
     before = first.files[0].read_text()
@@ -376,8 +376,8 @@ def test_failure_in_the_middle_leaves_old_files_as_they_were(shelf, rows, monkey
 
 
 @given(st.datetimes(dt.datetime(2000, 1, 1), dt.datetime(2000, 12, 31), timezones=st.just(dt.UTC)))  # noqa: DTZ001 - hypothesis adds the zone
-def test_times_of_folders_are_read_as_they_are_written(moment):
-    """A name has no year: times are told in one that has all days, in the zone of the tool."""
+def test_folder_times_round_trip(moment):
+    """A folder name has no year. Its time is in msprobe's zone, in a year that has all days."""
     found = parse_folder(f"{time_text(moment)}-rank7-0a1b2c3d")
     shanghai = dt.timezone(dt.timedelta(hours=8))
 

@@ -56,7 +56,7 @@ def test_history_has_the_names_and_labels_of_live_data(shelf, rows):
     assert {"tensor_stats": 1, "scalars": 5, "samples": 0} == report.rows
 
 
-def test_format_is_kept_to_the_letter(shelf, rows):
+def test_openmetrics_format_is_valid(shelf, rows):
     """Families in one piece with their TYPE first, a UNIT only where the name ends in it, `# EOF` last."""
     shelf.put(
         scalars=[
@@ -74,7 +74,7 @@ def test_format_is_kept_to_the_letter(shelf, rows):
     assert "# UNIT rankscope_step_seconds seconds\n" in text
 
 
-def test_names_are_escaped_and_no_number_is_lost(shelf, rows):
+def test_names_are_escaped_and_all_numbers_are_exported(shelf, rows):
     odd = 'a"b\\c\nd{}, 学=1'
     values = [math.nan, math.inf, -math.inf, 5e-324, 1.7976931348623157e308, 0.1]
     shelf.put(scalars=[rows["scalar"](step, value, odd, run=odd) for step, value in enumerate(values, 1)])
@@ -86,8 +86,8 @@ def test_names_are_escaped_and_no_number_is_lost(shelf, rows):
     assert " +Inf " in target.read_text()
 
 
-def test_steps_within_one_second_keep_an_order_of_milliseconds(shelf, rows):
-    """A log that tells whole seconds; Prometheus keeps one sample per millisecond and series."""
+def test_steps_within_one_second_get_successive_milliseconds(shelf, rows):
+    """A log has times in whole seconds; Prometheus keeps one sample per millisecond and series."""
     moment = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
     later = moment + dt.timedelta(milliseconds=1, microseconds=500)
     shelf.put(
@@ -102,15 +102,15 @@ def test_steps_within_one_second_keep_an_order_of_milliseconds(shelf, rows):
     assert {} == report.omitted
 
 
-def test_rows_of_one_series_and_moment_are_counted_beyond_the_first(shelf, rows):
+def test_only_the_first_sample_of_a_time_is_written(shelf, rows):
     shelf.put(scalars=[rows["scalar"](1, 1.0), rows["scalar"](1, 2.0)])
     target, report = shelf.export("openmetrics")
 
     assert [(NOON + 1, 1.0)] == samples(target)["rankscope_loss", (("rank", "0"),)]
-    assert {"samples of one series at one time: only the first can stay": 1} == report.omitted
+    assert {"samples of one series at one time: only the first is written": 1} == report.omitted
 
 
-def test_counter_that_no_counter_may_be_is_a_gauge(shelf, rows):
+def test_value_invalid_for_a_counter_is_a_gauge(shelf, rows):
     shelf.put(scalars=[rows["scalar"](s, v, "tokens_total", unit="tokens") for s, v in enumerate([1, -1, math.nan], 1)])
     found = samples(shelf.export("openmetrics")[0])
 
@@ -120,13 +120,13 @@ def test_counter_that_no_counter_may_be_is_a_gauge(shelf, rows):
     )
 
 
-def test_log_without_times_cannot_be_written(shelf, rows):
+def test_log_without_times_is_rejected(shelf, rows):
     shelf.put(scalars=[rows["scalar"](1, 1.0, ts=None)])
-    with pytest.raises(ExportError, match="logs that tell no times"):
+    with pytest.raises(ExportError, match="logs without times"):
         shelf.export("openmetrics")
 
 
-def test_what_has_no_time_or_no_place_is_counted(shelf, rows):
+def test_rows_without_time_or_metric_are_counted(shelf, rows):
     labels = '{"bad-name":"x"}'
     shelf.put(
         scalars=[rows["scalar"](1, 1.0, ts=None), rows["scalar"](1, 1.0)],
@@ -148,13 +148,13 @@ def test_what_has_no_time_or_no_place_is_counted(shelf, rows):
     } == report.omitted
 
 
-def test_target_that_is_a_folder_is_refused(shelf, rows):
+def test_folder_as_target_is_rejected(shelf, rows):
     shelf.put(scalars=[rows["scalar"](1, 1.0)])
     with pytest.raises(ExportError, match="is a folder: name a file"):
         shelf.export("openmetrics", "store")
 
 
-def test_prometheus_makes_blocks_of_it(shelf, rows, require_server):
+def test_promtool_creates_blocks_from_the_file(shelf, rows, require_server):
     """Every sample arrives in the millisecond it belongs to, with all its digits."""
     promtool = require_server("promtool", "prometheus")
     start = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
@@ -186,7 +186,7 @@ def test_prometheus_makes_blocks_of_it(shelf, rows, require_server):
     assert 499 == dumped.count(r'__name__="rankscope_tensor_value"')
 
 
-def test_times_survive_the_cut_to_milliseconds():
+def test_times_survive_truncation_to_milliseconds():
     """Prometheus computes int64(seconds * 1000), which cuts a half of all milliseconds to the one before."""
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""What may be exported is checked before anything is written; formats are found by their files."""
+"""Options are checked before anything is written, and formats are found by their files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankscope_storage.formats.common.base import parse_time
 NOON = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
 
 
-def test_every_file_that_defines_an_exporter_is_one():
+def test_each_file_with_an_export_format_is_found():
     files = Path(package.__file__).parent.glob("*.py")
     defining = sum("\nEXPORT_FORMAT = " in file.read_text(encoding="utf-8") for file in files)
 
@@ -39,12 +39,12 @@ def test_every_file_that_defines_an_exporter_is_one():
         ({"data_type_list": ("actv", "wg")}, "no data type is called 'wg': known are act_grad_in"),
     ],
 )
-def test_options_that_mean_nothing_are_refused_with_the_fix(options, said):
+def test_invalid_options_are_rejected_with_the_fix(options, said):
     with pytest.raises(ExportError, match=said):
         ExportOptions(**options)
 
 
-def test_every_kind_belongs_to_a_family_and_families_may_be_named_beside_kinds():
+def test_data_types_are_families_or_kinds():
     assert set(Kind) == set(FAMILY_OF)
     assert {"act_in", "act_out", "momentum"} == ExportOptions(data_type_list=("actv", "momentum")).kinds()
     assert ExportOptions().kinds() is None
@@ -61,12 +61,12 @@ def test_every_kind_belongs_to_a_family_and_families_may_be_named_beside_kinds()
         ("Feb29_00-00-00", dt.datetime(2028, 2, 29, tzinfo=dt.UTC)),  # a day closer than that of 2024
     ],
 )
-def test_times_are_iso_or_those_of_the_tools_folders(text, expected):
+def test_times_are_iso_or_msprobe_folder_times(text, expected):
     """`time_start="Dec03_21-34-40"` of the existing tool has no year: the closest is meant."""
     assert expected == parse_time(text, NOON)
 
 
 @pytest.mark.parametrize("text", ["yesterday", "Feb30_00-00-00", "Foo01_00-00-00", "", "Dec03"])
-def test_what_is_no_time_is_refused(text):
+def test_invalid_time_is_rejected(text):
     with pytest.raises(ExportError, match="is no time"):
         parse_time(text, NOON)

@@ -11,7 +11,7 @@ from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.schema import dataset_schema
 
 
-def test_every_column_of_every_row_is_there(shelf, rows):
+def test_all_columns_of_all_rows_are_exported(shelf, rows):
     shelf.put(
         scalars=[
             rows["scalar"](1, math.nan, labels='{"a":"b"}'),
@@ -34,7 +34,7 @@ def test_every_column_of_every_row_is_there(shelf, rows):
     assert b"1" == pq.read_schema(target / "runs.parquet").metadata[b"rankscope_schema"]
 
 
-def test_selection_narrows_measurements_and_keeps_the_run(shelf, rows):
+def test_selection_restricts_measurements_but_not_dimensions(shelf, rows):
     shelf.put(
         scalars=[rows["scalar"](step, 1.0, rank=rank) for step in range(5) for rank in (0, 1)],
         runs=[rows["row"](state="running", step=None, rank=None, incarnation=None)],
@@ -51,7 +51,7 @@ def test_files_of_two_exports_are_not_mixed(shelf, rows):
         shelf.export("parquet")
 
 
-def test_progress_comes_to_the_end(shelf, rows):
+def test_progress_reaches_the_total(shelf, rows):
     from rankscope_storage.formats import ExportOptions, export_formats
 
     shelf.put(scalars=[rows["scalar"](step, 1.0) for step in range(9)], tensor_stats=[rows["tensor"](1)])
@@ -68,7 +68,7 @@ def test_progress_comes_to_the_end(shelf, rows):
         assert (10, 10) == seen[-1], form
 
 
-def test_nan_is_found_by_a_reader_that_trusts_the_footer(shelf, rows):
+def test_nan_is_found_by_a_reader_of_footer_statistics(shelf, rows):
     import duckdb
 
     shelf.put(scalars=[rows["scalar"](step, value) for step, value in enumerate([1.0, math.nan, 2.0])])

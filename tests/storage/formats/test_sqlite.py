@@ -33,7 +33,7 @@ def definitions(statements):
     return {re.match(r"CREATE TABLE (\w+)", text)[1]: re.sub(r" ?([(),]) ?", r"\1", text) for text in alike if text}
 
 
-def test_tables_are_those_of_the_tool(shelf, rows):
+def test_tables_are_msprobes(shelf, rows):
     shelf.put(tensor_stats=[rows["tensor"](1)])
     path, _ = shelf.export("sqlite", "out.db")
     with contextlib.closing(sqlite3.connect(path)) as database:
@@ -53,7 +53,7 @@ def test_tables_are_those_of_the_tool(shelf, rows):
     )
 
 
-def test_steps_lie_in_partitions(shelf, rows, ask):
+def test_steps_are_partitioned(shelf, rows, ask):
     shelf.put(tensor_stats=[rows["tensor"](step, norm=float(step)) for step in (1, 5, 6, 11)])
     tables = ask("SELECT name FROM sqlite_master WHERE name LIKE 'metric_%_step_%' ORDER BY name", step_partition=5)
 
@@ -64,14 +64,14 @@ def test_steps_lie_in_partitions(shelf, rows, ask):
     assert [("5",)] == ask("SELECT value FROM export_facts WHERE name = 'step_partition'", step_partition=5)
 
 
-def test_more_partitions_than_sqlite_takes_in_one_union(shelf, rows, ask):
+def test_more_partitions_than_sqlite_allows_in_one_union(shelf, rows, ask):
     shelf.put(tensor_stats=[rows["tensor"](step, norm=float(step)) for step in range(1, 1203)])
 
     assert [(1202, 1202 * 1203 / 2)] == ask("SELECT count(*), sum(norm) FROM trend_data", step_partition=1)
     assert [("ok",)] == ask("PRAGMA integrity_check", name="again.db", step_partition=1)
 
 
-def test_numbers_stand_as_they_are(shelf, rows, ask):
+def test_numbers_are_unchanged(shelf, rows, ask):
     """The tool cuts at 1e9 and turns Inf into a number."""
     shelf.put(
         tensor_stats=[
@@ -91,7 +91,7 @@ def test_numbers_stand_as_they_are(shelf, rows, ask):
     ] == ask(query)
 
 
-def test_targets_are_told_apart_by_stage_and_micro_step_and_have_tags(shelf, rows, ask):
+def test_stage_and_micro_step_distinguish_targets(shelf, rows, ask):
     shelf.put(
         tensor_stats=[
             rows["tensor"](1, "layers.3.fc", "act_in", micro_step=micro, vpp_stage=stage)
@@ -109,7 +109,7 @@ def test_targets_are_told_apart_by_stage_and_micro_step_and_have_tags(shelf, row
     assert [(16,)] == ask("SELECT count(*) FROM tag_target_mapping")
 
 
-def test_features_have_tables_with_columns_of_their_own(shelf, rows, ask):
+def test_each_feature_family_has_its_own_columns(shelf, rows, ask):
     shelf.put(features=[rows["row"](kind="stable_rank", module="fc", value=2.0)])
 
     assert [("linear_hook", "sr,kernel_norm")] == ask(
@@ -127,7 +127,7 @@ def test_latest_attempt_of_a_step_counts(shelf, rows, ask):
     assert [(0, 0.0), (1, 0.0), (2, 0.0)] == ask("SELECT step, norm FROM trend_data ORDER BY step", attempt=0)
 
 
-def test_database_is_made_anew_and_nothing_else_is_touched(shelf, rows):
+def test_export_is_replaced_and_other_files_are_kept(shelf, rows):
     shelf.put(tensor_stats=[rows["tensor"](1)])
     _, first = shelf.export("sqlite", "out.db")
     _, second = shelf.export("sqlite", "out.db")
@@ -135,13 +135,13 @@ def test_database_is_made_anew_and_nothing_else_is_touched(shelf, rows):
     other.write_text("precious")
 
     assert first.rows == second.rows == {"tensor_stats": 1}
-    with pytest.raises(ExportError, match="is no export of ours: choose another name"):
+    with pytest.raises(ExportError, match="is not an export of Rankscope: choose another name"):
         shelf.export("sqlite", "mine.db")
     assert "precious" == other.read_text()
     assert not list(shelf.folder.glob(".*"))
 
 
-def test_place_that_cannot_be_written_is_told(shelf, rows):
+def test_unwritable_target_is_an_export_error(shelf, rows):
     shelf.put(tensor_stats=[rows["tensor"](1)])
     (shelf.folder / "file").write_text("")
 

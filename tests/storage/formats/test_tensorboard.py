@@ -28,7 +28,7 @@ def read(folder):
     }
 
 
-def test_tensors_have_the_tags_of_the_existing_tool(shelf, rows):
+def test_tensors_have_msprobes_tags(shelf, rows):
     """Seed 002: `{vpp}:{name}.{input|output}:{micro}/{rank}/{task}_{op}`, and without side and micro step otherwise."""
     make = rows["tensor"]
     shelf.put(
@@ -55,7 +55,7 @@ def test_tensors_have_the_tags_of_the_existing_tool(shelf, rows):
     assert 4 == report.rows["tensor_stats"]
 
 
-def test_scalars_have_their_names_and_labels_behind(shelf, rows):
+def test_scalar_tags_are_name_and_labels(shelf, rows):
     make = rows["scalar"]
     shelf.put(
         scalars=[
@@ -74,7 +74,7 @@ def test_scalars_have_their_names_and_labels_behind(shelf, rows):
     assert {"loss", "learning_rate/group=a", "learning_rate/group=b"} == set(found)
 
 
-def test_server_of_tensorboard_sees_a_run_per_rank_and_attempt(shelf, rows):
+def test_tensorboard_shows_a_run_per_rank_and_attempt(shelf, rows):
     """As its web page gets them: through the data provider, with times."""
     make = rows["scalar"]
     shelf.put(scalars=[make(1, 2.0), make(1, 3.0, attempt=1), make(1, 4.0, rank=1), make(1, 5.0, rank=None)])
@@ -92,7 +92,7 @@ def test_server_of_tensorboard_sees_a_run_per_rank_and_attempt(shelf, rows):
     assert 1772366401.0 == scalars["rank0"]["loss"][0].wall_time
 
 
-def test_names_that_would_share_a_tag_do_not(shelf, rows):
+def test_series_with_equal_names_get_different_tags(shelf, rows):
     make = rows["scalar"]
     shelf.put(
         scalars=[
@@ -106,7 +106,7 @@ def test_names_that_would_share_a_tag_do_not(shelf, rows):
     assert [1.0, 2.0, 3.0] == sorted(points[0][1] for points in read(target / "rank0").values())
 
 
-def test_options_narrow_what_is_written(shelf, rows):
+def test_options_restrict_the_exported_rows(shelf, rows):
     make = rows["scalar"]
     shelf.put(
         scalars=[make(step, float(step), rank=rank) for step in range(1, 9) for rank in (0, 1)],
@@ -126,7 +126,7 @@ def test_options_narrow_what_is_written(shelf, rows):
     assert 1 == report.rows["tensor_stats"]
 
 
-def test_second_export_into_a_folder_doubles_no_point(shelf, rows):
+def test_second_export_into_a_folder_is_rejected(shelf, rows):
     shelf.put(scalars=[rows["scalar"](1, 1.0)])
     shelf.export("tensorboard")
     with pytest.raises(ExportError, match="holds event files already"):
@@ -150,7 +150,7 @@ def test_many_windows_and_processes_write_the_same_bytes(shelf, rows, monkeypatc
     assert 2 == len(contents[0])
 
 
-def test_what_has_no_place_is_counted(shelf, rows):
+def test_omitted_rows_are_counted(shelf, rows):
     shelf.put(
         scalars=[rows["scalar"](1, None), rows["scalar"](None, 1.0), rows["scalar"](1, 1.0)],
         tensor_stats=[rows["tensor"](1, norm=None)],
@@ -160,7 +160,7 @@ def test_what_has_no_place_is_counted(shelf, rows):
 
     assert {
         "rows without a step": 1,
-        "events: no place in event files": 1,
+        "events: not in event files": 1,
         "values that are null": 1,
         "tensors without any statistic": 1,
     } == report.omitted
@@ -174,7 +174,7 @@ def test_nothing_selected_is_an_error_and_leaves_nothing(shelf, rows):
     assert {"store"} == {path.name for path in shelf.folder.iterdir()}
 
 
-def test_folder_that_cannot_be_made_is_told(shelf, rows):
+def test_uncreatable_folder_is_an_export_error(shelf, rows):
     shelf.put(scalars=[rows["scalar"](1, 1.0)])
     (shelf.folder / "file").write_text("")
     with pytest.raises(ExportError, match=r"cannot write to .*file/out"):
@@ -194,7 +194,7 @@ steps = st.integers(0, 999)
     micro_step=st.none() | steps,
     index=st.none() | steps,
 )
-def test_every_tag_says_what_it_was_made_from(kind, tensor, op, rank, vpp_stage, micro_step, index):
+def test_tensor_tags_round_trip(kind, tensor, op, rank, vpp_stage, micro_step, index):
     index = index if kind.startswith("act") else None
     what = TensorTag(
         kind=kind, tensor=tensor, op=op, rank=rank, vpp_stage=vpp_stage, micro_step=micro_step, index=index
@@ -215,13 +215,13 @@ def test_every_tag_says_what_it_was_made_from(kind, tensor, op, rank, vpp_stage,
         ("0:w.in:0/1/actv_norm", ("act_in", "w", "norm", 1, 0)),
     ],
 )
-def test_tags_that_the_existing_tool_writes_are_understood(tag, expected):
+def test_msprobes_tags_are_parsed(tag, expected):
     found = parse_tensor_tag(tag)
 
     assert expected == (found.kind, found.tensor, found.op, found.rank, found.micro_step)
 
 
-def test_tags_of_the_tools_conversion_are_understood():
+def test_tags_of_msprobes_conversion_are_parsed():
     """`rank0/grad_reduced/` with tags `vp0:name[:micro1]/norm`."""
     found = parse_tree_tag("vp1:layers.0.input:micro2/norm", "actv", 4)
 
@@ -230,7 +230,7 @@ def test_tags_of_the_tools_conversion_are_understood():
     assert parse_tree_tag("vp0:w/norm", "other_folder", 0) is None
 
 
-def test_tags_of_calls_say_which_call_it_was():
+def test_tags_of_calls_contain_the_call():
     """As the live sink writes them, where a place in the script has a `/` and a line."""
     found = parse_tree_tag("vp0:all_gather@a/b.py[4].call_2_1/norm", "comm_out", 0)
 

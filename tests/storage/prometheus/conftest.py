@@ -1,4 +1,4 @@
-"""A store with two runs, of an hour each, months apart, and a machine beside them."""
+"""A store with two runs of one hour each, months apart, and the samples of one machine."""
 
 from __future__ import annotations
 

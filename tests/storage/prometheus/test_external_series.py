@@ -7,9 +7,9 @@ from tests.storage.prometheus.conftest import MARCH, History, table
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import LimitError
 from rankscope_storage.connection import connect
-from rankscope_storage.prometheus.external_series import JUDGED_AT_ONCE
+from rankscope_storage.prometheus.external_series import MATCH_BATCH_ROWS
 
-MANY = 3 * JUDGED_AT_ONCE
+MANY = 3 * MATCH_BATCH_ROWS
 
 
 class Counted:
@@ -42,7 +42,7 @@ def stored(folder, *samples):
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """Yield a store of an exporter that tells each of its series from the others by a label."""
+    """Yield a store with an exporter that distinguishes its series by one label."""
     ids = [f'{{"id":"{place}","mode":"idle"}}' for place in range(MANY)]
     columns = {
         "run": pa.array([""] * MANY),
@@ -58,15 +58,15 @@ def many(tmp_path_factory):
 
 
 @pytest.mark.parametrize("matcher", [("mode", "=~", "i.*"), ("mode", "=", "idle"), ("id", "!=", ""), ("x", "=", "")])
-def test_question_that_is_too_large_is_refused_before_most_of_its_series_are_read(many, matcher):
+def test_too_large_query_is_rejected_before_reading_most_series(many, matcher):
     counted = Counted(many)
     with pytest.raises(LimitError, match="more than 5 series"):
         History(counted).ask(("__name__", "=~", "man."), matcher, series=5)
 
-    assert 5 < counted.rows <= JUDGED_AT_ONCE
+    assert 5 < counted.rows <= MATCH_BATCH_ROWS
 
 
-def test_only_series_that_fit_count_however_many_there_are(many):
+def test_only_matching_series_count_for_the_limit(many):
     few = ("id", "=~", f"7|{MANY // 2}|{MANY - 1}")
 
     assert {"7", str(MANY // 2), str(MANY - 1)} == {dict(labels)["id"] for labels in History(many).ask(few, series=3)}
@@ -74,7 +74,7 @@ def test_only_series_that_fit_count_however_many_there_are(many):
         History(many).ask(few, series=2)
 
 
-def test_as_many_series_as_are_allowed_are_given_each_under_its_own_labels(many):
+def test_series_up_to_the_limit_are_returned_with_their_labels(many):
     found = History(many).ask(("mode", "=~", "idle|user"), series=MANY, samples=MANY)
 
     every = [(("__name__", "many"), ("id", str(n)), ("instance", "node-1"), ("mode", "idle")) for n in range(MANY)]
@@ -83,7 +83,7 @@ def test_as_many_series_as_are_allowed_are_given_each_under_its_own_labels(many)
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """Yield a store of labels as nobody would have them, a metric for each."""
+    """Yield a store with one metric for each of several unusual labels."""
     texts = {"none": None, "empty": "{}", "void": '{"a":""}', "own": '{"a":"x","instance":"i","__name__":"n"}'}
     texts |= {"list": "[]", "number": '{"a":1}', "torn": '{"a":', "last": '{"a":"y","a":"x"}', "lines": '{"a":"x\\ny"}'}
     rows = [
@@ -110,11 +110,11 @@ def odd(tmp_path_factory):
         (("__name__", "=~", "n|own|list|number|torn"), {"own"}),
     ],
 )
-def test_absent_labels_are_empty_and_series_with_labels_that_are_none_do_not_exist(odd, matcher, expected):
+def test_absent_labels_are_empty_and_invalid_labels_are_skipped(odd, matcher, expected):
     assert expected == {dict(labels)["__name__"] for labels in odd.ask(matcher)}
 
 
-def test_external_label_stands_in_for_one_that_is_absent_and_for_no_other(odd):
+def test_external_label_replaces_only_an_absent_label(odd):
     def found(*matcher):
         return {dict(labels)["__name__"] for labels in odd.ask(matcher, external_labels={"a": "x"})}
 

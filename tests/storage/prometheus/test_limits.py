@@ -1,4 +1,4 @@
-"""A question ends when nobody waits for it any more, and when it takes too much memory; the next one is answered."""
+"""A query ends when it is cancelled or exceeds the memory limit, and the next query runs."""
 
 import threading
 
@@ -21,7 +21,7 @@ class Endless(SeriesQuery):
 
 
 @pytest.mark.timeout(60)
-def test_question_is_ended_from_another_thread_and_the_next_one_answered(history):
+def test_query_is_cancelled_by_another_thread_and_the_next_one_runs(history):
     patience, refused = CancelToken(), threading.Event()
 
     def impatient():
@@ -36,15 +36,15 @@ def test_question_is_ended_from_another_thread_and_the_next_one_answered(history
     assert history.ask(("run", "=", "spring"))
 
 
-def test_question_for_which_nobody_waits_is_not_begun(history):
+def test_cancelled_query_does_not_start(history):
     patience = CancelToken()
-    patience.end("who asked has hung up")
+    patience.end("the client has disconnected")
 
     with pytest.raises(LimitError, match="hung up"):
         read(history.connection, [Endless((), *ALWAYS)], **LIMITS, patience=patience)
 
 
-def test_patience_that_ends_after_the_answer_ends_no_other(history):
+def test_cancel_after_the_result_affects_no_other_query(history):
     patience = CancelToken()
     read(history.connection, [SeriesQuery((), 0, 1)], **LIMITS, patience=patience)
     rows = history.connection.stream("SELECT range FROM range(1_000_000)", batch_rows=1000)
@@ -54,7 +54,7 @@ def test_patience_that_ends_after_the_answer_ends_no_other(history):
     assert 999_000 <= sum(batch.num_rows for batch in rows)
 
 
-def test_question_that_takes_too_much_memory_is_refused_with_what_to_narrow(history, monkeypatch):
+def test_query_beyond_the_memory_limit_names_the_remedy(history, monkeypatch):
     monkeypatch.setattr("rankscope_storage.prometheus.read.MEMORY_BYTES", 1 << 20)
     monkeypatch.setattr("rankscope_storage.prometheus.read.SAMPLE_BYTES", 0)
 
@@ -62,8 +62,8 @@ def test_question_that_takes_too_much_memory_is_refused_with_what_to_narrow(hist
         history.ask()
 
 
-def test_memory_is_bounded_while_a_question_is_read_and_no_longer(history):
-    """DuckDB's instance may be lent to others, who have no such bound."""
+def test_memory_limit_applies_only_during_a_query(history):
+    """Other connections use the same DuckDB instance without this limit."""
     before = history.connection.query(SETTINGS).to_pylist()
     seen = []
 

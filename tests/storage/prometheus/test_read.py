@@ -22,8 +22,8 @@ def named(metric, *more, identity=SPRING):
     return tuple(sorted((("__name__", metric), *identity, *more)))
 
 
-def test_scalars_and_steps_have_the_labels_of_the_page(history):
-    """What was brought in under the same labels is the same series."""
+def test_scalars_and_steps_have_the_labels_of_the_metrics_page(history):
+    """Imported samples with equal labels belong to the same series."""
     found = history.ask(("run", "=", "spring"), ("rank", "=", "0"), ("__name__", "!~", "rankscope_tensor.*"))
 
     minute = 60_000
@@ -39,7 +39,7 @@ def test_scalars_and_steps_have_the_labels_of_the_page(history):
     } == found
 
 
-def test_tensors_have_a_series_for_each_statistic(history):
+def test_tensors_have_one_series_per_statistic(history):
     found = history.ask(("__name__", "=", "rankscope_tensor_value"), ("run", "=", "spring"), ("tensor", "=", "head"))
 
     kinds, ops = ("grad_reduced", "param_after"), ("norm", "nans")
@@ -54,7 +54,7 @@ def test_tensors_have_a_series_for_each_statistic(history):
     ]
 
 
-def test_what_is_unusual_has_labels_of_its_own_and_nan_is_a_value(history):
+def test_unusual_columns_become_labels_and_nan_is_a_value(history):
     found = history.ask(("kind", "=", "act_out"), ("run", "=", "spring"), ("__name__", "=", "rankscope_tensor_value"))
 
     (labels, samples), *_ = found.items()
@@ -63,18 +63,18 @@ def test_what_is_unusual_has_labels_of_its_own_and_nan_is_a_value(history):
     assert "placement" not in dict(labels)
 
 
-def test_who_looks_for_series_alone_is_given_the_last_sample_of_each(history):
-    """So lists of runs and ranks over months are no question that is too large."""
+def test_series_query_returns_the_last_sample_of_each_series(history):
+    """Lists of runs and ranks over months therefore remain within the limits."""
     asked = (("job", "=", "rankscope"), ("run", "=", "summer/1"))
     all_samples = history.ask(*asked)
     steps = ("__name__", "=", "rankscope_step")
 
     last = {labels: samples[-1:] for labels, samples in all_samples.items()}
     assert str(last) == str(history.ask(*asked, alone=True))  # NaN is none of itself
-    assert 3 == len(history.ask(*asked, steps, alone=True, samples=3)), "two ranks, and what is of none"
+    assert 3 == len(history.ask(*asked, steps, alone=True, samples=3)), "two ranks, and rows without a rank"
 
 
-def test_exporters_of_others_are_found_under_their_own_names(history):
+def test_other_exporters_keep_their_metric_names(history):
     found = history.ask(("__name__", "=~", "DCGM_.*|up"), ("gpu", "!=", "1"))
 
     assert {
@@ -85,8 +85,8 @@ def test_exporters_of_others_are_found_under_their_own_names(history):
     } == found
 
 
-def test_series_have_the_external_labels_of_the_prometheus_that_asks(history):
-    """It demands them of all that is remote, and takes them off again; what was pushed has its own."""
+def test_series_get_the_external_labels_of_the_client(history):
+    """Prometheus expects them on remote series and removes them; pushed series have their own labels."""
     asked = (("__name__", "=~", "rankscope_loss|DCGM_TEMP|pushed"), ("run", "!=", "summer/1"), ("rank", "!=", "1"))
     outside = {"external_labels": {"cluster": "a", "zone": "east"}}
 
@@ -105,14 +105,14 @@ def test_series_have_the_external_labels_of_the_prometheus_that_asks(history):
     assert [(("__name__", "pushed"), ("cluster", "b"), ("job", 'j"ä'), ("zone", "east"))] == [*other]
 
 
-def test_where_prometheus_said_that_a_series_had_ended_it_is_told_again(history):
+def test_staleness_markers_are_returned(history):
     ((labels, samples),) = history.ask(("job", "=", 'j"ä')).items()
 
     assert ("__name__", "pushed") in labels
     assert [7.0, 0x7FF0_0000_0000_0002] == [samples[0][1], struct.unpack("<Q", struct.pack("<d", samples[1][1]))[0]]
 
 
-def test_span_is_closed_to_the_millisecond(history):
+def test_time_range_is_closed_to_the_millisecond(history):
     loss = (("__name__", "=", "rankscope_loss"), ("run", "=", "spring"), ("rank", "=", "0"))
     first, last = MARCH + 60_000, MARCH + 120_000
 
@@ -159,7 +159,7 @@ def fits(labels, matcher):
 
 @settings(max_examples=examples(20), deadline=None)
 @given(st.lists(MATCHERS, min_size=1, max_size=3))
-def test_matchers_pushed_down_give_what_they_would_give_of_everything(history, matchers):
+def test_matchers_in_sql_select_the_same_series(history, matchers):
     """Files, columns and SQL may only save work: the answer is that of Python's own `re` over all series."""
     everything = history.ask()
     expected = {labels: samples for labels, samples in everything.items() if all(fits(labels, m) for m in matchers)}
@@ -167,7 +167,7 @@ def test_matchers_pushed_down_give_what_they_would_give_of_everything(history, m
     assert repr(expected) == repr(history.ask(*matchers))
 
 
-def test_files_that_cannot_answer_are_not_opened(folder, tmp_path):
+def test_files_without_matching_rows_are_not_opened(folder, tmp_path):
     """By run and by time: here the files of the other run are gone."""
     store = shutil.copytree(folder, tmp_path / "store")
     with connect(store) as connection:
@@ -184,14 +184,14 @@ def test_files_that_cannot_answer_are_not_opened(folder, tmp_path):
     assert by_instance.keys() < by_run.keys() < by_time.keys()
 
 
-def test_what_is_too_much_is_refused_with_what_to_narrow(history):
+def test_query_beyond_a_limit_names_the_remedy(history):
     assert len(history.ask(samples=10_000)) <= 1000
     for limits, text in (({"samples": 10}, "more than 10 samples"), ({"series": 5}, "more than 5 series")):
         with pytest.raises(LimitError, match=text):
             history.ask(**limits)
 
 
-def test_expression_that_is_none_is_refused():
+def test_invalid_expression_is_rejected():
     with pytest.raises(QueryError, match="no regular expression"):
         Matcher(MatchType.REGEX, "run", "(")
 
@@ -211,7 +211,7 @@ def test_last_sample_of_a_millisecond_wins(tmp_path):
     assert [[(MARCH, 3.0)]] == list(found.values())
 
 
-def test_number_without_a_label_is_no_zero(history):
+def test_missing_label_is_not_zero(history):
     """rank="" asks for series without a rank, rank="0" for rank 0 alone, and rank="00" for nothing."""
     ranks = [{dict(labels).get("rank") for labels in history.ask(("rank", "=", text))} for text in ("0", "00")]
     without = {dict(labels)["__name__"] for labels in history.ask(("rank", "=", ""), ("run", "=", "spring"))}

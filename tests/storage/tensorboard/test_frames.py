@@ -15,24 +15,24 @@ ONE, TWO, THREE = frame(b"one"), frame(b"two" * 100), frame(b"three")
 
 
 def read(content):
-    """Return what is read, and (record, what is said) of what is not."""
+    """Return the records that are read, and (record, fault) for the others."""
     faults = []
     found = list(read_frames(io.BytesIO(content), len(content), lambda number, text: faults.append((number, text))))
     return [data for _, data in found], faults
 
 
 @given(st.binary(max_size=100))
-def test_check_sums_are_tensorboards(data):
+def test_checksums_equal_tensorboards(data):
     assert masked_crc32c(data) == masked_crc(data)
 
 
 @given(st.lists(st.binary(max_size=50)))
-def test_what_was_framed_comes_back(records):
+def test_frames_round_trip(records):
     assert (records, []) == read(b"".join(map(frame, records)))
 
 
 @given(st.integers(0, len(ONE + TWO) - 1))
-def test_cut_file_gives_every_whole_record(cut):
+def test_truncated_file_yields_every_complete_record(cut):
     """S: a file whose writer is still at it, or was killed."""
     found, faults = read((ONE + TWO)[:cut])
 
@@ -42,7 +42,7 @@ def test_cut_file_gives_every_whole_record(cut):
 
 @given(st.integers(0, len(TWO) - 1), st.integers(1, 255))
 @example(3, 255)  # the length
-def test_damaged_byte_costs_one_record(place, change):
+def test_damaged_byte_loses_one_record(place, change):
     damaged = bytearray(TWO)
     damaged[place] ^= change
     found, faults = read(ONE + bytes(damaged) + THREE)
@@ -52,13 +52,13 @@ def test_damaged_byte_costs_one_record(place, change):
     assert f"damaged at byte {len(ONE)}" in faults[0][1] or f"cut off at byte {len(ONE)}" in faults[0][1]
 
 
-def test_lost_block_and_zeros_of_a_full_disk_are_stepped_over():
+def test_lost_blocks_and_zeros_are_skipped():
     content = ONE + TWO[:40] + bytes(3_000_000) + THREE
 
     assert [b"one", b"three"] == read(content)[0]
 
 
-def test_length_beyond_all_measure_is_neither_allocated_nor_believed():
+def test_absurd_length_is_not_allocated():
     length = struct.pack("<Q", 1 << 62)
     hostile = length + struct.pack("<I", masked_crc(length))
     found, faults = read(ONE + hostile + THREE)
@@ -68,7 +68,7 @@ def test_length_beyond_all_measure_is_neither_allocated_nor_believed():
     assert ["cut off"] == [text[:7] for _, text in faults]
 
 
-def test_picture_too_large_is_skipped_without_being_read():
+def test_too_large_record_is_skipped_unread():
     found, faults = read(ONE + frame(bytes(MAX_RECORD_BYTES + 1)) + THREE)
 
     assert [b"one", b"three"] == found
@@ -76,5 +76,5 @@ def test_picture_too_large_is_skipped_without_being_read():
 
 
 @given(st.binary(max_size=400))
-def test_noise_never_stops_the_reader(noise):
+def test_random_bytes_never_stop_the_reader(noise):
     assert [b"three"] == read(noise + THREE)[0][-1:]

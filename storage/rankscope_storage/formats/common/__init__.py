@@ -1,1 +1,1 @@
-"""Shared by the export formats: options, report, targets on disk, and the selection of rows to export."""
+"""Parts shared by the export formats: options, report, targets on disk, and the selection of rows to export."""

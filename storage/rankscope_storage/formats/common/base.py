@@ -1,8 +1,8 @@
-"""An export format: it writes one run of a store in the format of another tool. Options, report, targets.
+"""Interface of an export format, which writes one run of a store in the format of another tool: options, report, files.
 
 A format is a module of `formats` that defines `EXPORT_FORMAT`; `rankscope export --format` offers it under its name. It
-reads through a pinned connection, streams (a run may be larger than memory), and never leaves a partly written file
-under the requested name. Times are ISO 8601, or folder times of msprobe, `Dec03_21-34-40`, which have no year.
+reads through a pinned connection and streams, because a run may be larger than memory. It never leaves a partly written
+file under the requested name. Times are ISO 8601 or folder times of msprobe such as `Dec03_21-34-40`, without a year.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MONTHS: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep",
 
 
 def parse_time(text: str, near: dt.datetime) -> dt.datetime:
-    """Return the moment that `text` names; without a zone it is UTC, without a year the one closest to `near`."""
+    """Return the time in `text`: without a zone in UTC, without a year the matching time closest to `near`."""
     if match := _FOLDER_TIME.fullmatch(text):
         return _closest(text, match, near)
     try:
         moment = dt.datetime.fromisoformat(text)
     except ValueError:
-        raise ExportError(f"{text!r} is no time: write 2026-03-01T12:00:00+00:00 or Mar01_12-00-00") from None
+        raise ExportError(f"{text!r} is not a time: write 2026-03-01T12:00:00+00:00 or Mar01_12-00-00") from None
     return moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)
 
 
@@ -46,18 +46,18 @@ def _closest(text: str, match: re.Match[str], near: dt.datetime) -> dt.datetime:
             continue
         moments.append(dt.datetime.combine(day, clock))
     if not moments:
-        raise ExportError(f"{text!r} is no time: no year has it")
+        raise ExportError(f"{text!r} is not a time: this date exists in no year")
     return min(moments, key=lambda moment: abs(moment - near))
 
 
 @contextlib.contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """Give a folder to write into; at the end its files move below `target`, over files of the same names.
+    """Return a temporary folder. At the end its files move below `target` and replace files of equal names.
 
-    Raises ExportError for whatever the file system refuses, inside too; then nothing of it is left.
+    Raises ExportError for any error of the file system, also inside the context. The temporary folder is then removed.
     """
     with _explained(target):
-        staged = _beside(target)
+        staged = _temporary_path(target)
         try:
             staged.mkdir(parents=True)
             yield staged
@@ -70,11 +70,11 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
-    """Give the name of a file to write; at the end it takes the place of `target`. Errors as in `staged_folder`."""
+    """Return the name of a temporary file to write. At the end it replaces `target`. Errors as in `staged_folder`."""
     if target.is_dir():
         raise ExportError(f"{target} is a folder: name a file")
     with _explained(target):
-        staged = _beside(target)
+        staged = _temporary_path(target)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             yield staged
@@ -88,7 +88,7 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
 
 
-def _beside(target: Path) -> Path:
+def _temporary_path(target: Path) -> Path:
     return target.absolute().parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
 
 
@@ -103,15 +103,15 @@ def _explained(target: Path) -> Iterator[None]:
 MAX_STEPS_PER_RECORD: Final = 1_000_000
 
 Progress = Callable[[int, int], None]
-"""Called now and then with rows written and rows in all."""
+"""Function that receives the number of written rows and the total number of rows, several times per export."""
 
 
 def no_progress(_done: int, _total: int) -> None:
-    """Take progress and say nothing."""
+    """Ignore the progress."""
 
 
 def count_progress(progress: Progress, total: int) -> Callable[[int], None]:
-    """Return a function that takes rows just written, and tells `progress` of all so far."""
+    """Return a function that receives the number of new rows and calls `progress` with the sum so far."""
     done = 0
 
     def written(rows: int) -> None:
@@ -124,26 +124,26 @@ def count_progress(progress: Progress, total: int) -> Callable[[int], None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What to export, and how. The names are those of the tool whose formats these are; an exporter may ignore some."""
+    """Options of an export. The names are those of msprobe. A format may ignore some of them."""
 
-    time_start: dt.datetime | None = None  # closed interval over `ts`; a row without a time is in every one
+    time_start: dt.datetime | None = None  # closed interval over `ts`; it includes rows without a time
     time_end: dt.datetime | None = None
-    data_type_list: tuple[str, ...] = ()  # families (actv, grad_reduced, …) or kinds of ours; empty: all
+    data_type_list: tuple[str, ...] = ()  # msprobe's families (actv, grad_reduced, …) or kinds of Rankscope; empty: all
     ranks: tuple[int, ...] = ()  # empty: all
-    steps: tuple[int, int] | None = None  # closed, in our steps
-    attempt: int | None = None  # None: all, where the format can tell them apart; else the latest of each step
+    steps: tuple[int, int] | None = None  # closed interval of Rankscope's steps
+    attempt: int | None = None  # None: all if the format can distinguish them, otherwise the latest of each step
     process_num: int = 1
     step_count_per_record: int = 1  # steps in one CSV file, aligned to 0
-    seed_rounding: int | None = None  # decimals, as the tool rounds; None: every digit that the value has
+    seed_rounding: int | None = None  # decimals, as in msprobe; None: every digit of the value
     append_output: tuple[str, str] | None = None  # folders of this window (Dec03_21-34-40, …) are continued
     step_partition: int = 500  # steps in one SQLite table
 
     def __post_init__(self) -> None:
-        """Raise ExportError naming what to change."""
+        """Raise ExportError with the option to change if an option is invalid."""
         for name in ("time_start", "time_end"):
             moment: dt.datetime | None = getattr(self, name)
             if moment is not None and moment.tzinfo is None:
-                raise ExportError(f"{name} {moment} has no time zone: give one, such as +00:00")
+                raise ExportError(f"{name} {moment} has no time zone: add one, such as +00:00")
         if self.time_start and self.time_end and self.time_start > self.time_end:
             raise ExportError(f"time_start {self.time_start} is after time_end {self.time_end}: exchange them")
         if self.steps and self.steps[0] > self.steps[1]:
@@ -154,12 +154,14 @@ class ExportOptions:
             if getattr(self, name) < 1:
                 raise ExportError(f"{name} must be 1 or more")
         if self.seed_rounding is not None and not 0 <= self.seed_rounding <= 17:
-            raise ExportError("seed_rounding is a number of decimals, 0 to 17")
+            raise ExportError("seed_rounding must be a number of decimals from 0 to 17")
         if unknown := [name for name in self.data_type_list if name not in family_names()]:
-            raise ExportError(f"no data type is called {unknown[0]!r}: known are {', '.join(sorted(family_names()))}")
+            raise ExportError(
+                f"there is no data type {unknown[0]!r}; data types are {', '.join(sorted(family_names()))}"
+            )
 
     def kinds(self) -> frozenset[str] | None:
-        """Return the kinds that `data_type_list` asks for; None when it asks for all."""
+        """Return the kinds that `data_type_list` selects, or None if it selects all."""
         if not self.data_type_list:
             return None
         kinds: set[str] = set()
@@ -172,7 +174,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """What was written. `omitted` counts rows by the reason why the format cannot hold them."""
+    """Result of an export. `omitted` is the number of rows that the format cannot contain, by reason."""
 
     files: tuple[Path, ...]
     rows: Mapping[str, int] = field(default_factory=dict)  # by dataset
@@ -180,22 +182,22 @@ class ExportReport:
 
 
 class ExportFormat(Protocol):
-    """Writes one format."""
+    """Writer of one format."""
 
     name: str
-    """As in `rankscope export --format`."""
+    """Name in `rankscope export --format`."""
 
     help: str
-    """One line: what is written, and who reads it."""
+    """One line that describes the written files and the programs that read them."""
 
     folder: bool
-    """Whether the target is a folder; else it is one file."""
+    """True if the target is a folder, false if it is one file."""
 
     suffix: str
-    """What the default target ends in, such as `.db`."""
+    """End of the default name of the target, such as `.db`."""
 
     def export(
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write `run` to `target`. Raises ExportError when it cannot be done, and OSError never."""
+        """Write `run` to `target` and return the report. Raises ExportError if the export fails, and never OSError."""
         ...

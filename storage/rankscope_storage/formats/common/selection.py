@@ -1,4 +1,4 @@
-"""Rows of one run for an exporter: the predicate of its options, and windows that keep memory bounded."""
+"""Selection of the rows of one run for an export: SQL predicates of the options, and windows that bound the memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WINDOW_ROWS: Final = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What of a run is exported. Texts for a WHERE clause need `parameters`."""
+    """Rows of a run that are exported. The predicates refer to values in `parameters`."""
 
     connection: Connection
     run: str
@@ -28,7 +28,7 @@ class Selection:
     parameters: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Collect the values that the predicates name."""
+        """Collect the values of the predicates' parameters."""
         values: dict[str, Any] = {"run": self.run}
         options = self.options
         values |= {} if options.time_start is None else {"time_start": options.time_start}
@@ -38,9 +38,9 @@ class Selection:
         object.__setattr__(self, "parameters", values)
 
     def where(self, dataset: str) -> str:
-        """Return the predicate for rows of `dataset`; `data_type_list` narrows only what has a kind.
+        """Return the predicate for rows of `dataset`. `data_type_list` restricts only datasets with a column `kind`.
 
-        Versions of the run, its attempts and tensors belong to it whatever steps and ranks are exported.
+        Dimension tables (versions of the run, attempts, tensors) are exported completely, for any steps and ranks.
         """
         if dataset in DIMENSIONS:
             return "run = $run"
@@ -62,37 +62,37 @@ class Selection:
         return " AND ".join(parts)
 
     def source(self, dataset: str) -> str:
-        """Return what stands behind FROM and WHERE: rows of `dataset` that are exported, from the files they are in."""
+        """Return the FROM and WHERE clauses of the exported rows of `dataset`; files without such rows are left out."""
         steps = None if dataset in DIMENSIONS else self.options.steps
         relation = self.connection.relation(dataset, run=self.run, steps=steps)
         return f"{relation} WHERE {self.where(dataset)}"
 
     def query(self, query: str) -> pa.Table:
-        """Return the rows of `query`, which may name the parameters of this selection and must name the run."""
+        """Return the rows of `query`, which may use the parameters of this selection and must restrict the run."""
         return self.connection.query(query, self._named_in(query))
 
     def stream(self, query: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
-        """Return the rows of `query` in batches; no other question may be asked of the connection meanwhile."""
+        """Yield the rows of `query` in batches. The connection must not run another query meanwhile."""
         return self.connection.stream(query, self._named_in(query), batch_rows=batch_rows)
 
     def count(self, dataset: str, extra: str = "true") -> int:
-        """Return how many rows of `dataset` are exported, of those that meet `extra`."""
+        """Return the number of exported rows of `dataset` that satisfy the predicate `extra`."""
         rows: int = self.query(f"SELECT count(*) AS rows FROM {self.source(dataset)} AND {extra}")["rows"][0].as_py()
         return rows
 
     def only(self, *, attempt: int | None, rank: int | None) -> str:
-        """Return the predicate for one rank of one attempt; null is one of the values."""
+        """Return the predicate for one rank of one attempt; None selects rows with null."""
         return " AND ".join(
             f"{name} IS NULL" if value is None else f"{name} = {int(value)}"
             for name, value in (("attempt", attempt), ("rank", rank))
         )
 
     def _named_in(self, query: str) -> dict[str, Any]:
-        # DuckDB refuses values that a statement does not name.
+        # DuckDB rejects parameters that the statement does not use.
         return {name: value for name, value in self.parameters.items() if f"${name}" in query}
 
     def windows(self, dataset: str, extra: str = "true", *, rows: int = WINDOW_ROWS) -> Iterator[tuple[int, int, int]]:
-        """Yield (first step, last step, rows) of ranges that hold about `rows` rows each, in order of steps."""
+        """Yield (first step, last step, rows) of ranges with about `rows` rows each, in ascending order of steps."""
         counted = self.query(
             f"SELECT step, count(*) AS rows FROM {self.source(dataset)} AND {extra} AND step IS NOT NULL "
             "GROUP BY step ORDER BY step"
@@ -109,7 +109,7 @@ class Selection:
             yield first, last, held
 
     def within(self, first: int, last: int) -> Selection:
-        """Return what of this selection lies in a closed range of steps; files outside of it are not opened."""
+        """Return the part of this selection in a closed range of steps; files without these steps are not opened."""
         lowest, highest = self.options.steps or (first, last)
         steps = (max(first, lowest), min(last, highest))
         return dataclasses.replace(self, options=dataclasses.replace(self.options, steps=steps))
@@ -121,7 +121,8 @@ def columns(dataset: str, *names: str) -> str:
 
 
 def require_rows(selection: Selection, counts: Mapping[str, int]) -> None:
-    """Raise ExportError when nothing would be written: an empty file looks like a run without a problem."""
+    """Raise ExportError if no row is selected, because an empty file looks like a run without problems."""
     if not any(counts.values()):
-        what = ", ".join(counts)
-        raise ExportError(f"{selection.run} has no rows of {what} that the options select: nothing was written")
+        raise ExportError(
+            f"the options select no rows of {', '.join(counts)} of run {selection.run}: nothing was written"
+        )

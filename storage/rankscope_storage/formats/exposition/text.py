@@ -1,7 +1,8 @@
-"""Lines of OpenMetrics text, made in columns, and the timestamps of samples.
+"""Lines of OpenMetrics text, created in columns, and the timestamps of samples.
 
-Every moment of a rank has a millisecond of its own, the resolution of Prometheus. A log with whole seconds has several
-steps in one; the later ones move by a millisecond each, so that none is lost. Only moved timestamps are kept.
+Each (attempt, step, time) of a rank gets a different millisecond, which is the resolution of Prometheus. In a log with
+whole seconds, several steps have the same time. The later ones are moved by one millisecond each, so that none is lost.
+Only moved timestamps are held in memory.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ END: Final = b"# EOF\n"
 
 
 def family_head(name: str, type_: str, help_: str, unit: str | None = None) -> bytes:
-    """Return the lines that begin a family; `name` is without `_total` or `_info`.
+    """Return the first lines of a family: type, unit and help. `name` is without `_total` or `_info`.
 
-    The unit may be told only where the name ends in it.
+    OpenMetrics allows a unit only if the name ends with it.
     """
     lines = [f"# TYPE {name} {type_}"]
     if unit and name.endswith(f"_{unit}"):
@@ -47,7 +48,7 @@ def label_text(labels: Mapping[str, str]) -> str:
 
 
 def sql_label(name: str, column: str | None = None) -> str:
-    r"""Return an SQL expression for `name="<value>",` with the value escaped; empty where the column is null."""
+    r"""Return an SQL expression for `name="<value>",` with the value escaped. It is empty for a null."""
     text = f"{sql_identifier(column or name)}::VARCHAR"
     for raw, escaped in (("\\", "\\\\"), ("\n", "\\n"), ('"', '\\"')):
         text = f"replace({text}, {sql_string(raw) if raw != chr(10) else 'chr(10)'}, {sql_string(escaped)})"
@@ -55,7 +56,7 @@ def sql_label(name: str, column: str | None = None) -> str:
 
 
 def lines(series: pa.Array, values: pa.Array, micros: npt.NDArray[np.int64]) -> bytes:
-    """Return one line per sample: series, value, time."""
+    """Return one line per sample with series, value and time."""
     if not len(series):
         return b""
     joined = pc.binary_join_element_wise(series, " ", number_texts(values), " ", time_texts(micros), "\n", "")
@@ -64,7 +65,7 @@ def lines(series: pa.Array, values: pa.Array, micros: npt.NDArray[np.int64]) -> 
 
 
 def number_texts(values: pa.Array) -> pa.Array:
-    """Return numbers as OpenMetrics writes them: shortest exact form, NaN, +Inf, -Inf."""
+    """Return numbers in the form of OpenMetrics: shortest exact decimal form, NaN, +Inf, -Inf."""
     wide = values.cast(pa.float64())
     texts = wide.cast(pa.string())
     infinite = pc.if_else(pc.greater(wide, 0.0), "+Inf", "-Inf")
@@ -72,10 +73,10 @@ def number_texts(values: pa.Array) -> pa.Array:
 
 
 def time_texts(micros: npt.NDArray[np.int64]) -> pa.Array:
-    """Return times as seconds with as many digits as needed.
+    """Return times in seconds with as many digits as needed.
 
-    Prometheus multiplies the seconds by 1000 and cuts, so that half of all milliseconds would land in the one before;
-    such a time gets a seventh digit, which no microsecond notices.
+    Prometheus multiplies the seconds by 1000 and truncates the product. With rounding errors, half of all times would
+    get the previous millisecond. Such a time gets a seventh digit, which is smaller than a microsecond.
     """
     seconds, rest = np.divmod(micros, MICROS)
     cut = (micros / MICROS * 1000).astype(np.int64) != micros // _MILLI
@@ -103,7 +104,7 @@ SELECT rank, attempt, step, epoch_us(ts) AS us, moved FROM placed WHERE moved <>
 
 
 class Timeline:
-    """The moments of a selection. Rows before 1970 and without a time have none."""
+    """Exported times of the rows of a selection. Rows without a time or before 1970 have none."""
 
     def __init__(self, selection: Selection, datasets: Sequence[str]) -> None:
         union = " UNION ".join(
@@ -115,11 +116,11 @@ class Timeline:
 
     @property
     def moved(self) -> int:
-        """Return how many moments are shown later than they were."""
+        """Number of times that are exported later than stored."""
         return len(self._moved)
 
     def micros(self, batch: pa.RecordBatch | pa.Table) -> npt.NDArray[np.int64]:
-        """Return when the rows of a batch with rank, attempt, step and us are shown."""
+        """Return the exported time of each row in microseconds. Needed columns: rank, attempt, step, us."""
         micros = np.asarray(batch.column("us"), np.int64)
         if not self._moved:
             return micros
@@ -130,4 +131,4 @@ class Timeline:
 
 
 SHOWN: Final = "ts >= TIMESTAMPTZ '1970-01-01 00:00:00+00'"
-"""Predicate of rows that have a moment."""
+"""Predicate of rows that have an exported time."""

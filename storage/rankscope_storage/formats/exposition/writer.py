@@ -1,4 +1,4 @@
-"""Writes families: one question to the store for each, answered in the order of its lines."""
+"""Writer of OpenMetrics families. Each family is one query of the store, ordered like its lines."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from rankscope_storage.prometheus.names import NULL, PLACEMENT, STAGE_EXTRAS, TE
 
 BATCH_ROWS: Final = 100_000
 RANGE_ROWS: Final = 50_000
-"""Rows of tensors that are sorted at once; each makes a line per statistic."""
+"""Number of tensor rows that are sorted together; each row becomes one line per statistic."""
 
-DOUBLED: Final = "samples of one series at one time: only the first can stay"
+DOUBLED: Final = "samples of one series at one time: only the first is written"
 
 _MOMENT: Final = "rank, attempt, step, epoch_us(ts) AS us"
 _IN_ORDER: Final = "ts, attempt NULLS FIRST, step NULLS FIRST"
 
 
 class FamilyWriter:
-    """Writes to `file`, and counts what has no place there."""
+    """Writer of families to `file`. It counts the rows that cannot be written."""
 
     def __init__(
         self, selection: Selection, timeline: Timeline, file: BinaryIO, written: Callable[[int], None]
@@ -56,7 +56,7 @@ class FamilyWriter:
         self._last: tuple[str, int] = ("", -1)
 
     def info(self, family: str, labels: Mapping[str, str], datasets: Sequence[str]) -> None:
-        """Write what the file is, once, at its latest time."""
+        """Write one `info` sample that describes the file, at its latest time."""
         union = " UNION ALL ".join(
             f"SELECT max(ts) AS ts FROM {self._selection.source(name)} AND {SHOWN}" for name in datasets
         )
@@ -68,7 +68,7 @@ class FamilyWriter:
         self._put(series, pa.array([1.0]), np.asarray(latest, np.int64))
 
     def moments(self, spec: MetricSpec, column: str, datasets: Sequence[str]) -> None:
-        """Write one sample of `column` for every moment of every rank."""
+        """Write one sample of `column` for each time of each rank."""
         union = " UNION ".join(
             f"SELECT rank, attempt, step, ts FROM {self._selection.source(name)} AND {SHOWN}" for name in datasets
         )
@@ -80,7 +80,7 @@ class FamilyWriter:
         self._write(spec.name, self._selection.stream(query, BATCH_ROWS))
 
     def kind_steps(self, spec: MetricSpec) -> None:
-        """Write the step of every kind at every moment it was sampled."""
+        """Write the step of each kind at each time at which it was sampled."""
         source = self._selection.source("tensor_stats")
         query = (
             f"SELECT {_MOMENT}, {self._identity()} || {sql_label('kind')} AS labels, step::DOUBLE AS value "
@@ -91,7 +91,7 @@ class FamilyWriter:
         self._write(spec.name, self._selection.stream(query, BATCH_ROWS))
 
     def scalar_families(self) -> Iterator[tuple[MetricSpec, list[Scalar]]]:
-        """Yield every metric of scalars that has rows, and the scalars in it."""
+        """Yield each scalar metric that has rows, with its scalars."""
         source = self._selection.source("scalars")
         rows = self._selection.query(
             f"SELECT DISTINCT name, unit, labels FROM {source} AND {SHOWN} ORDER BY ALL NULLS FIRST"
@@ -101,7 +101,9 @@ class FamilyWriter:
         for row in rows:
             scalar = Scalar(**row)
             spec = names.own_metric(scalar)
-            if spec is None or spec.type == "counter":  # what a counter may not say goes to the general metric
+            if (
+                spec is None or spec.type == "counter"
+            ):  # values that a counter cannot have are written to the general metric
                 general.append(scalar)
             if spec is not None:
                 by_name.setdefault(scalar.name, []).append(scalar)
@@ -110,7 +112,7 @@ class FamilyWriter:
         yield catalogue.SCALAR, general
 
     def scalars(self, spec: MetricSpec, scalars: Iterable[Scalar]) -> None:
-        """Write the series of `scalars`, which are samples of `spec`."""
+        """Write the series of `scalars` as samples of `spec`."""
         family = spec.name.removesuffix("_total") if spec.type == "counter" else spec.name
         self._head(family, spec.type, spec.help, spec.unit)
         source = self._selection.source("scalars")
@@ -136,7 +138,7 @@ class FamilyWriter:
             self._write(spec.name, self._selection.stream(query, BATCH_ROWS), count=True)
 
     def tensors(self, spec: MetricSpec, ops: Sequence[str], suffix: str) -> None:
-        """Write the statistics `ops` (columns are called so with `suffix`) of all tensors."""
+        """Write the statistics `ops` of all tensors. The name of a column is the op followed by `suffix`."""
         self._head(spec.name, spec.type, spec.help, spec.unit)
         unusual = f"nullif(coalesce(placement, '{NULL}'), '{PLACEMENT}')"
         extras = " || ".join(sql_label(name, "shown" if name == "placement" else None) for name in TENSOR_EXTRAS)
@@ -161,7 +163,7 @@ class FamilyWriter:
                 self._written(self._selection.count("tensor_stats", f"{SHOWN} AND {within}"))
 
     def samples(self, metric: str) -> None:
-        """Write what was scraped from other exporters under its own name and labels."""
+        """Write samples that were scraped from other exporters, with their original names and labels."""
         self._head(metric, "unknown", "")
         source = self._selection.source("samples")
         query = (
@@ -179,10 +181,10 @@ class FamilyWriter:
             series = pc.binary_join_element_wise(metric, kept.column("text"), "")
             self._put(series, kept.column("value"), np.asarray(kept.column("us"), np.int64))
             self._written(batch.num_rows)
-        self.omitted += Counter()  # drops reasons that have not occurred
+        self.omitted += Counter()  # drops reasons with count 0
 
     def _identity(self) -> str:
-        """Return an SQL expression for the labels that a rank's series have in Prometheus."""
+        """Return an SQL expression for the labels of a rank's series in Prometheus."""
         run = self._selection.run
         fixed = label_text({"job": names.JOB, "run": run})
         instance = label_text({"instance": f"{run}/"}).removesuffix('"')
@@ -206,7 +208,7 @@ class FamilyWriter:
                 self._written(batch.num_rows)
 
     def _put(self, series: pa.Array, values: pa.Array, micros: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
-        """Write samples that are in order; of several at one time the first."""
+        """Write ordered samples; of several samples at one time, write only the first."""
         if not len(series):
             return
         ms = micros // (MICROS // 1000)
@@ -225,7 +227,7 @@ class FamilyWriter:
         self._pending = b""
 
     def _tensor_ranges(self) -> Iterator[tuple[str, str]]:
-        """Yield ranges of tensor names that hold about RANGE_ROWS each."""
+        """Yield ranges of tensor names with about RANGE_ROWS rows each."""
         rows = self._selection.query(
             f"SELECT tensor, count(*) AS rows FROM {self._selection.source('tensor_stats')} AND {SHOWN} "
             "GROUP BY tensor ORDER BY tensor"
@@ -247,7 +249,7 @@ def _equals(column: str, value: str | None) -> str:
 
 
 def _sample_labels(target: str, labels: str | None) -> str | None:
-    """Return `{…}` of a foreign sample, or None when its labels are no labels."""
+    """Return the label text `{…}` of a scraped sample, or None if its labels are not valid."""
     try:
         own = {} if labels is None else json.loads(labels)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """msprobe's CSV folders: the folder of each rank and attempt, and the CSV files of one family in it.
 
-A file covers some steps. An existing file is continued, and no row is written twice. A file is written beside the old
-one and then renamed, so that a reader never sees a part.
+A file covers a range of steps. An existing file is continued, and no row is written twice. A file is written under a
+temporary name in the same folder and then renamed, so that a reader never sees a partly written file.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _LATEST: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The rows that go into one folder: those of a rank, of one attempt or of the latest one of each step."""
+    """Rows of one folder: those of one rank, from one attempt or from the latest attempt of each step."""
 
     folder: Path
     rank: int
     attempt: int | None
 
     def only(self, selection: Selection, dataset: str) -> str:
-        """Return the predicate for its rows of `dataset`; what has no rank goes with rank 0."""
+        """Return the predicate for its rows of `dataset`. Rows without a rank belong to rank 0."""
         rank = f"coalesce(rank, 0) = {self.rank}"
         if self.attempt is not None:
             return f"{rank} AND coalesce(attempt, 0) = {self.attempt}"
@@ -54,7 +54,7 @@ class Stream:
 
 
 def streams(selection: Selection, target: Path) -> list[Stream]:
-    """Return what is written, and where."""
+    """Return the streams to write, each with its folder below `target`."""
     found = selection.query(
         f"SELECT DISTINCT coalesce(attempt, 0) AS attempt, coalesce(rank, 0) AS rank FROM "
         f"(SELECT attempt, rank FROM {selection.source('tensor_stats')} "
@@ -76,13 +76,13 @@ def streams(selection: Selection, target: Path) -> list[Stream]:
 
 
 def _own_folder(run: str, began: Mapping[int, dt.datetime], *, attempt: int, rank: int) -> str:
-    """Return a name that is always the same; where two attempts began at one time, it still sorts them."""
+    """Return the constant folder name of a rank and attempt. It also sorts attempts with equal start times."""
     digest = hashlib.sha256(run.encode("utf-8", "surrogatepass")).hexdigest()
     return folder_name(began[attempt], rank, f"{attempt & 0xFFFF:04x}{digest[:4]}")
 
 
 def _beginnings(selection: Selection, attempts: set[int]) -> dict[int, dt.datetime]:
-    """Return when each attempt began, as far as anybody knows, never before the one that precedes it."""
+    """Return the known start time of each attempt, at least as late as the start time of the previous attempt."""
     rows = selection.query(
         "SELECT coalesce(attempt, 0) AS attempt, min(began) AS began FROM ("
         "SELECT attempt, started_at AS began FROM attempts WHERE run = $run UNION ALL "
@@ -104,7 +104,7 @@ def _window(given: tuple[str, str]) -> Window:
 
 
 def _continued(target: Path, rank: int, begun: Window) -> Path | None:
-    """Return the folder of `rank` that is continued, if one lies there."""
+    """Return the existing folder of `rank` to continue, or None."""
     names = [path.name for path in target.iterdir() if path.is_dir()] if target.is_dir() else []
     name = continued(names, rank, begun)
     return None if name is None else target / name
@@ -112,12 +112,15 @@ def _continued(target: Path, rank: int, begun: Window) -> Path | None:
 
 KEYS: Final = ("vpp_stage", "name", "step")
 
-_APART: Final = "\x1f"  # no cell holds a control character
+_SEPARATOR: Final = "\x1f"  # cells contain no control characters
 _MAX_CELL: Final = 1 << 20
 
 
 class FamilyFiles:
-    """Takes the rows of a family in the order of their steps. A context manager: leaving it puts the files in place."""
+    """Writer of the files of one family, as a context manager. Rows arrive in the order of their steps.
+
+    The files get their names at the end of the context without an error.
+    """
 
     def __init__(self, folder: Path, family: str, columns: Sequence[str], *, steps: int, micro_steps: bool) -> None:
         self.written: list[Path] = []
@@ -132,13 +135,13 @@ class FamilyFiles:
         self._file: _OneFile | None = None
 
     def add(self, cells: Cells) -> None:
-        """Write the rows; those that a file holds already are left as they are there."""
+        """Write the rows, except for rows that a file already contains."""
         blocks = np.asarray(cells.step) // self._steps
         starts = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(blocks)]
         for start, end in itertools.pairwise(starts):
             if end > start:
                 self._turn_to(int(blocks[start]))
-                assert self._file is not None  # just opened
+                assert self._file is not None  # opened by _turn_to
                 new = self._file.add(cells, start, end)
                 self.rows += new
                 self.repeated += end - start - new
@@ -166,7 +169,7 @@ class FamilyFiles:
 
 
 class _OneFile:
-    """One file, new or continued."""
+    """Writer of one new or continued file."""
 
     def __init__(self, path: Path, columns: Sequence[str], *, micro_steps: bool) -> None:
         self.path = path
@@ -181,7 +184,7 @@ class _OneFile:
         self._file = self._open()
 
     def add(self, cells: Cells, start: int, end: int) -> int:
-        """Write rows `start` to `end` that are not there yet, and return how many."""
+        """Write the rows from `start` to `end` that are not in the file, and return their number."""
         length = end - start
         texts = {name: column.slice(start, length) for name, column in cells.columns.items()}
         texts |= {
@@ -200,7 +203,7 @@ class _OneFile:
         return len(lines)
 
     def close(self) -> bool:
-        """Give the file its name, and return whether anything in it is new."""
+        """Rename the file to its final name, and return whether it contains new rows."""
         self._file.close()
         if not self._new:
             self._partial.unlink()
@@ -209,7 +212,7 @@ class _OneFile:
         return True
 
     def discard(self) -> None:
-        """Leave the place as it was."""
+        """Remove the temporary file and keep the earlier file."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
@@ -221,14 +224,14 @@ class _OneFile:
         shutil.copyfile(self.path, self._partial)
         file = self._partial.open("r+b")
         file.seek(-1, os.SEEK_END)
-        # What a killed writer left of its last line stays as it is, on a line of its own.
+        # An incomplete last line of a killed writer remains as a separate line.
         if file.read() != b"\n":
             file.write(b"\n")
         return file
 
     def _absent(self, texts: dict[str, pa.StringArray]) -> Iterator[bool]:
         names = [name for name in (*KEYS, MICRO_STEP) if name in self._header]
-        keys = pc.binary_join_element_wise(*(texts[name] for name in names), _APART)
+        keys = pc.binary_join_element_wise(*(texts[name] for name in names), _SEPARATOR)
         for key in keys.to_pylist():
             yield hash(key) not in self._present
 
@@ -242,10 +245,10 @@ def _read(path: Path) -> tuple[list[str], set[int]]:
             header = next(reader, [])
             places = [header.index(name) for name in (*KEYS, MICRO_STEP) if name in header]
             return header, {
-                hash(_APART.join(row[place] for place in places)) for row in reader if len(row) == len(header)
+                hash(_SEPARATOR.join(row[place] for place in places)) for row in reader if len(row) == len(header)
             }
     except csv.Error as error:
-        raise ExportError(f"{path} cannot be continued: {error}. Choose another folder") from error
+        raise ExportError(f"{path} cannot be continued: {error}: choose another folder") from error
     finally:
         csv.field_size_limit(limit)
 
@@ -253,13 +256,13 @@ def _read(path: Path) -> tuple[list[str], set[int]]:
 def _check_header(path: Path, header: Sequence[str], keys: Sequence[str]) -> None:
     if any(name not in header for name in keys):
         raise ExportError(
-            f"{path} has the columns {','.join(header)[:200]}, where {', '.join(keys)} are needed to continue it: "
+            f"{path} has the columns {','.join(header)[:200]}, but {', '.join(keys)} are needed to continue it: "
             "choose another folder"
         )
 
 
 def _quoted(column: pa.StringArray) -> pa.StringArray:
-    """Return cells that hold a comma or a quote, in quotes."""
+    """Return the cells; those with a comma or a quote are enclosed in quotes."""
     needs = pc.match_substring_regex(column, '[,"]')
     if not pc.any(needs).as_py():
         return column

@@ -1,7 +1,7 @@
-"""Rows of one rank in the terms of the existing tool, as text: its steps, its names, statistics over *all* elements.
+"""Rows of one rank in msprobe's terms, as text: msprobe's steps, its names, and statistics over *all* elements.
 
-What our numbers cannot say in its terms is `nan`, never a guess: beside a NaN its norm is NaN; beside an Inf the norm
-is Inf, and which sign min and max would have is not known.
+A value that cannot be derived from the stored numbers is `nan`, never an estimate. In a tensor with a NaN the norm is
+NaN. In a tensor with an Inf the norm is Inf, and min and max are `nan` because the sign of the Inf is not known.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MICRO_STEP: Final = "micro_step"
 
 _MOMENTS: Final = ", ".join(map(sql_string, MOMENTS))
 
-# Of several rows under one name the tool keeps the last call; a row of a micro-batch goes before one of the whole step.
+# msprobe keeps of several rows with one name the last call; a row of a micro-batch has priority over one of the step.
 _LAST: Final = (
     "QUALIFY row_number() OVER (PARTITION BY step, {key}, coalesce(micro_step, 0) "
     "ORDER BY micro_step IS NULL, {call}ordinal DESC NULLS LAST, seq DESC NULLS LAST) = 1"
@@ -46,13 +46,13 @@ _LAST: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """How the steps of a run are numbered: the tool's first step is 0, ours is `first`."""
+    """Conversion of step numbers: msprobe's first step is 0, that of the run is `first`."""
 
     first: int
 
     @classmethod
     def of(cls, connection: Connection, run: str) -> Numbering:
-        """Return 0 as the first step of a run that has a step 0; else 1, where counting begins without a number."""
+        """Return numbering with first step 0 if the run has a step 0, otherwise 1, the default of the exporter."""
         rows = connection.query(
             f"SELECT 1 FROM {connection.relation('tensor_stats', run=run, steps=(0, 0))} "
             f"WHERE run = $run AND step = 0 AND kind NOT IN ({_MOMENTS}) LIMIT 1",
@@ -61,13 +61,13 @@ class Numbering:
         return cls(0 if rows else 1)
 
     def sql(self, *, moments: bool) -> str:
-        """Return the tool's step as SQL over ours: Adam's moments are those *before* its step."""
+        """Return msprobe's step as SQL over `step`. msprobe reads Adam's moments *before* its step."""
         return f"(step - {self.first - 1 if moments else self.first})"
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Rows in the order of their steps; all but `step` as text."""
+    """Rows in the order of their steps. All columns except `step` are text."""
 
     step: pa.Int64Array
     vpp_stage: pa.StringArray
@@ -81,7 +81,7 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Shape and dtype as the tool writes them."""
+    """Shape and dtype of a tensor in msprobe's text form."""
 
     shape: str = "nan"
     dtype: str = "nan"
@@ -92,7 +92,7 @@ Descriptions = Mapping[tuple[str, str, int | None], Described]
 
 
 def descriptions(connection: Connection, run: str) -> Descriptions:
-    """Return what is known of each tensor of `run`, by kind, name and slot."""
+    """Return the description of each tensor of `run`, by kind, name and index."""
     rows = connection.query('SELECT kind, tensor, "index", shape, dtype FROM tensors WHERE run = $run', {"run": run})
     return {(row["kind"], row["tensor"], row["index"]): _described(row) for row in rows.to_pylist()}
 
@@ -100,7 +100,7 @@ def descriptions(connection: Connection, run: str) -> Descriptions:
 def tensor_cells(
     selection: Selection, family: str, only: str, numbering: Numbering, described: Descriptions
 ) -> Iterator[Cells]:
-    """Yield the rows of a family of tensor statistics that meet `only`, a bounded number at a time."""
+    """Yield the rows of a family of tensor statistics that satisfy `only`, in parts of bounded size."""
     kinds = ", ".join(map(sql_string, TENSOR_FAMILIES[family]))
     step = numbering.sql(moments=TENSOR_FAMILIES[family][0] in MOMENTS)
     mine = f"{only} AND kind IN ({kinds}) AND {step} >= 0"
@@ -113,7 +113,7 @@ def tensor_cells(
     for first_step, last_step, _ in selection.windows("tensor_stats", mine):
         window = selection.within(first_step, last_step)
         rows = window.query(
-            f'SELECT {step} AS their_step, {_KEY}, kind, tensor, "index", {call} AS call, numel, {listed} '
+            f'SELECT {step} AS msprobe_step, {_KEY}, kind, tensor, "index", {call} AS call, numel, {listed} '
             f"FROM {window.source('tensor_stats')} AND {mine} {last} "
             'ORDER BY step, seq, micro_step, vpp_stage, tensor, kind, call_seq NULLS FIRST, "index"'
         )
@@ -121,7 +121,7 @@ def tensor_cells(
 
 
 def feature_cells(selection: Selection, family: str, only: str, numbering: Numbering) -> Iterator[Cells]:
-    """Yield the rows of a family of features that meet `only`; its columns stand side by side."""
+    """Yield the rows of a family of features that satisfy `only`, with one column per feature."""
     columns = FEATURE_COLUMNS[family]
     step = numbering.sql(moments=False)
     mine = f"{only} AND kind IN ({', '.join(map(sql_string, columns.values()))}) AND {step} >= 0"
@@ -134,9 +134,10 @@ def feature_cells(selection: Selection, family: str, only: str, numbering: Numbe
     for first_step, last_step, _ in selection.windows("features", mine):
         window = selection.within(first_step, last_step)
         rows = window.query(
-            f'SELECT their_step, vpp_text, micro_text, module, "index", {listed} FROM ('
-            f"SELECT *, {step} AS their_step, {_KEY} FROM {window.source('features')} AND {mine} {last}) "
-            'GROUP BY their_step, vpp_text, micro_text, module, "index" ORDER BY their_step, min(seq), module, "index"'
+            f'SELECT msprobe_step, vpp_text, micro_text, module, "index", {listed} FROM ('
+            f"SELECT *, {step} AS msprobe_step, {_KEY} FROM {window.source('features')} AND {mine} {last}) "
+            'GROUP BY msprobe_step, vpp_text, micro_text, module, "index" '
+            'ORDER BY msprobe_step, min(seq), module, "index"'
         )
         yield _feature_cells(rows.combine_chunks(), family, columns)
 
@@ -163,13 +164,13 @@ FEATURE_COLUMNS: Final[dict[str, dict[str, str]]] = {
     **{family: features.columns for family, features in FEATURES.items()},
     OTHER: {"norm": DIRECTION},
 }
-"""Columns of the families of features; agreement of directions stands under every statistic, see `_feature_cells`."""
+"""Columns of the families of features. `_direction_columns` repeats the direction in each statistic."""
 
 _KEY: Final = "coalesce(vpp_stage, 0)::VARCHAR AS vpp_text, coalesce(micro_step, 0)::VARCHAR AS micro_text"
 
 
 def _text(value: str, rounding: int | None) -> str:
-    """Return SQL for the shortest text that reads back to the very number, or for so many decimals."""
+    """Return SQL for the shortest text that parses to the same number, or for `rounding` decimals."""
     return f"{value}::VARCHAR" if rounding is None else f"round({value}::DOUBLE, {rounding})::VARCHAR"
 
 
@@ -179,7 +180,7 @@ def _tensor_cells(rows: pa.Table, described: Descriptions) -> Cells:
     known = [described.get(key[:3], Described()) for key in keys]
     numel = _array(rows, "numel")
     fits = pc.fill_null(pc.equal(spread([one.numel for one in known], pa.int64()), numel), False)
-    # A shape that does not fit (a shard, another batch) would tell a wrong number of elements.
+    # A shape that does not match `numel` (a shard, another batch) would give a wrong number of elements.
     flat = pc.binary_join_element_wise(pa.scalar("["), pc.cast(numel, pa.string()), pa.scalar("]"), "")
     shape = pc.if_else(fits, spread([one.shape for one in known], pa.string()), flat)
     columns = {op: _array(rows, op) for op in OPS}
@@ -198,7 +199,7 @@ def _feature_cells(rows: pa.Table, family: str, columns: Mapping[str, str]) -> C
 
 
 def _direction_columns(value: pa.StringArray) -> dict[str, pa.StringArray]:
-    """Return what the tool writes for one number: it passes it through every statistic."""
+    """Return msprobe's columns for one number, which msprobe handles as a tensor of one element."""
     zero = pc.equal(pc.cast(value, pa.float64()), 0.0)
     constant = {"nans": "0", "zeros": "0.0", "shape": "[]", "dtype": "torch.float32"}
     columns = {name: pa.array([constant.get(name, "")] * len(value), pa.string()) for name in TENSOR_COLUMNS}
@@ -207,13 +208,13 @@ def _direction_columns(value: pa.StringArray) -> dict[str, pa.StringArray]:
 
 
 def _keys(rows: pa.Table, names: pa.StringArray) -> tuple[pa.Array, pa.Array, pa.Array, pa.Array]:
-    return _array(rows, "their_step"), _array(rows, "vpp_text"), names, _array(rows, "micro_text")
+    return _array(rows, "msprobe_step"), _array(rows, "vpp_text"), names, _array(rows, "micro_text")
 
 
 def _distinct(
     kinds: pa.ChunkedArray, names: pa.ChunkedArray, indices: pa.ChunkedArray, calls: pa.ChunkedArray | None = None
 ) -> tuple[list[tuple[str, str, int | None, int | None]], Callable[[list[Any], pa.DataType], pa.Array]]:
-    """Return the different (kind, name, index, call), and what gives each row the value that belongs to its own."""
+    """Return the distinct (kind, name, index, call), and a function that expands one value per key to one per row."""
     number = pc.fill_null(pc.cast(indices, pa.string()), "")
     call = pa.scalar("") if calls is None else pc.fill_null(pc.cast(calls, pa.string()), "")
     encoded = pc.binary_join_element_wise(kinds, number, call, names, "\0").combine_chunks().dictionary_encode()

@@ -1,7 +1,8 @@
-"""The tables of the existing tool's database, of both of its layouts. Pure: text only.
+"""SQL text of the tables of msprobe's database, in both of its layouts.
 
-Targets, metrics, tags and `global_stats` are those of its release 26.2.0. The numbers lie in tables of `step_partition`
-steps each, `metric_<id>_step_<first>_<last>`, as in 8.3.0; `trend_data`, the one table of 26.2.0, is a view over them.
+Targets, metrics, tags and `global_stats` are those of msprobe 26.2.0. The numbers are in tables of `step_partition`
+steps each, `metric_<id>_step_<first>_<last>`, as in msprobe 8.3.0. `trend_data`, a table in 26.2.0, is a view over
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rankscope_contract.security.escaping import sql_identifier
 OPS: Final = ("norm", "min", "max", "zeros", "nans", "mean")
 """Statistics in the order of `trend_data`."""
 
-_PART_OF_VIEW: Final = 400  # SQLite takes 500 selects in one UNION
+_PART_OF_VIEW: Final = 400  # SQLite allows 500 SELECTs in one UNION
 
 TABLES: Final = """\
 CREATE TABLE monitoring_targets (
@@ -54,16 +55,16 @@ CREATE TABLE export_facts (
     value TEXT NOT NULL
 ) WITHOUT ROWID;
 """
-"""`export_facts` is ours: run, partition size, and what numbers mean."""
+"""Tables of the database. `export_facts` is not msprobe's: run, partition size, and the meaning of numbers."""
 
 
 def partition_name(metric: int, first: int, last: int) -> str:
-    """Return the name of the table that holds steps `first` to `last` of a metric."""
+    """Return the name of the table with the steps `first` to `last` of a metric."""
     return f"metric_{metric}_step_{first}_{last}"
 
 
 def partition_table(name: str, first: int, last: int, columns: Sequence[str]) -> str:
-    """Return the statement that makes the table `name` for these steps."""
+    """Return the statement that creates the table `name` for these steps."""
     listed = ", ".join(f"{sql_identifier(column)} REAL DEFAULT NULL" for column in columns)
     return (
         f"CREATE TABLE {name} (rank INTEGER NOT NULL, step INTEGER NOT NULL CHECK(step BETWEEN {first} AND {last}), "
@@ -73,7 +74,7 @@ def partition_table(name: str, first: int, last: int, columns: Sequence[str]) ->
 
 
 def global_stats_table(metrics: Sequence[str]) -> str:
-    """Return the statement that makes the table of one row: ranges, and the statistics of each metric."""
+    """Return the statement that creates `global_stats`, one row with ranges and the statistics of each metric."""
     listed = "".join(f", {sql_identifier(metric)} TEXT DEFAULT NULL" for metric in metrics)
     return (
         "CREATE TABLE global_stats (min_step INTEGER DEFAULT 0, max_step INTEGER DEFAULT 0, "
@@ -82,7 +83,7 @@ def global_stats_table(metrics: Sequence[str]) -> str:
 
 
 def trend_views(partitions: Mapping[str, int]) -> Iterator[str]:
-    """Yield the statements that make the view `trend_data` over tables, given with the metric of each."""
+    """Yield the statements that create the view `trend_data` over the tables `partitions`, which map to metric ids."""
     selects = [
         f"SELECT rank, step, target_id, {metric} AS metric_id, {', '.join(OPS)} FROM {name}"
         for name, metric in partitions.items()
@@ -99,7 +100,7 @@ def trend_views(partitions: Mapping[str, int]) -> Iterator[str]:
 
 
 def tags(target: str) -> set[tuple[str, str]]:
-    """Return the tags of a target's name with their category: `layers.3` is a layer, every other word a module."""
+    """Return the tags of a target's name with their categories: `layers.3` is a layer, any other word is a module."""
     found = set()
     words = target.split(".")
     for before, word in zip(["", *words], words, strict=False):
