@@ -67,8 +67,8 @@ def test_run_name_longer_than_a_file_name_can_be_exported(rankscope, tmp_path, f
     [
         (["my-rn"], 2, "run 'my-rn' not found. Did you mean 'my-run'?"),
         (["my-run", "--format", "tensorbord"], 2, "unknown format 'tensorbord'. Did you mean 'tensorboard'?"),
-        (["my-run", "--format", "parquet", "--data-type-list", "grads"], 2, "no data type is called 'grads'"),
-        (["my-run", "--format", "parquet", "--time-start", "today"], 2, "'today' is no time"),
+        (["my-run", "--format", "parquet", "--data-type-list", "grads"], 2, "there is no data type 'grads'"),
+        (["my-run", "--format", "parquet", "--time-start", "today"], 2, "'today' is not a time"),
         (["my-run", "--format", "parquet", "--steps", "a:b"], 2, "write first:last"),
         (["my-run", "--format", "parquet", "--steps", "9:1"], 2, "write first:last"),
         (["my-run", "--format", "parquet", "--ranks", "one"], 2, "write numbers and ranges"),

@@ -149,7 +149,7 @@ def test_features_are_in_the_files_of_their_hooks(shelf, rows):
         "linear_hook_0-0.csv": ("0", "fc.linear", "0", "2.0", "nan"),
         "other_0-0.csv": ("0", "w", "0", "0.5", "0.5", "0.5", "0.5", "0", "0.0", "[]", "torch.float32"),
     } == found
-    assert {"features that the tool does not know": 1} == report.omitted
+    assert {"features that msprobe does not have": 1} == report.omitted
 
 
 def test_second_export_adds_only_new_rows(shelf, rows):
@@ -337,7 +337,7 @@ def test_last_call_is_kept_and_omitted_rows_are_counted(shelf, rows):
     assert {
         csv_msprobe.HIDDEN: 1,
         "rows without a step": 1,
-        "tensors of kinds that the tool does not know": 1,
+        "tensors of kinds that msprobe does not have": 1,
         "scalars: not in msprobe's layout": 1,
     } == report.omitted
 

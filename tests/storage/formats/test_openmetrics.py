@@ -143,7 +143,7 @@ def test_rows_without_time_or_metric_are_counted(shelf, rows):
     assert {
         "rows without a time": 1,
         "events: not a number over time": 1,
-        "samples of 'no metric': the name cannot be used": 1,
+        "samples of 'no metric': not a valid metric name": 1,
         "samples whose labels cannot be written": 1,
     } == report.omitted
 

@@ -36,7 +36,7 @@ def test_each_file_with_an_export_format_is_found():
         ({"process_num": 0}, "process_num must be 1 or more"),
         ({"step_partition": 0}, "step_partition must be 1 or more"),
         ({"seed_rounding": 18}, "number of decimals"),
-        ({"data_type_list": ("actv", "wg")}, "no data type is called 'wg': known are act_grad_in"),
+        ({"data_type_list": ("actv", "wg")}, "there is no data type 'wg'; data types are act_grad_in"),
     ],
 )
 def test_invalid_options_are_rejected_with_the_fix(options, said):
@@ -68,5 +68,5 @@ def test_times_are_iso_or_msprobe_folder_times(text, expected):
 
 @pytest.mark.parametrize("text", ["yesterday", "Feb30_00-00-00", "Foo01_00-00-00", "", "Dec03"])
 def test_invalid_time_is_rejected(text):
-    with pytest.raises(ExportError, match="is no time"):
+    with pytest.raises(ExportError, match="is not a time"):
         parse_time(text, NOON)

@@ -129,7 +129,7 @@ def test_options_restrict_the_exported_rows(shelf, rows):
 def test_second_export_into_a_folder_is_rejected(shelf, rows):
     shelf.put(scalars=[rows["scalar"](1, 1.0)])
     shelf.export("tensorboard")
-    with pytest.raises(ExportError, match="holds event files already"):
+    with pytest.raises(ExportError, match="already contains event files"):
         shelf.export("tensorboard")
 
 

@@ -192,7 +192,7 @@ def test_query_beyond_a_limit_names_the_remedy(history):
 
 
 def test_invalid_expression_is_rejected():
-    with pytest.raises(QueryError, match="no regular expression"):
+    with pytest.raises(QueryError, match="not a valid regular expression"):
         Matcher(MatchType.REGEX, "run", "(")
 
 
