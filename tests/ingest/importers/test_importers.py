@@ -1,4 +1,4 @@
-"""Foreign logs become rows; what cannot be read is counted with its line, and nothing is stored twice."""
+"""Tests that logs of other programs become rows, unreadable lines are counted, and no row is stored twice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rankscope_storage.connection import connect
 
 @pytest.fixture
 def bring(tmp_path):
-    """Return a function that imports a file into one store, and one that asks it."""
+    """Return a function that imports a file into a store, and one that queries the store."""
     with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
 
         def bring_in(path, run="r"):
@@ -31,8 +31,8 @@ def write(tmp_path, text, name="log.jsonl"):
     return path
 
 
-def test_a_file_that_grew_brings_only_what_is_new(tmp_path, bring):
-    """Also when its last line was caught in the middle of being written."""
+def test_grown_jsonl_file_adds_only_new_rows(tmp_path, bring):
+    """This holds also if the last line was incomplete at the first import."""
     bring_in, ask = bring
     path = write(tmp_path, '{"step": 1, "loss": 1}\n{"step": 2, "lo')
     first = bring_in(path)
@@ -43,7 +43,7 @@ def test_a_file_that_grew_brings_only_what_is_new(tmp_path, bring):
     assert [1, 2, 3] == [row["step"] for row in ask("SELECT step FROM scalars ORDER BY seq")]
 
 
-def test_same_file_as_another_run_is_another_history(tmp_path, bring):
+def test_same_file_may_be_imported_as_two_runs(tmp_path, bring):
     bring_in, ask = bring
     path = write(tmp_path, '{"step": 1, "loss": 1}\n')
     bring_in(path, run="a")
@@ -52,12 +52,12 @@ def test_same_file_as_another_run_is_another_history(tmp_path, bring):
     assert [{"run": "a"}, {"run": "b"}] == ask("SELECT run FROM scalars ORDER BY run")
 
 
-def test_format_nobody_knows_is_told_with_the_known_ones(tmp_path):
+def test_error_for_an_unknown_format_names_the_known_formats(tmp_path):
     with pytest.raises(IngestError, match=r"in no known format; known are .*jsonl"):
         find_importer(write(tmp_path, "nothing of any training\n", "train.log"))
     with pytest.raises(IngestError, match="cannot be read"):
         find_importer(tmp_path / "absent")
 
 
-def test_importers_are_found_by_their_files():
+def test_importers_are_discovered_by_their_modules():
     assert "jsonl" in importers()

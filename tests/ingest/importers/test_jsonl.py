@@ -1,4 +1,4 @@
-"""Objects on lines, in every dialect that trainings print; what is no object is counted with its line."""
+"""Tests of logs with one object per line, in the dialects of training programs, and of lines without an object."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lines(*documents):
 
 
 def test_numbers_become_scalars_and_text_does_not(desk):
-    """S3-01, S3-02: NaN and Infinity are values, null, true and text are not; objects within are opened."""
+    """S3-01, S3-02: NaN and Infinity are values; null, true and text are not. Nested objects are opened."""
     report = desk.bring(
         desk.write(
             "log.jsonl",
@@ -57,8 +57,8 @@ def test_numbers_become_scalars_and_text_does_not(desk):
     assert {"loss": 1} == json.loads(desk.value("SELECT config::JSON->'$.import.null_values' FROM runs"))
 
 
-def test_lines_that_are_no_objects_are_counted_with_their_numbers(desk):
-    """S3-01: noise, lists, CRLF, broken UTF-8, a cut last line."""
+def test_lines_without_an_object_are_counted_with_their_numbers(desk):
+    """S3-01: noise, lists, CRLF, invalid UTF-8, an incomplete last line."""
     text = b'{"step": 1, "loss": 1}\nEpoch 1 done\n\n[1, 2]\r\n{"step": 2, "loss": 2}\r\n\xff\xfe\n{"step": 3, "lo'
     report = desk.bring(desk.write("log.jsonl", text))
 
@@ -66,8 +66,8 @@ def test_lines_that_are_no_objects_are_counted_with_their_numbers(desk):
     assert "Epoch 1 done" in report.faults[0].text
 
 
-def test_llama_factory(desk):
-    """Durations in text become seconds, with days too; total_steps is the plan; the last line ends the run."""
+def test_llama_factory_log_is_read(desk):
+    """Durations in text become seconds, also with days; total_steps is the plan; the last line ends the run."""
     desk.bring(
         desk.write(
             "trainer_log.jsonl",
@@ -98,7 +98,7 @@ def test_llama_factory(desk):
 
 
 def test_throughput_of_llama_factory_is_in_tokens(desk):
-    """Beside `total_tokens`; everywhere else it is in samples."""
+    """This holds if the object has `total_tokens`; otherwise throughput is in samples."""
     documents = {"current_steps": 5, "throughput": 13061.0, "total_tokens": 1614784}, {"step": 6, "throughput": 12.5}
     desk.bring(desk.write("trainer_log.jsonl", lines(*documents)))
 
@@ -107,7 +107,7 @@ def test_throughput_of_llama_factory_is_in_tokens(desk):
     )
 
 
-def test_ms_swift(desk):
+def test_ms_swift_log_is_read(desk):
     """S3-04: `"global_step/max_steps": "1/873"`, a percentage in text, units in the names of keys."""
     desk.bring(
         desk.write(
@@ -139,8 +139,8 @@ def test_ms_swift(desk):
     assert 873 == desk.value("SELECT planned_steps FROM runs")
 
 
-def test_dictionaries_as_the_trainer_prints_them(desk):
-    """S3-01: behind progress bars and logger prefixes, nan and tensors within, numbers as text of newer versions."""
+def test_dictionaries_printed_by_the_trainer_are_read(desk):
+    """S3-01: after progress bars and logger prefixes, with nan, tensors, and numbers as text (newer releases)."""
     text = """Loading model
 {'loss': 2.5, 'grad_norm': nan, 'learning_rate': 1e-05, 'epoch': 0.1}
 \r 10%|#         | 1/10 [00:01<00:09,  1.0it/s]\r{'loss': '1.5', 'epoch': '0.2'}
@@ -166,8 +166,8 @@ def test_dictionaries_as_the_trainer_prints_them(desk):
     assert 3 == desk.value("SELECT rank FROM scalars WHERE ts = '2026-02-19 20:20:12.264+00' AND name = 'loss'")
 
 
-def test_log_speaks_one_dialect(desk):
-    """Among JSON lines a printed dictionary is another program's print of the same step: counted, not doubled."""
+def test_printed_dictionary_among_json_lines_is_counted(desk):
+    """Such a dictionary is another program's output of the same step and must not be stored twice."""
     text = (
         lines({"step": 1, "loss": 2})
         + "{'loss': 2.0, 'epoch': 0.1}\nnoted "
@@ -180,7 +180,7 @@ def test_log_speaks_one_dialect(desk):
 
 
 def test_average_over_an_epoch_is_not_the_loss_of_a_step(desk):
-    """`train_loss` is the loss where there is no other; beside `loss` it keeps its name."""
+    """`train_loss` is the loss if there is no other. In a log with `loss` it keeps its name."""
     desk.bring(
         desk.write("a.jsonl", lines({"step": 1, "loss": 3}, {"step": 1, "train_loss": 2, "val_loss": 4})), run="a"
     )
@@ -196,15 +196,15 @@ def test_average_over_an_epoch_is_not_the_loss_of_a_step(desk):
     ] == [tuple(row.values()) for row in rows]
 
 
-def test_rows_of_a_validation_split_are_evaluation(desk):
+def test_rows_of_a_validation_split_get_evaluation_names(desk):
     documents = {"step": 1, "split": "train", "loss": 2}, {"step": 1, "split": "val", "loss": 3, "acc": 0.5}
     desk.bring(desk.write("log.jsonl", lines(*documents)))
 
     assert [(1, "loss", 2.0), (1, "eval_accuracy", 0.5), (1, "eval_loss", 3.0)] == scalars(desk)
 
 
-def test_events_only(desk):
-    """S4-10: starts, phases and ends with their times; the configuration is the run's."""
+def test_log_of_events_only_becomes_events(desk):
+    """S4-10: starts, phases and ends with their times; the configuration becomes that of the run."""
     desk.bring(
         desk.write(
             "metrics.jsonl",
@@ -226,8 +226,8 @@ def test_events_only(desk):
     assert [(None, "epoch", 0.0), (None, "loss", 1.5)] == scalars(desk)
 
 
-def test_utilisation_per_processor_and_its_mean(desk):
-    """S3-11: a list with one number per processor, or a number."""
+def test_gpu_utilization_is_stored_per_gpu_and_as_mean(desk):
+    """S3-11: a list with one number per GPU, or one number."""
     desk.bring(desk.write("log.jsonl", lines({"step": 1, "gpu_util": [80, 90]}, {"step": 2, "gpu_util": 91})))
     rows = desk.ask("SELECT step, name, labels->>'$.gpu' AS gpu, value FROM scalars ORDER BY ALL")
 
@@ -241,7 +241,7 @@ def test_utilisation_per_processor_and_its_mean(desk):
 
 
 def test_restart_is_another_attempt_and_a_repeated_step_is_not(desk):
-    """S4-08, S0-09: both rows of a repeated step are kept, in order of arrival."""
+    """S4-08, S0-09: both rows of a repeated step are stored, in order of arrival."""
     documents = [{"step": step, "loss": step} for step in (1, 2, 3, 3, 2, 3, 4)]
     desk.bring(desk.write("log.jsonl", lines(*documents)))
     rows = desk.ask("SELECT attempt, step FROM scalars ORDER BY seq")
@@ -250,7 +250,7 @@ def test_restart_is_another_attempt_and_a_repeated_step_is_not(desk):
 
 
 def test_two_writers_of_one_file_are_two_attempts(desk):
-    """Their lines alternate; each goes on with its own steps."""
+    """The lines of both writers alternate; each continues with its own steps."""
     steps = [100, 10, 101, 11, 102, 12, 103, 104, 13]
     desk.bring(desk.write("log.jsonl", lines(*({"step": step, "loss": 1} for step in steps))))
     rows = desk.ask("SELECT attempt, list(step ORDER BY seq) AS steps FROM scalars GROUP BY 1 ORDER BY 1")
@@ -258,15 +258,15 @@ def test_two_writers_of_one_file_are_two_attempts(desk):
     assert [(0, [100, 101, 102, 103, 104]), (1, [10, 11, 12, 13])] == [tuple(row.values()) for row in rows]
 
 
-def test_names_do_not_depend_on_case_and_hold_any_unit(desk):
+def test_names_are_case_insensitive_and_may_contain_units(desk):
     """S3-15."""
     desk.bring(desk.write("log.jsonl", lines({"Step": 1, "Loss": 2, "Step_Time": 0.5, "Data Time (ms)": 20})))
 
     assert [(1, "Data Time", 0.02), (1, "loss", 2.0), (1, "step_seconds", 0.5)] == scalars(desk)
 
 
-def test_metrics_of_deepspeed_monitors_and_wandb(desk):
-    """S3-13: nested and slash-separated names."""
+def test_nested_and_slash_separated_names_are_read(desk):
+    """S3-13: the formats of DeepSpeed monitors and Weights & Biases."""
     desk.bring(
         desk.write(
             "log.jsonl",
@@ -304,7 +304,7 @@ def test_line_of_many_megabytes_is_skipped_and_counted(desk, end):
     assert [2] == [fault.line for fault in report.faults]
 
 
-def test_program_with_braces_is_no_log(tmp_path):
+def test_source_code_with_braces_is_not_detected(tmp_path):
     path = tmp_path / "program.py"
     path.write_text("import json\n\ndef nothing():\n    return {}\n\nprint(f'{nothing()}', {'a': 1})\n")
 
@@ -312,7 +312,7 @@ def test_program_with_braces_is_no_log(tmp_path):
         find_importer(path)
 
 
-def test_what_is_no_text_is_refused(desk):
+def test_file_that_is_no_text_is_rejected(desk):
     with pytest.raises(IngestError, match="UTF-16"):
         desk.bring(desk.write("log.jsonl", lines({"step": 1}).encode("utf-16")), kind="jsonl")
     with pytest.raises(IngestError, match="binary"):
@@ -341,8 +341,8 @@ def test_numbers_that_overflow_are_infinite(desk):
     ),
     st.sampled_from([json.dumps, repr]),
 )
-def test_every_printed_number_comes_back(tmp_path_factory, documents, spelled):
-    """As JSON and as Python prints it."""
+def test_every_printed_number_is_restored(tmp_path_factory, documents, spelled):
+    """The number is printed as JSON and as Python prints it."""
     path = tmp_path_factory.getbasetemp() / "log.jsonl"
     path.write_text("\n".join(map(spelled, documents)), encoding="utf-8")
     faults = Faults()
@@ -365,7 +365,7 @@ def test_every_printed_number_comes_back(tmp_path_factory, documents, spelled):
 
 @given(st.binary(max_size=120) | st.text(alphabet="{}[]()'\",:0123456789.eE-+naif \r\\sStep", max_size=120))
 @settings(deadline=None, max_examples=examples(400))
-def test_fuzzed_lines_are_read_counted_or_refused(tmp_path_factory, text):
+def test_fuzzed_lines_are_read_counted_or_rejected(tmp_path_factory, text):
     body = text if isinstance(text, bytes) else text.encode()
     path = tmp_path_factory.getbasetemp() / "log.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 1}\n' + body + b"\n{" + body + b"}\n")
@@ -391,12 +391,12 @@ def test_fuzzed_lines_are_read_counted_or_refused(tmp_path_factory, text):
         ("AdamW", "AdamW"),
     ],
 )
-def test_values_as_python_prints_them(text, expected):
-    """What is no number is text, and spoils no number beside it."""
+def test_values_printed_by_python_are_read(text, expected):
+    """A value that is no number is text and does not affect the numbers of the object."""
     assert {"loss": 2.0, "x": expected} == printed_dict(f"{{'loss': 2.0, 'x': {text}}}")
 
 
-def test_dictionary_of_nothing_but_other_types_is_no_record():
+def test_dictionary_without_a_number_is_no_record():
     assert printed_dict("{'optimizer': AdamW, 'model': Llama()}") is None
 
 
@@ -404,7 +404,7 @@ def test_dictionary_of_nothing_but_other_types_is_no_record():
     ("prefix", "rank"),
     [("[rank3]: ", 3), ("[default3]:", 3), ("3: ", 3), ("[Rank 3] ", 3), ("rank=3 ", 3), ("10:00:03: ", None)],
 )
-def test_rank_before_an_object(desk, prefix, rank):
+def test_rank_before_an_object_is_read(desk, prefix, rank):
     desk.bring(desk.write("train.log", f'{prefix}{{"step": 1, "loss": 2.0}}\n' * 2))
 
     assert [rank] == [row["rank"] for row in desk.ask("SELECT DISTINCT rank FROM scalars")]

@@ -1,4 +1,4 @@
-"""What is known of the recorded JSONL logs, answered by SQL over a store that they were brought into."""
+"""Tests that SQL queries of imported JSONL logs reproduce known facts about these logs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ QUERIES = {
 
 
 def test_every_fact_is_reproduced(desk, recorded):
-    """S3-01, S3-03, S3-04, S3-08, S3-10, S3-11: counts, extremes and durations, from the store alone."""
+    """S3-01, S3-03, S3-04, S3-08, S3-10, S3-11: counts, extremes and durations, from the store only."""
     path, expected = recorded
     desk.bring(path)
     (found,) = desk.ask("SELECT " + ", ".join(f'({QUERIES[fact]}) AS "{fact}"' for fact in expected))
@@ -83,7 +83,7 @@ def test_every_fact_is_reproduced(desk, recorded):
 
 
 def rounded(facts):
-    """Some facts were written down with nine digits."""
+    """Return the value with nine digits, as some facts are recorded."""
     return {
         name: rounded(value)
         if isinstance(value, dict)

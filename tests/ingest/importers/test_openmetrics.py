@@ -1,4 +1,4 @@
-"""OpenMetrics text, pages and dumps become samples; metrics of ours go back into the columns they came from."""
+"""Tests that OpenMetrics text, pages and dumps become samples, and Rankscope metrics become rows of their datasets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_samples_keep_metric_labels_target_and_time(desk):
         ("up 1e400", ("up", {}, math.inf, None)),
     ],
 )
-def test_lines_of_all_writers_are_understood(line, expected):
+def test_lines_of_all_supported_writers_are_parsed(line, expected):
     assert expected == parse(line)
 
 
@@ -76,7 +76,7 @@ def test_lines_of_all_writers_are_understood(line, expected):
     ["up", "up{", 'up{a="b"', 'up{a="b"}', "up{a=b} 1", "up one", "up 1_0", "up 1 2 3", 'up{a="1",a="2"} 1', "1up 1",
      'up{a="b"} 1 nan', 'up{a="b"} 1 1e30', "{} 1", '{a="b"} 1', 'up{"x"} 1', "up 0x10"],
 )  # fmt: skip
-def test_lines_that_are_none_are_refused(line):
+def test_lines_that_are_no_samples_are_rejected(line):
     with pytest.raises(LineError):
         parse(line)
 
@@ -88,7 +88,7 @@ def test_bad_lines_are_counted_with_their_numbers(desk):
     assert ["a", "c", "d"] == [row["metric"] for row in desk.ask(SAMPLES)]
 
 
-def test_pages_of_prometheus_client_are_read_in_both_formats(desk):
+def test_prometheus_client_pages_are_read_in_both_formats(desk):
     registry = CollectorRegistry()
     gauge = Gauge("temperature", "In degrees.", ["place"], registry=registry)
     for place, value in (('ki"tch\\en\n', 21.5), ("hall", math.nan)):
@@ -111,7 +111,7 @@ def test_pages_of_prometheus_client_are_read_in_both_formats(desk):
 
 
 def scrapes(*moments):
-    """Return a dump of a live rank: (second, step, loss, norm) as it was scraped."""
+    """Return a dump of a rank with the scraped (second, step, loss, norm)."""
     common = 'run="live", rank="3", job="rankscope", instance="live/3"'
     series = {
         f'{{__name__="rankscope_loss", {common}}}': 2,
@@ -123,8 +123,8 @@ def scrapes(*moments):
     return "".join(f"{name} {row[place]} {row[0] * 1000}\n" for name, place in series.items() for row in moments)
 
 
-def test_metrics_of_a_live_rank_go_back_into_their_columns(desk):
-    """Scraped thrice, a step is one row still; a step that falls is another attempt."""
+def test_metrics_of_a_rank_become_rows_of_their_datasets(desk):
+    """A step that was scraped three times is one row; a decreasing step is another attempt."""
     first = 1700000000
     moments = [(first, 1, 2.5, 9.0), (first + 5, 1, 2.5, 9.0), (first + 10, 4, 2.0, 8.0), (first + 15, 2, 2.25, 7.0)]
     desk.bring(desk.write("dump.txt", scrapes(*moments)))
@@ -142,7 +142,7 @@ def test_metrics_of_a_live_rank_go_back_into_their_columns(desk):
     )
 
 
-def test_page_of_a_rank_tells_planned_steps_and_world(desk):
+def test_page_of_a_rank_has_planned_steps_and_world_size(desk):
     text = (
         'rankscope_steps_planned{run="r",rank="0"} 500 1700000000\n'
         'rankscope_run_info{run="r",rank="0",world_size="8",host="h"} 1 1700000000\n'
@@ -156,7 +156,7 @@ def test_page_of_a_rank_tells_planned_steps_and_world(desk):
     ]
 
 
-def test_dump_of_several_runs_stays_samples(desk):
+def test_dump_of_several_runs_becomes_samples(desk):
     text = "".join(f'rankscope_loss{{run="{run}",rank="0"}} 1 1700000000\n' for run in "ab")
     desk.bring(desk.write("dump.txt", text))
 
@@ -164,7 +164,7 @@ def test_dump_of_several_runs_stays_samples(desk):
     assert "metrics of 2 runs (a, b)" in desk.value("SELECT reason FROM runs")
 
 
-def test_series_that_only_look_like_ours_stay_samples(desk):
+def test_series_with_unknown_rankscope_labels_become_samples(desk):
     lines = [
         'rankscope_tensor_value{run="r",rank="0",kind="k",tensor="t",op="median"} 1',
         'rankscope_tensor_value{run="r",rank="zero",kind="k",tensor="t",op="norm"} 1',
@@ -177,8 +177,8 @@ def test_series_that_only_look_like_ours_stay_samples(desk):
     assert 5 == desk.value("SELECT count(*) FROM samples")
 
 
-def test_dump_that_grew_brings_only_what_is_new(desk):
-    """A later dump has more behind every series, not at its end."""
+def test_grown_dump_adds_only_new_rows(desk):
+    """A later dump has more samples after each series, not only at its end."""
     moments = [(1700000000 + 5 * step, step, 1.0 / step, 1.0) for step in range(1, 9)]
     counts = [desk.bring(desk.write("dump.txt", scrapes(*moments[:end]))).rows_stored for end in (4, 6, 8, 8)]
 
@@ -187,7 +187,7 @@ def test_dump_that_grew_brings_only_what_is_new(desk):
     assert list(range(1, 9)) == [row["step"] for row in desk.ask("SELECT step FROM scalars ORDER BY step")]
 
 
-def test_dump_of_a_real_prometheus_comes_in(desk, require_server):
+def test_dump_of_a_real_prometheus_is_imported(desk, require_server):
     promtool = require_server("promtool", "prometheus")
     values = [1.5, math.nan, math.inf, -math.inf, 1e-300, 0.1]
     lines = [f'm{{a="q\\"u\\\\o\\nte",b="学"}} {_om(value)} {1700000000 + 15 * i}' for i, value in enumerate(values)]
@@ -223,12 +223,12 @@ def _om(value):
         ("# a comment\n", 0.0),
     ],
 )
-def test_what_is_recognised(tmp_path, text, confidence):
+def test_detection_by_content(tmp_path, text, confidence):
     assert confidence == OpenMetrics().detect(tmp_path / "x", text.encode()).confidence
 
 
 @pytest.mark.parametrize("content", ["a 1\n".encode("utf-16"), b"\x1f\x8b" + bytes(100), bytes(500)])
-def test_what_is_no_text_is_refused_with_the_fix(desk, content):
+def test_files_that_are_no_text_are_rejected_with_the_remedy(desk, content):
     with pytest.raises(IngestError, match=r"convert it first|unpack it first|binary file"):
         desk.bring(desk.write("metrics.txt", content), kind="openmetrics")
 
@@ -240,8 +240,8 @@ def read(path):
 
 
 @given(st.lists(st.text(alphabet=st.sampled_from('am_{}="\\,:# \t01.eE+-NaInf学\x00'), max_size=40), max_size=5))
-def test_no_line_breaks_the_parser(lines):
-    """Fuzz over what the grammar is made of."""
+def test_fuzzed_lines_never_crash_the_parser(lines):
+    """Fuzz test with the tokens of the grammar."""
     for line in lines:
         try:
             parse(line)
@@ -249,8 +249,8 @@ def test_no_line_breaks_the_parser(lines):
             continue
 
 
-def test_no_mutation_breaks_the_importer(tmp_path):
-    """Fuzz: a dump of a live rank with bytes changed, dropped and doubled."""
+def test_mutated_files_never_crash_the_importer(tmp_path):
+    """Fuzz test: a dump of a rank with bytes changed, removed and duplicated."""
     rng = random.Random(4)
     sound = scrapes((1700000000, 1, 2.5, 9.0), (1700000005, 2, 2.25, 8.0)).encode()
     path = tmp_path / "dump.txt"
@@ -266,7 +266,7 @@ def test_no_mutation_breaks_the_importer(tmp_path):
             continue
 
 
-def test_label_without_an_end_costs_one_line_and_no_time(desk):
+def test_unterminated_label_loses_one_line_without_delay(desk):
     long = 'a{b="' + "x" * 900_000 + "\n"
     began = time.monotonic()
     report = desk.bring(desk.write("m.prom", "# TYPE a gauge\n" + long * 5 + "c 1\n"))
@@ -275,8 +275,8 @@ def test_label_without_an_end_costs_one_line_and_no_time(desk):
     assert time.monotonic() - began < 20
 
 
-def test_labels_with_characters_that_end_a_line_elsewhere_hide_no_sample(tmp_path):
-    """Form feeds, group separators and their like are text in a label; a file may come with the ends of Windows."""
+def test_labels_with_other_line_separators_hide_no_sample(tmp_path):
+    """Form feeds, group separators and similar characters are text in a label; a file may have CRLF line ends."""
     odd = "".join(
         f'norm{{tensor="a{mark}b{mark}c"}} {number}\n' for number, mark in enumerate("\x0b\x0c\x1c\x1d\x85\u2028")
     )

@@ -1,4 +1,4 @@
-"""Event files of any writer become rows; restarts, cuts and damage are told, and nothing is stored twice."""
+"""Tests of event files of any writer: rows, restarts, truncation and damage; no row is stored twice."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def scalar(tag, value, step, wall_time=1700000000.5):
 
 
 def file_of(*events):
-    """Return the bytes of an event file, as TensorFlow's messages and check sums make them."""
+    """Return the bytes of an event file, made of TensorFlow's messages and checksums."""
     first = Event(file_version="brain.Event:2", wall_time=1700000000.0)
     return b"".join(framed(event.SerializeToString()) for event in (first, *events))
 
 
 @pytest.fixture
 def bring(desk):
-    """Return a function that writes an event file that has settled, and imports it or the folder given."""
+    """Return a function that writes a complete event file, and imports it or the given folder."""
 
     def bring_in(content, name=NAME, path=None, **options):
         if content is not None:
@@ -52,7 +52,7 @@ def bring(desk):
     return bring_in
 
 
-def test_numbers_become_scalars_under_our_names(desk, bring):
+def test_numbers_become_scalars_with_stored_names(desk, bring):
     report = bring(
         file_of(
             scalar("train/loss", 2.5, 1),
@@ -75,8 +75,8 @@ def test_numbers_become_scalars_under_our_names(desk, bring):
     assert ("tensorboard", 5, 2, 0) == (report.source_kind, report.records, report.last_step, report.malformed)
 
 
-def test_what_torch_writes_is_read(desk, bring):
-    """torch.utils.tensorboard.SummaryWriter, a folder as users have it."""
+def test_event_files_of_torch_are_read(desk, bring):
+    """torch.utils.tensorboard.SummaryWriter writes a folder, as in user code."""
     with SummaryWriter(desk.folder / "runs") as writer:
         for step in range(3):
             writer.add_scalar("Loss/train", 1.0 / (step + 1), step, walltime=1700000000 + step)
@@ -118,7 +118,7 @@ def test_newer_summaries_of_every_number_type_are_read(desk, bring):
     }
 
 
-def test_texts_become_notes_and_pictures_are_passed_over(desk, bring):
+def test_texts_become_notes_and_images_are_skipped(desk, bring):
     picture = Event(step=1)
     picture.summary.value.add(tag="image").image.encoded_image_string = b"png"
     report = bring(
@@ -134,8 +134,8 @@ def test_texts_become_notes_and_pictures_are_passed_over(desk, bring):
     assert (2, 0) == (report.passed_over, report.malformed)
 
 
-def test_tags_of_the_existing_tool_become_rows_of_tensors(desk, bring):
-    """Its writer makes an event per number; those of a step and tensor are one row again."""
+def test_msprobe_tags_become_rows_of_tensor_stats(desk, bring):
+    """The files of msprobe have an event per number. The numbers of one step and tensor become one row."""
     events = []
     for step in (0, 1):
         for op, value in (("norm", 2.0 + step), ("min", -1.0), ("nans", 3.0)):
@@ -156,7 +156,7 @@ def test_tags_of_the_existing_tool_become_rows_of_tensors(desk, bring):
     assert 2 == desk.value("SELECT count(*) FROM scalars")
 
 
-def test_folders_of_the_tools_conversion_say_rank_and_family(desk, bring):
+def test_folders_of_msprobes_conversion_give_rank_and_family(desk, bring):
     content = file_of(scalar("vp0:fc.weight/norm", 1.0, 3), scalar("vp0:fc.weight/mean", 0.5, 3))
     bring(content, f"out/rank1/grad_reduced/{NAME}", "out")
     rows = desk.ask("SELECT rank, kind, tensor, norm, mean FROM tensor_stats")
@@ -164,8 +164,8 @@ def test_folders_of_the_tools_conversion_say_rank_and_family(desk, bring):
     assert [{"rank": 1, "kind": "grad_reduced", "tensor": "fc.weight", "norm": 1.0, "mean": 0.5}] == rows
 
 
-def test_step_that_goes_back_opens_an_attempt_once_for_all_tags(desk, bring):
-    """TensorBoard draws zig-zags (tensorboard 3732) or forgets what was there; here both lives stay."""
+def test_decreasing_step_begins_one_attempt_for_all_tags(desk, bring):
+    """TensorBoard draws zigzag lines (issue 3732) or drops the earlier values; here both attempts are stored."""
     first = [scalar(tag, 1.0, step) for step in (1, 2, 3) for tag in ("a", "b")]
     second = [scalar(tag, 2.0, step) for step in (2, 3, 4) for tag in ("a", "b")]
     bring(file_of(*first), f"run/{NAME}", "run")
@@ -180,8 +180,8 @@ def test_step_that_goes_back_opens_an_attempt_once_for_all_tags(desk, bring):
     assert 2 == report.attempts
 
 
-def test_session_that_restarts_opens_an_attempt(desk, bring):
-    """SummaryWriter(purge_step=3) says so, before any tag goes back."""
+def test_restarted_session_begins_an_attempt(desk, bring):
+    """SummaryWriter(purge_step=3) announces the restart before any step decreases."""
     restart = Event(step=3)
     restart.session_log.status = 1
     bring(file_of(scalar("a", 1.0, 2), scalar("a", 1.0, 4), restart, scalar("b", 1.0, 3), scalar("a", 1.0, 5)))
@@ -191,8 +191,8 @@ def test_session_that_restarts_opens_an_attempt(desk, bring):
     ]
 
 
-def test_curves_over_samples_do_not_pass_for_steps(desk, bring):
-    """Megatron writes `lm loss vs samples` beside `lm loss`."""
+def test_curves_over_samples_have_no_step(desk, bring):
+    """Megatron writes `lm loss vs samples` in addition to `lm loss`."""
     report = bring(
         file_of(scalar("lm loss", 2.0, 10), scalar("lm loss vs samples", 2.0, 5120), scalar("lm loss", 1.0, 20))
     )
@@ -201,7 +201,7 @@ def test_curves_over_samples_do_not_pass_for_steps(desk, bring):
     assert [{"step": None}] == desk.ask("SELECT step FROM scalars WHERE name = 'lm loss vs samples'")
 
 
-def test_folders_of_train_and_validation_stay_apart(desk, bring):
+def test_train_and_validation_folders_are_distinguished_by_label(desk, bring):
     bring(file_of(scalar("epoch_loss", 1.0, 0)), f"logs/train/{NAME}", "logs")
     bring(file_of(scalar("epoch_loss", 2.0, 0)), f"logs/validation/{NAME}", "logs")
     rows = desk.ask("SELECT labels, value FROM scalars ORDER BY value")
@@ -211,7 +211,7 @@ def test_folders_of_train_and_validation_stay_apart(desk, bring):
     ]
 
 
-def test_grown_file_brings_only_what_is_new(desk, bring):
+def test_grown_file_adds_only_new_rows(desk, bring):
     events = [
         scalar(tag, 1.0, step) for step in range(6) for tag in ("a", "0:w/rank0/exp_avg_norm", "0:w/rank0/exp_avg_min")
     ]
@@ -225,8 +225,8 @@ def test_grown_file_brings_only_what_is_new(desk, bring):
     assert 0 == again.rows_stored
 
 
-def test_last_step_of_a_file_still_being_written_waits(desk):
-    """Half of a step's statistics would else pass for all of them, and the rest for nothing new."""
+def test_last_step_of_an_open_file_waits_for_the_next_import(desk):
+    """Otherwise an incomplete set of statistics would count as the step, and the rest as known rows."""
     tags = ("0:w/rank0/exp_avg_norm", "0:w/rank0/exp_avg_min")
     content = file_of(*(scalar(tag, 1.0, step) for step in (1, 2) for tag in tags))
     half = content[: len(content) - len(framed(scalar(tags[1], 1.0, 2).SerializeToString()))]
@@ -243,7 +243,7 @@ def test_last_step_of_a_file_still_being_written_waits(desk):
     ]
 
 
-def test_damage_is_told_with_its_place_and_the_rest_is_read(desk, bring):
+def test_damaged_record_is_reported_and_the_rest_is_read(desk, bring):
     content = bytearray(file_of(*(scalar("a", 1.0, step) for step in range(20))))
     content[len(content) // 2] ^= 0xFF
     report = bring(bytes(content))
@@ -252,7 +252,7 @@ def test_damage_is_told_with_its_place_and_the_rest_is_read(desk, bring):
     assert "damaged at byte" in report.faults[0].text
 
 
-def test_tag_that_is_no_text_costs_no_record(desk, bring):
+def test_tag_that_is_no_utf_8_loses_no_record(desk, bring):
     data = scalar("tag", 1.0, 1).SerializeToString().replace(b"tag", b"\xff\xfea")
     bring(file_of() + framed(data))
 
@@ -268,11 +268,11 @@ def test_tag_that_is_no_text_costs_no_record(desk, bring):
         ("events.tfevents.txt", b"some text about tfevents", 0.0),
     ],
 )
-def test_event_files_are_known_by_their_first_record(desk, name, content, confidence):
+def test_event_files_are_detected_by_their_first_record(desk, name, content, confidence):
     assert confidence == TensorBoard().detect(desk.write(name, content), content[:65536]).confidence
 
 
-def test_folder_of_event_files_is_known_and_one_among_others_is_unsure(desk):
+def test_event_files_among_other_files_lower_the_confidence(desk):
     desk.write(f"runs/a/{NAME}", file_of())
 
     assert "tensorboard" == find_importer(desk.folder / "runs").name
@@ -280,7 +280,7 @@ def test_folder_of_event_files_is_known_and_one_among_others_is_unsure(desk):
     assert TensorBoard().detect(desk.folder / "runs", b"").confidence < 0.5
 
 
-def test_links_out_of_the_folder_are_not_followed(desk, bring):
+def test_links_to_other_folders_are_not_followed(desk, bring):
     desk.write(f"secret/{NAME}", file_of(scalar("secret", 1.0, 1)))
     desk.write(f"logs/{NAME}", file_of(scalar("a", 1.0, 1)))
     (desk.folder / "logs" / "link").symlink_to(desk.folder / "secret")
@@ -290,7 +290,7 @@ def test_links_out_of_the_folder_are_not_followed(desk, bring):
     assert [{"name": "a"}] == desk.ask("SELECT name FROM scalars")
 
 
-def test_without_the_extra_the_fix_is_named(desk, monkeypatch):
+def test_error_without_the_extra_names_the_packages(desk, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "google_crc32c", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "google_crc32c" else True)
     with pytest.raises(IngestError, match="pip install protobuf google-crc32c"):
@@ -298,7 +298,7 @@ def test_without_the_extra_the_fix_is_named(desk, monkeypatch):
 
 
 def read(path):
-    """Import as far as blocks, which is where a hostile file could do harm."""
+    """Import as blocks, because only the parser could be harmed by a hostile file."""
     faults = Faults()
     blocks = list(TensorBoard(clock=lambda: 1e12).read(path, faults))
     assert all(isinstance(block, ImportedBlock) for block in blocks)
@@ -306,8 +306,8 @@ def read(path):
 
 
 @given(st.binary(max_size=300), st.integers(0, 5))
-def test_no_noise_breaks_the_importer(tmp_path_factory, noise, place):
-    """Fuzz: noise as a file, and noise as the message of a sound record."""
+def test_random_bytes_never_crash_the_importer(tmp_path_factory, noise, place):
+    """Fuzz test: random bytes as a file, and as the message of a valid record."""
     path = tmp_path_factory.mktemp("noise") / NAME
     path.write_bytes(noise)
     read(path)
@@ -318,8 +318,8 @@ def test_no_noise_breaks_the_importer(tmp_path_factory, noise, place):
     assert read(path)[0] >= 5
 
 
-def test_no_mutation_breaks_the_importer(tmp_path):
-    """Fuzz: sound files with bytes changed, dropped and doubled; only what is broken may be lost."""
+def test_mutated_files_never_crash_the_importer(tmp_path):
+    """Fuzz test: valid files with bytes changed, removed and duplicated. Only damaged records may be lost."""
     rng = random.Random(4)
     writer = Event(file_version="brain.Event:2")
     writer.source_metadata.writer = 'rankscope {"rank": 1, "attempt": 2}'

@@ -1,4 +1,4 @@
-"""The Trainer's state as a file, a checkpoint, a run or an archive; NaN, cuts, damage, disagreeing checkpoints."""
+"""Tests of the Trainer's state as a file, a checkpoint, a run or an archive: NaN, truncation, damage, branches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def history(desk):
 
 
 def test_nan_and_infinity_are_values_and_null_is_absent(desk):
-    """S1-18: a NaN gradient norm beside a fine-looking loss is how the Trainer shows NaN; it is an anomaly here."""
+    """S1-18: the Trainer shows a NaN as a NaN gradient norm with an ordinary loss; this is an anomaly here."""
     text = (
         '{"log_history": [{"step": 1, "loss": NaN, "grad_norm": -Infinity}, {"step": 2, "loss": 0.0, "grad_norm": NaN},'
     )
@@ -47,14 +47,14 @@ def test_nan_and_infinity_are_values_and_null_is_absent(desk):
     ]
 
 
-def test_absent_gradient_norm_is_no_zero(desk):
-    """S1-10: old versions of transformers log none."""
+def test_absent_gradient_norm_is_null(desk):
+    """S1-10: old releases of transformers do not log it."""
     desk.bring(desk.write("trainer_state.json", state(steps(1, 2))))
 
     assert 0 == desk.value("SELECT count(*) FROM scalars WHERE name IN ('grad_norm', 'learning_rate')")
 
 
-def test_last_entry_is_a_summary_under_its_own_names(desk):
+def test_last_entry_keeps_its_own_names(desk):
     """S1-10: averages over the run are not the loss of its last step."""
     summary = {"step": 3, "train_runtime": 60.5, "train_loss": 1.5, "total_flos": 1e18, "train_samples_per_second": 9.0}
     desk.bring(desk.write("trainer_state.json", state([*steps(1, 2), summary])))
@@ -69,8 +69,8 @@ def test_last_entry_is_a_summary_under_its_own_names(desk):
     assert "completed" == desk.value("SELECT state FROM runs")
 
 
-def test_several_evaluation_sets_are_one_quantity_with_a_label(desk):
-    """S1-17, S1-18: `eval_<set>_loss`, known by the runtime that the Trainer writes for each set; custom keys stay."""
+def test_evaluation_sets_are_labels_of_one_quantity(desk):
+    """S1-17, S1-18: the Trainer writes `eval_<set>_runtime` for each set; custom keys are kept."""
     entry = {
         "step": 5,
         "eval_math_loss": 1.0,
@@ -100,7 +100,7 @@ def test_several_evaluation_sets_are_one_quantity_with_a_label(desk):
     ],
 )
 def test_state_and_plan_of_the_run(desk, top, expected):
-    """S1-11, S1-18: zero divisors and plans driven by steps."""
+    """S1-11, S1-18: zero divisors, and plans given in steps."""
     desk.bring(desk.write("trainer_state.json", state(steps(10), **top)))
     row = desk.ask("SELECT state, planned_steps FROM runs")[0]
 
@@ -108,7 +108,7 @@ def test_state_and_plan_of_the_run(desk, top, expected):
 
 
 def test_time_of_a_checkpoint_is_that_of_its_file(desk):
-    """S1-11: not the time of the import; the entries themselves have none."""
+    """S1-11: it is not the time of the import. The entries have no time."""
     import os
 
     path = desk.write("trainer_state.json", state(steps(1)))
@@ -120,7 +120,7 @@ def test_time_of_a_checkpoint_is_that_of_its_file(desk):
 
 
 def test_run_with_its_checkpoints_is_one_history(desk):
-    """S1-02, S1-08, S1-09: checkpoints by number, 1000 behind 999, other folders left alone, the final state last."""
+    """S1-02, S1-08, S1-09: checkpoints ordered by number (1000 after 999), others ignored, the final state last."""
     desk.write("out/checkpoint-999/trainer_state.json", state(steps(1, 2), global_step=999))
     desk.write("out/checkpoint-1000/trainer_state.json", state(steps(1, 2, 3), global_step=1000, max_steps=2000))
     desk.write("out/checkpoint-best/trainer_state.json", state(steps(7)))
@@ -133,7 +133,7 @@ def test_run_with_its_checkpoints_is_one_history(desk):
 
 
 def test_checkpoint_that_disagrees_is_another_attempt(desk):
-    """S1-18: left behind by an earlier training in the same folder, or resumed from an earlier checkpoint."""
+    """S1-18: it belongs to an earlier training in the same folder, or to one resumed from an earlier checkpoint."""
     desk.write("out/checkpoint-2/trainer_state.json", state(steps(1, 2)))
     desk.write("out/checkpoint-4/trainer_state.json", state(steps(1, 2, 3, 4)))
     desk.write("out/checkpoint-5/trainer_state.json", state([*steps(1, 2), *steps(3, 5, base=7.0)]))
@@ -141,7 +141,7 @@ def test_checkpoint_that_disagrees_is_another_attempt(desk):
 
     assert [(0, 1, 1.01), (0, 2, 1.02), (0, 3, 1.03), (0, 4, 1.04), (1, 3, 7.03), (1, 5, 7.05)] == history(desk)
     message = desk.value("SELECT message FROM events WHERE type = 'note'")
-    assert "checkpoint-5/trainer_state.json disagrees with earlier checkpoints" in message
+    assert "checkpoint-5/trainer_state.json differs from earlier checkpoints" in message
 
 
 def test_recorded_checkpoints_of_one_run_repeat_each_other(desk, data):
@@ -181,8 +181,8 @@ def test_bare_list_of_entries_is_read(desk):
     assert [(0, 1, 1.01), (0, 2, 1.02)] == history(desk)
 
 
-def test_cut_file_gives_what_is_whole_and_says_so(desk):
-    """S1-09: cut inside a number, which must not be taken for a shorter one."""
+def test_truncated_file_gives_complete_entries_and_a_fault(desk):
+    """S1-09: the file is truncated inside a number, which must not be read as a shorter number."""
     whole = state(steps(1, 2, 3))
     cut = whole[: whole.index("1.03") + 3]
     report = desk.bring(desk.write("trainer_state.json", cut))
@@ -195,8 +195,8 @@ def test_cut_file_gives_what_is_whole_and_says_so(desk):
 
 @given(st.data())
 @settings(deadline=None, max_examples=examples(60))
-def test_every_cut_gives_a_beginning_of_the_history(tmp_path_factory, data):
-    """At whatever byte the file was cut: a prefix, never a wrong value; and with it all, all."""
+def test_file_truncated_anywhere_gives_a_prefix_of_the_history(tmp_path_factory, data):
+    """The entries are a prefix of the history and never a wrong value; the complete file gives all of them."""
     entries = [{"step": n, "loss": n * 1.25, "é": "ü\n"} for n in range(5)]
     text = json.dumps({"a": [1, {"b": 2}], "log_history": entries, "z": 1}, ensure_ascii=False).encode()
     cut = data.draw(st.integers(2, len(text)))
@@ -208,7 +208,7 @@ def test_every_cut_gives_a_beginning_of_the_history(tmp_path_factory, data):
     assert cut < len(text) or len(losses) == 5
 
 
-def test_damaged_entry_is_counted_and_stepped_over(desk):
+def test_damaged_entry_is_counted_and_skipped(desk):
     text = state(steps(1, 2, 3)).replace('"loss": 1.02', '"loss": ,1.02')
     report = desk.bring(desk.write("trainer_state.json", text))
 
@@ -218,7 +218,7 @@ def test_damaged_entry_is_counted_and_stepped_over(desk):
 
 
 def test_entries_without_numbers_are_kept(desk):
-    """Every entry is a record; text alone is a note."""
+    """Every entry is a record; an entry with text only is a note."""
     desk.bring(desk.write("trainer_state.json", state([{"step": 1, "note": "warm-up"}, *steps(2)])))
 
     assert [(1, "a record without numbers"), (2, None)] == [
@@ -231,7 +231,7 @@ def test_entries_without_numbers_are_kept(desk):
 
 
 def test_hostile_numbers_and_names(desk):
-    """Numbers beyond float64, thousands of digits, names that are no text."""
+    """Numbers beyond float64, thousands of digits, keys that are no valid text."""
     text = '{"log_history": [{"step": 1, "a": 1e999, "b": ' + "9" * 5000 + ', "\\ud800": 1, "c": -1e400}]}'
     desk.bring(desk.write("trainer_state.json", text))
     rows = desk.ask("SELECT name, value FROM scalars ORDER BY name")
@@ -240,14 +240,14 @@ def test_hostile_numbers_and_names(desk):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"log_history": [' + '{"a":' * 100_000, '{"' + "x" * 200_000])
-def test_nesting_and_endless_text_end_in_a_count(desk, text):
+def test_deep_nesting_and_long_text_are_counted_as_faults(desk, text):
     report = desk.bring(desk.write("trainer_state.json", text), kind="trainer_state")
 
     assert (0, True) == (report.records, report.malformed > 0)
 
 
-def test_what_is_no_state_is_refused(desk):
-    with pytest.raises(IngestError, match="no trainer_state"):
+def test_file_without_a_state_is_rejected(desk):
+    with pytest.raises(IngestError, match="not a trainer_state"):
         desk.bring(desk.write("notes.txt", "hello"), kind="trainer_state")
     with pytest.raises(IngestError, match="UTF-16"):
         desk.bring(desk.write("trainer_state.json", state(steps(1)).encode("utf-16")), kind="trainer_state")
@@ -260,7 +260,7 @@ def test_byte_order_mark_and_crlf_do_not_matter(desk):
     assert [(0, 1, 1.01)] == history(desk)
 
 
-def test_folder_without_states_is_not_ours(tmp_path):
+def test_folder_without_states_is_not_detected(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(IngestError):
         find_importer(tmp_path)
@@ -268,8 +268,8 @@ def test_folder_without_states_is_not_ours(tmp_path):
 
 @given(st.binary(max_size=200) | st.text(alphabet='{}[]",:0123456789.eE-+NaIfinity \n\\u', max_size=200))
 @settings(deadline=None, max_examples=examples(300))
-def test_fuzzed_state_is_read_or_refused(tmp_path_factory, text):
-    """Whatever stands in the file: entries, faults or a clear refusal; no other error, no hang."""
+def test_fuzzed_state_is_read_or_rejected(tmp_path_factory, text):
+    """Any content gives entries, faults or IngestError; no other error and no endless loop."""
     body = text if isinstance(text, bytes) else b'{"log_history": [{"step": 1, "loss": 1.5},' + text.encode()
     path = tmp_path_factory.getbasetemp() / "trainer_state.json"
     path.write_bytes(body)
@@ -283,8 +283,8 @@ def _losses(path):
     return [row["value"] for row in rows if row["name"] == "loss"]
 
 
-def test_state_written_anew_brings_only_its_new_entries(desk):
-    """Contract 2: the Trainer rewrites the whole file, its beginning included, and keeps copies in checkpoints."""
+def test_rewritten_state_adds_only_new_entries(desk):
+    """Contract 2: the Trainer rewrites the whole file, including its beginning, and keeps copies in checkpoints."""
     stored = []
     for count in (2, 4, 4):
         path = desk.write("trainer_state.json", state(steps(*range(count)), global_step=count))
@@ -296,8 +296,8 @@ def test_state_written_anew_brings_only_its_new_entries(desk):
     assert [(0, step, 1.0 + step / 100) for step in range(5)] == history(desk)
 
 
-def test_another_training_under_the_same_name_is_another_attempt(desk):
-    """S4-08: its first entry is another one, and its steps begin again."""
+def test_other_training_with_the_same_name_is_another_attempt(desk):
+    """S4-08: its first entry is different, and its steps begin again."""
     desk.bring_again(desk.write("trainer_state.json", state(steps(1, 2))))
     desk.bring_again(desk.write("trainer_state.json", state(steps(1, 2, 3, base=5.0))))
 

@@ -1,8 +1,8 @@
-"""OpenMetrics text, pages of exporters, and dumps of a Prometheus: `promtool tsdb dump` and `dump-openmetrics`.
+"""Import OpenMetrics text, pages of exporters, and the output of `promtool tsdb dump` and `dump-openmetrics`.
 
-Metrics of other exporters become `samples`. Ours (`rankscope_loss`, `rankscope_tensor_value`, …) go back into the
-columns they were made from, with the step that their rank told at the same moment. A dump of several runs is not taken
-apart: all of it stays samples; dump one run with promtool's `--match '{run="…"}'` instead.
+Metrics of other exporters become `samples`. Rankscope's metrics (`rankscope_loss`, `rankscope_tensor_value`, …) become
+rows of the datasets that they were made from, with the step of their rank at the same time. A dump of several runs is
+not separated: everything becomes samples. Dump one run with promtool's `--match '{run="…"}'` instead.
 """
 
 from __future__ import annotations
@@ -34,34 +34,36 @@ from rankscope_ingest.importers.openmetrics.pivot import Pivot
 _COMMENT: Final = re.compile(r"#\s*(HELP|TYPE|UNIT|EOF)\b")
 _END: Final = "# EOF"
 _KNOWN_SERIES: Final = 200_000
-_LINES_LOOKED_AT: Final = 200
+_SAMPLED_LINES: Final = 200
 _MAX_INT32: Final = (1 << 31) - 1
 
 
 class OpenMetrics:
-    """The importer."""
+    """The importer of OpenMetrics text."""
 
     name = "openmetrics"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the share of lines that are samples, more where the format says what it is."""
+        """Count the lines that are samples, and the TYPE and HELP lines, which raise the confidence."""
         if path.is_dir():
             return NOT_MINE
         text = head.decode("utf-8-sig", "replace")
-        # Not splitlines(): a label may have any character but a newline, and some others end a line for Python.
-        lines = [line.rstrip("\r") for line in text.split("\n")[:_LINES_LOOKED_AT] if line.strip()]
+        # Not splitlines(): a label may contain other characters that Python treats as line ends.
+        lines = [line.rstrip("\r") for line in text.split("\n")[:_SAMPLED_LINES] if line.strip()]
         whole = lines[:-1] or lines
-        told = sum(bool(_COMMENT.match(line)) for line in whole)
+        described = sum(bool(_COMMENT.match(line)) for line in whole)
         samples = sum(_is_sample(line) for line in whole if not line.startswith("#"))
-        # Many a text has lines of a word and a number; only where TYPE says what it is may others stand between.
-        if not samples + told or samples + told < (0.5 if told else 0.9) * len(whole):
+        # Many texts have lines of a word and a number, so other lines are accepted only in a file with TYPE lines.
+        if not samples + described or samples + described < (0.5 if described else 0.9) * len(whole):
             return NOT_MINE
-        if told:
-            return Detection(0.95, f"{told} TYPE or HELP lines and {samples} samples in its first {len(whole)} lines")
+        if described:
+            return Detection(
+                0.95, f"{described} TYPE or HELP lines and {samples} samples in its first {len(whole)} lines"
+            )
         return Detection(0.85, f"{samples} of its first {len(whole)} lines are samples of metrics")
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield rows oldest first, whatever the order of the file: what was added later comes behind."""
+        """Yield rows in order of time, whatever the order of the file: a grown file yields the same rows first."""
         with Pivot() as pivot:
             _fill(pivot, path, faults)
             pivot.close()
@@ -83,13 +85,13 @@ def _fill(pivot: Pivot, path: Path, faults: Faults) -> None:
             continue
         if ended:
             ended = False
-            faults.add(number, f"text goes on behind {_END}; it is read all the same")
+            faults.add(number, f"text after {_END}; it is read nevertheless")
         try:
             series, rest = split_series(line)
             value, ts = parse_value(rest)
             if series not in known:
                 if len(known) >= _KNOWN_SERIES:
-                    known.clear()  # ids come from the text: one that returns gets the same
+                    known.clear()  # ids are derived from the text, so a series that returns gets the same id
                 known[series] = pivot.series(series, meaning(parse_series(series)))
         except LineError as error:
             faults.add(number, f"{error}: {shown(raw)}")
@@ -98,7 +100,7 @@ def _fill(pivot: Pivot, path: Path, faults: Faults) -> None:
 
 
 def _blocks(dataset: str, batches: Iterable[pa.RecordBatch]) -> Iterator[ImportedBlock]:
-    """Yield the rows of one dataset as blocks; each dataset is a source, so that one may grow without the others."""
+    """Yield the rows of one dataset as blocks. Each dataset is a source, because it may grow independently."""
     schema = table_schema(dataset)
     for batch in batches:
         columns = {RECORD_COLUMN: pa.array(range(batch.num_rows), pa.int32())}
@@ -112,7 +114,7 @@ def _blocks(dataset: str, batches: Iterable[pa.RecordBatch]) -> Iterator[Importe
 def _facts(pivot: Pivot, runs: list[str]) -> ImportedRun:
     if len(runs) > 1:
         some = ", ".join(runs[:5])
-        return ImportedRun(reason=f"holds metrics of {len(runs)} runs ({some}): kept as samples, not taken apart")
+        return ImportedRun(reason=f"contains metrics of {len(runs)} runs ({some}): stored as samples, not separated")
     planned = pivot.greatest(catalogue.STEPS_PLANNED.name)
     worlds = [_world_size(labels) for labels in pivot.label_sets(catalogue.RUN_INFO.name)]
     return ImportedRun(

@@ -1,6 +1,7 @@
-"""Samples come series by series, rows are wanted moment by moment: a database on disk turns them round.
+"""Convert samples, which come series by series, into rows, which are needed in order of time.
 
-Nothing of it depends on how large the file is; DuckDB spills beyond its memory limit.
+The samples are stored in a temporary DuckDB database, which uses disk space above its memory limit. The memory use
+therefore does not depend on the size of the file.
 """
 
 from __future__ import annotations
@@ -17,16 +18,7 @@ import duckdb
 import pyarrow as pa
 
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
-from rankscope_ingest.importers.openmetrics.lines import (
-    ATTEMPT,
-    KIND_STEP,
-    OWN,
-    SAMPLE,
-    SCALAR,
-    STEP,
-    TENSOR,
-    Meaning,
-)
+from rankscope_ingest.importers.openmetrics.lines import Meaning, Role
 
 MEMORY_LIMIT: Final = "512MB"
 CHUNK_ROWS: Final = 100_000
@@ -38,57 +30,49 @@ _SERIES_SCHEMA: Final = pa.schema(
     [("id", pa.uint64()), *((name, pa.int64() if name in _NUMBERS else pa.string()) for name in _SERIES_COLUMNS)]
 )
 _TENSOR_KEY: Final = (
-    "rank",
-    "kind",
-    "tensor",
-    '"index"',
-    "vpp_stage",
-    "micro_step",
-    "call_seq",
-    "placement",
-    "shard_group",
-)
+    "rank", "kind", "tensor", '"index"', "vpp_stage", "micro_step", "call_seq", "placement", "shard_group",
+)  # fmt: skip
 _OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
 
+_TIMED: Final = "samples JOIN series USING (id) WHERE ts IS NOT NULL"
 _CLOCKS: Final = f"""\
 CREATE TABLE series AS SELECT DISTINCT ON (id) * FROM series_seen;
 CREATE TABLE step_at AS
-  SELECT coalesce(rank, -1) AS who, ts, any_value(value)::BIGINT AS step
-  FROM samples JOIN series USING (id) WHERE role = '{STEP}' AND ts IS NOT NULL AND abs(value) < 9e15 GROUP BY ALL;
+  SELECT coalesce(rank, -1) AS rank_key, ts, any_value(value)::BIGINT AS step
+  FROM {_TIMED} AND role = '{Role.STEP}' AND abs(value) < 9e15 GROUP BY ALL;
 CREATE TABLE kind_step_at AS
-  SELECT coalesce(rank, -1) AS who, kind, ts, any_value(value)::BIGINT AS step
-  FROM samples JOIN series USING (id) WHERE role = '{KIND_STEP}' AND ts IS NOT NULL AND abs(value) < 9e15 GROUP BY ALL;
+  SELECT coalesce(rank, -1) AS rank_key, kind, ts, any_value(value)::BIGINT AS step
+  FROM {_TIMED} AND role = '{Role.KIND_STEP}' AND abs(value) < 9e15 GROUP BY ALL;
 CREATE TABLE attempt_at AS
-  SELECT coalesce(rank, -1) AS who, ts, any_value(value)::INTEGER AS attempt
-  FROM samples JOIN series USING (id) WHERE role = '{ATTEMPT}' AND ts IS NOT NULL AND value BETWEEN 0 AND 2e9
-  GROUP BY ALL;
+  SELECT coalesce(rank, -1) AS rank_key, ts, any_value(value)::INTEGER AS attempt
+  FROM {_TIMED} AND role = '{Role.ATTEMPT}' AND value BETWEEN 0 AND 2e9 GROUP BY ALL;
 """
 
-# A run that nobody exported has no attempts: a step that falls begins the next.
+# Only an export of a store has attempts. In other dumps, a decreasing step begins the next attempt.
 _ATTEMPTS_BY_STEP: Final = """\
 INSERT INTO attempt_at
-SELECT who, ts, sum(falls) OVER (PARTITION BY who ORDER BY ts) AS attempt
-FROM (SELECT who, ts, (step < lag(step) OVER (PARTITION BY who ORDER BY ts))::INTEGER AS falls FROM step_at);
+SELECT rank_key, ts, sum(falls) OVER (PARTITION BY rank_key ORDER BY ts) AS attempt
+FROM (SELECT rank_key, ts, (step < lag(step) OVER (PARTITION BY rank_key ORDER BY ts))::INTEGER AS falls FROM step_at);
 UPDATE attempt_at SET attempt = 0 WHERE attempt IS NULL;
 """
 
 _PLACED: Final = """\
 SELECT value.*, step_at.step, attempt_at.attempt
 FROM ({values}) value
-{join} JOIN step_at ON step_at.who = value.who AND value.ts {at} step_at.ts
-{join} JOIN attempt_at ON attempt_at.who = value.who AND value.ts {at} attempt_at.ts
+{join} JOIN step_at ON step_at.rank_key = value.rank_key AND value.ts {at} step_at.ts
+{join} JOIN attempt_at ON attempt_at.rank_key = value.rank_key AND value.ts {at} attempt_at.ts
 """
 
-# Scraped, a value is seen as often as it is asked for: what neither moved nor belongs to a new step is one observation.
+# A scraped value is repeated at each scrape: consecutive samples with equal value and step are one observation.
 _ONCE: Final = "QUALIFY {same} IS DISTINCT FROM lag({same}) OVER (PARTITION BY {series} ORDER BY ts)"
 
 
 _OLDEST_FIRST: Final = "ts NULLS FIRST, CASE WHEN ts IS NULL THEN line END, id, line"
-"""Not by line where there is a time: what a later dump has more stands in between."""
+"""Rows with a time are not ordered by line: a later dump may have more lines in between."""
 
 
 class Pivot:
-    """A temporary database of the samples of one file; a context manager, gone at its end."""
+    """A temporary database of the samples of one file. It is a context manager that deletes the database."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rankscope-import-")
@@ -118,14 +102,14 @@ class Pivot:
         self._folder.cleanup()
 
     def series(self, text: str, meaning: Meaning) -> int:
-        """Note what the series called `text` means, and return its id, which is the same in every file."""
+        """Store the meaning of the series with the name `text`, and return its id, which is the same in every file."""
         digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
         number = int.from_bytes(digest, "little")
         self._series.append((number, meaning))
         return number
 
     def add(self, series: int, line: int, ts: int | None, value: float) -> None:
-        """Take one sample."""
+        """Add one sample."""
         self._ids.append(series)
         self._lines.append(line)
         self._times.append(ts)
@@ -134,7 +118,7 @@ class Pivot:
             self._flush()
 
     def close(self) -> None:
-        """Take no more; from now on rows can be asked for."""
+        """End the input. Rows can be read afterwards."""
         self._flush()
         self._duckdb.execute(_CLOCKS)
         if not self.is_export:
@@ -142,30 +126,31 @@ class Pivot:
 
     @property
     def is_export(self) -> bool:
-        """Whether every sample is a row of a store."""
-        return bool(self._duckdb.sql(f"SELECT 1 FROM series WHERE role = '{OWN}' LIMIT 1").fetchall())
+        """True if the file is an export of a store, in which every sample is a row."""
+        return bool(self._duckdb.sql(f"SELECT 1 FROM series WHERE role = '{Role.EXPORT}' LIMIT 1").fetchall())
 
     def runs(self) -> list[str]:
-        """Return the runs that metrics of ours name."""
+        """Return the runs in the labels of Rankscope metrics."""
         rows = self._duckdb.sql("SELECT DISTINCT run FROM series WHERE run IS NOT NULL ORDER BY run").fetchall()
         return [run for (run,) in rows]
 
     def greatest(self, metric: str) -> float | None:
-        """Return the greatest finite value of a metric that stayed a sample."""
+        """Return the greatest finite value of a metric that is stored as samples."""
         query = "SELECT max(value) FROM samples JOIN series USING (id) WHERE metric = ? AND isfinite(value)"
         rows = self._duckdb.execute(query, [metric]).fetchall()
         return None if rows[0][0] is None else float(rows[0][0])
 
     def label_sets(self, metric: str) -> list[str]:
-        """Return the labels of every series of a metric that stayed a sample."""
+        """Return the labels of every series of a metric that is stored as samples."""
         query = "SELECT DISTINCT labels FROM series WHERE metric = ? AND labels IS NOT NULL"
         return [labels for (labels,) in self._duckdb.execute(query, [metric]).fetchall()]
 
     def scalars(self) -> Iterator[pa.RecordBatch]:
-        """Yield rows of `scalars`, oldest first."""
+        """Return rows of `scalars`, oldest first."""
         values = (
-            "SELECT id, line, ts, value, coalesce(rank, -1) AS who, rank, name, unit, labels, vpp_stage, micro_step "
-            f"FROM samples JOIN series USING (id) WHERE role = '{SCALAR}'"
+            "SELECT id, line, ts, value, coalesce(rank, -1) AS rank_key, "
+            "rank, name, unit, labels, vpp_stage, micro_step "
+            f"FROM samples JOIN series USING (id) WHERE role = '{Role.SCALAR}'"
         )
         once = "" if self.is_export else _ONCE.format(same="(step, value)", series="id")
         return self._rows(
@@ -174,19 +159,19 @@ class Pivot:
         )
 
     def tensors(self) -> Iterator[pa.RecordBatch]:
-        """Yield rows of `tensor_stats`, oldest first."""
+        """Return rows of `tensor_stats`, oldest first."""
         key = ", ".join(_TENSOR_KEY)
         ops = ", ".join(f"any_value(value) FILTER (op = '{op}') AS \"{op}\"" for op in _OPS)
         values = (
-            f"SELECT min(id) AS id, ts, coalesce(rank, -1) AS who, {key}, {ops} "
-            f"FROM samples JOIN series USING (id) WHERE role = '{TENSOR}' GROUP BY ts, {key}"
+            f"SELECT min(id) AS id, ts, coalesce(rank, -1) AS rank_key, {key}, {ops} "
+            f"FROM samples JOIN series USING (id) WHERE role = '{Role.TENSOR}' GROUP BY ts, {key}"
         )
         placed, once = self._placed(values), ""
         if not self.is_export:
-            # A kind that was not sampled at the latest step shows an older one.
+            # The values of a kind that was not sampled at the latest step belong to an earlier step.
             placed = (
                 "SELECT value.* EXCLUDE (step), coalesce(kind_step_at.step, value.step) AS step "
-                f"FROM ({placed}) value ASOF LEFT JOIN kind_step_at ON kind_step_at.who = value.who "
+                f"FROM ({placed}) value ASOF LEFT JOIN kind_step_at ON kind_step_at.rank_key = value.rank_key "
                 "AND kind_step_at.kind = value.kind AND value.ts >= kind_step_at.ts"
             )
             once = _ONCE.format(same="coalesce(step::VARCHAR, ts::VARCHAR)", series=key)
@@ -198,15 +183,15 @@ class Pivot:
         )
 
     def samples(self, *, with_ours: bool) -> Iterator[pa.RecordBatch]:
-        """Yield rows of `samples`, oldest first; `with_ours` as many runs as there are stay apart by their labels."""
-        roles = "true" if with_ours else f"role = '{SAMPLE}'"
+        """Return rows of `samples`, oldest first. `with_ours` includes Rankscope metrics, labelled by run."""
+        roles = "true" if with_ours else f"role = '{Role.SAMPLE}'"
         return self._rows(
             f"SELECT ts, target, metric, labels, value FROM samples JOIN series USING (id) WHERE {roles} "
             f"ORDER BY {_OLDEST_FIRST}"
         )
 
     def _placed(self, values: str) -> str:
-        """Return a query that gives `values` their steps: of the same moment, or of the latest one before."""
+        """Return a query that adds steps and attempts to `values`: those of the same time, or the latest before it."""
         join, at = ("LEFT", "=") if self.is_export else ("ASOF LEFT", ">=")
         return _PLACED.format(values=values, join=join, at=at)
 
