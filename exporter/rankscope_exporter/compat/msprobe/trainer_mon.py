@@ -122,7 +122,7 @@ class TrainerMon(CopiesDoNothing):
         """Attach to a model, as older scripts do. Default of the optimizer: that of `set_wrapped_optimizer`."""
         if self._refuses("monitor_gnorm_with_ad()"):
             return
-        self._deprecated("monitor_gnorm_with_ad", "call set_monitor, which takes the same")
+        self._remark_once("monitor_gnorm_with_ad is deprecated: call set_monitor, which takes the same")
         given = Attachment.of("monitor_gnorm_with_ad", positional, named)
         optimizer = self._optimizer if given.optimizer is None else given.optimizer
         self._optimizer = None  # no reference to an object of the training is kept
@@ -131,7 +131,7 @@ class TrainerMon(CopiesDoNothing):
     def set_wrapped_optimizer(self, optimizer: Any) -> None:
         """Keep the optimizer for `monitor_gnorm_with_ad`."""
         if not self.is_copy:
-            self._deprecated("set_wrapped_optimizer", "give the optimizer to set_monitor")
+            self._remark_once("set_wrapped_optimizer is deprecated: give the optimizer to set_monitor")
             self._optimizer = optimizer
 
     def detach(self) -> None:
@@ -148,22 +148,15 @@ class TrainerMon(CopiesDoNothing):
             return
         for sentence in wrong_hints(self._hints, given):
             self._remarks[sentence] = None
-        monitor = Monitor(self._attached_config(), first_step=first_step(given))
+        is_watched = os.environ.get(DYNAMIC_VARIABLE, "").lower() == "true"
+        config = replace(self._config, switch_file=os.fspath(self._path)) if is_watched else self._config
+        monitor = Monitor(config, first_step=first_step(given))
         groups = {"dp_group": given.dp_group, "tp_group": given.tp_group, "pp_group": self._hints.process_group}
         monitor.attach(given.watched, given.optimizer, **groups)
         self._monitor = monitor
-        self._guard.call("process_group", self._place_in_pipeline, monitor)
+        self._guard.call("process_group", _place_in_pipeline, monitor, self._hints.process_group)
         for sentence in self._remarks:
             monitor.remark(sentence)
-
-    def _attached_config(self) -> MonitorConfig:
-        watched = os.environ.get(DYNAMIC_VARIABLE, "").lower() == "true"
-        return replace(self._config, switch_file=os.fspath(self._path)) if watched else self._config
-
-    def _place_in_pipeline(self, monitor: Monitor) -> None:
-        place, sink = place_in(self._hints.process_group), monitor.sink(Anomalies.name)
-        if place is not None and isinstance(sink, Anomalies):
-            sink.place(*place)
 
     # Numbers.
 
@@ -180,30 +173,30 @@ class TrainerMon(CopiesDoNothing):
         return self._numbers((Kind.ACT_IN, Kind.ACT_OUT), (Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT))
 
     def _numbers(self, first: Sequence[str], second: Sequence[str]) -> tuple[Metrics, Metrics]:
-        found: tuple[Metrics, Metrics] | None = self._guard.call("a getter", self._read_numbers, first, second)
-        return ({}, {}) if found is None else found
+        def read() -> tuple[Metrics, Metrics]:
+            # One call for both kinds, because both must be of the same step.
+            rows = () if self._monitor is None else self._monitor.current(*first, *second)
+            ops, rank = self.ops, rank_here(os.environ)
+            one, other = ([row for row in rows if row.entry.kind in kinds] for kinds in (first, second))
+            return metrics_of(one, ops, rank), metrics_of(other, ops, rank)
 
-    def _read_numbers(self, first: Sequence[str], second: Sequence[str]) -> tuple[Metrics, Metrics]:
-        rows = (
-            () if self._monitor is None else self._monitor.current(*first, *second)
-        )  # one call, so that both are of one step
-        ops, rank = self.ops, rank_here(os.environ)
-        ones, others = ([row for row in rows if row.entry.kind in kinds] for kinds in (first, second))
-        return metrics_of(ones, ops, rank), metrics_of(others, ops, rank)
+        found: tuple[Metrics, Metrics] | None = self._guard.call("a getter", read)
+        return ({}, {}) if found is None else found
 
     # Changes while training runs.
 
     @property
     def ops(self) -> list[str]:
         """The statistics that are published and returned."""
-        now = self._measured_now()
+        now = _measured_now(self._monitor)
         return _names(self._config.ops if now is None else now["ops"])
 
     @ops.setter
     def ops(self, names: Sequence[str]) -> None:
         if self.is_copy:
             return
-        self._deprecated("monitor.ops = […]", "call monitor.monitor.switch({'ops': […]}), or edit the watched file")
+        instead = "call monitor.monitor.switch({'ops': […]}), or edit the watched file"
+        self._remark_once(f"monitor.ops = […] is deprecated: {instead}")
         self._guard.call("ops", self._change_ops, names)
 
     def _change_ops(self, names: Sequence[str]) -> None:
@@ -219,13 +212,14 @@ class TrainerMon(CopiesDoNothing):
         """Switch activations on or off, with the targets of the configuration."""
         if self.is_copy:
             return
-        self._deprecated("reload_xy", f"set {DYNAMIC_VARIABLE}=True and edit the file, or call monitor.monitor.switch")
+        instead = f"set {DYNAMIC_VARIABLE}=True and edit the file, or call monitor.monitor.switch"
+        self._remark_once(f"reload_xy is deprecated: {instead}")
         self._guard.call("reload_xy()", self._reload_activations, bool(xy_distribution))
 
     def _reload_activations(self, on: bool) -> None:  # noqa: FBT001 - the only argument
         self._document = {**self._document, "xy_distribution": on}
         self._config = replace(_config_of(self._document, self._path), ops=self._config.ops)
-        now = self._measured_now()
+        now = _measured_now(self._monitor)
         if now is None:
             return
         quantities = [name for name in now["quantities"] if name != _ACTIVATIONS]
@@ -236,25 +230,29 @@ class TrainerMon(CopiesDoNothing):
         self._switch({"quantities": quantities, "options": options})
 
     def _switch(self, changes: Mapping[str, Any]) -> None:
-        now = self._measured_now()
+        now = _measured_now(self._monitor)
         if self._monitor is not None and now is not None:
             self._monitor.switch({**{name: now[name] for name in CHANGEABLE}, **changes}, on=now[SWITCH])
 
-    def _measured_now(self) -> Mapping[str, Any] | None:
-        """Return the measured quantities and settings after all requested changes, None while no model is attached."""
-        state = {} if self._monitor is None else self._monitor.measuring
-        return (state["to_come"] or [state])[-1] if state else None
-
     # Remarks.
-
-    def _deprecated(self, name: str, instead: str) -> None:
-        self._remark_once(f"{name} is deprecated: {instead}")
 
     def _remark_once(self, sentence: str) -> None:
         if sentence not in self._remarks:
             self._remarks[sentence] = None
             if self._monitor is not None:
                 self._monitor.remark(sentence)
+
+
+def _place_in_pipeline(monitor: Monitor, process_group: Any) -> None:
+    place, sink = place_in(process_group), monitor.sink(Anomalies.name)
+    if place is not None and isinstance(sink, Anomalies):
+        sink.place(*place)
+
+
+def _measured_now(monitor: Monitor | None) -> Mapping[str, Any] | None:
+    """Return the measured quantities and settings after all requested changes, None while no model is attached."""
+    state = {} if monitor is None else monitor.measuring
+    return (state["to_come"] or [state])[-1] if state else None
 
 
 def _config_of(document: Mapping[str, Any], path: Path) -> MonitorConfig:
