@@ -36,7 +36,7 @@ from rankscope_ingest.importers.common.importer import (
     Imported,
     ImportedRun,
 )
-from rankscope_ingest.importers.common.lines import refuse_no_text
+from rankscope_ingest.importers.common.lines import read_chunks
 from rankscope_ingest.importers.common.objects import ObjectReader
 from rankscope_ingest.importers.common.values import Cut, JsonWindow, Malformed, clean_text, json_text, whole
 
@@ -44,7 +44,6 @@ HISTORY: Final = "log_history"
 STATE_FILE: Final = "trainer_state.json"
 
 _CHUNK_BYTES: Final = 1 << 16  # after an error, the whole window is searched
-_PROBE_BYTES: Final = 4096
 _MAX_FACTS: Final = 200
 _FACT_CHARACTERS: Final = 8192
 _LISTED_FILES: Final = 20
@@ -82,7 +81,7 @@ class TrainerState:
             return None
         with states[0].open() as file:
             try:
-                first = next(_entries(JsonWindow(_chunks(file, states[0], Faults())), {}, Faults()), None)
+                first = next(_entries(JsonWindow(read_chunks(file, path, Faults(), _CHUNK_BYTES)), {}, Faults()), None)
             except Cut:
                 return None
         branch = None if first is None else _Follower([], is_last=True).new(first)
@@ -156,7 +155,9 @@ class _Reading:
         )
 
     def _entries_of(self, file: IO[bytes], state: StateFile) -> Iterator[Mapping[str, Any]]:
-        window = JsonWindow(_chunks(file, state, self._faults))
+        is_first = not self._faults.read_bytes
+        chunks = read_chunks(file, Path(state.label), self._faults, _CHUNK_BYTES, checks_text=is_first)
+        window = JsonWindow(chunks)
         count = 0
         try:
             for entry in _entries(window, self._facts, self._faults):
@@ -166,15 +167,6 @@ class _Reading:
             self._cut.append(state.label)
             self._faults.add(window.line_here, f"{state.label} ends inside a value, after {count:,} whole entries")
         self._entries = max(self._entries, count)
-
-
-def _chunks(file: IO[bytes], state: StateFile, faults: Faults) -> Iterator[bytes]:
-    """Yield the bytes of `file` and keep the progress current. Raises IngestError for a file that is no text."""
-    while chunk := file.read(_CHUNK_BYTES):
-        if not faults.read_bytes:
-            refuse_no_text(Path(state.label), chunk[:_PROBE_BYTES])
-        faults.read_bytes += len(chunk)
-        yield chunk
 
 
 def _entries(window: JsonWindow, facts: MutableMapping[str, Any], faults: Faults) -> Iterator[Mapping[str, Any]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from rankscope_contract.model.schema import canonical_labels
+from rankscope_ingest.importers.common.values import clean_text
 
 SOURCE_NAME: Final = "source_name"
 SOURCE_UNIT: Final = "source_unit"
@@ -177,7 +178,7 @@ def under_own_name(name: str) -> Alias:
 
 def printable(name: str) -> str:
     """Return `name` as text that every store accepts: no lone surrogates, at most 256 characters."""
-    return name[:_NAME_CHARACTERS].encode("utf-8", "replace").decode()
+    return clean_text(name, _NAME_CHARACTERS)
 
 
 def _split_unit(name: str) -> tuple[str, str | None]:

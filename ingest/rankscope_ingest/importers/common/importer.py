@@ -117,14 +117,12 @@ class Importer(Protocol):
 
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return how likely the format of `path` is this one. `head` is the beginning of a file, empty for a folder."""
-        ...
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield the records of the log in its order, without holding all of them in memory.
 
         A log that has grown must yield the same records first: a record is identified by its number in its source.
         """
-        ...
 
 
 @runtime_checkable
@@ -133,7 +131,6 @@ class KnownByContent(Protocol):
 
     def identity(self, path: Path) -> str | None:
         """Return a text that all versions and copies of the log at `path` share; None while it has no record."""
-        ...
 
 
 class BlockBuilder:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.importer import BlockBuilder, Faults, Imported
@@ -81,6 +81,19 @@ def read_lines(path: Path, faults: Faults, *, max_bytes: int = MAX_LINE_BYTES) -
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             yield number, line.rstrip(b"\r\n")
+
+
+def read_chunks(file: IO[bytes], path: Path, faults: Faults, size: int, *, checks_text: bool = True) -> Iterator[bytes]:
+    """Yield the bytes of `file` in chunks and keep `faults.read_bytes` current.
+
+    With `checks_text`, raises IngestError with `path` for a file that is no text.
+    """
+    while chunk := file.read(size):
+        if checks_text:
+            refuse_no_text(path, chunk[:_PROBE_BYTES])
+        checks_text = False
+        faults.read_bytes += len(chunk)
+        yield chunk
 
 
 @contextmanager

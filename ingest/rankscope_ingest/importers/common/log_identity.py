@@ -159,7 +159,7 @@ def stream_of(log: str, source: str) -> str:
 
 
 def incarnation_of(path: Path, run: str, *, generation: int = 0) -> str:
-    """Return the identity of a log: a digest of the run, its file name and its first line, which growth does not change.
+    """Return the identity of a log: a digest of run, file name and first line, which growth does not change.
 
     `generation` distinguishes logs with equal names and first lines.
     """

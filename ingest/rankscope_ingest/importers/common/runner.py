@@ -55,11 +55,9 @@ class Appender(Protocol):
 
     def append(self, batch: Batch) -> Commit:
         """Store the batch durably, without the records that are already stored."""
-        ...
 
     def watermark(self, incarnation: str) -> int:
         """Return the last stored seq of `incarnation`, -1 if none is stored."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,18 +115,19 @@ class Companions:
         bare = text[label.end() :] if label and "[Rank" not in label[0] else text
         if self._across and (found := self._timer_line(bare, line)) is not None:
             return found, True
-        for parse in (
-            self._validation,
-            self._checkpoint,
-            self._timers,
-            self._memory,
-            self._time,
-            self._argument,
-            self._end,
+        for pattern, parse in (
+            (_VALIDATION, self._validation),
+            (_CHECKPOINT, self._checkpoint),
+            (_ACROSS, self._timer_block),
+            (_TIMERS, self._timers),
+            (_MEMORY, self._memory),
+            (_DONE, self._time),
+            (_WORLD, self._world_size),
+            (_ARGUMENT, self._argument),
+            (_EXITING, self._end),
         ):
-            companions = parse(bare)
-            if companions is not None:
-                return companions, True
+            if (match := pattern.search(bare)) is not None:
+                return parse(match), True
         errors = self._error(bare, printer(label[0]).rank if label else None)
         return errors, bool(errors)
 
@@ -152,10 +153,7 @@ class Companions:
         """End the current block of timers of all ranks: a line of timers has followed."""
         self._across = None
 
-    def _validation(self, text: str) -> list[Companion] | None:
-        found = _VALIDATION.search(text)
-        if found is None:
-            return None
+    def _validation(self, found: re.Match[str]) -> list[Companion]:
         name_of_set = (found["set"] or "").strip().strip("'\"").removesuffix(" set").removesuffix(" data")
         extra = {} if name_of_set in {"", "validation"} else {"dataset": printable(name_of_set)}
         scalars = []
@@ -164,28 +162,23 @@ class Companions:
             name = alias.name if alias.name.startswith("eval_") else _evaluation_name(key)
             scalars.append({"name": name, "value": value, "unit": alias.unit, "labels": canonical_labels(extra)})
         loss = next((row["value"] for row in scalars if row["name"] == "eval_loss"), None)
-        event = _event(EventType.EVALUATION, text, value=loss)
+        event = _event(EventType.EVALUATION, found.string, value=loss)
         return [Companion(scalars=tuple(scalars), events=(event,), step=_whole(found["step"]))]
 
-    def _checkpoint(self, text: str) -> list[Companion] | None:
-        found = _CHECKPOINT.search(text)
-        if found is None:
-            return None
+    def _checkpoint(self, found: re.Match[str]) -> list[Companion]:
         step, path = _AT_STEP.search(found["rest"]), _PATH.search(found["rest"])
         action = found["action"].removesuffix(" checkpoint")
         action = {"successfully saved": "saved", "successfully loaded": "loaded"}.get(action, action.split()[0])
         details = {"action": action} | ({"path": printable(path["path"])} if path else {})
-        event = _event(EventType.CHECKPOINT, text, details=json.dumps(details))
+        event = _event(EventType.CHECKPOINT, found.string, details=json.dumps(details))
         return [Companion(events=(event,), step=_whole(step["step"]) if step else None, once=("checkpoint", action))]
 
-    def _timers(self, text: str) -> list[Companion] | None:
-        if header := _ACROSS.search(text):
-            self._across = header["kind"]
-            self._timer = ""
-            return []
-        found = _TIMERS.search(text)
-        if found is None:
-            return None
+    def _timer_block(self, found: re.Match[str]) -> list[Companion]:
+        self._across = found["kind"]
+        self._timer = ""
+        return []
+
+    def _timers(self, found: re.Match[str]) -> list[Companion]:
         self.timers_seen()
         rows = [_timer("timer_seconds", key, value) for key, value in _parts(found["rest"])]
         return [Companion(scalars=tuple(rows))] if rows else []
@@ -213,11 +206,9 @@ class Companions:
         rows = [_timer(n, found["name"], value) for n, value in zip(names, given, strict=True) if value is not None]
         return [Companion(scalars=tuple(rows))]
 
-    def _memory(self, text: str) -> list[Companion] | None:
-        heads = list(_MEMORY.finditer(text))
-        if not heads:
-            return None
-        ends = [*(head.start() for head in heads[1:]), len(text)]
+    def _memory(self, found: re.Match[str]) -> list[Companion]:
+        heads = list(_MEMORY.finditer(found.string))
+        ends = [*(head.start() for head in heads[1:]), len(found.string)]
         companions = []
         for head, end in zip(heads, ends, strict=True):
             rows = [
@@ -227,41 +218,33 @@ class Companions:
                     "unit": "bytes",
                     "labels": canonical_labels({"source_name": printable(key), "source_unit": "MB"}),
                 }
-                for key, value in _parts(text[head.end() : end])
+                for key, value in _parts(found.string[head.end() : end])
             ]
             companions.append(Companion(scalars=tuple(rows), step=_whole(head["step"]), rank=_rank(head["rank"])))
         return companions
 
-    def _time(self, text: str) -> list[Companion] | None:
-        found = _DONE.search(text)
-        if found is None:
-            if "world size: " in text and (world := _WORLD.search(text)):
-                if 0 < int(world["size"]) < _LARGEST:
-                    self.run["world_size"] = int(world["size"])
-                return []
-            return None
+    def _time(self, found: re.Match[str]) -> list[Companion]:
         ts = micros(found["time"])
         if "training is done" in found["phase"]:
             self.ending = (RunState.COMPLETED, "training is done")
             details = json.dumps({"reason": ExitReason.COMPLETED})
-            return [Companion(events=(_event(EventType.EXIT, text, details=details),), ts=ts)]
-        return [Companion(events=(_event(EventType.PHASE, text),), ts=ts, once=("phase", found["phase"]))]
+            return [Companion(events=(_event(EventType.EXIT, found.string, details=details),), ts=ts)]
+        return [Companion(events=(_event(EventType.PHASE, found.string),), ts=ts, once=("phase", found["phase"]))]
 
-    def _argument(self, text: str) -> list[Companion] | None:
-        found = _ARGUMENT.match(text)
-        if found is None:
-            return None
+    def _world_size(self, found: re.Match[str]) -> list[Companion]:
+        if 0 < int(found["size"]) < _LARGEST:
+            self.run["world_size"] = int(found["size"])
+        return []
+
+    def _argument(self, found: re.Match[str]) -> list[Companion]:
         if len(self.arguments) < _ARGUMENTS and not _SECRET.search(found["name"]):
             self.arguments[found["name"]] = printable(found["value"].strip())
         return []
 
-    def _end(self, text: str) -> list[Companion] | None:
-        found = _EXITING.search(text)
-        if found is None:
-            return None
-        self.ending = (RunState.STOPPED, printable(text))
+    def _end(self, found: re.Match[str]) -> list[Companion]:
+        self.ending = (RunState.STOPPED, printable(found.string))
         details = json.dumps({"reason": ExitReason.COMPLETED, "last_step": _whole(found["step"])})
-        event = _event(EventType.EXIT, text, details=details)
+        event = _event(EventType.EXIT, found.string, details=details)
         return [Companion(events=(event,), step=_whole(found["step"]), once=("exit",))]
 
     def _error(self, text: str, rank: int | None) -> list[Companion]:

@@ -6,7 +6,6 @@ on one line, incomplete rows. The module performs no I/O.
 
 from __future__ import annotations
 
-import datetime as dt
 import functools
 import math
 import re
@@ -16,6 +15,7 @@ from typing import Final
 
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.aliases import SOURCE_NAME, SOURCE_UNIT, canonical
+from rankscope_ingest.importers.common.values import micros as iso_micros
 from rankscope_ingest.importers.common.values import seconds
 
 HEAD_PATTERN: Final = r"[Ii]teration[ \t]+\d{1,18}[ \t]*/[ \t]*\d{1,18}[ \t]*\|"
@@ -37,7 +37,6 @@ _LOCAL: Final = re.compile(r"\[(?P<host>[A-Za-z0-9][\w.-]*(?<!\.py)):(?P<rank>\d
 _TASK: Final = re.compile(r"(\d{1,9}):")
 _HOST: Final = re.compile(r"([\w.-]+):")
 _LARGEST_RANK: Final = 1 << 31
-_EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _DATE_AND_TIME: Final = re.compile(
     r"(\d{4})[-/]?(\d\d)[-/]?(\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6})\d*)?(Z|[-+]\d\d:?\d\d)?"
 )
@@ -237,13 +236,7 @@ def micros(text: str) -> int | None:
     if found is None:
         return None
     year, month, day, clock, fraction, zone = found.groups()
-    try:
-        moment = dt.datetime.fromisoformat(
-            f"{year}-{month}-{day} {clock}.{(fraction or '0').ljust(6, '0')}{zone or 'Z'}"
-        )
-    except ValueError:
-        return None
-    return (moment - _EPOCH) // dt.timedelta(microseconds=1)
+    return iso_micros(f"{year}-{month}-{day} {clock}.{(fraction or '0').ljust(6, '0')}{zone or 'Z'}")
 
 
 LOSS: Final = "loss"

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,15 +49,11 @@ _DTYPES: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cells:
+class Cells(NamedTuple):
     """Rows of one file as columns of text. `lines` has the line number of each row."""
 
     columns: dict[str, pa.StringArray]
     lines: Integers
-
-    def __len__(self) -> int:
-        return len(self.lines)
 
 
 def read_cells(path: Path, faults: Faults, report: Report) -> Iterator[Cells]:
@@ -249,9 +245,10 @@ class Rows:
 
 def read_rows(cells: Cells, passes: Passes, report: Report) -> Rows:
     """Return the rows of `cells` with readable keys and statistics, and report the others with the reason."""
+    count = len(cells.lines)
     steps, bad_step = _whole_numbers(cells.columns["step"], _STEP_LIMIT)
     vpp, bad_vpp = _whole_numbers(cells.columns["vpp_stage"], _SMALL_LIMIT)
-    micro, bad_micro = np.full(len(cells), -1, np.int64), np.zeros(len(cells), np.bool_)
+    micro, bad_micro = np.full(count, -1, np.int64), np.zeros(count, np.bool_)
     if MICRO_STEP in cells.columns:
         micro, bad_micro = _whole_numbers(cells.columns[MICRO_STEP], _SMALL_LIMIT)
     reasons = [
@@ -264,7 +261,7 @@ def read_rows(cells: Cells, passes: Passes, report: Report) -> Rows:
         if name not in {*CSV_KEYS, MICRO_STEP, *_TEXTS}:
             numbers[name], bad = _floats(cells.columns[name])
             reasons.append((bad, f"{name} is no number"))
-    good = np.ones(len(cells), np.bool_)
+    good = np.ones(count, np.bool_)
     for bad, reason in reasons:
         for line in cells.lines[bad & good].tolist():
             report(line, reason)

@@ -22,7 +22,7 @@ from rankscope_contract.msprobe.files import (
     parse_anomaly_tag,
 )
 from rankscope_ingest.importers.common.importer import Faults, ImportedRecord
-from rankscope_ingest.importers.common.lines import read_lines, refuse_no_text
+from rankscope_ingest.importers.common.lines import read_chunks, read_lines
 from rankscope_ingest.importers.common.values import Cut, JsonWindow, Malformed, whole
 from rankscope_ingest.importers.msprobe.discovery import Named, parse_name
 
@@ -35,30 +35,22 @@ _SMALL_LIMIT: Final = 1 << 31
 
 def _members(path: Path, faults: Faults) -> Iterator[tuple[int, str, Any]]:
     """Yield (line, key, value) of the object in the file at `path`. Of a damaged file, the part before the damage."""
-    window = JsonWindow(_chunks(path, faults))
-    try:
-        window.take("{")
-        while window.peek() != "}":
-            line = window.line_here
-            key = window.value()
-            window.take(":")
-            value = window.value()
-            yield line, str(key), value
-            if window.peek() == ",":
-                window.take(",")
-    except Cut:
-        faults.add(window.line_here, f"{path.name}: the file is truncated")
-    except Malformed as error:
-        faults.add(window.line_here, f"{path.name}: {error}")
-
-
-def _chunks(path: Path, faults: Faults) -> Iterator[bytes]:
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            if file.tell() <= _CHUNK_BYTES:
-                refuse_no_text(path, chunk[:4096])
-            faults.read_bytes += len(chunk)
-            yield chunk
+        window = JsonWindow(read_chunks(file, path, faults, _CHUNK_BYTES))
+        try:
+            window.take("{")
+            while window.peek() != "}":
+                line = window.line_here
+                key = window.value()
+                window.take(":")
+                value = window.value()
+                yield line, str(key), value
+                if window.peek() == ",":
+                    window.take(",")
+        except Cut:
+            faults.add(window.line_here, f"{path.name}: the file is truncated")
+        except Malformed as error:
+            faults.add(window.line_here, f"{path.name}: {error}")
 
 
 def read_structure(path: Path, faults: Faults, *, rank: int | None, source: str) -> Iterator[ImportedRecord]:

@@ -64,7 +64,7 @@ class OpenMetrics:
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield rows in order of time, whatever the order of the file: a grown file yields the same rows first."""
-        with Pivot() as pivot:
+        with Pivot.temporary() as pivot:
             _fill(pivot, path, faults)
             pivot.close()
             runs = pivot.runs()

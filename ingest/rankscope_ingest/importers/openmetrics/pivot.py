@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import duckdb
@@ -29,6 +29,7 @@ _SERIES_COLUMNS: Final = tuple(field.name for field in fields(Meaning))
 _SERIES_SCHEMA: Final = pa.schema(
     [("id", pa.uint64()), *((name, pa.int64() if name in _NUMBERS else pa.string()) for name in _SERIES_COLUMNS)]
 )
+_SAMPLE_SCHEMA: Final = pa.schema({"id": pa.uint64(), "line": pa.int64(), "ts": pa.int64(), "value": pa.float64()})
 _TENSOR_KEY: Final = (
     "rank", "kind", "tensor", '"index"', "vpp_stage", "micro_step", "call_seq", "placement", "shard_group",
 )  # fmt: skip
@@ -72,34 +73,28 @@ _OLDEST_FIRST: Final = "ts NULLS FIRST, CASE WHEN ts IS NULL THEN line END, id, 
 
 
 class Pivot:
-    """A temporary database of the samples of one file. It is a context manager that deletes the database."""
+    """A temporary database of the samples of one file. `temporary` creates it and deletes it at the end of a block."""
 
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rankscope-import-")
-        path = Path(self._folder.name)
-        self._duckdb = duckdb.connect(str(path / "samples.duckdb"))
-        self._duckdb.execute(
-            f"SET memory_limit = '{MEMORY_LIMIT}'; SET temp_directory = '{path}'; SET TimeZone = 'UTC'"
-        )
+    def __init__(self, connection: duckdb.DuckDBPyConnection, folder: str) -> None:
+        self._duckdb = connection
         columns = ", ".join(f'"{name}" {"BIGINT" if name in _NUMBERS else "VARCHAR"}' for name in _SERIES_COLUMNS)
         self._duckdb.execute(
+            f"SET memory_limit = '{MEMORY_LIMIT}'; SET temp_directory = '{folder}'; SET TimeZone = 'UTC'; "
             f"CREATE TABLE series_seen (id UBIGINT, {columns}); "
             "CREATE TABLE samples (id UBIGINT, line BIGINT, ts BIGINT, value DOUBLE)"
         )
         self._series: list[tuple[int, Meaning]] = []
-        self._ids: list[int] = []
-        self._lines: list[int] = []
-        self._times: list[int | None] = []
-        self._values: list[float] = []
+        self._samples: list[tuple[int, int, int | None, float]] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._duckdb.close()
-        self._folder.cleanup()
+    @classmethod
+    @contextmanager
+    def temporary(cls) -> Iterator[Self]:
+        """Provide a new database, and delete it at the end of the block."""
+        with (
+            tempfile.TemporaryDirectory(prefix="rankscope-import-") as folder,
+            duckdb.connect(str(Path(folder, "samples.duckdb"))) as connection,
+        ):
+            yield cls(connection, folder)
 
     def series(self, text: str, meaning: Meaning) -> int:
         """Store the meaning of the series with the name `text`, and return its id, which is the same in every file."""
@@ -110,11 +105,8 @@ class Pivot:
 
     def add(self, series: int, line: int, ts: int | None, value: float) -> None:
         """Add one sample."""
-        self._ids.append(series)
-        self._lines.append(line)
-        self._times.append(ts)
-        self._values.append(value)
-        if len(self._ids) >= CHUNK_ROWS:
+        self._samples.append((series, line, ts, value))
+        if len(self._samples) >= CHUNK_ROWS:
             self._flush()
 
     def close(self) -> None:
@@ -206,14 +198,8 @@ class Pivot:
             seen = pa.table(columns, schema=_SERIES_SCHEMA)
             self._duckdb.from_arrow(seen).insert_into("series_seen")
             self._series = []
-        if self._ids:
-            rows = pa.table(
-                {
-                    "id": pa.array(self._ids, pa.uint64()),
-                    "line": pa.array(self._lines, pa.int64()),
-                    "ts": pa.array(self._times, pa.int64()),
-                    "value": pa.array(self._values, pa.float64()),
-                }
-            )
+        if self._samples:
+            arrays = map(pa.array, zip(*self._samples, strict=True), _SAMPLE_SCHEMA.types)
+            rows = pa.Table.from_arrays(list(arrays), schema=_SAMPLE_SCHEMA)
             self._duckdb.from_arrow(rows).insert_into("samples")
-            self._ids, self._lines, self._times, self._values = [], [], [], []
+            self._samples = []
