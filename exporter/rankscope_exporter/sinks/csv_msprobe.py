@@ -95,10 +95,10 @@ class Csv(Sink):
         self._began = dt.datetime.now(dt.UTC)
         self._output = files.output_folder(options.folder)
         self._numbering = files.Numbering()
-        self._shown = files.naming(squash=options.squash_name)
+        self._naming = files.naming(squash=options.squash_name)
         self._chosen: Path | None = None
         self._files = _Files(options.steps_per_file)
-        self._tensor_lines = PlannedRows(_TensorLines, self._shown, options.ops)
+        self._tensor_lines = PlannedRows(_TensorLines, self._naming, options.ops)
         self._stacks: dict[str, str] = {}
 
     def put(self, record: StepRecord) -> None:
@@ -121,7 +121,7 @@ class Csv(Sink):
                 step = their_step(lines.rows.kind, ours, first)
                 yield lines.rows.family, step, lines.header, lines.at(step, columns["numel"], printed)
         step = their_step(None, ours, first)
-        for family, rows in feature_rows(record.features, self._shown).items():
+        for family, rows in feature_rows(record.features, self._naming).items():
             yield family, step, _feature_header(family, ops), _feature_lines(family, rows, step, ops, digits)
 
     def _write_stacks(self, modules: Iterable[Mapping[str, Any]]) -> None:

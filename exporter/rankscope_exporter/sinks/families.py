@@ -50,7 +50,7 @@ _UNKNOWN: Final = pa.scalar(math.nan, pa.float64())
 _FALSE: Final = pa.scalar(False, pa.bool_())
 
 T = TypeVar("T")
-Shown = Callable[[str, bool], str]
+Naming = Callable[[str, bool], str]
 """Returns the name of a tensor or module in the output; the second argument is True for a module."""
 
 
@@ -85,7 +85,7 @@ class FamilyRows:
 
 
 def family_rows(
-    entries: Sequence[PlanEntry], shown: Shown, ops: Sequence[frozenset[str]] | None = None
+    entries: Sequence[PlanEntry], naming: Naming, ops: Sequence[frozenset[str]] | None = None
 ) -> list[FamilyRows]:
     """Return the families of a plan with their rows in order. `ops` are the published statistics by entry or None."""
     members: dict[str, list[int]] = {}
@@ -97,13 +97,13 @@ def family_rows(
         family: frozenset(OPS) if ops is None else frozenset().union(*(ops[position] for position in positions))
         for family, positions in members.items()
     }
-    return [_one_family(family, listed, entries, shown, published[family]) for family, listed in members.items()]
+    return [_one_family(family, listed, entries, naming, published[family]) for family, listed in members.items()]
 
 
 def _one_family(
-    family: str, positions: list[int], entries: Sequence[PlanEntry], shown: Shown, ops: frozenset[str]
+    family: str, positions: list[int], entries: Sequence[PlanEntry], naming: Naming, ops: frozenset[str]
 ) -> FamilyRows:
-    keys = [_key(entries[position], shown) for position in positions]
+    keys = [_key(entries[position], naming) for position in positions]
     rivals = len(set(keys)) < len(keys)
     if rivals:  # msprobe keeps the last call; a row of a micro-batch precedes one of the whole step
         order = sorted(range(len(keys)), key=lambda place: _rank(entries[positions[place]], place))
@@ -124,8 +124,8 @@ def _rank(entry: PlanEntry, place: int) -> tuple[bool, int, int]:
     return entry.micro_step is None, -1 if entry.call_seq is None else -entry.call_seq, -place
 
 
-def _key(entry: PlanEntry, shown: Shown) -> tuple[int, str, int]:
-    name = entry.tensor if entry.kind in CALLS else shown(entry.tensor, entry.kind in _OF_MODULES)
+def _key(entry: PlanEntry, naming: Naming) -> tuple[int, str, int]:
+    name = entry.tensor if entry.kind in CALLS else naming(entry.tensor, entry.kind in _OF_MODULES)
     return entry.vpp_stage or 0, neutral(row_name(entry.kind, name, entry.index, entry.call_seq)), entry.micro_step or 0
 
 
@@ -136,9 +136,9 @@ def _described(entry: PlanEntry) -> tuple[int, str, str]:
 class PlannedRows(Generic[T]):
     """The rows of the current plan by family, prepared by `prepare` once per plan, with the chosen statistics."""
 
-    def __init__(self, prepare: Callable[[FamilyRows, Sequence[str]], T], shown: Shown, ops: Sequence[str]) -> None:
+    def __init__(self, prepare: Callable[[FamilyRows, Sequence[str]], T], naming: Naming, ops: Sequence[str]) -> None:
         self._prepare = prepare
-        self._shown = shown
+        self._naming = naming
         self._ops = ops
         self._plan = ""
         self._published: Sequence[frozenset[str]] | None = None
@@ -147,7 +147,7 @@ class PlannedRows(Generic[T]):
     def of(self, statistics: Statistics) -> Sequence[T]:
         """Return the prepared families of the plan of `statistics`."""
         if statistics.plan.hash != self._plan or statistics.ops is not self._published:
-            families = family_rows(statistics.plan.plan.entries, self._shown, statistics.ops)
+            families = family_rows(statistics.plan.plan.entries, self._naming, statistics.ops)
             chosen = [(rows, [op for op in self._ops if op in rows.ops]) for rows in families]
             self._prepared = [self._prepare(rows, ops) for rows, ops in chosen if ops]
             self._plan, self._published = statistics.plan.hash, statistics.ops
@@ -185,7 +185,7 @@ class FeatureRow:
     numbers: Mapping[str, float]
 
 
-def feature_rows(features: Iterable[Mapping[str, Any]], shown: Shown) -> dict[str, list[FeatureRow]]:
+def feature_rows(features: Iterable[Mapping[str, Any]], naming: Naming) -> dict[str, list[FeatureRow]]:
     """Return the rows of each family. The numbers of one module and micro-batch are one row."""
     found: dict[str, dict[tuple[int, str, int], dict[str, float]]] = {}
     for row in features:
@@ -193,7 +193,7 @@ def feature_rows(features: Iterable[Mapping[str, Any]], shown: Shown) -> dict[st
         if family is None:
             continue
         column = next(name for name, kind in FEATURE_COLUMNS[family].items() if kind == row["kind"])
-        name = neutral(feature_name(family, shown(row["module"], family != OTHER), row.get("index")))
+        name = neutral(feature_name(family, naming(row["module"], family != OTHER), row.get("index")))
         key = row.get("vpp_stage") or 0, name, row.get("micro_step") or 0
         numbers = found.setdefault(family, {}).setdefault(key, {})
         if row["value"] is not None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.sinks.base import Sink
+
+T = TypeVar("T")
 
 MOST_STEPS: Final = 10_000
 
@@ -64,29 +66,26 @@ class Api(Sink):
 
     def rows(self, *kinds: str, step: int | None = None) -> tuple[Row, ...]:
         """Return the statistics of `kinds` (default: all) at `step`, or at the last step with such statistics."""
-        for record in self._newest_first(step):
-            rows = tuple(rows_of(record, kinds))
-            if rows:
-                return rows
-        return ()
+        return self._latest(step, lambda record: rows_of(record, kinds))
 
     def features(self, *kinds: str, step: int | None = None) -> tuple[Mapping[str, Any], ...]:
         """Return the rows of `features` with these kinds, each with its `kind`, `module`, `index` and `value`.
 
         `kinds` and `step` have the same meaning as in `rows`.
         """
-        for record in self._newest_first(step):
-            rows = tuple(dict(row) for row in record.features if not kinds or row["kind"] in kinds)
-            if rows:
-                return rows
-        return ()
+        return self._latest(
+            step, lambda record: (dict(row) for row in record.features if not kinds or row["kind"] in kinds)
+        )
 
     def _kept(self) -> list[StepRecord]:
         with self._lock:
             return list(self._records)
 
-    def _newest_first(self, step: int | None) -> Iterator[StepRecord]:
-        return (record for record in reversed(self._kept()) if step is None or record.step == step)
+    def _latest(self, step: int | None, select: Callable[[StepRecord], Iterable[T]]) -> tuple[T, ...]:
+        for record in reversed(self._kept()):
+            if (step is None or record.step == step) and (found := tuple(select(record))):
+                return found
+        return ()
 
 
 def rows_of(record: StepRecord, kinds: tuple[str, ...]) -> Iterator[Row]:

@@ -172,8 +172,8 @@ class TensorBoard(Sink):
         self._folder = files.output_folder(options.folder) / f"rank{identity.rank}"
         self._file = f"events.out.tfevents.{int(time.time()):010d}.{identity.incarnation[:8]}"
         self._numbering = files.Numbering()
-        self._shown = files.naming(squash=options.squash_name)
-        self._tagged = PlannedRows(_Tagged, self._shown, options.ops)
+        self._naming = files.naming(squash=options.squash_name)
+        self._tagged = PlannedRows(_Tagged, self._naming, options.ops)
 
     def put(self, record: StepRecord) -> None:
         """Write the step."""
@@ -189,7 +189,7 @@ class TensorBoard(Sink):
             columns = columns_of(record.statistics)
             for tagged in self._tagged.of(record.statistics):
                 yield tagged.rows.family, their_step(tagged.rows.kind, ours, first), tagged.numbers(columns)
-        for family, rows in feature_rows(record.features, self._shown).items():
+        for family, rows in feature_rows(record.features, self._naming).items():
             numbers = [pair for row in rows for pair in _feature_numbers(family, row)]
             yield family, their_step(None, ours, first), numbers
 

@@ -79,7 +79,7 @@ _BY_PARAMETER: Final = {
 
 
 def is_of_the_tool(settings: Mapping[str, Any], ours: Collection[str]) -> bool:
-    """Return whether `settings` are the tool's: a key is one of its alone, or is misspelt and meant to be one."""
+    """Return whether `settings` are those of msprobe: a key exists in msprobe only or is a misspelling of one."""
     unknown = [key for key in settings if key not in ours]
     if any(key in KEYS for key in unknown):
         return True
