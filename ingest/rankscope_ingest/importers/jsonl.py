@@ -14,7 +14,6 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,12 +49,8 @@ class Kind(enum.StrEnum):
     NONE = "unparsable_lines"
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line and the object on it, if any."""
-
-    kind: Kind
-    document: Mapping[str, Any] | None = None
+Line = tuple[Kind, Mapping[str, Any] | None]
+"""The kind of a line and the object on it."""
 
 
 class JsonLines:
@@ -68,12 +63,12 @@ class JsonLines:
         if path.is_dir():
             return NOT_MINE
         lines = [parse_line(line) for line in sample_lines(path, head) if line.strip()]
-        objects = [line for line in lines if line.document is not None]
-        records = sum(_is_record(line.document) for line in objects if line.document)
+        objects = [(kind, document) for kind, document in lines if document is not None]
+        records = sum(_is_record(document) for _, document in objects if document)
         share = len(objects) / max(1, len(lines))
         if not objects or (not records and share < 0.5):  # programs and prose contain braces, too
             return NOT_MINE
-        because = f"{len(objects)} of {len(lines)} sampled lines are {objects[0].kind}, {records} are training records"
+        because = f"{len(objects)} of {len(lines)} sampled lines are {objects[0][0]}, {records} are training records"
         if _WHOLE_DOCUMENT in head[:4096] or not records:
             return Detection(0.3 * share, because)
         usual = 0.05 if path.suffix in _SUFFIXES else 0.0
@@ -86,17 +81,17 @@ class JsonLines:
 
         def documents(line_number: int, text: bytes) -> Sequence[Mapping[str, Any]]:
             nonlocal first
-            line = parse_line(text)
-            if line.kind is Kind.BLANK:
+            kind, document = parse_line(text)
+            if kind is Kind.BLANK:
                 counts[Kind.BLANK] += 1
                 return ()
-            if line.document is None or (first is Kind.JSON and line.kind is not Kind.JSON):
-                counts[Kind.OTHER_JSON if line.kind is Kind.OTHER_JSON else Kind.NONE] += 1
-                faults.add(line_number, f"{_reason(line)}: {shown(text)}")
+            if document is None or (first is Kind.JSON and kind is not Kind.JSON):
+                counts[Kind.OTHER_JSON if kind is Kind.OTHER_JSON else Kind.NONE] += 1
+                faults.add(line_number, f"{_reason(kind, document)}: {shown(text)}")
                 return ()
-            if first is None and _is_record(line.document):
-                first = line.kind
-            return (line.document,)
+            if first is None and _is_record(document):
+                first = kind
+            return (document,)
 
         yield from read_log(path, faults, documents, counts, max_bytes=MAX_LINE_BYTES)
 
@@ -105,20 +100,20 @@ def parse_line(line: bytes) -> Line:
     """Return the kind of `line` and the object on it."""
     text = line.strip()
     if not text:
-        return Line(Kind.BLANK)
+        return Kind.BLANK, None
     decoded = text.decode(errors="replace")
     try:
         document = DECODER.decode(decoded)
     except (json.JSONDecodeError, RecursionError):
         return _object_in_text(decoded)
-    return Line(Kind.JSON, document) if isinstance(document, dict) else Line(Kind.OTHER_JSON)
+    return (Kind.JSON, document) if isinstance(document, dict) else (Kind.OTHER_JSON, None)
 
 
 def _object_in_text(text: str) -> Line:
     """Return the object after other text. If a progress bar has overwritten the line, this is the last object."""
     begin, end = text.find("{", text.rfind("\r{") + 1), text.rfind("}") + 1
     if begin < 0 or end <= begin:
-        return Line(Kind.NONE)
+        return Kind.NONE, None
     inner = text[begin:end]
     kind = Kind.FOUND
     try:
@@ -127,8 +122,8 @@ def _object_in_text(text: str) -> Line:
         document, stop, kind = printed_dict(inner), end - begin, Kind.PRINTED
     # Two objects on a line come from two writers that interrupted each other; their parts cannot be separated.
     if stop != len(inner) or not isinstance(document, dict):
-        return Line(Kind.NONE)
-    return Line(kind, {**prefix_fields(text[:begin]), **document})
+        return Kind.NONE, None
+    return kind, {**prefix_fields(text[:begin]), **document}
 
 
 def _is_record(document: Mapping[str, Any]) -> bool:
@@ -140,10 +135,10 @@ def _is_record(document: Mapping[str, Any]) -> bool:
     )
 
 
-def _reason(line: Line) -> str:
-    if line.kind is Kind.OTHER_JSON:
+def _reason(kind: Kind, document: Mapping[str, Any] | None) -> str:
+    if kind is Kind.OTHER_JSON:
         return "JSON, but no object"
-    return "a printed dictionary among JSON lines" if line.document is not None else "not a JSON object"
+    return "a printed dictionary among JSON lines" if document is not None else "not a JSON object"
 
 
 class _NotAValueError(ValueError):

@@ -42,7 +42,7 @@ def data() -> Path:
     return DATA
 
 
-class Desk:
+class Logs:
     """One store with methods to import logs and to query it."""
 
     def __init__(self, folder: Path, writer: Any) -> None:
@@ -50,17 +50,17 @@ class Desk:
         self._writer = writer
         self._connection: Any = None
 
-    def bring(self, path: Path, *, run: str = "r", kind: str | None = None) -> ImportReport:
+    def import_log(self, path: Path, *, run: str = "r", kind: str | None = None) -> ImportReport:
         importer = find_importer(path) if kind is None else importers()[kind]
         return import_records(path, self._writer, importer, run=run)
 
-    def bring_again(self, path: Path, *, run: str = "r") -> ImportReport:
+    def import_again(self, path: Path, *, run: str = "r") -> ImportReport:
         """Import a log as the command does: with the stored facts about earlier imports."""
         with connect(self.folder / "store") as connection:
             known = known_imports(connection, run)
         return import_records(path, self._writer, find_importer(path), run=run, known=known)
 
-    def ask(self, query: str, **parameters: Any) -> list[dict[str, Any]]:
+    def query(self, query: str, **parameters: Any) -> list[dict[str, Any]]:
         self._connection = self._connection or connect(self.folder / "store")
         return self._connection.query(query, parameters or None).to_pylist()
 
@@ -70,7 +70,7 @@ class Desk:
 
     def value(self, query: str, **parameters: Any) -> Any:
         """Return the only value of the only row, None without a row."""
-        rows = self.ask(query, **parameters)
+        rows = self.query(query, **parameters)
         assert len(rows) <= 1, rows
         return next(iter(rows[0].values())) if rows else None
 
@@ -82,8 +82,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def logs(tmp_path: Path) -> Iterator[Logs]:
     with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
-        desk = Desk(tmp_path, writer)
-        yield desk
-        desk.close()
+        logs = Logs(tmp_path, writer)
+        yield logs
+        logs.close()

@@ -50,12 +50,12 @@ def text_of(kind, *values):
     return begin + "".join(row.format(step=step, value=value) for step, value in enumerate(values, 1)) + end
 
 
-def path_of(desk, kind, content):
-    return desk.write(f"out/Dec03_21-34-40-rank0-0123abcd/{SAMPLES[kind][0]}", content)
+def path_of(logs, kind, content):
+    return logs.write(f"out/Dec03_21-34-40-rank0-0123abcd/{SAMPLES[kind][0]}", content)
 
 
-def values(desk, kind):
-    rows = desk.ask(VALUE_OF.get(kind, "SELECT value FROM scalars WHERE name = 'loss' ORDER BY step"))
+def values(logs, kind):
+    rows = logs.query(VALUE_OF.get(kind, "SELECT value FROM scalars WHERE name = 'loss' ORDER BY step"))
     return [next(iter(row.values())) for row in rows]
 
 
@@ -70,32 +70,32 @@ def values(desk, kind):
     ],
     ids=["utf-16", "utf-16 without a mark", "gzip", "binary"],
 )
-def test_files_that_are_no_text_are_rejected_with_the_remedy(desk, kind, change, said):
-    path = path_of(desk, kind, change(text_of(kind, 1.0)))
+def test_files_that_are_no_text_are_rejected_with_the_remedy(logs, kind, change, said):
+    path = path_of(logs, kind, change(text_of(kind, 1.0)))
 
     with pytest.raises(IngestError, match=said):
-        desk.bring(path, kind=kind)
+        logs.import_log(path, kind=kind)
     with pytest.raises(IngestError, match=said):
         find_importer(path)
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-def test_byte_order_mark_and_crlf_change_nothing(desk, kind):
+def test_byte_order_mark_and_crlf_change_nothing(logs, kind):
     text = "\ufeff" + text_of(kind, 1.5, 2.5, 3.5).replace("\n", "\r\n")
-    path = path_of(desk, kind, text.encode())
+    path = path_of(logs, kind, text.encode())
 
     assert kind == find_importer(path).name
-    desk.bring(path)
-    assert [1.5, 2.5, 3.5] == values(desk, kind)
+    logs.import_log(path)
+    assert [1.5, 2.5, 3.5] == values(logs, kind)
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize(("nan", "infinity"), [("NaN", "Infinity"), ("NaN", "1e999")])
-def test_nan_infinity_and_overflow_are_values(desk, kind, nan, infinity):
+def test_nan_infinity_and_overflow_are_values(logs, kind, nan, infinity):
     infinity = infinity.replace("Infinity", "+Inf") if kind == "openmetrics" else infinity
-    report = desk.bring(path_of(desk, kind, text_of(kind, nan, infinity, 0.0)), kind=kind)
+    report = logs.import_log(path_of(logs, kind, text_of(kind, nan, infinity, 0.0)), kind=kind)
 
-    assert repr([math.nan, math.inf, 0.0]) == repr(values(desk, kind))
+    assert repr([math.nan, math.inf, 0.0]) == repr(values(logs, kind))
     assert 0 == report.malformed
 
 
@@ -130,15 +130,15 @@ def test_line_of_100_megabytes_is_counted_in_bounded_memory(tmp_path, readers, k
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "a/b\\c", "..", "con", "x" * 300, "学" * 90, "a\nb"])
-def test_hostile_names_write_no_file_outside_the_store(desk, name):
+def test_hostile_names_write_no_file_outside_the_store(logs, name):
     """Names of runs and quantities are values and never paths."""
-    before = set(desk.folder.parent.iterdir())
+    before = set(logs.folder.parent.iterdir())
     text = json.dumps({"step": 1, name: 2.0}) + "\n"
-    desk.bring(desk.write("log.jsonl", text), run=name, kind="jsonl")
+    logs.import_log(logs.write("log.jsonl", text), run=name, kind="jsonl")
 
-    assert [(name, 2.0)] == [tuple(row.values()) for row in desk.ask("SELECT run, value FROM scalars")]
-    assert {path.name for path in desk.folder.iterdir()} == {"store", "log.jsonl"}
-    assert before == set(desk.folder.parent.iterdir())
+    assert [(name, 2.0)] == [tuple(row.values()) for row in logs.query("SELECT run, value FROM scalars")]
+    assert {path.name for path in logs.folder.iterdir()} == {"store", "log.jsonl"}
+    assert before == set(logs.folder.parent.iterdir())
 
 
 def test_hostile_samples_cover_every_text_importer():

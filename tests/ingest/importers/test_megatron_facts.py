@@ -106,23 +106,23 @@ def as_printed(expected: Any, found: Any) -> Any:
     return found
 
 
-def test_every_recorded_fact_is_reproduced_by_a_query(recorded, desk):
+def test_every_recorded_fact_is_reproduced_by_a_query(recorded, logs):
     """S0-07 to S0-13: queries of the store give all results that scripts compute from such a log.
 
     S0-06 and contract 2: a second import of the whole file adds no row.
     """
     path, facts = recorded
-    first, second = desk.bring(path), desk.bring(path)
+    first, second = logs.import_log(path), logs.import_log(path)
 
     assert (first.records, 0) == (second.records, second.rows_stored)
     asked = {name: expected for name, expected in facts.items() if name not in PROSE}
     per_rank = asked.get("mean_elapsed_ms_per_rank", {})
     if set(per_rank.values()) == {0.0}:
         del asked["mean_elapsed_ms_per_rank"]
-    if desk.value("SELECT count(*) FROM scalars") == 0:
+    if logs.value("SELECT count(*) FROM scalars") == 0:
         assert {"iteration_records": 0} == asked
         return
-    (values,) = desk.ask("SELECT " + ", ".join(f'({QUERIES[name]}) AS "{name}"' for name in asked))
+    (values,) = logs.query("SELECT " + ", ".join(f'({QUERIES[name]}) AS "{name}"' for name in asked))
     found = {name: as_printed(expected, values[name]) for name, expected in asked.items()}
 
     assert asked == found

@@ -235,13 +235,13 @@ def test_byte_order_mark_and_crlf_change_nothing(tmp_path, begin, end):
     ],
 )
 @pytest.mark.parametrize("count", [1, 8])
-def test_numbers_out_of_range_are_stored_or_omitted(desk, head, count):
-    report = desk.bring(
-        desk.write("train.log", (head + "\n") * count + ROW.format(step=7, loss="2.0") + "\n"), kind="megatron"
+def test_numbers_out_of_range_are_stored_or_omitted(logs, head, count):
+    report = logs.import_log(
+        logs.write("train.log", (head + "\n") * count + ROW.format(step=7, loss="2.0") + "\n"), kind="megatron"
     )
 
     assert report.records >= 1
-    assert 2.0 == desk.value("SELECT value FROM scalars WHERE name = 'loss' AND step = 7")
+    assert 2.0 == logs.value("SELECT value FROM scalars WHERE name = 'loss' AND step = 7")
 
 
 def test_200000_partial_prefixes_do_not_hang_the_parser(tmp_path):

@@ -76,11 +76,11 @@ QUERIES = {
 }
 
 
-def test_every_fact_is_reproduced(desk, recorded):
+def test_every_fact_is_reproduced(logs, recorded):
     """S1-09 to S1-13, S1-18: values, absent values and progress, from the store only."""
     path, expected = recorded
-    desk.bring(path)
-    (found,) = desk.ask("SELECT " + ", ".join(f'({QUERIES[fact]}) AS "{fact}"' for fact in expected))
+    logs.import_log(path)
+    (found,) = logs.query("SELECT " + ", ".join(f'({QUERIES[fact]}) AS "{fact}"' for fact in expected))
     if found.get("all_keys"):
         found["all_keys"] = json.loads(found["all_keys"])
 

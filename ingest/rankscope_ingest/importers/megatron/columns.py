@@ -174,7 +174,7 @@ def _take_alike(table: _Pieces, numbers: Integers, shape: Shape, groups: list[Al
 
 
 def _take_by_form(lines: pa.Array, numbers: Integers, shape: Shape, groups: list[Alike]) -> Integers:
-    """Do the same for lines of many forms: lines that are equal apart from their values are grouped first."""
+    """Add lines of many forms to `groups`, grouped by their text without the values. Return the other numbers."""
     forms = _numpy(pc.replace_substring_regex(lines, _VALUES, "|").dictionary_encode().indices)
     order = np.argsort(forms, kind="stable")
     left = []

@@ -72,7 +72,7 @@ class OpenMetrics:
             if len(runs) <= 1:
                 yield from _blocks("scalars", pivot.scalars())
                 yield from _blocks("tensor_stats", pivot.tensors())
-            yield from _blocks("samples", pivot.samples(with_ours=len(runs) > 1))
+            yield from _blocks("samples", pivot.samples(with_rankscope=len(runs) > 1))
 
 
 def _fill(pivot: Pivot, path: Path, faults: Faults) -> None:

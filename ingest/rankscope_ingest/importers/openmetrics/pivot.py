@@ -174,9 +174,9 @@ class Pivot:
             f"(SELECT * REPLACE ({counts}) FROM ({placed}) {once}) ORDER BY ts NULLS FIRST, id, {key}"
         )
 
-    def samples(self, *, with_ours: bool) -> Iterator[pa.RecordBatch]:
-        """Return rows of `samples`, oldest first. `with_ours` includes Rankscope metrics, labelled by run."""
-        roles = "true" if with_ours else f"role = '{Role.SAMPLE}'"
+    def samples(self, *, with_rankscope: bool) -> Iterator[pa.RecordBatch]:
+        """Return rows of `samples`, oldest first. `with_rankscope` includes Rankscope metrics, labelled by run."""
+        roles = "true" if with_rankscope else f"role = '{Role.SAMPLE}'"
         return self._rows(
             f"SELECT ts, target, metric, labels, value FROM samples JOIN series USING (id) WHERE {roles} "
             f"ORDER BY {_OLDEST_FIRST}"

@@ -103,7 +103,7 @@ class EventRows:
         self._rewinds = rewinds
         self._rank, self._attempt, self._family = place.rank, place.attempt, place.family
         self._labels = dict(labels or {})
-        self._ours = False
+        self._is_export = False
         self._series: dict[bytes, _Series | None] = {}
         self._open: dict[tuple[Any, ...], Row] = {}  # rows of the current step, which consist of several events
         self._open_step: tuple[int, int] | None = None
@@ -147,7 +147,7 @@ class EventRows:
         yield from self.blocks()
 
     def _take_own_header(self, writer: bytes) -> None:
-        self._ours = True
+        self._is_export = True
         try:
             header = json.loads(writer[len(WRITER) :])
             rank, attempt = header["rank"], header["attempt"]
@@ -171,13 +171,13 @@ class EventRows:
                     self._add_note(common, value.tag, text)
                 continue
             row = {**common, "rank": self._rank if series.rank is None else series.rank, **series.columns}
-            if self._ours:
+            if self._is_export:
                 row["attempt"] = self._attempt
             elif not self._place(row, value.tag, series):
                 row["step"] = None
             if series.dataset != "tensor_stats":
                 self._add(series.dataset, {**row, "value": number * series.factor})
-            elif self._ours:
+            elif self._is_export:
                 self._add_own_statistic(begun, row, series, number)
             else:
                 self._add_foreign_statistic(row, series, number)
@@ -221,7 +221,7 @@ class EventRows:
     def _add_note(self, common: Row, tag: bytes, text: str) -> None:
         note = {
             "rank": self._rank,
-            "attempt": self._attempt + (0 if self._ours else self._rewinds.attempt),
+            "attempt": self._attempt + (0 if self._is_export else self._rewinds.attempt),
             "type": EventType.NOTE,
             "severity": Severity.INFO,
             "message": text[:_TEXT_CHARACTERS],
@@ -255,14 +255,14 @@ class EventRows:
         if plugin not in (b"", b"scalars") or len(value.tag) > MAX_TAG_BYTES:
             return None
         tag = _text(value.tag)
-        described = _described(value.metadata.summary_description) if self._ours else None
+        described = _described(value.metadata.summary_description) if self._is_export else None
         if described is not None:
             return described
         found = parse_tensor_tag(tag) or (parse_tree_tag(tag, self._family, self._rank) if self._family else None)
         if found is not None:
             columns = {name: getattr(found, name) for name in _TENSOR_COLUMNS}
-            columns["placement"] = PLACEMENT if self._ours else None
-            return _Series("tensor_stats", columns, found.op, rank=None if self._ours else found.rank)
+            columns["placement"] = PLACEMENT if self._is_export else None
+            return _Series("tensor_stats", columns, found.op, rank=None if self._is_export else found.rank)
         alias = canonical(tag)
         columns = {"name": alias.name, "unit": alias.unit, "labels": alias.labels(tag, self._labels)}
         return _Series("scalars", columns, factor=alias.factor, axis_is_step=not tag.endswith(_OTHER_AXES))
