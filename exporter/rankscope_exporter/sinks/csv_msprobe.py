@@ -129,24 +129,24 @@ class Csv(Sink):
         new = {row["module"]: row["stack"] for row in modules if row.get("stack")}
         if not new.keys() <= self._stacks.keys():
             known = {**new, **self._stacks}
-            rows = [f"{_quoted(neutral(name))},{_quoted(_neutral_lines(stack))}" for name, stack in known.items()]
+            rows = []
+            for name, stack in known.items():
+                lines = "\n".join(map(neutral, stack.split("\n")))
+                rows.append(f"{_quoted(neutral(name))},{_quoted(lines)}")
             files.create(self._folder() / STACKS_FILE, _octets("\n".join((",".join(STACKS_COLUMNS), *rows)) + "\n"))
             self._stacks = known
 
     def _folder(self) -> Path:
         """Return the folder of this rank. It is selected and created at the first write."""
         if self._chosen is None:
-            begun = self._options.begun
-            name = None if begun is None else self._continued(begun)
+            begun, name = self._options.begun, None
+            if begun is not None and self._output.is_dir():
+                folders = [path.name for path in self._output.iterdir() if path.is_dir()]
+                name = continued(folders, self._identity.rank, begun)
             tail = self._identity.incarnation[:8].rjust(8, "0")
             self._chosen = self._output / (name or folder_name(self._began, self._identity.rank, tail))
         self._chosen.mkdir(parents=True, exist_ok=True)
         return self._chosen
-
-    def _continued(self, begun: Window) -> str | None:
-        if not self._output.is_dir():
-            return None
-        return continued([path.name for path in self._output.iterdir() if path.is_dir()], self._identity.rank, begun)
 
 
 class _Files:
@@ -270,10 +270,6 @@ def _quoted(cell: str) -> str:
 def _joined(parts: Sequence[pa.Array | pa.Scalar]) -> str:
     lines = pc.binary_join_element_wise(*parts, _COMMA)
     return "\n".join(lines.to_pylist()) + "\n"
-
-
-def _neutral_lines(text: str) -> str:
-    return "\n".join(map(neutral, text.split("\n")))
 
 
 def _check_whole(name: str, value: Any, most: int) -> None:

@@ -81,7 +81,10 @@ class TextLog:
             return NOT_MINE
         sample = [line.decode(errors="replace") for line in sample_lines(path, head) if line.strip()]
         lines = [part for line in sample for part in bar_lines(line)]
-        records = [record for line in lines if (record := numbers_of(line)) and _is_typical(record)]
+        found = [record for line in lines if (record := numbers_of(line))]
+        records = [
+            record for record in found if len(record) > _MANY or any(canonical(key).name in _TYPICAL for key in record)
+        ]
         if len(records) < min(_FEWEST, len(lines)) or not records:
             return NOT_MINE
         because = f"{len(records)} of {len(lines)} sampled lines contain a step and its loss"
@@ -210,10 +213,6 @@ def _checkpoint(text: str) -> dict[str, Any] | None:
         return None
     step = _step(text)
     return None if step is None else {"event": EventType.CHECKPOINT, "step": step["step"], "line": text.strip()[:1000]}
-
-
-def _is_typical(record: dict[str, Any]) -> bool:
-    return len(record) > _MANY or any(canonical(key).name in _TYPICAL for key in record)
 
 
 IMPORTER = TextLog()

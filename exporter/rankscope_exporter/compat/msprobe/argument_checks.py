@@ -70,7 +70,8 @@ class Attachment:
         given = dict(named)
         names: tuple[str, ...] = ("model",)
         if len(positional) > 1:
-            names += AS_IN_THE_MANUAL if _is_number(positional[1]) else AS_IN_THE_CODE
+            is_count = isinstance(positional[1], float) or whole(positional[1]) is not None
+            names += AS_IN_THE_MANUAL if is_count else AS_IN_THE_CODE
         if len(positional) > len(names):
             raise ConfigError(f"{call} takes {len(names)} arguments by position, not {len(positional)}: name them")
         for name, value in zip(names, positional, strict=False):
@@ -122,10 +123,6 @@ def _check_names(given: Mapping[str, Any], known: Sequence[str], call: str) -> N
     unknown = [name for name in given if name not in known]
     if unknown:
         raise ConfigError(f"{call} has no argument {unknown[0]!r}; there are {', '.join(known)}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or whole(value) is not None
 
 
 def _type(value: Any) -> str:

@@ -183,7 +183,7 @@ def test_dynamic_on_has_no_effect_without_the_variable(trained):
 # Features and structure.
 
 
-def test_l2_targets_need_recording_l2_features(trained):
+def test_recording_l2_features_is_required_by_l2_targets(trained):
     on = trained(recording_l2_features=True, l2_targets={"linear_hook": ["head"]})
     off = trained(l2_targets={"linear_hook": ["head"]}, wg_distribution=True)
 
