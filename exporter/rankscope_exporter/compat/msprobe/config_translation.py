@@ -16,7 +16,7 @@ from typing import Any, Final
 from rankscope_contract.msprobe.csv_layout import OPS
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import check_keys
-from rankscope_exporter.compat.msprobe.tool_config import KEYS, WITHOUT_END, ToolSettings, rules_of
+from rankscope_exporter.compat.msprobe.settings import KEYS, WITHOUT_END, MsprobeSettings, rules_of
 from rankscope_exporter.model.name_patterns import regex_pattern
 from rankscope_exporter.model.parameter_names import plain_name
 
@@ -99,7 +99,7 @@ def translated(settings: Mapping[str, Any], ours: Collection[str]) -> dict[str, 
             raise ConfigError(f"{key} is not allowed{where}: msprobe's configuration has {word} for it")
     check_keys(settings, {*KEYS, *(name for name in ours if name not in _MSPROBE_KEYS)})
     additional = {key: value for key, value in settings.items() if key not in KEYS}
-    tool = ToolSettings.of({key: value for key, value in settings.items() if key in KEYS and value is not None})
+    tool = MsprobeSettings.of({key: value for key, value in settings.items() if key in KEYS and value is not None})
     switch = {"dynamic_on": tool.dynamic_on} if "dynamic_on" in settings else {}
     options = _options(tool)
     return {
@@ -117,7 +117,7 @@ def translated(settings: Mapping[str, Any], ours: Collection[str]) -> dict[str, 
     }
 
 
-def _options(tool: ToolSettings) -> Options:
+def _options(tool: MsprobeSettings) -> Options:
     """Return the options of each quantity that is measured."""
     chosen: Options = {}
     of_parameters = [parameter_pattern(target, squashed=tool.squash_name) for target in tool.targets]
@@ -143,7 +143,7 @@ def _options(tool: ToolSettings) -> Options:
     return {quantity: {**options, **common} for quantity, options in chosen.items()}
 
 
-def _activations(tool: ToolSettings) -> dict[str, Any]:
+def _activations(tool: MsprobeSettings) -> dict[str, Any]:
     options: dict[str, Any] = {name: True for name in ("forward_only", "backward_only") if getattr(tool, name)}
     if tool.targets:
         named = {module_pattern(name, squashed=tool.squash_name): parts for name, parts in tool.targets.items()}
@@ -157,7 +157,7 @@ def _collectives(given: Mapping[str, Any]) -> dict[str, Any]:
     return options | {name: True for name, key in named.items() if given.get(key)}
 
 
-def _features(tool: ToolSettings) -> Options:
+def _features(tool: MsprobeSettings) -> Options:
     """Return the quantities for `l2_targets`. For `linear_hook` an empty list means every layer, for others none."""
     hooks = {
         hook: [module_pattern(name, squashed=tool.squash_name) for name in names]
@@ -174,7 +174,7 @@ def _features(tool: ToolSettings) -> Options:
     return chosen
 
 
-def _sinks(tool: ToolSettings) -> dict[str, dict[str, Any]]:
+def _sinks(tool: MsprobeSettings) -> dict[str, dict[str, Any]]:
     """Return the sinks with their settings. Each sink uses the variable MONITOR_OUTPUT_DIR."""
     sinks: dict[str, dict[str, Any]] = {tool.format: {}}
     if tool.format == "csv":
@@ -190,7 +190,7 @@ def _sinks(tool: ToolSettings) -> dict[str, dict[str, Any]]:
     return sinks | ({"anomalies": {}} if tool.alert.get("dump") else {})
 
 
-def _remarks(tool: ToolSettings, *, measured: bool) -> list[str]:
+def _remarks(tool: MsprobeSettings, *, measured: bool) -> list[str]:
     remarks = {
         "cc_log_only: training continues after the calls of the first step are logged": tool.cc_distribution.get(
             "enable"

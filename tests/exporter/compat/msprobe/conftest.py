@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.exporter.compat.msprobe.tool_runs import Run, train
+from tests.exporter.compat.msprobe.monitored_runs import Run, train
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.exporter.compat.msprobe.tool_runs import Net, Run, batch, model
+from tests.exporter.compat.msprobe.monitored_runs import Net, Run, batch, model
 
-from rankscope_exporter.compat.msprobe.tool_config import KEYS
+from rankscope_exporter.compat.msprobe.settings import KEYS
 from rankscope_exporter.statistics.selection import ALL_OPS
 
 GRADIENTS = {"grad_unreduced", "grad_reduced"}
@@ -253,7 +253,7 @@ def test_stack_info_stores_the_call_stacks_of_modules(trained):
     rows = {row["module"]: row for row in trained(stack_info=True).dataset("modules")}
 
     assert {"", "layers.0.core", "head"} <= set(rows)
-    assert "tool_runs.py" in rows["head"]["stack"]
+    assert "monitored_runs.py" in rows["head"]["stack"]
 
 
 def test_print_struct_writes_the_structure_and_training_continues(trained, output):

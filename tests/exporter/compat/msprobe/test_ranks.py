@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.exporter.compat.msprobe.tool_runs import LONG_SECONDS, QUIET, adam, batch, left, model, train, write
+from tests.exporter.compat.msprobe.monitored_runs import LONG_SECONDS, QUIET, adam, batch, left, model, train, write
 from tests.programs import warm_processes
 from torch.nn.parallel import DistributedDataParallel
 

@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.exporter.compat.msprobe.tool_runs import LONG_SECONDS, QUIET, Run, adam, batch, left, model, train, write
+from tests.exporter.compat.msprobe.monitored_runs import (
+    LONG_SECONDS,
+    QUIET,
+    Run,
+    adam,
+    batch,
+    left,
+    model,
+    train,
+    write,
+)
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.compat.msprobe.tool_runs import QUIET, Run, adam, batch, left, model, wait_for
+from tests.exporter.compat.msprobe.monitored_runs import QUIET, Run, adam, batch, left, model, wait_for
 
 from rankscope_exporter import Monitor
 from rankscope_exporter.compat.msprobe import TrainerMon

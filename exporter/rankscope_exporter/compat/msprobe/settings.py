@@ -76,7 +76,7 @@ _MOST: Final = {"step_count_per_record": 1_000_000, "ndigits": _MOST_DIGITS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolSettings:
+class MsprobeSettings:
     """One configuration of msprobe. `of` creates and validates it."""
 
     targets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class ToolSettings:
         _expect(isinstance(self.alert.get("dump", False), bool), "alert.dump", "true or false", self.alert.get("dump"))
 
 
-KEYS: Final = tuple(item.name for item in fields(ToolSettings))
+KEYS: Final = tuple(item.name for item in fields(MsprobeSettings))
 """All keys of msprobe's configuration."""
 
 
