@@ -101,7 +101,10 @@ def known_imports(connection: Connection, run: str) -> list[KnownImport]:
 
 
 def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str | None = None) -> Source:
-    """Return the identity of the log at `path`: one of `known`, or a new one. `identity` names its content."""
+    """Return the identity of the log at `path`: that of one of the `known` logs, or a new one.
+
+    `identity` is a text that all versions of the log share, if its importer provides one.
+    """
     if identity is not None or path.is_dir():
         incarnation = incarnation_of(path, run) if identity is None else stream_of(run, identity)
         before = next((log for log in known if log.incarnation == incarnation), None)

@@ -41,7 +41,7 @@ TIMERS_PATTERN: Final = r"time \(ms\) \|"
 
 _TEMPLATES: Final = 3
 _VALUES: Final = r"^[^|]*\||:[^:|]*\|"
-"""The parts in which lines with equal keys differ: the text before the first bar, and the values."""
+"""The parts in which lines with equal keys may differ: the text before the first bar, and the values."""
 _NO_STOP: Final = 1 << 24
 _ENOUGH_LINES: Final = 4
 

@@ -109,7 +109,7 @@ class Companions:
     _timer: str = ""
 
     def read(self, line: str) -> tuple[list[Companion], bool]:
-        """Return the companions in a line, and whether Megatron or an error printed the line."""
+        """Return the scalars and events of a line, and whether the line is one of Megatron's or an error."""
         text = line.strip()
         label = _LABELS.match(text)
         bare = text[label.end() :] if label and "[Rank" not in label[0] else text

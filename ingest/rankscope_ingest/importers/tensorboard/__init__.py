@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MARK: Final = "tfevents"
 SETTLED_SECONDS: Final = 600.0
-"""The last step of a file that did not change for this time is complete."""
+"""If a file has not changed for this number of seconds, its last step is complete."""
 
 _VERSION_MARK: Final = b"brain.Event:"
 _SAMPLED_FILES: Final = 2_000
