@@ -141,18 +141,9 @@ class Numbering:
         rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         arrived = time.time_ns() // 1000
         for seq, record in enumerate(records, self.records):
-            common = {
-                "run": self.run,
-                "attempt": record.attempt,
-                "rank": record.rank,
-                "incarnation": self.incarnation,
-                "seq": seq,
-                "ordinal": arrived + seq,
-                "step": record.step,
-                "micro_step": record.micro_step,
-                "ts": record.ts,
-                "ts_origin": None if record.ts is None else record.ts_origin,
-            }
+            common = {name: getattr(record, name) for name in ("attempt", "rank", "step", "micro_step", "ts")}
+            common |= {"run": self.run, "incarnation": self.incarnation, "seq": seq, "ordinal": arrived + seq}
+            common["ts_origin"] = None if record.ts is None else record.ts_origin
             for dataset, own in record.rows.items():
                 rows[dataset] += [{**common, **row} for row in own]
         self.records += len(records)
@@ -192,7 +183,7 @@ class Numbering:
         return pa.Table.from_arrays(columns, schema=pa.schema(fields))
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass
 class _Intake:
     """One import: the log, its run, the other logs of its kind in the run, and the state between its batches."""
 
@@ -203,22 +194,20 @@ class _Intake:
     others: Sequence[KnownImport]
     appender: Appender
     evaluator: RuleEvaluator
-    extents: Extents = dataclasses.field(default_factory=Extents)
-    anomalies: int = 0
-    attempt: int | None = None
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The facts of the log about the run. A log may contain them before its first record."""
-    numberings: dict[str, Numbering] = dataclasses.field(default_factory=dict)
-    touched: dict[str, Numbering] = dataclasses.field(default_factory=dict)
-    waiting: dict[str, list[pa.Table]] = dataclasses.field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
+        self.extents = Extents()
+        self.anomalies = 0
         self.attempt = None if self.source.before is None else self.source.before.attempt
+        self.facts: dict[str, Any] = {}  # about the run; a log may contain them before its first record
+        self._numberings: dict[str, Numbering] = {}
+        self._touched: dict[str, Numbering] = {}
+        self._waiting: dict[str, list[pa.Table]] = defaultdict(list)
 
     @property
     def records(self) -> int:
         """The number of records read."""
-        return sum(numbering.records for numbering in self.numberings.values())
+        return sum(numbering.records for numbering in self._numberings.values())
 
     def batches(self, imported: Iterator[Imported], faults: Faults, progress: Progress | None) -> Iterator[Batch]:
         """Yield the imported rows in batches of about 500,000 rows, with rule events."""
@@ -230,14 +219,14 @@ class _Intake:
                 self.facts |= {name: value for name, value in named.items() if value is not None}
                 continue
             for dataset, table in self._tables(item).items():
-                self.waiting[dataset].append(table)
+                self._waiting[dataset].append(table)
                 rows += table.num_rows
             if progress:
                 progress(faults.read_bytes)
             if rows >= BATCH_ROWS:
                 yield self._batch()
                 rows = 0
-        if self.numberings:
+        if self._numberings:
             yield self._batch()
 
     def note(self, faults: Faults) -> KnownImport:
@@ -295,7 +284,7 @@ class _Intake:
         tables = numbering.block(item) if isinstance(item, ImportedBlock) else numbering.rows(item)
         watermark = self.appender.watermark(numbering.incarnation)
         is_stored = numbering.records - 1 <= watermark
-        self.touched[numbering.incarnation] = numbering
+        self._touched[numbering.incarnation] = numbering
         if self.attempt is None and tables:
             self.attempt = first_attempt(tables, self.others)
         tables = {name: _moved(table, self.attempt or 0) for name, table in tables.items()}
@@ -309,16 +298,16 @@ class _Intake:
         return evaluated
 
     def _numbering(self, source: str) -> Numbering:
-        if source not in self.numberings:
+        if source not in self._numberings:
             incarnation = self.source.incarnation
             if source:
                 incarnation = stream_of(incarnation, source)
-            self.numberings[source] = Numbering(run=self.run, incarnation=incarnation)
-        return self.numberings[source]
+            self._numberings[source] = Numbering(run=self.run, incarnation=incarnation)
+        return self._numberings[source]
 
     def _batch(self) -> Batch:
-        waiting, self.waiting = self.waiting, defaultdict(list)
-        touched, self.touched = self.touched, {}  # of a folder of many files, only those read since the last batch
+        waiting, self._waiting = self._waiting, defaultdict(list)
+        touched, self._touched = self._touched, {}  # of a folder of many files, only those read since the last batch
         watermarks = {incarnation: source.records - 1 for incarnation, source in touched.items() if source.records}
         return Batch(tables={name: _concat(name, tables) for name, tables in waiting.items()}, watermarks=watermarks)
 
