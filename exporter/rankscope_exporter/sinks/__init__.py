@@ -1,8 +1,8 @@
-"""Where a rank's numbers go beside the record channel, while training runs. A sink is added by adding a file.
+"""Sinks: outputs of a rank's records in addition to the record channel. To add a sink, add a module here.
 
-`MonitorConfig.sinks` names them, each with its settings: `{"csv": {"folder": "out"}, "api": {}}`. The publisher thread
-feeds every record that it has published to every sink, in order; the training thread never does. `Monitor.sink("api")`
-returns the sink itself, whose `rows(*kinds, step=None)` and `features(*kinds, step=None)` any thread may call.
+`MonitorConfig.sinks` contains their names and settings: `{"csv": {"folder": "out"}, "api": {}}`. The publisher thread
+passes each published record to every sink, in order; the training thread never calls a sink. `Monitor.sink("api")`
+returns the sink. Its methods `rows(*kinds, step=None)` and `features(*kinds, step=None)` may be called in any thread.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["Sink", "sink_class", "sink_classes"]
 
 
 def sink_classes() -> dict[str, type[Sink]]:
-    """Return every sink class by its name."""
+    """Return all sink classes by name."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return {cls.name: cls for cls in sorted(Sink.__subclasses__(), key=lambda cls: cls.name)}
 
 
 def sink_class(name: str) -> type[Sink]:
-    """Return the class of the sink `name`; a name that is none is answered with the nearest one."""
+    """Return the class of the sink `name`. Raises ConfigError with the nearest name for an unknown one."""
     classes = sink_classes()
     if name not in classes:
         hint = did_you_mean(name, classes)

@@ -1,6 +1,6 @@
 """Base class of a sink, and the dispatcher that feeds the sinks of a rank on the publisher thread.
 
-A sink that fails holds up neither training nor other sinks.
+A sink that fails delays neither training nor other sinks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from rankscope_exporter.records.step_record import StepRecord
 
 
 class Sink(CopiesDoNothing, abc.ABC):
-    """Takes the records of one rank between attach and detach.
+    """An output for the records of one rank between attach and detach.
 
-    A sink is made at attach and does no I/O then. `put` and `close` are called on the publisher thread alone. Whatever
-    they raise is counted and named by the caller, so a sink says nothing itself; what it has not written by the time
-    `put` returns it must be able to lose, since a process may be killed at any moment, or be forked.
+    A sink is created at attach and performs no I/O then. Only the publisher thread calls `put` and `close`. The caller
+    counts and logs their exceptions, so a sink logs nothing itself. Data that a sink has not written when `put` returns
+    may be lost: the process may be killed or forked at any time.
 
-    A copy is made of the same settings, and takes and holds no records.
+    A copy has the same settings, and neither receives nor keeps records.
     """
 
     name: ClassVar[str]
-    """What configurations call it."""
+    """The name of the sink in a configuration."""
     options_class: ClassVar[type[Any]]
-    """A frozen dataclass whose fields are the settings; it raises ValueError on what cannot be meant."""
+    """A frozen dataclass whose fields are the settings. It raises ValueError for an invalid value."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        """Keep what the sink is made of, for its copies."""
+        """Keep the arguments of the constructor, for copies of the sink."""
         made = super().__new__(cls)
         made._made_of = arguments, named
         return made
@@ -48,29 +48,30 @@ class Sink(CopiesDoNothing, abc.ABC):
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         arguments, named = state["_made_of"]
         type(self).__init__(self, *arguments, **named)
-        self.__dict__.update({**state, "is_copy": True, "put": _take_nothing, "close": _take_nothing})
+        self.__dict__.update({**state, "is_copy": True, "put": _do_nothing, "close": _do_nothing})
 
     @abc.abstractmethod
     def put(self, record: StepRecord) -> None:
-        """Take a record that was published; it is never changed afterwards, and may be kept."""
+        """Process a published record. Records do not change afterwards, so a sink may keep them."""
 
     def close(self) -> None:
-        """Take note that no record follows."""
+        """End the output: no record follows."""
 
 
-def _take_nothing(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     """Do nothing: `put` and `close` of a copy."""
 
 
-LONGEST_REST: Final = 256
-"""Records that a failing sink is spared between two attempts: a disk that has room again is found within these."""
+LONGEST_PAUSE: Final = 256
+"""The largest number of records that a failing sink skips between two attempts, for example while a disk is full."""
 
 
 class Sinks:
     """The sinks of one session.
 
-    A sink that raises loses that record, which is counted. It then misses the next one, after a second failure the
-    next two, then four, …, and is tried again; nothing is kept for it meanwhile.
+    If a sink raises an exception, the record is lost for it and counted. The sink then skips the next record; after
+    further failures in a row it skips 2, 4, 8, … records, at most 256, before the next attempt. Skipped records are
+    counted and not kept.
     """
 
     def __init__(self, sinks: Sequence[Sink], guard: Guard) -> None:
@@ -81,11 +82,11 @@ class Sinks:
 
     @property
     def missed(self) -> dict[str, int]:
-        """Return how many records each sink has not taken, by a name of the reason; without those that took all."""
+        """The number of records that sinks have missed, by `sink_<name>`. Others are omitted."""
         return {f"sink_{feed.sink.name}": feed.missed for feed in self._feeds if feed.missed}
 
     def put(self, record: StepRecord) -> None:
-        """Hand `record` to every sink."""
+        """Pass `record` to every sink."""
         if os.getpid() != self._process:  # a forked child must not write for its parent
             return
         for feed in self._feeds:
@@ -95,30 +96,30 @@ class Sinks:
                 self._guard.report(f"sink {feed.sink.name}", error)
 
     def close(self) -> None:
-        """Tell every sink that no record follows."""
+        """Close every sink."""
         if os.getpid() == self._process:
             for feed in self._feeds:
                 self._guard.call(f"sink {feed.sink.name}", feed.sink.close)
 
 
 class _Feed:
-    """One sink and how it has been doing."""
+    """One sink with the number of records that it missed and skips."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.missed = 0
-        self._rest = 0  # records to be spared
-        self._next_rest = 1
+        self._pause = 0  # number of records to skip
+        self._next_pause = 1
 
     def put(self, record: StepRecord) -> None:
-        if self._rest:
-            self._rest -= 1
+        if self._pause:
+            self._pause -= 1
             self.missed += 1
             return
         try:
             self.sink.put(record)
         except BaseException:
             self.missed += 1
-            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
+            self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
             raise
-        self._next_rest = 1
+        self._next_pause = 1

@@ -1,7 +1,8 @@
-"""CSV in the layout of the existing tool, written while training runs.
+"""Sink that writes CSV files in the layout of msprobe while training runs.
 
-Every step is on disk when the record has been taken: a new file appears whole, and lines are added to one that covers
-several steps. Nothing is buffered, so neither an exit nor an exception can lose a row that was published.
+Every step is on disk when `put` returns. A new file appears complete; lines are appended to a file that covers several
+steps. Nothing is buffered, so an exit or an exception loses no published row. Lines are built from columns with a few
+Arrow kernels per step.
 """
 
 from __future__ import annotations
@@ -12,36 +13,59 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from rankscope_contract.model.identity import Identity
-from rankscope_contract.msprobe.csv_layout import OPS, file_name, folder_name, neutral, their_step
+from rankscope_contract.msprobe.csv_layout import (
+    MICRO_STEP_FAMILIES,
+    OPS,
+    OTHER,
+    TENSOR_COLUMNS,
+    file_name,
+    folder_name,
+    neutral,
+    their_step,
+)
+from rankscope_contract.msprobe.files import CSV_KEYS, MICRO_STEP, STACKS_COLUMNS, STACKS_FILE
 from rankscope_contract.msprobe.folders import Window, continued, window
-from rankscope_exporter.records.step_record import Statistics, StepRecord
+from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink
-from rankscope_exporter.sinks.csv_lines import TensorLines, feature_header, feature_lines, quoted, texts
-from rankscope_exporter.sinks.families import columns_of, family_rows, feature_rows
+from rankscope_exporter.sinks.families import (
+    FEATURE_COLUMNS,
+    FamilyRows,
+    FeatureRow,
+    PlannedRows,
+    columns_of,
+    feature_rows,
+)
 
-STACKS_FILE: Final = "stack_info.csv"
 MOST_STEPS: Final = 1_000_000
 MOST_DIGITS: Final = 20
+
+_COMMA: Final = pa.scalar(",", pa.string())
+_EMPTY: Final = pa.scalar("", pa.string())
+_NAN: Final = pa.scalar("nan", pa.string())
+_BRACKETS: Final = (pa.scalar("[", pa.string()), pa.scalar("]", pa.string()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CsvOptions:
-    """Settings of the sink, those of the existing tool under our names."""
+    """Settings of the sink `csv`. They correspond to settings of msprobe."""
 
     folder: str | None = None
-    """MONITOR_OUTPUT_DIR, or ./monitor_output, where it is not given."""
+    """The output folder. Default: the variable MONITOR_OUTPUT_DIR, else ./monitor_output."""
     steps_per_file: int = 1
-    """Its step_count_per_record: files cover so many steps, counted from 0."""
+    """Steps per file, counted from 0. In msprobe: step_count_per_record."""
     digits: int | None = None
-    """Its ndigits: so many decimals. Without it every digit is there."""
+    """Largest number of decimals; null writes every digit. In msprobe: ndigits."""
     append_to: tuple[str, str] | None = None
-    """Its append_output: continue this rank's folder that was begun within these two times."""
+    """Continue the folder of this rank that was created between these two times. In msprobe: append_output."""
     squash_name: bool = False
-    """Leave away what wraps the model, as its squash_name does."""
+    """Remove the prefixes of wrappers from names. In msprobe: squash_name."""
     ops: tuple[str, ...] = OPS
-    """The columns of statistics, in order, as far as these are published."""
+    """The columns of statistics in order. Statistics that are not published are omitted."""
 
     def __post_init__(self) -> None:
         files.check_folder(self.folder)
@@ -55,12 +79,12 @@ class CsvOptions:
 
     @property
     def begun(self) -> Window | None:
-        """Return the window that `append_to` spans."""
+        """The times in `append_to`."""
         return None if self.append_to is None else window(self.append_to)
 
 
 class Csv(Sink):
-    """The sink."""
+    """The sink `csv`: the files of one rank in one folder."""
 
     name = "csv"
     options_class = CsvOptions
@@ -71,18 +95,16 @@ class Csv(Sink):
         self._began = dt.datetime.now(dt.UTC)
         self._output = files.output_folder(options.folder)
         self._numbering = files.Numbering()
-        self._shown = files.naming(squash=options.squash_name)
+        self._naming = files.naming(squash=options.squash_name)
         self._chosen: Path | None = None
         self._files = _Files(options.steps_per_file)
-        self._plan = ""
-        self._published: Sequence[frozenset[str]] | None = None
-        self._lines: Sequence[TensorLines] = ()
+        self._tensor_lines = PlannedRows(_TensorLines, self._naming, options.ops)
         self._stacks: dict[str, str] = {}
 
     def put(self, record: StepRecord) -> None:
-        """Write the step."""
+        """Write the step, and new call stacks."""
         first = self._numbering.first(record)
-        self._note_stacks(record.modules)
+        self._write_stacks(record.modules)
         if record.step is None:
             return
         for family, step, header, lines in self._families(record, record.step, first):
@@ -90,64 +112,52 @@ class Csv(Sink):
                 self._files.add(self._folder(), family, step, header, lines)
 
     def _families(self, record: StepRecord, ours: int, first: int) -> Iterator[tuple[str, int, str, str]]:
-        """Yield each family's name, step, header and lines."""
+        """Yield name, step, header and lines of each family."""
+        ops, digits = self._options.ops, self._options.digits
         if record.statistics is not None:
             columns = columns_of(record.statistics)
-            printed = {op: texts(columns[op], self._options.digits) for op in self._options.ops}
-            for lines in self._lines_of(record.statistics):
+            printed = {op: _texts(columns[op], digits) for op in ops}
+            for lines in self._tensor_lines.of(record.statistics):
                 step = their_step(lines.rows.kind, ours, first)
                 yield lines.rows.family, step, lines.header, lines.at(step, columns["numel"], printed)
-        for family, rows in feature_rows(record.features, self._shown).items():
-            step, ops = their_step(None, ours, first), self._options.ops
-            yield (
-                family,
-                step,
-                feature_header(family, ops),
-                feature_lines(family, rows, step, ops, self._options.digits),
-            )
+        step = their_step(None, ours, first)
+        for family, rows in feature_rows(record.features, self._naming).items():
+            yield family, step, _feature_header(family, ops), _feature_lines(family, rows, step, ops, digits)
 
-    def _lines_of(self, statistics: Statistics) -> Sequence[TensorLines]:
-        if statistics.plan.hash != self._plan or statistics.ops is not self._published:
-            families = family_rows(statistics.plan.plan.entries, self._shown, statistics.ops)
-            chosen = [(rows, [op for op in self._options.ops if op in rows.ops]) for rows in families]
-            self._lines = [TensorLines(rows, ops) for rows, ops in chosen if ops]
-            self._plan, self._published = statistics.plan.hash, statistics.ops
-        return self._lines
-
-    def _note_stacks(self, modules: Iterable[Mapping[str, Any]]) -> None:
-        """Write where modules were called from, once it is known of more of them."""
+    def _write_stacks(self, modules: Iterable[Mapping[str, Any]]) -> None:
+        """Write the call stacks of all modules if `modules` contains a new one."""
         new = {row["module"]: row["stack"] for row in modules if row.get("stack")}
         if not new.keys() <= self._stacks.keys():
             known = {**new, **self._stacks}
-            rows = [f"{quoted(neutral(name))},{quoted(_neutral_lines(stack))}" for name, stack in known.items()]
-            files.create(self._folder() / STACKS_FILE, _octets("\n".join(("module_name,stack_info", *rows)) + "\n"))
+            rows = []
+            for name, stack in known.items():
+                lines = "\n".join(map(neutral, stack.split("\n")))
+                rows.append(f"{_quoted(neutral(name))},{_quoted(lines)}")
+            files.create(self._folder() / STACKS_FILE, _octets("\n".join((",".join(STACKS_COLUMNS), *rows)) + "\n"))
             self._stacks = known
 
     def _folder(self) -> Path:
-        """Return the folder of this rank, which is there; chosen when there is something to write."""
+        """Return the folder of this rank. It is selected and created at the first write."""
         if self._chosen is None:
-            begun = self._options.begun
-            name = None if begun is None else self._continued(begun)
+            begun, name = self._options.begun, None
+            if begun is not None and self._output.is_dir():
+                folders = [path.name for path in self._output.iterdir() if path.is_dir()]
+                name = continued(folders, self._identity.rank, begun)
             tail = self._identity.incarnation[:8].rjust(8, "0")
             self._chosen = self._output / (name or folder_name(self._began, self._identity.rank, tail))
         self._chosen.mkdir(parents=True, exist_ok=True)
         return self._chosen
 
-    def _continued(self, begun: Window) -> str | None:
-        if not self._output.is_dir():
-            return None
-        return continued([path.name for path in self._output.iterdir() if path.is_dir()], self._identity.rank, begun)
-
 
 class _Files:
-    """The files of one folder, each of a family and some steps; where another header is needed, a further part."""
+    """The files of one folder. Each has the lines of a family and of some steps; another header starts a new part."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._current: dict[str, tuple[int, str, Path]] = {}  # by family: block, header, file
 
     def add(self, folder: Path, family: str, step: int, header: str, lines: str) -> None:
-        """Add lines of `step` to the file that they belong to."""
+        """Append the lines of `step` to their file."""
         path = self._path(folder, family, step // self._steps, header)
         try:
             files.append(path, _octets(lines), lines=True)
@@ -167,8 +177,99 @@ class _Files:
             part += 1
 
 
-def _neutral_lines(text: str) -> str:
-    return "\n".join(map(neutral, text.split("\n")))
+def _header(columns: Sequence[str], *, micro_steps: bool) -> str:
+    return ",".join((*CSV_KEYS, *((MICRO_STEP,) if micro_steps else ()), *columns)) + "\n"
+
+
+class _TensorLines:
+    """The lines of one family of a plan. The parts that are equal at every step are computed once."""
+
+    def __init__(self, rows: FamilyRows, ops: Sequence[str]) -> None:
+        self.rows = rows
+        micro_steps = rows.family in MICRO_STEP_FAMILIES or rows.has_micro_steps
+        self.header = _header((*ops, *TENSOR_COLUMNS[len(OPS) :]), micro_steps=micro_steps)
+        self._ops = ops
+        self._positions = pa.array(rows.positions, pa.int64())
+        self._first = pa.array([f"{vpp},{_quoted(name)}" for vpp, name, _ in rows.keys], pa.string())
+        self._micro = pa.array([str(micro) for _, _, micro in rows.keys], pa.string()) if micro_steps else None
+        self._numel = pa.array([elements for elements, _, _ in rows.described], pa.int64())
+        self._shape = pa.array([_quoted(shape) for _, shape, _ in rows.described], pa.string())
+        self._dtype = pa.array([_quoted(dtype) for _, _, dtype in rows.described], pa.string())
+
+    def at(self, step: int, numel: pa.Int64Array, printed: Mapping[str, pa.StringArray]) -> str:
+        """Return the lines at msprobe's `step`, empty if no tensor exists. `printed` has the columns of the plan."""
+        places = self.rows.there(numel)
+        if not len(places):
+            return ""
+        whole = len(places) == len(self._first)
+        first, micro, dtype = (
+            part if whole or part is None else part.take(places) for part in (self._first, self._micro, self._dtype)
+        )
+        positions = self._positions if whole else self._positions.take(places)
+        parts = [first, pa.scalar(str(step), pa.string()), *(() if micro is None else (micro,))]
+        parts += [printed[op].take(positions) for op in self._ops]
+        return _joined([*parts, self._shapes(places, numel.take(positions)), dtype])
+
+    def _shapes(self, places: pa.Int64Array, numel: pa.Int64Array) -> pa.StringArray:
+        """Return the shapes. A shape with another number of elements (another batch) is written as that number."""
+        shape, fits = self._shape.take(places), pc.equal(self._numel.take(places), numel)
+        if pc.all(fits).as_py():
+            return shape
+        opened, closed = _BRACKETS
+        flat = pc.binary_join_element_wise(opened, numel.cast(pa.string()), closed, _EMPTY)
+        return pc.if_else(fits, shape, flat)
+
+
+def _feature_header(family: str, ops: Sequence[str]) -> str:
+    """Return the header of a file of features."""
+    columns = (*ops, *TENSOR_COLUMNS[len(OPS) :]) if family == OTHER else tuple(FEATURE_COLUMNS[family])
+    return _header(columns, micro_steps=family in MICRO_STEP_FAMILIES)
+
+
+def _feature_lines(family: str, rows: Sequence[FeatureRow], step: int, ops: Sequence[str], digits: int | None) -> str:
+    """Return the lines of a family of features at msprobe's `step`."""
+    parts = [
+        pa.array([str(row.vpp_stage) for row in rows], pa.string()),
+        pa.array([_quoted(row.name) for row in rows], pa.string()),
+        pa.scalar(str(step), pa.string()),
+    ]
+    if family in MICRO_STEP_FAMILIES:
+        parts.append(pa.array([str(row.micro_step) for row in rows], pa.string()))
+    numbers = {
+        column: pa.array([row.numbers.get(column, float("nan")) for row in rows], pa.float32())
+        for column in FEATURE_COLUMNS[family]
+    }
+    if family == OTHER:
+        return _joined([*parts, *_as_statistics(numbers["norm"], ops, digits)])
+    return _joined([*parts, *(_texts(column, digits) for column in numbers.values())])
+
+
+def _as_statistics(value: pa.FloatArray, ops: Sequence[str], digits: int | None) -> list[pa.Array]:
+    """Return the columns that msprobe writes for one number: it computes every statistic of it."""
+    text = _texts(value, digits)
+    none, all_, zero = (pa.scalar(text, pa.string()) for text in ("0.0", "1.0", "0"))
+    constant = {"nans": zero, "zeros": pc.if_else(pc.equal(value, pa.scalar(0.0, pa.float32())), all_, none)}
+    described = (pa.scalar(text, pa.string()) for text in ("[]", "torch.float32"))
+    return [*(constant.get(op, text) for op in ops), *described]
+
+
+def _texts(numbers: pa.Array, digits: int | None) -> pa.StringArray:
+    """Return numbers as text: with at most `digits` decimals, or with as few as restore the exact number."""
+    if pa.types.is_integer(numbers.type):
+        return pc.fill_null(numbers.cast(pa.string()), _NAN)
+    if digits is not None:
+        numbers = pc.round(numbers.cast(pa.float64()), digits)
+    return pc.replace_substring_regex(numbers.cast(pa.string()), r"^(-?\d+)$", r"\1.0")
+
+
+def _quoted(cell: str) -> str:
+    """Return a cell with the quotes that CSV needs."""
+    return '"' + cell.replace('"', '""') + '"' if any(sign in cell for sign in ',"\n') else cell
+
+
+def _joined(parts: Sequence[pa.Array | pa.Scalar]) -> str:
+    lines = pc.binary_join_element_wise(*parts, _COMMA)
+    return "\n".join(lines.to_pylist()) + "\n"
 
 
 def _check_whole(name: str, value: Any, most: int) -> None:

@@ -1,8 +1,8 @@
-"""A measured step in the terms of the existing tool: its families, rows, names and statistics. Pure, and in columns.
+"""Convert a record into the families, rows, names and statistics of msprobe, as columns. No I/O.
 
-What is written of a row at every step is worked out once for each plan; a step then costs a few Arrow kernels, which
-leave the interpreter to the training. What our numbers cannot say in the tool's terms is `nan`, as in an export: beside
-a NaN its norm is NaN, beside an Inf it is Inf, and min, max and mean are not known.
+The parts of a row that are equal at every step are computed once per plan. A step then costs a few Arrow kernels, which
+release the GIL for the training. A value that msprobe computes and Rankscope does not know is `nan`, as in an export:
+with a NaN the norm is NaN, with an Inf it is Inf, and min, max and mean are unknown.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -35,13 +35,13 @@ FEATURE_COLUMNS: Final[dict[str, dict[str, str]]] = {
     **{family: dict(features.columns) for family, features in FEATURES.items()},
     OTHER: {"norm": DIRECTION},
 }
-"""Columns of the families of features, and the kind in each; `other` repeats its one number as every statistic."""
+"""The columns of each family of features with their kinds. `other` repeats its one number in every column."""
 
 _FAMILY_OF: Final = {str(kind): family for family, kinds in TENSOR_FAMILIES.items() for kind in kinds}
 _FAMILY_OF_FEATURE: Final = {kind: family for family, columns in FEATURE_COLUMNS.items() for kind in columns.values()}
 _OF_MODULES: Final = (Kind.ACT_IN, Kind.ACT_OUT, Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT)
 
-# Typed, since Arrow looks for pandas and dateutil whenever it has to guess a type, at half a millisecond a step.
+# With types: to infer a type, Arrow looks for pandas and dateutil, which takes 0.5 ms per step.
 _NONE: Final = pa.scalar(0, pa.int64())
 _NOTHING: Final = pa.scalar(0.0, pa.float32())
 _NAN: Final = pa.scalar(math.nan, pa.float32())
@@ -49,27 +49,30 @@ _INF: Final = pa.scalar(math.inf, pa.float32())
 _UNKNOWN: Final = pa.scalar(math.nan, pa.float64())
 _FALSE: Final = pa.scalar(False, pa.bool_())
 
-Shown = Callable[[str, bool], str]
-"""Returns how a tensor or module is called in the output; True for a module."""
+T = TypeVar("T")
+Naming = Callable[[str, bool], str]
+"""Returns the name of a tensor or module in the output; the second argument is True for a module."""
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyRows:
-    """The rows of one family in a plan, one beside the other; `positions` are theirs in the plan."""
+    """The rows of one family in a plan as columns. `positions` are their positions in the plan."""
 
     family: str
     kind: str
     positions: Sequence[int]
-    keys: Sequence[tuple[int, str, int]]  # vpp_stage, name, micro_step: of equal ones the first that is there counts
-    described: Sequence[tuple[int, str, str]]  # elements, shape, dtype
+    keys: Sequence[
+        tuple[int, str, int]
+    ]  # vpp_stage, name, micro_step; of rows with equal keys, the first existing one counts
+    described: Sequence[tuple[int, str, str]]  # number of elements, shape, dtype
     has_micro_steps: bool
     has_rivals: bool  # whether any two keys are equal
-    ops: frozenset[str]  # statistics that leave the rank, of any row
+    ops: frozenset[str]  # published statistics of any row
 
     def there(self, numel: pa.Int64Array) -> pa.Int64Array:
-        """Return the places, within this family, of the rows that exist at a step with these numbers of elements.
+        """Return the indices, within this family, of the rows that exist at a step, in the order of the plan.
 
-        They come in the order of the plan.
+        `numel` has the number of elements of every entry of the plan, null for a tensor that does not exist.
         """
         mine = numel.take(pa.array(self.positions, pa.int64()))
         places = pc.indices_nonzero(pc.is_valid(mine)).cast(pa.int64())
@@ -82,9 +85,9 @@ class FamilyRows:
 
 
 def family_rows(
-    entries: Sequence[PlanEntry], shown: Shown, ops: Sequence[frozenset[str]] | None = None
+    entries: Sequence[PlanEntry], naming: Naming, ops: Sequence[frozenset[str]] | None = None
 ) -> list[FamilyRows]:
-    """Return the families of a plan, each with its rows in the order of the plan; `ops` is by entry, None for all."""
+    """Return the families of a plan with their rows in order. `ops` are the published statistics by entry or None."""
     members: dict[str, list[int]] = {}
     for position, entry in enumerate(entries):
         family = _FAMILY_OF.get(entry.kind)
@@ -94,15 +97,15 @@ def family_rows(
         family: frozenset(OPS) if ops is None else frozenset().union(*(ops[position] for position in positions))
         for family, positions in members.items()
     }
-    return [_one_family(family, listed, entries, shown, published[family]) for family, listed in members.items()]
+    return [_one_family(family, listed, entries, naming, published[family]) for family, listed in members.items()]
 
 
 def _one_family(
-    family: str, positions: list[int], entries: Sequence[PlanEntry], shown: Shown, ops: frozenset[str]
+    family: str, positions: list[int], entries: Sequence[PlanEntry], naming: Naming, ops: frozenset[str]
 ) -> FamilyRows:
-    keys = [_key(entries[position], shown) for position in positions]
+    keys = [_key(entries[position], naming) for position in positions]
     rivals = len(set(keys)) < len(keys)
-    if rivals:  # the tool keeps the last call; a row of a micro-batch goes before one of the whole step
+    if rivals:  # msprobe keeps the last call; a row of a micro-batch precedes one of the whole step
         order = sorted(range(len(keys)), key=lambda place: _rank(entries[positions[place]], place))
         positions, keys = [positions[place] for place in order], [keys[place] for place in order]
     return FamilyRows(
@@ -121,8 +124,8 @@ def _rank(entry: PlanEntry, place: int) -> tuple[bool, int, int]:
     return entry.micro_step is None, -1 if entry.call_seq is None else -entry.call_seq, -place
 
 
-def _key(entry: PlanEntry, shown: Shown) -> tuple[int, str, int]:
-    name = entry.tensor if entry.kind in CALLS else shown(entry.tensor, entry.kind in _OF_MODULES)
+def _key(entry: PlanEntry, naming: Naming) -> tuple[int, str, int]:
+    name = entry.tensor if entry.kind in CALLS else naming(entry.tensor, entry.kind in _OF_MODULES)
     return entry.vpp_stage or 0, neutral(row_name(entry.kind, name, entry.index, entry.call_seq)), entry.micro_step or 0
 
 
@@ -130,11 +133,32 @@ def _described(entry: PlanEntry) -> tuple[int, str, str]:
     return math.prod(entry.shape), str(list(entry.shape)), dtype_text(entry.dtype) if entry.dtype else "nan"
 
 
-def columns_of(statistics: Statistics) -> dict[str, pa.Array]:
-    """Return the tool's statistics of every entry of the plan, and `numel`, null where the entry was absent.
+class PlannedRows(Generic[T]):
+    """The rows of the current plan by family, prepared by `prepare` once per plan, with the chosen statistics."""
 
-    What was measured and does not leave the rank is not in them, but for what it says of the others: beside a NaN that
-    nobody wanted counted, a norm is NaN.
+    def __init__(self, prepare: Callable[[FamilyRows, Sequence[str]], T], naming: Naming, ops: Sequence[str]) -> None:
+        self._prepare = prepare
+        self._naming = naming
+        self._ops = ops
+        self._plan = ""
+        self._published: Sequence[frozenset[str]] | None = None
+        self._prepared: Sequence[T] = ()
+
+    def of(self, statistics: Statistics) -> Sequence[T]:
+        """Return the prepared families of the plan of `statistics`."""
+        if statistics.plan.hash != self._plan or statistics.ops is not self._published:
+            families = family_rows(statistics.plan.plan.entries, self._naming, statistics.ops)
+            chosen = [(rows, [op for op in self._ops if op in rows.ops]) for rows in families]
+            self._prepared = [self._prepare(rows, ops) for rows, ops in chosen if ops]
+            self._plan, self._published = statistics.plan.hash, statistics.ops
+        return self._prepared
+
+
+def columns_of(statistics: Statistics) -> dict[str, pa.Array]:
+    """Return msprobe's statistics of every entry of the plan, and `numel`, which is null for an absent tensor.
+
+    Statistics that are measured and not published are used, but not returned: the norm of a tensor with a NaN is NaN,
+    also if the count of NaN is not published.
     """
     size = len(statistics.plan.plan.entries)
     counts = {op: statistics.counts.slice(COUNT_OPS.index(op) * size, size) for op in COUNT_OPS}
@@ -142,8 +166,8 @@ def columns_of(statistics: Statistics) -> dict[str, pa.Array]:
     measured = statistics.counts if statistics.measured is None else statistics.measured
     seen = {op: measured.slice(COUNT_OPS.index(op) * size, size) for op in ("nans", "infs")}
     has_nan, has_inf = (pc.fill_null(pc.greater(seen[op], _NONE), _FALSE) for op in ("nans", "infs"))
-    spoilt = pc.or_(has_nan, has_inf)
-    known = {op: pc.fill_null(pc.if_else(spoilt, _NAN, values[op]), _NAN) for op in VALUE_OPS}
+    not_finite = pc.or_(has_nan, has_inf)
+    known = {op: pc.fill_null(pc.if_else(not_finite, _NAN, values[op]), _NAN) for op in VALUE_OPS}
     norm = pc.if_else(pc.equal(counts["numel"], _NONE), _NOTHING, values["norm"])
     norm = pc.if_else(has_nan, _NAN, pc.if_else(has_inf, _INF, norm))
     share = pc.divide(counts["zeros"].cast(pa.float64()), counts["numel"].cast(pa.float64()))  # of nothing: 0 / 0
@@ -153,7 +177,7 @@ def columns_of(statistics: Statistics) -> dict[str, pa.Array]:
 
 @dataclass(frozen=True, slots=True)
 class FeatureRow:
-    """One row of a family of features: a number for each column that has one."""
+    """One row of a family of features. `numbers` has the columns with a value."""
 
     vpp_stage: int
     name: str
@@ -161,15 +185,15 @@ class FeatureRow:
     numbers: Mapping[str, float]
 
 
-def feature_rows(features: Iterable[Mapping[str, Any]], shown: Shown) -> dict[str, list[FeatureRow]]:
-    """Return the rows of each family; numbers of one module and micro-batch stand side by side."""
+def feature_rows(features: Iterable[Mapping[str, Any]], naming: Naming) -> dict[str, list[FeatureRow]]:
+    """Return the rows of each family. The numbers of one module and micro-batch are one row."""
     found: dict[str, dict[tuple[int, str, int], dict[str, float]]] = {}
     for row in features:
         family = _FAMILY_OF_FEATURE.get(row["kind"])
         if family is None:
             continue
         column = next(name for name, kind in FEATURE_COLUMNS[family].items() if kind == row["kind"])
-        name = neutral(feature_name(family, shown(row["module"], family != OTHER), row.get("index")))
+        name = neutral(feature_name(family, naming(row["module"], family != OTHER), row.get("index")))
         key = row.get("vpp_stage") or 0, name, row.get("micro_step") or 0
         numbers = found.setdefault(family, {}).setdefault(key, {})
         if row["value"] is not None:

@@ -1,7 +1,7 @@
-"""Output folders of sinks, the steps and names in them, and files that contain only complete writes.
+"""Output folders of sinks, step numbers and names in their files, and file writes that are complete or have no effect.
 
-Whatever stops the process, the next process can read the file or continue it. No file stays open between two writes: a
-forked child inherits nothing that it could write, and a file that was moved away is begun anew.
+However the process ends, the next process can read or continue a file. No file is open between two writes: a forked
+child inherits no open file, and a file that was moved away is created again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PORTION: Final = 4096
 
 
 def create(path: Path, data: bytes) -> None:
-    """Make the file at `path`; it is there with all of `data` or not at all."""
+    """Create the file at `path` with all of `data`. If that fails, no file is created."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb", buffering=0) as file:
@@ -33,9 +33,9 @@ def create(path: Path, data: bytes) -> None:
 
 
 def append(path: Path, data: bytes, *, lines: bool = False) -> None:
-    """Add to the file at `path` all of `data` or, where that fails, nothing. Raises FileNotFoundError.
+    """Append all of `data` to the file at `path`. If that fails, the file is unchanged. Raises FileNotFoundError.
 
-    Of a file of `lines` whose last one has no line feed, that one is what a killed writer left, and is taken away.
+    In a file of `lines`, a last line without a line feed was left by a killed writer and is removed.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -54,7 +54,7 @@ def append(path: Path, data: bytes, *, lines: bool = False) -> None:
 
 
 def first_line(path: Path) -> bytes | None:
-    """Return the first line of a file with its line feed; None where there is no file."""
+    """Return the first line of a file with its line feed, None if the file does not exist."""
     try:
         with path.open("rb") as file:
             return file.readline(_PORTION)
@@ -63,7 +63,7 @@ def first_line(path: Path) -> bytes | None:
 
 
 def _whole_lines(descriptor: int, end: int) -> int:
-    """Return where the last whole line ends."""
+    """Return the offset of the end of the last complete line."""
     while end:
         start = max(0, end - _PORTION)
         found = os.pread(descriptor, end - start, start).rfind(b"\n")
@@ -84,21 +84,21 @@ DEFAULT_FOLDER: Final = "./monitor_output"
 
 
 def output_folder(given: str | None, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return where output goes, an absolute path: the training may change its working directory."""
+    """Return the output folder as an absolute path, because the training may change its working directory."""
     path = Path(given or environment.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
-    with contextlib.suppress(RuntimeError):  # nobody of that name: the folder is called so
+    with contextlib.suppress(RuntimeError):  # no such user: the name of the folder begins with ~
         path = path.expanduser()
     return path.absolute()
 
 
 def check_folder(folder: Any) -> None:
-    """Raise ValueError for what is no path."""
+    """Raise ValueError for a value that is no path."""
     if folder is not None and not (isinstance(folder, str) and folder and "\0" not in folder):
         raise ValueError(f"folder is a path, not {folder!r}; without it {FOLDER_VARIABLE} or {DEFAULT_FOLDER}")
 
 
 def check_truth(name: str, value: Any) -> None:
-    """Raise ValueError for what is neither true nor false."""
+    """Raise ValueError for a value that is neither true nor false."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is true or false, not {value!r}")  # noqa: TRY004 - becomes a ConfigError
 
@@ -118,13 +118,13 @@ def chosen_ops(ops: Any) -> tuple[str, ...]:
 
 
 class Numbering:
-    """How the steps of this process are numbered: the tool's first is 0, ours is 1 unless a step 0 came first."""
+    """The step numbers of this process. msprobe's first step is 0; Rankscope's is 1, or 0 if recorded first."""
 
     def __init__(self) -> None:
         self._first: int | None = None
 
     def first(self, record: StepRecord) -> int:
-        """Return our number of the tool's step 0; decided by the first record that has a step."""
+        """Return the Rankscope number of msprobe's step 0, which the first record with a step determines."""
         if self._first is None:
             if record.step is None:
                 return 1
@@ -133,7 +133,7 @@ class Numbering:
 
 
 def naming(*, squash: bool) -> Callable[[str, bool], str]:
-    """Return how parameters and modules are called in the output, each sort with names of its own."""
+    """Return the function for the names of parameters and modules in the output. Both kinds have separate names."""
     if not squash:
         return lambda name, _is_module: name
     parameters, modules = Squash(), Squash()

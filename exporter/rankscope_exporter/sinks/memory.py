@@ -1,16 +1,16 @@
-"""Keeps the rows of the last measured steps in memory, for code in the training process that asks for them.
+"""Sink that keeps the rows of the last measured steps in memory, for code in the training process.
 
-The rows are those that the store gets, so they are there once a step is published: while training is at step n, the
-newest are usually those of step n - 1.
+The rows are those that the store receives, so they are available after the step is published: while training is at step
+n, the newest rows are usually those of step n - 1.
 """
 
 from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.kinds import COUNT_OPS
@@ -18,15 +18,17 @@ from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.sinks.base import Sink
 
+T = TypeVar("T")
+
 MOST_STEPS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiOptions:
-    """Settings of the sink."""
+    """Settings of the sink `api`."""
 
     steps: int = 8
-    """How many measured steps are kept; 56 bytes of each for every tensor."""
+    """Number of measured steps to keep. Each takes 56 bytes per tensor."""
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or not 1 <= self.steps <= MOST_STEPS:
@@ -35,7 +37,7 @@ class ApiOptions:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The statistics of one tensor at one step: `numbers` by the names in `kinds`, None for what does not exist."""
+    """The statistics of one tensor at one step. `numbers` has the statistics by name, None for an unknown one."""
 
     step: int
     entry: PlanEntry
@@ -43,7 +45,7 @@ class Row:
 
 
 class Api(Sink):
-    """The sink. Thread-safe."""
+    """The sink `api`: the latest records of one rank. Thread-safe."""
 
     name = "api"
     options_class = ApiOptions
@@ -53,41 +55,41 @@ class Api(Sink):
         self._lock = threading.Lock()
 
     def put(self, record: StepRecord) -> None:
-        """Keep a measured step, and let go of the oldest."""
+        """Keep a measured step and drop the oldest one."""
         if record.step is not None and (record.statistics is not None or record.features):
             with self._lock:
                 self._records.append(record)
 
     def steps(self) -> tuple[int, ...]:
-        """Return the numbers of the steps that are kept, oldest first."""
+        """Return the numbers of the kept steps, oldest first."""
         return tuple(record.step for record in self._kept() if record.step is not None)
 
     def rows(self, *kinds: str, step: int | None = None) -> tuple[Row, ...]:
-        """Return the statistics of `kinds` (all without any) at `step`, or at the last one that has some."""
-        for record in self._newest_first(step):
-            rows = tuple(rows_of(record, kinds))
-            if rows:
-                return rows
-        return ()
+        """Return the statistics of `kinds` (default: all) at `step`, or at the last step with such statistics."""
+        return self._latest(step, lambda record: rows_of(record, kinds))
 
     def features(self, *kinds: str, step: int | None = None) -> tuple[Mapping[str, Any], ...]:
-        """Return rows of `features` in the same way, each with its `kind`, `module`, `index` and `value`."""
-        for record in self._newest_first(step):
-            rows = tuple(dict(row) for row in record.features if not kinds or row["kind"] in kinds)
-            if rows:
-                return rows
-        return ()
+        """Return the rows of `features` with these kinds, each with its `kind`, `module`, `index` and `value`.
+
+        `kinds` and `step` have the same meaning as in `rows`.
+        """
+        return self._latest(
+            step, lambda record: (dict(row) for row in record.features if not kinds or row["kind"] in kinds)
+        )
 
     def _kept(self) -> list[StepRecord]:
         with self._lock:
             return list(self._records)
 
-    def _newest_first(self, step: int | None) -> Iterator[StepRecord]:
-        return (record for record in reversed(self._kept()) if step is None or record.step == step)
+    def _latest(self, step: int | None, select: Callable[[StepRecord], Iterable[T]]) -> tuple[T, ...]:
+        for record in reversed(self._kept()):
+            if (step is None or record.step == step) and (found := tuple(select(record))):
+                return found
+        return ()
 
 
 def rows_of(record: StepRecord, kinds: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the statistics of `kinds` (all without any) in a record."""
+    """Yield the statistics of `kinds` (default: all) in a record."""
     statistics = record.statistics
     if statistics is None or record.step is None:
         return
@@ -99,7 +101,7 @@ def rows_of(record: StepRecord, kinds: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _numbers(statistics: Statistics, position: int) -> dict[str, float | int | None] | None:
-    """Return the numbers at `position` of the plan; None where the tensor was absent."""
+    """Return the numbers at `position` of the plan, None if the tensor did not exist."""
     size = len(statistics.plan.plan.entries)
     counts = {op: statistics.counts[place * size + position].as_py() for place, op in enumerate(COUNT_OPS)}
     if counts["numel"] is None:

@@ -1,10 +1,10 @@
-"""Event files for TensorBoard, in the layout of msprobe's own conversion of its CSV files; without protobuf.
+"""Sink that writes TensorBoard event files in the layout of msprobe's conversion of its CSV files, without protobuf.
 
     <folder>/rank<R>/<family>/events.out.tfevents.<seconds>.<8 hex>      tag vp<stage>:<name>[:micro<m>]/<statistic>
 
-Steps are those of msprobe, from 0 on. Every step is on disk when `write` returns. A file is a row of records: length,
-check sum, an `Event` message, check sum. A message consists of the constant bytes of its tags, known once for each
-plan, and of four bytes for each number.
+Steps are those of msprobe, from 0 on. Every step is on disk when `put` returns. A file is a sequence of records:
+length, checksum, an `Event` message, checksum. A message consists of the constant bytes of its tags, which are computed
+once per plan, and of four bytes for each number.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import pyarrow as pa
 
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.msprobe.csv_layout import MICRO_STEP_FAMILIES, OPS, OTHER, plain, their_step
-from rankscope_exporter.records.step_record import Statistics, StepRecord
+from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink
-from rankscope_exporter.sinks.families import FamilyRows, FeatureRow, columns_of, family_rows, feature_rows
+from rankscope_exporter.sinks.families import FamilyRows, FeatureRow, PlannedRows, columns_of, feature_rows
 
 WALL_TIME: Final = b"\x09"  # field 1 of Event, a double
 STEP: Final = b"\x10"  # field 2, a varint
@@ -36,7 +36,7 @@ VALUE: Final = b"\x0a"  # field 1 of Summary
 TAG: Final = b"\x0a"  # field 1 of Value
 SIMPLE_VALUE: Final = b"\x15"  # field 2 of Value, a float
 
-_START: Final = b"\x08\x01"  # field 1 of SessionLog: what earlier files hold from this step on is gone
+_START: Final = b"\x08\x01"  # field 1 of SessionLog: readers discard the steps of earlier files from this step on
 _NUMBER: Final = struct.Struct("<f")
 _LENGTH: Final = struct.Struct("<Q")
 _SUM: Final = struct.Struct("<I")
@@ -46,19 +46,19 @@ _LARGEST: Final = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 
 
 def beginning(seconds: float, step: int) -> bytes:
-    """Return how a file begins whose first number is of `step`."""
+    """Return the first bytes of a file whose first number belongs to `step`."""
     version = WALL_TIME + _DOUBLE.pack(seconds) + _with_length(FILE_VERSION, b"brain.Event:2")
     return _record(version) + _record(_head(seconds, step) + _with_length(SESSION_LOG, _START))
 
 
 def value_head(tag: str) -> bytes:
-    """Return what precedes the four bytes of a number under `tag`."""
+    """Return the bytes before the four bytes of a number with the tag `tag`."""
     named = _with_length(TAG, tag.encode("utf-8", "replace")) + SIMPLE_VALUE
     return VALUE + _varint(len(named) + _NUMBER.size) + named
 
 
 def event(seconds: float, step: int, numbers: Iterable[tuple[bytes, float]]) -> bytes:
-    """Return the record of one moment: each number behind what `value_head` gave for it."""
+    """Return the record of one step: each number is preceded by the bytes that `value_head` returned for its tag."""
     values = b"".join(head + _number(number) for head, number in numbers)
     return _record(_head(seconds, step) + _with_length(SUMMARY, values))
 
@@ -70,7 +70,7 @@ def _head(seconds: float, step: int) -> bytes:
 def _number(number: float) -> bytes:
     try:
         return _NUMBER.pack(number)
-    except OverflowError:  # a count, or a double, that a float cannot hold
+    except OverflowError:  # a count or a double out of the range of float32
         return _NUMBER.pack(_LARGEST if number > 0 else -_LARGEST)
 
 
@@ -93,14 +93,14 @@ def _record(data: bytes) -> bytes:
 
 
 def _masked_sum(data: bytes) -> int:
-    """Return CRC-32C of `data`, rotated and shifted as the format wants it."""
+    """Return CRC-32C of `data`, rotated and masked as the format requires."""
     crc = _crc_function()(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 @functools.cache
 def _crc_function() -> Callable[[bytes], int]:
-    """Return what computes CRC-32C: a library where there is one, which costs a fiftieth."""
+    """Return a function for CRC-32C: of google-crc32c if it is installed, which is 50 times faster."""
     try:
         from google_crc32c import value  # noqa: PLC0415 - only where event files are written
     except ImportError:
@@ -110,7 +110,7 @@ def _crc_function() -> Callable[[bytes], int]:
 
 
 def crc32c(data: bytes) -> int:
-    """Return CRC-32C of `data`, four octets at a time."""
+    """Return CRC-32C of `data`, computed four bytes at a time."""
     low, high = _pair_tables()
     crc = 0xFFFFFFFF
     for word in memoryview(data[: len(data) & ~3]).cast("I") if sys.byteorder == "little" else ():
@@ -124,7 +124,7 @@ def crc32c(data: bytes) -> int:
 
 @functools.cache
 def _pair_tables() -> tuple[array[int], array[int]]:
-    """Return what each two octets become after two and after four octets."""
+    """Return the tables of the checksums of two bytes after two and after four bytes."""
     table = _table()
     two = [table[table[pair & 0xFF] & 0xFF ^ pair >> 8] ^ table[pair & 0xFF] >> 8 for pair in range(1 << 16)]
     four = (two[crc & 0xFFFF] ^ crc >> 16 for crc in two)
@@ -139,21 +139,21 @@ def _table() -> tuple[int, ...]:
 
 
 EVENT_VALUES: Final = 2_000
-"""Numbers in one record: readers skip records of many megabytes."""
+"""The largest number of numbers in one record: readers skip records of many megabytes."""
 
 Numbers = Sequence[tuple[bytes, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBoardOptions:
-    """Settings of the sink."""
+    """Settings of the sink `tensorboard`."""
 
     folder: str | None = None
-    """MONITOR_OUTPUT_DIR, or ./monitor_output, where it is not given."""
+    """The output folder. Default: the variable MONITOR_OUTPUT_DIR, else ./monitor_output."""
     squash_name: bool = False
-    """Leave away what wraps the model, as the existing tool's squash_name does."""
+    """Remove the prefixes of wrappers from names. In msprobe: squash_name."""
     ops: tuple[str, ...] = OPS
-    """The statistics that are written, as far as they are published."""
+    """The statistics to write. Statistics that are not published are omitted."""
 
     def __post_init__(self) -> None:
         files.check_folder(self.folder)
@@ -162,7 +162,7 @@ class TensorBoardOptions:
 
 
 class TensorBoard(Sink):
-    """The sink."""
+    """The sink `tensorboard`: the event files of one rank, one per family."""
 
     name = "tensorboard"
     options_class = TensorBoardOptions
@@ -172,10 +172,8 @@ class TensorBoard(Sink):
         self._folder = files.output_folder(options.folder) / f"rank{identity.rank}"
         self._file = f"events.out.tfevents.{int(time.time()):010d}.{identity.incarnation[:8]}"
         self._numbering = files.Numbering()
-        self._shown = files.naming(squash=options.squash_name)
-        self._plan = ""
-        self._published: Sequence[frozenset[str]] | None = None
-        self._tagged: Sequence[_Tagged] = ()
+        self._naming = files.naming(squash=options.squash_name)
+        self._tagged = PlannedRows(_Tagged, self._naming, options.ops)
 
     def put(self, record: StepRecord) -> None:
         """Write the step."""
@@ -189,19 +187,11 @@ class TensorBoard(Sink):
     def _families(self, record: StepRecord, ours: int, first: int) -> Iterator[tuple[str, int, Numbers]]:
         if record.statistics is not None:
             columns = columns_of(record.statistics)
-            for tagged in self._tagged_of(record.statistics):
+            for tagged in self._tagged.of(record.statistics):
                 yield tagged.rows.family, their_step(tagged.rows.kind, ours, first), tagged.numbers(columns)
-        for family, rows in feature_rows(record.features, self._shown).items():
+        for family, rows in feature_rows(record.features, self._naming).items():
             numbers = [pair for row in rows for pair in _feature_numbers(family, row)]
             yield family, their_step(None, ours, first), numbers
-
-    def _tagged_of(self, statistics: Statistics) -> Sequence[_Tagged]:
-        if statistics.plan.hash != self._plan or statistics.ops is not self._published:
-            families = family_rows(statistics.plan.plan.entries, self._shown, statistics.ops)
-            chosen = [(rows, [op for op in self._options.ops if op in rows.ops]) for rows in families]
-            self._tagged = [_Tagged(rows, ops) for rows, ops in chosen if ops]
-            self._plan, self._published = statistics.plan.hash, statistics.ops
-        return self._tagged
 
     def _write(self, family: str, seconds: float, step: int, numbers: Numbers) -> None:
         starts = range(0, len(numbers), EVENT_VALUES)
@@ -215,7 +205,7 @@ class TensorBoard(Sink):
 
 
 class _Tagged:
-    """The rows of one family with the bytes of their tags."""
+    """The rows of one family with the constant bytes of their tags."""
 
     def __init__(self, rows: FamilyRows, ops: Sequence[str]) -> None:
         self.rows = rows
@@ -224,7 +214,7 @@ class _Tagged:
         self._heads = {op: [value_head(f"{name}/{op}") for name in names] for op in ops}
 
     def numbers(self, columns: dict[str, Any]) -> Numbers:
-        """Return the numbers of the rows that are there, with their tags; a count that is not known has none."""
+        """Return the numbers of the existing rows with the bytes of their tags. Unknown counts are omitted."""
         listed = self.rows.there(columns["numel"]).to_pylist()
         positions = pa.array([self.rows.positions[place] for place in listed], pa.int64())
         return [
@@ -237,12 +227,12 @@ class _Tagged:
 
 def _feature_numbers(family: str, row: FeatureRow) -> Numbers:
     name = _named(row.vpp_stage, row.name, row.micro_step if family in MICRO_STEP_FAMILIES else None)
-    # The one number of `other` is the same under every statistic; here one of them is enough.
+    # The family `other` has one number, which msprobe repeats for every statistic. One of them is written.
     columns = {"norm": row.numbers["norm"]} if family == OTHER and row.numbers else row.numbers
     return [(value_head(f"{name}/{column}"), number) for column, number in columns.items()]
 
 
 def _named(vpp_stage: int, cell: str, micro_step: int | None) -> str:
-    """Return a tag without its statistic; a colon or percent sign of the name is encoded, as our exports do it."""
+    """Return a tag without its statistic. Colons and percent signs of the name are encoded, as in Rankscope exports."""
     name = plain(cell).replace("%", "%25").replace(":", "%3A")
     return f"vp{vpp_stage}:{name}" + ("" if micro_step is None else f":micro{micro_step}")

@@ -1,7 +1,7 @@
-"""Readers of foreign logs. An importer is added by adding a file here that defines `IMPORTER`.
+"""Importers of the logs of other programs. To add an importer, add a module here that defines `IMPORTER`.
 
-What an importer yields, and how it tells of lines it cannot read, is in `base`; `import_file` brings a file into the
-store, and can be repeated: what is stored already is not stored again.
+`common.importer` describes the interface of an importer. `import_records` stores a log; it can be repeated and stores
+only new records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rankscope_ingest.importers.common.importer import (
     ImportedRun,
     Importer,
 )
-from rankscope_ingest.importers.common.lines import refuse_no_text
+from rankscope_ingest.importers.common.lines import readable, refuse_no_text
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports
 from rankscope_ingest.importers.common.runner import ImportReport, import_records
 
@@ -54,40 +54,37 @@ _ROTATED: Final = re.compile(r"\.\d{1,9}$")
 
 
 def importers() -> dict[str, Importer]:
-    """Return every importer of this package by name."""
-    found = {}
-    for module in pkgutil.iter_modules(__path__):
-        importer = getattr(importlib.import_module(f"{__name__}.{module.name}"), "IMPORTER", None)
-        if importer is not None:
-            found[importer.name] = importer
-    return found
+    """Return all importers of this package by name."""
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    return {module.IMPORTER.name: module.IMPORTER for module in modules if hasattr(module, "IMPORTER")}
 
 
 def detections(path: Path) -> list[tuple[Importer, Detection]]:
-    """Return what every importer says of the file or folder, the surest first. Raises IngestError when unreadable."""
-    try:
+    """Return each importer with its detection for the file or folder, in descending confidence.
+
+    Raises IngestError if `path` cannot be read.
+    """
+    with readable(path):
         head = b"" if path.is_dir() else _head(path)
-        said = [(importer, importer.detect(path, head)) for importer in importers().values()]
-    except OSError as error:
-        raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
-    return sorted(said, key=lambda pair: -pair[1].confidence)
+        found = [(importer, importer.detect(path, head)) for importer in importers().values()]
+    return sorted(found, key=lambda pair: -pair[1].confidence)
 
 
 def find_importer(path: Path) -> Importer:
-    """Return the importer that is surest to understand `path`. Raises IngestError naming the formats when none is."""
-    said = detections(path)
-    if not said or said[0][1].confidence <= 0:
+    """Return the importer with the highest confidence for `path`. Raises IngestError with the formats if all are 0."""
+    found = detections(path)
+    if not found or found[0][1].confidence <= 0:
         if path.is_file():
             refuse_no_text(path, _head(path))
         raise IngestError(f"{path} is in no known format; known are {', '.join(sorted(importers()))}")
-    return said[0][0]
+    return found[0][0]
 
 
 def run_name(path: Path) -> str:
-    """Return what a run is called that is imported without a name: after the log, or the folder that names it.
+    """Return the name of a run that is imported without one: the name of the log, or of the folder that names it.
 
-    `train.log.1`, which a rotation leaves behind, is a part of `train`; `trainer_state.json` is called the same
-    everywhere, and a checkpoint is one of many, so that the folder around them is the run.
+    `train.log.1`, the name after a rotation, is a part of `train`. The names `trainer_state.json` and `checkpoint-N`
+    are the same in every run, so the folder around them names the run.
     """
     path = path.absolute()
     while path.stem == "trainer_state" or _CHECKPOINT.fullmatch(path.name):

@@ -1,7 +1,7 @@
-"""Columns of numbers: a step and its loss, as torchtitan keeps them, or any table whose heading names a step.
+"""Import tables of numbers: a step and its loss, as torchtitan stores them, or any table with a step in its heading.
 
-The heading may be that of Lightning's `metrics.csv`; empty cells are absent values. Without a heading there must be two
-columns, of which the first counts up.
+The heading may be that of Lightning's `metrics.csv`; empty cells are absent values. A table without a heading must have
+two columns, and the numbers in the first must increase.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_ingest.importers.common.aliases import canonical
-from rankscope_ingest.importers.common.blocks import BlockBuilder
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import Role, role_of
-from rankscope_ingest.importers.common.lines import read_lines, sample_lines, shown
-from rankscope_ingest.importers.common.objects import ObjectReader
+from rankscope_ingest.importers.common.lines import read_log, sample_lines, shown, torn_size
 from rankscope_ingest.importers.common.values import quantity, whole
 
-_TELLING: Final = {"loss", "eval_loss", "learning_rate", "accuracy", "eval_accuracy"}
+_TYPICAL: Final = {"loss", "eval_loss", "learning_rate", "accuracy", "eval_accuracy"}
 _TWO_COLUMNS: Final = ("step", "loss")
 _FEWEST_ROWS: Final = 3
 _DECIMAL_COMMA: Final = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
@@ -32,7 +30,7 @@ _HEADING_CELL: Final = re.compile(r"[A-Za-z_][\w ./()-]{0,80}")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the columns are called, and what stands between them; blanks for None."""
+    """The names of the columns and the separator between them; None means white space."""
 
     names: tuple[str, ...]
     separator: str | None
@@ -40,12 +38,12 @@ class Layout:
 
 
 class Columns:
-    """The importer."""
+    """The importer of tables of numbers."""
 
     name = "columns"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Look for a heading with a step, or for rows of a counting number and another one."""
+        """Look for a heading with a step, or for rows of an increasing integer and another number."""
         if path.is_dir() or b"\0" in head[:4096]:
             return NOT_MINE
         lines = [text for line in sample_lines(path, head)[:200] if _is_content(text := line.decode(errors="replace"))]
@@ -60,37 +58,33 @@ class Columns:
         counts = [whole(row["step"]) or 0 for row in rows]
         if len(rows) < _FEWEST_ROWS or any(later <= earlier for earlier, later in pairwise(counts)):
             return NOT_MINE
-        return Detection(0.7 * share, f"{len(rows)} rows of a counting number and another one")
+        return Detection(0.7 * share, f"{len(rows)} rows of an increasing integer and another number")
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield a record per row, and at last what they say of the run."""
-        builder, objects = BlockBuilder(), ObjectReader()
+        """Yield a record per row, then the facts about the run."""
         layout: Layout | None = None
-        unfinished = _unfinished_from(path)
-        number = 0
-        for number, line in read_lines(path, faults):
+        torn = torn_size(path)
+
+        def rows(number: int, line: bytes) -> Sequence[dict[str, Any]]:
+            nonlocal layout
             text = line.decode(errors="replace")
             if not _is_content(text):
-                continue
+                return ()
             if layout is None:
                 layout = layout_of(text)
                 if layout is None or layout.has_heading:
-                    continue
-            row = row_of(text, layout) if faults.read_bytes < unfinished else None
+                    return ()
+            row = row_of(text, layout) if torn is None or faults.read_bytes < torn else None
             if row is None:
-                faults.add(number, f"no row of {len(layout.names)} columns, or one without its end: {shown(line)}")
-                continue
-            objects.add(row, builder)
-            if builder.is_full and (block := builder.take()):
-                yield block
-        if block := builder.take():
-            yield block
-        if objects.keys:
-            yield objects.run({"lines": number})
+                faults.add(number, f"not a row of {len(layout.names)} columns, or no line end: {shown(line)}")
+                return ()
+            return (row,)
+
+        yield from read_log(path, faults, rows, {})
 
 
 def layout_of(line: str) -> Layout | None:
-    """Return the layout that a file has whose first line is `line`; None when it is no table of a training."""
+    """Return the layout of a table with the first line `line`; None if it is no table of training values."""
     for separator in (",", "\t", ";", None):
         cells = cells_of(line.lstrip("# "), separator)
         if len(cells) < len(_TWO_COLUMNS):
@@ -99,17 +93,17 @@ def layout_of(line: str) -> Layout | None:
             return Layout(_TWO_COLUMNS, separator, has_heading=False)
         is_heading = all(_HEADING_CELL.fullmatch(cell) for cell in cells) and len(set(cells)) == len(cells)
         has_step = any(role_of(cell) is Role.STEP for cell in cells)
-        if is_heading and has_step and any(canonical(cell).name in _TELLING for cell in cells):
+        if is_heading and has_step and any(canonical(cell).name in _TYPICAL for cell in cells):
             return Layout(tuple(cells), separator, has_heading=True)
     return None
 
 
 def row_of(line: str, layout: Layout) -> dict[str, Any] | None:
-    """Return the cells of `line` by column, those that are empty left out; None when it is no row of the table."""
+    """Return the non-empty cells of `line` by column; None if it is no row of the table."""
     cells = cells_of(line, layout.separator)
     if len(cells) != len(layout.names):
         return None
-    if layout.separator == ";":  # set by those whose numbers have commas
+    if layout.separator == ";":  # the separator of programs that write decimal commas
         cells = [cell.replace(",", ".") if _DECIMAL_COMMA.fullmatch(cell) else cell for cell in cells]
     row = {name: cell for name, cell in zip(layout.names, cells, strict=True) if cell}
     steps = [cell for name, cell in row.items() if role_of(name) is Role.STEP]
@@ -119,7 +113,7 @@ def row_of(line: str, layout: Layout) -> dict[str, Any] | None:
 
 
 def cells_of(line: str, separator: str | None) -> Sequence[str]:
-    """Return the cells of `line`, quotes and blanks around them taken off."""
+    """Return the cells of `line` without the quotes and white space around them."""
     if separator is None:
         return _BLANKS.split(line.strip())
     try:
@@ -130,14 +124,6 @@ def cells_of(line: str, separator: str | None) -> Sequence[str]:
 
 def _is_content(text: str) -> bool:
     return bool(text.strip()) and (not text.lstrip().startswith("#") or layout_of(text) is not None)
-
-
-def _unfinished_from(path: Path) -> int:
-    """Return the size of a file whose last line has no end yet, which may be half a number; else one that none has."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - 1))
-        return 1 << 62 if file.read(1) in {b"\n", b""} else size
 
 
 IMPORTER = Columns()

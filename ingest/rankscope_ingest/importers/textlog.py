@@ -1,4 +1,4 @@
-"""Lines for people: a step, then names and numbers in some order, as most training scripts print them.
+"""Import text lines with a step followed by names and numbers, as most training scripts print them.
 
     iter 10: loss 9.61, time 62.3ms, mfu 3.40%                      nanoGPT
     step:1/6200 train_loss:10.9 train_time:285ms                    modded-nanogpt
@@ -7,51 +7,37 @@
     step:  1  loss:  8.05  memory:  1.9GiB(2.0%)  tps: 1,234        torchtitan
     [Rank 0] step=10, skipped=0, lr=[1e-05], mom=[…]                DeepSpeed
 
-A name before a blank must be one that we know; before a colon or an equals sign any will do, once the step has been
-told. Lines without a step or without numbers are somebody else's and are only counted.
+A name before a space must be a known name. After the step, any name is accepted before a colon or an equals sign.
+Lines without a step or without numbers are other output, which is only counted.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType
 from rankscope_ingest.importers.common.aliases import UNITS, canonical, is_known
-from rankscope_ingest.importers.common.blocks import BlockBuilder
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.common.lines import read_lines, sample_lines, shown, told_before, without_colours
-from rankscope_ingest.importers.common.objects import ObjectReader
+from rankscope_ingest.importers.common.lines import (
+    prefix_fields,
+    read_log,
+    sample_lines,
+    shown,
+    torn_size,
+    without_colours,
+)
 from rankscope_ingest.importers.common.values import NUMBER
+
+MAX_LINE_CHARACTERS: Final = 8192
 
 _BAR: Final = re.compile(
     r"\|\s*(?P<step>\d{1,15})/(?P<planned>\d{1,15}) "
-    r"\[[^\[\],]{1,40},\s*[\d.?]{1,20}(?:it/s|s/it)(?:, (?P<told>[^\r\n]*))?\]"
+    r"\[[^\[\],]{1,40},\s*[\d.?]{1,20}(?:it/s|s/it)(?:, (?P<numbers>[^\r\n]*))?\]"
 )
 _EPOCH: Final = re.compile(r"\bepoch:?[ =]{0,2}(?P<epoch>\d{1,9})\b", re.IGNORECASE)
-
-
-def written_over(text: str) -> list[str]:
-    """Return what a line shows one after the other, as lines with a step; itself when it is no bar with numbers."""
-    if "|" not in text or ("it/s" not in text and "s/it" not in text):
-        return [text]
-    shown = [line for part in text.split("\r") if (line := _as_line(part)) is not None]
-    return list(dict.fromkeys(shown)) or [text]
-
-
-def _as_line(part: str) -> str | None:
-    bar = _BAR.search(part)
-    if bar is None or not bar["told"]:
-        return None
-    epoch = _EPOCH.search(part, 0, bar.start())
-    before = f"epoch {epoch['epoch']} " if epoch else ""
-    planned = "" if epoch else f"/{bar['planned']}"  # of the epoch, not of the run
-    return f"{before}step {bar['step']}{planned} {bar['told']}"
-
-
-MAX_LINE_CHARACTERS: Final = 8192
 
 _COUNT: Final = r"(?P<step>\d{1,3}(?:,\d{3})+|\d{1,15})"
 _OF: Final = r"(?:\s*/\s*(?P<planned>\d{1,15}))?"
@@ -77,7 +63,7 @@ _CHECKPOINT: Final = re.compile(r"\b(?:checkpoint|ckpt)", re.IGNORECASE)
 _EVALUATION: Final = re.compile(r"(?:^|[\[|(\s])(?:eval|valid|validation|val)(?:[\])|:\s]|$)", re.IGNORECASE)
 _SHORT_NAMES: Final = {"train": "train_loss", "val": "val_loss"}  # "train=3.2, val=3.3"
 _MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
-_TELLING: Final = {"loss", "eval_loss", "step_seconds", "grad_norm", "learning_rate", "samples_per_second"}
+_TYPICAL: Final = {"loss", "eval_loss", "step_seconds", "grad_norm", "learning_rate", "samples_per_second"}
 _MANY: Final = 5
 _WRAPPED: Final = re.compile(r"\b(?:(?:np|numpy|jnp|torch)\.\w{1,16}|tensor)\(([^(),]{1,40})(?:, [^()]{0,80})?\)")
 """A number as Python prints it: np.float64(2.5), tensor(2.5, device='cuda:0')."""
@@ -85,56 +71,84 @@ _FEWEST: Final = 2
 
 
 class TextLog:
-    """The importer."""
+    """The importer of text lines with a step and numbers."""
 
     name = "textlog"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Count lines that tell a step and its loss, from the beginning, the middle and the end."""
+        """Count lines with a step and a typical quantity, from the beginning, the middle and the end."""
         if path.is_dir() or b"\0" in head[:4096]:
             return NOT_MINE
         sample = [line.decode(errors="replace") for line in sample_lines(path, head) if line.strip()]
-        lines = [part for line in sample for part in written_over(line)]
-        records = [record for line in lines if (record := numbers_of(line)) and _is_telling(record)]
+        lines = [part for line in sample for part in bar_lines(line)]
+        found = [record for line in lines if (record := numbers_of(line))]
+        records = [
+            record for record in found if len(record) > _MANY or any(canonical(key).name in _TYPICAL for key in record)
+        ]
         if len(records) < min(_FEWEST, len(lines)) or not records:
             return NOT_MINE
-        because = f"{len(records)} of {len(lines)} lines looked at tell a step and its loss"
+        because = f"{len(records)} of {len(lines)} sampled lines contain a step and its loss"
         if any(_MEGATRON.search(line) for line in lines):
             return Detection(0.1, because)
         return Detection(0.35 + 0.5 * len(records) / len(lines), because)
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield a record per line that tells a step and numbers, and at last what they say of the run."""
-        builder, objects = BlockBuilder(), ObjectReader()
-        others = number = 0
-        cut = _Cut(path)
-        for number, line in read_lines(path, faults):
-            for part in written_over(line.decode(errors="replace")):
+        """Yield a record per line with a step and numbers, then the facts about the run.
+
+        A last line without line end may be incomplete. It is a record only if it has the names of the previous record
+        and as many decimals in its last number.
+        """
+        counts = {"other_lines": 0}
+        torn = torn_size(path)
+        previous: tuple[tuple[str, ...], int] | None = None
+
+        def documents(number: int, line: bytes) -> Sequence[dict[str, Any]]:
+            nonlocal previous
+            found = []
+            for part in bar_lines(line.decode(errors="replace")):
                 text = without_colours(part)
                 record = numbers_of(text) or _checkpoint(text)
                 if record is None:
-                    others += 1
-                elif cut.may_be(record, text, faults.read_bytes):
-                    faults.add(number, f"the last line has no end, and other numbers than before: {shown(line)}")
+                    counts["other_lines"] += 1
+                    continue
+                shape = tuple(record), len(text.rstrip().rpartition(".")[2])
+                if torn is not None and faults.read_bytes >= torn and shape != previous:
+                    faults.add(number, f"the last line has no end, and differs from the previous record: {shown(line)}")
                 else:
-                    objects.add(record, builder)
-            if builder.is_full and (block := builder.take()):
-                yield block
-        if block := builder.take():
-            yield block
-        if objects.keys:
-            yield objects.run({"lines": number, "other_lines": others})
+                    found.append(record)
+                previous = shape
+            return found
+
+        yield from read_log(path, faults, documents, counts)
+
+
+def bar_lines(text: str) -> list[str]:
+    """Return the successive states of a progress bar with numbers as lines with a step; other text unchanged."""
+    if "|" not in text or ("it/s" not in text and "s/it" not in text):
+        return [text]
+    found = [line for part in text.split("\r") if (line := _bar_line(part)) is not None]
+    return list(dict.fromkeys(found)) or [text]
+
+
+def _bar_line(part: str) -> str | None:
+    bar = _BAR.search(part)
+    if bar is None or not bar["numbers"]:
+        return None
+    epoch = _EPOCH.search(part, 0, bar.start())
+    before = f"epoch {epoch['epoch']} " if epoch else ""
+    planned = "" if epoch else f"/{bar['planned']}"  # with an epoch, the plan is that of the epoch
+    return f"{before}step {bar['step']}{planned} {bar['numbers']}"
 
 
 def numbers_of(line: str) -> dict[str, Any] | None:
-    """Return the step and the numbers on `line`, as an object of a log; None when it has no step or no number."""
+    """Return the step and the numbers on `line` as an object of a log; None without a step or without a number."""
     text = without_colours(line).strip()
     if not text or len(text) > MAX_LINE_CHARACTERS:
         return None
     text = _WRAPPED.sub(r"\1", text) if "(" in text else text
     if bare := _BARE.match(text):
         return {"step": bare["step"], _BARE_NAMES.get(bare["name"].lower(), bare["name"]): bare["value"]}
-    step = next((found for pattern in _STEPS if (found := pattern.search(text))), None)
+    step = _step(text)
     if step is None:
         return None
     before, after = text[: step.start()], text[step.end() :]
@@ -142,18 +156,22 @@ def numbers_of(line: str) -> dict[str, Any] | None:
     if not pairs:
         return None
     if "val loss" in pairs and "train loss" in pairs:
-        # nanoGPT's estimate over both sets, beside the loss of each step.
+        # nanoGPT's estimate over both sets is another quantity than the loss of each step.
         pairs["train_loss_estimate"] = pairs.pop("train loss")
     planned = step.groupdict().get("planned")
     count = step["step"].replace(",", "")
     split = {"split": "val"} if _EVALUATION.search(before) else {}
-    return {**told_before(before), **split, "step": f"{count}/{planned}" if planned else count, **pairs}
+    return {**prefix_fields(before), **split, "step": f"{count}/{planned}" if planned else count, **pairs}
+
+
+def _step(text: str) -> re.Match[str] | None:
+    return next((found for pattern in _STEPS if (found := pattern.search(text))), None)
 
 
 def _pairs(text: str, *, any_name: bool) -> Iterator[tuple[str, Any]]:
     for found in _PAIR.finditer(text):
         name = _SHORT_NAMES.get(found["name"].lower(), found["name"])
-        if not is_known(name) and not _is_timed(found):
+        if not is_known(name) and not (found["name"] == "time" and found["unit"] is not None):
             marked = any_name and not found["mark"].isspace()
             if not marked or " " in name:
                 continue
@@ -162,22 +180,19 @@ def _pairs(text: str, *, any_name: bool) -> Iterator[tuple[str, Any]]:
         elif found["clock"]:
             yield name, found["clock"]
         elif not (found["unit"] and found["value"].lower() == "nan"):
-            # "nanms" is an average of no time at all yet: absent.
+            # "nanms" is the average of no measurement yet: absent.
             yield _with_unit(name, found["value"], found["unit"])
 
 
-def _is_timed(found: re.Match[str]) -> bool:
-    return found["name"] == "time" and found["unit"] is not None
-
-
 def _with_unit(name: str, value: str, unit: str | None) -> tuple[str, str]:
-    """Return a unit with the number where the name has one of its own, else with the name."""
+    """Return the pair with the unit after the number if the name implies a unit, else after the name."""
     if unit is None or unit.lower() not in UNITS:
         return name, value
     return (name, f"{value}{unit}") if canonical(name).unit else (f"{name} ({unit})", value)
 
 
 def _values_first(text: str) -> Iterator[tuple[str, str]]:
+    """Yield values with a unit and no name before them, such as `| 42 tok/s`, with the name that the unit implies."""
     for found in _VALUE_FIRST.finditer(text):
         unit = UNITS[found["unit"].lower()]
         name = "mfu" if found["name"] else _NAME_OF_UNIT.get(unit.name or "")
@@ -186,42 +201,18 @@ def _values_first(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _floats(text: str) -> list[float]:
-    numbers = []
-    for part in text.split(","):
-        try:
-            numbers.append(float(part))
-        except ValueError:
-            return []
-    return numbers
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        return []
 
 
 def _checkpoint(text: str) -> dict[str, Any] | None:
-    """Return the event of a line that tells of a checkpoint and a step."""
+    """Return the event of a line that mentions a checkpoint and a step."""
     if len(text) > MAX_LINE_CHARACTERS or not _CHECKPOINT.search(text):
         return None
-    step = next((found for pattern in _STEPS if (found := pattern.search(text))), None)
+    step = _step(text)
     return None if step is None else {"event": EventType.CHECKPOINT, "step": step["step"], "line": text.strip()[:1000]}
-
-
-def _is_telling(record: dict[str, Any]) -> bool:
-    return len(record) > _MANY or any(canonical(key).name in _TELLING for key in record)
-
-
-class _Cut:
-    """Whether the last line of a file may be half a line: it has no end, and does not look like the one before."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self._size = file.seek(0, 2)
-            file.seek(max(0, self._size - 1))
-            self._has_end = file.read(1) in {b"\n", b""}
-        self._shape: tuple[tuple[str, ...], int] | None = None
-
-    def may_be(self, record: dict[str, Any], text: str, read_bytes: int) -> bool:
-        shape = tuple(record), len(text.rstrip().rpartition(".")[2])
-        is_cut = not self._has_end and read_bytes >= self._size and shape != self._shape
-        self._shape = shape
-        return is_cut
 
 
 IMPORTER = TextLog()

@@ -1,4 +1,4 @@
-"""What the importer says of the output of a sink: rows of datasets, without a store."""
+"""Read the output of a sink with the importer: rows of datasets, without a store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, Im
 
 
 def imported(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], Faults]:
-    """Return the rows of each dataset, as dictionaries of what is not null, and what could not be read."""
+    """Return the rows of each dataset, as dictionaries without nulls, and the faults."""
     faults = Faults()
     rows: dict[str, list[dict[str, Any]]] = {}
     for item in importers()["msprobe"].read(folder, faults):

@@ -1,4 +1,4 @@
-"""Records as the publisher hands them to sinks, made of a few numbers."""
+"""Create records, as the publisher passes them to sinks, from a few numbers."""
 
 from __future__ import annotations
 

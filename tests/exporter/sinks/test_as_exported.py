@@ -1,4 +1,4 @@
-"""The live CSV of a run and an export of the same run from the store are the same files with the same rows."""
+"""Tests that the live CSV of a run and an export of the same run from the store have the same files and rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENTRY = ("kind", "tensor", "index", "micro_step", "vpp_stage", "call_seq", "plac
 
 
 def read(folder: Path) -> dict[str, list[list[str]]]:
-    """Return, of the only folder below `folder`, each file's header and then its rows in one order."""
+    """Return the header and the sorted rows of each file in the only folder below `folder`."""
     (own,) = folder.iterdir()
     read = {}
     for path in own.iterdir():
@@ -50,7 +50,7 @@ def read(folder: Path) -> dict[str, list[list[str]]]:
 
 
 def _number(cell: str) -> str:
-    """Return numbers in one spelling: both write the shortest that reads back, one of them 1e-05."""
+    """Return numbers in one spelling: both programs write the shortest exact text, one of them as 1e-05."""
     try:
         return repr(float(cell))
     except ValueError:
@@ -58,7 +58,7 @@ def _number(cell: str) -> str:
 
 
 def exported(folder: Path, steps: int) -> Path:
-    """Store the rows as the service would, and export them."""
+    """Store the rows as the service does, and export them."""
     own = {"run": "r", "attempt": 0, "rank": 0, "incarnation": "i"}
     tensors, features = [], []
     for step in range(1, steps + 1):
@@ -82,7 +82,7 @@ def exported(folder: Path, steps: int) -> Path:
     return folder / "exported"
 
 
-def test_live_files_are_those_of_an_export(tmp_path):
+def test_live_csv_equals_the_export_of_the_same_run(tmp_path):
     sink = Csv(CsvOptions(folder=str(tmp_path / "live"), steps_per_file=2), identity())
     for step in (1, 2, 3):
         sink.put(record(step, *ROWS, features=FEATURES))

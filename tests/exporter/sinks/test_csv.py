@@ -1,4 +1,4 @@
-"""CSV as the existing tool lays it out, while training runs."""
+"""Tests of CSV files in msprobe's layout, written while training runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def csv(folder: Path, rank: int = 0, **options: Any) -> Csv:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """Return the files of the only rank's folder by their names."""
+    """Return the files in the folder of the only rank by name."""
     (own,) = folder.iterdir()
     return {path.name: path.read_text() for path in sorted(own.iterdir())}
 
@@ -39,8 +39,8 @@ def names(folder: Path, file: str) -> list[str]:
     return [line.split(",")[1] for line in files(folder)[file].splitlines()[1:]]
 
 
-def test_output_is_that_of_the_golden_file(tmp_path):
-    """One row of everything the layout has a place for, in two steps of which each is half a file."""
+def test_output_equals_the_golden_file(tmp_path):
+    """The file has one row with every column of the layout, in two steps with half of the file each."""
     sink = csv(tmp_path, steps_per_file=2, digits=6)
     numbers = FINITE | {"norm": 12.3456789, "mean": 1e-9}
     for step in (1, 2):
@@ -76,7 +76,7 @@ def test_output_is_that_of_the_golden_file(tmp_path):
     assert GOLDEN.read_text() == "".join(f"# {name}\n{text}" for name, text in files(tmp_path).items())
 
 
-def test_folder_is_named_after_time_rank_and_a_number_of_its_own(tmp_path):
+def test_folder_name_has_time_rank_and_random_digits(tmp_path):
     csv(tmp_path, rank=3).put(record(1, (entry(), FINITE)))
 
     (folder,) = tmp_path.iterdir()
@@ -86,7 +86,7 @@ def test_folder_is_named_after_time_rank_and_a_number_of_its_own(tmp_path):
     assert named.time is not None
 
 
-def test_a_step_is_a_file_and_the_first_is_0(tmp_path):
+def test_each_step_is_a_file_and_the_first_is_0(tmp_path):
     sink = csv(tmp_path)
     for step in (1, 2):
         sink.put(record(step, (entry(), FINITE)))
@@ -94,7 +94,7 @@ def test_a_step_is_a_file_and_the_first_is_0(tmp_path):
     assert ["grad_reduced_0-0.csv", "grad_reduced_1-1.csv"] == list(files(tmp_path))
 
 
-def test_a_run_with_a_step_0_keeps_its_numbers(tmp_path):
+def test_run_with_a_step_0_keeps_its_step_numbers(tmp_path):
     sink = csv(tmp_path)
     for step in (0, 1):
         sink.put(record(step, (entry(), FINITE), (entry(kind="exp_avg"), FINITE)))
@@ -112,7 +112,7 @@ def test_files_cover_steps_counted_from_0(tmp_path):
     assert ["3", "4"] == [line.split(",")[2] for line in files(tmp_path)["grad_reduced_3-5.csv"].splitlines()[1:]]
 
 
-def test_nothing_measured_makes_no_folder(tmp_path):
+def test_no_folder_is_created_without_measurements(tmp_path):
     sink = csv(tmp_path / "out")
     sink.put(record(1))
     sink.put(record(None))
@@ -121,8 +121,8 @@ def test_nothing_measured_makes_no_folder(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_of_several_calls_the_last_that_ran_is_kept(tmp_path):
-    """As in the existing tool, which has no column for calls; a micro-batch's row goes before the whole step's."""
+def test_last_of_several_calls_is_written(tmp_path):
+    """The layout has no column for calls. A row of a micro-batch precedes the row of the whole step."""
     calls = [entry("m", Kind.ACT_OUT, call_seq=call, micro_step=0) for call in range(3)]
     whole, micro = entry("w", Kind.GRAD_UNREDUCED), entry("w", Kind.GRAD_UNREDUCED, micro_step=0)
     sink = csv(tmp_path, steps_per_file=10)
@@ -146,8 +146,8 @@ def test_of_several_calls_the_last_that_ran_is_kept(tmp_path):
     assert ["5.0"] == [line.split(",")[4] for line in written["grad_unreduced_0-9.csv"].splitlines()[1:]]
 
 
-def test_a_file_has_one_header(tmp_path):
-    """Where gradients are first measured whole and then per micro-batch, the rest goes into a part of its own."""
+def test_new_columns_begin_a_new_part(tmp_path):
+    """If gradients are first measured whole and then per micro-batch, the later rows are in a separate part."""
     sink = csv(tmp_path, steps_per_file=10)
     sink.put(record(1, (entry("w", Kind.GRAD_UNREDUCED), FINITE)))
     sink.put(record(2, (entry("w", Kind.GRAD_UNREDUCED, micro_step=1), FINITE)))
@@ -161,8 +161,8 @@ def test_a_file_has_one_header(tmp_path):
     )
 
 
-def test_a_shape_that_does_not_fit_is_not_told(tmp_path):
-    """An activation of a smaller batch has the shape of the first one in the plan."""
+def test_shape_with_other_number_of_elements_is_not_written(tmp_path):
+    """The plan has the first shape of an activation, and a later batch may be smaller."""
     csv(tmp_path).put(record(1, (entry(shape=(8, 2)), FINITE), (entry("v", shape=(2, 2)), FINITE)))
 
     shapes = [line.split(",", 9)[9] for line in files(tmp_path)["grad_reduced_0-0.csv"].splitlines()[1:]]
@@ -178,7 +178,7 @@ def test_columns_are_those_of_ops_in_their_order(tmp_path):
     )
 
 
-def test_squash_name_leaves_away_what_wraps_the_model(tmp_path):
+def test_squash_name_removes_wrapper_prefixes(tmp_path):
     long = ["module.decoder.layers.0.w", "module.encoder.layers.0.w", "a.embedding.w", "head.w", "x.final_norm.w"]
     sink = csv(tmp_path, squash_name=True, steps_per_file=2)
     for step in (1, 2):
@@ -208,7 +208,7 @@ def test_append_to_continues_the_folder_of_its_window(tmp_path):
     assert 3 == len(list(tmp_path.iterdir()))
 
 
-def test_append_to_without_such_a_folder_begins_one(tmp_path):
+def test_append_to_without_a_matching_folder_creates_one(tmp_path):
     begin(tmp_path, "Dec03_21-34-39")
     csv(tmp_path, append_to=("Dec03_21-34-40", "Dec03_21-34-41")).put(record(1, (entry(), FINITE)))
     csv(tmp_path / "none", append_to=("Dec03_21-34-40", "Dec03_21-34-41")).put(record(1, (entry(), FINITE)))
@@ -227,7 +227,7 @@ def test_steps_written_again_are_another_attempt(tmp_path):
     assert [(0, 1.0), (1, 2.0)] == sorted((row["attempt"], row["norm"]) for row in rows["tensor_stats"])
 
 
-def test_what_a_killed_process_left_of_a_row_goes_when_its_file_is_continued(tmp_path):
+def test_partial_row_of_a_killed_process_is_removed_on_append(tmp_path):
     csv(tmp_path, steps_per_file=4).put(record(1, (entry(), FINITE)))
     (path,) = tmp_path.glob("*/*.csv")
     path.write_text(path.read_text() + "0,w,1,5.0,-3")
@@ -239,7 +239,7 @@ def test_what_a_killed_process_left_of_a_row_goes_when_its_file_is_continued(tmp
     assert [1, 3] == [row["step"] for row in rows["tensor_stats"]]
 
 
-def test_a_file_moved_away_is_begun_anew(tmp_path):
+def test_moved_file_is_created_again(tmp_path):
     sink = csv(tmp_path, steps_per_file=4)
     for step in (1, 2):
         sink.put(record(step, (entry(), FINITE)))
@@ -251,7 +251,7 @@ def test_a_file_moved_away_is_begun_anew(tmp_path):
     assert 2 == len(second.read_text().splitlines())
 
 
-def test_the_folder_is_that_of_the_environment_where_none_is_named(tmp_path, monkeypatch):
+def test_default_folder_is_that_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path / "asked"))
     monkeypatch.chdir(tmp_path)
     sinks = [Csv(CsvOptions(), identity())]
@@ -282,7 +282,7 @@ def test_the_folder_is_that_of_the_environment_where_none_is_named(tmp_path, mon
         ({"step_per_file": 3}, "Did you mean sinks.csv.steps_per_file"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options, says):
+def test_invalid_settings_are_rejected(options, says):
     with pytest.raises(ConfigError, match=says):
         MonitorConfig(sinks={"csv": options})
 
@@ -294,7 +294,7 @@ number = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @st.composite
 def tensors(draw):
-    """Return an entry and what was measured of it: finite, with NaN or Inf, empty, absent."""
+    """Return an entry and its statistics: finite, with NaN or Inf, empty, or absent."""
     kind = draw(st.sampled_from(list(Kind)))
     sliced = kind in ACTIVATIONS
     shape = draw(st.sampled_from([(), (4,), (2, 3), (0, 5), (1 << 20,)]))
@@ -325,7 +325,7 @@ def distinct(rows):
 
 
 def told(numbers):
-    """Return what the layout can say: not how many Inf there are beside a NaN, nor a share of no elements."""
+    """Return the values that the layout can represent: no count of Inf with a NaN, and no share of 0 elements."""
     return numbers | ({"infs": None} if numbers["nans"] else {}) | ({} if numbers["numel"] else {"zeros": None})
 
 
@@ -334,7 +334,7 @@ def told(numbers):
     steps=st.lists(st.lists(tensors(), min_size=1, max_size=8).map(distinct), min_size=1, max_size=4),
     per_file=st.integers(1, 5),
 )
-def test_whatever_was_measured_comes_back_through_the_importer(tmp_path_factory, steps, per_file):
+def test_importer_restores_all_written_statistics(tmp_path_factory, steps, per_file):
     folder = tmp_path_factory.mktemp("round")
     sink = csv(folder, steps_per_file=per_file)
     for step, rows in enumerate(steps, 1):
@@ -357,7 +357,7 @@ def test_whatever_was_measured_comes_back_through_the_importer(tmp_path_factory,
 
 @settings(max_examples=examples(60), deadline=None)
 @given(listed=st.lists(st.text(max_size=12), min_size=1, max_size=8, unique=True))
-def test_no_name_breaks_a_row(tmp_path_factory, listed):
+def test_any_name_gives_one_valid_row(tmp_path_factory, listed):
     folder = tmp_path_factory.mktemp("names")
     csv(folder).put(record(1, *((entry(name), FINITE) for name in listed)))
 

@@ -1,4 +1,4 @@
-"""A sink that fails loses records, counted and named once; training, the channel and the other sinks go on."""
+"""Tests of a failing sink: its records are lost and counted, it is reported once, and everything else continues."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tests.exporter.sinks.records import FINITE, entry, identity, record
 
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sinks.base import LONGEST_REST, Sink, Sinks
+from rankscope_exporter.sinks.base import LONGEST_PAUSE, Sink, Sinks
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Nothing to set."""
+    """Options without a setting."""
 
 
 class Failing(Sink):
-    """Fails as long as `ill` holds, and says which steps it was offered."""
+    """A sink that fails while `ill` is true and records the steps that it receives."""
 
     name = "failing"
     options_class = NoOptions
@@ -42,7 +42,7 @@ class Failing(Sink):
 
 
 class Hearing(Failing):
-    """Takes everything."""
+    """A sink that accepts every record."""
 
     name = "hearing"
 
@@ -51,7 +51,7 @@ class Hearing(Failing):
         self.ill = False
 
 
-def test_a_failing_sink_is_tried_again_less_and_less_often():
+def test_failing_sink_is_retried_after_growing_pauses():
     sink = Failing()
     sinks = Sinks([sink], Guard())
     for step in range(1, 20):
@@ -61,7 +61,7 @@ def test_a_failing_sink_is_tried_again_less_and_less_often():
     assert {"sink_failing": 19} == sinks.missed
 
 
-def test_a_sink_that_has_recovered_gets_everything_again():
+def test_recovered_sink_receives_every_record_again():
     sink = Failing()
     sinks = Sinks([sink], Guard())
     for step in range(1, 8):
@@ -77,16 +77,16 @@ def test_a_sink_that_has_recovered_gets_everything_again():
     assert {"sink_failing": 7} == sinks.missed
 
 
-def test_a_sink_that_fails_for_days_is_still_tried_again():
+def test_sink_that_fails_for_days_is_still_retried():
     sink = Failing()
     sinks = Sinks([sink], Guard())
-    for step in range(5 * LONGEST_REST):
+    for step in range(5 * LONGEST_PAUSE):
         sinks.put(record(step))
 
-    assert LONGEST_REST + 1 == sink.offered[-1] - sink.offered[-2]
+    assert LONGEST_PAUSE + 1 == sink.offered[-1] - sink.offered[-2]
 
 
-def test_it_is_named_once_and_the_others_go_on(caplog):
+def test_failing_sink_is_reported_once_and_others_continue(caplog):
     guard, hearing = Guard(), Hearing()
     sinks = Sinks([Failing(), hearing], guard)
     with caplog.at_level(logging.ERROR, logger="rankscope"):
@@ -100,7 +100,7 @@ def test_it_is_named_once_and_the_others_go_on(caplog):
     assert 3 + 2 == guard.count
 
 
-def test_a_forked_child_writes_nothing(tmp_path):
+def test_forked_child_writes_no_sink(tmp_path):
     sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path)), identity())], Guard())
     sinks.put(record(1, (entry(), FINITE)))
     child = os.fork()
@@ -116,8 +116,8 @@ def test_a_forked_child_writes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("blocked", ["out", "out/below/it"])
-def test_a_folder_that_cannot_be_made_costs_the_rows_alone(tmp_path, blocked):
-    """A file stands where the folder should be; once it is gone, rows are written."""
+def test_sink_recovers_when_its_folder_can_be_created(tmp_path, blocked):
+    """A file has the name of the folder. After its removal, rows are written."""
     in_the_way = tmp_path / "out"
     in_the_way.write_text("in the way")
     guard = Guard()

@@ -1,4 +1,4 @@
-"""Files that hold whole writes: a full disk, a kill at any moment, a fork."""
+"""Tests that files contain complete writes only: a full disk, a kill at any time, a fork."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = tuple((entry(f"layers.{place}.weight"), FINITE) for place in range(20))
 
 @contextlib.contextmanager
 def files_no_longer_than(size: int) -> Iterator[None]:
-    """Let no file of this process grow beyond `size`: a write that would is cut, and the next one fails."""
+    """Limit the size of files of this process to `size`: the write beyond it is shortened, the next one fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -34,7 +34,7 @@ def files_no_longer_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_costs_whole_steps_and_no_part_of_one(tmp_path):
+def test_full_disk_loses_complete_steps_only(tmp_path):
     guard = Guard()
     sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path), steps_per_file=100), identity())], guard)
     sinks.put(record(1, *ROWS))
@@ -52,7 +52,7 @@ def test_a_full_disk_costs_whole_steps_and_no_part_of_one(tmp_path):
     assert {1: 20, 4: 20} == {step: [row["step"] for row in rows["tensor_stats"]].count(step) for step in (1, 4)}
 
 
-def test_a_disk_that_is_full_from_the_beginning_leaves_no_part_of_a_file(tmp_path):
+def test_disk_full_from_the_start_leaves_no_partial_file(tmp_path):
     sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path)), identity())], Guard())
     with files_no_longer_than(100):
         sinks.put(record(1, *ROWS))
@@ -60,7 +60,7 @@ def test_a_disk_that_is_full_from_the_beginning_leaves_no_part_of_a_file(tmp_pat
     assert [] == list(tmp_path.glob("*/*"))
 
 
-def test_a_full_disk_leaves_event_files_that_can_be_continued(tmp_path):
+def test_event_files_can_be_continued_after_a_full_disk(tmp_path):
     sinks = Sinks([TensorBoard(TensorBoardOptions(folder=str(tmp_path)), identity())], Guard())
     sinks.put(record(1, *ROWS))
     (path,) = tmp_path.rglob("events*")
@@ -72,7 +72,7 @@ def test_a_full_disk_leaves_event_files_that_can_be_continued(tmp_path):
 
 
 def killed(at: str, during: Callable[[], None]) -> None:
-    """Run `during` in a process that is killed half way through its first write ("write") or before its rename."""
+    """Run `during` in a process that is killed during its first write ("write") or before its rename."""
     child = os.fork()
     if child == 0:
         try:
@@ -94,8 +94,8 @@ def killed(at: str, during: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("at", ["write", "rename"])
-def test_a_kill_while_a_file_is_made_leaves_none(tmp_path, at):
-    """And what it leaves hidden is no more than one file, which the next one writes over."""
+def test_kill_during_creation_leaves_no_file(tmp_path, at):
+    """The process leaves at most one hidden file, which the next process overwrites."""
     sink = Csv(CsvOptions(folder=str(tmp_path)), identity())
     for _ in range(2):
         killed(at, lambda: sink.put(record(1, *ROWS)))
@@ -106,7 +106,7 @@ def test_a_kill_while_a_file_is_made_leaves_none(tmp_path, at):
     assert ["grad_reduced_0-0.csv"] == [path.name for path in (next(tmp_path.iterdir())).iterdir()]
 
 
-def test_a_kill_while_lines_are_added_leaves_whole_rows_and_a_last_one_that_the_next_write_takes_away(tmp_path):
+def test_next_write_removes_the_partial_row_of_a_killed_process(tmp_path):
     sink = Csv(CsvOptions(folder=str(tmp_path), steps_per_file=10), identity())
     sink.put(record(1, *ROWS))
     killed("write", lambda: sink.put(record(2, *ROWS)))
@@ -124,7 +124,7 @@ def test_a_kill_while_lines_are_added_leaves_whole_rows_and_a_last_one_that_the_
 
 @pytest.mark.parametrize("torn", [b"", b"0,w,1", b"x" * 10_000])
 @pytest.mark.parametrize("whole", [b"", b"header\n", b"header\n" + b"row\n" * 3_000])
-def test_only_what_follows_the_last_whole_line_is_taken_away(tmp_path, whole, torn):
+def test_only_the_incomplete_last_line_is_removed(tmp_path, whole, torn):
     path = tmp_path / "file"
     path.write_bytes(whole + torn)
     files.append(path, b"new\n", lines=True)
@@ -136,7 +136,7 @@ def descriptors() -> set[str]:
     return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
-def test_no_descriptor_stays_open(tmp_path):
+def test_no_file_is_open_between_writes(tmp_path):
     sinks = Sinks(
         [
             Csv(CsvOptions(folder=str(tmp_path)), identity()),
@@ -152,7 +152,7 @@ def test_no_descriptor_stays_open(tmp_path):
     assert before == descriptors()
 
 
-def test_the_home_of_nobody_is_a_folder_as_any_other(tmp_path, monkeypatch):
+def test_unknown_user_in_a_path_is_a_folder_name(tmp_path, monkeypatch):
     """An error here would leave the training without a monitor."""
     monkeypatch.chdir(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Sinks of a real training: what they hold is what the channel tells, however the training ends."""
+"""Tests of sinks in a real training: their data equal the record channel, however training ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def steps() -> Iterator[torch.Tensor]:
 
 @pytest.fixture
 def config(tmp_path: Path, quiet: MonitorConfig) -> MonitorConfig:
-    """Return a configuration with every quantity and all sinks, which has time for the last step on a busy machine."""
+    """Return a configuration with every quantity and all sinks, and a long timeout for the last step."""
     folder = {"folder": str(tmp_path / "out")}
     sinks = {"csv": {**folder, "steps_per_file": 2}, "tensorboard": folder, "api": {}}
     return replace(quiet, quantities=QUANTITIES, sinks=sinks, exit_wait_seconds=60)
@@ -68,7 +68,7 @@ def test_training_is_bit_identical_with_all_sinks(config):
     assert all(torch.equal(first, second) for first, second in zip(*nets, strict=True))
 
 
-def test_files_hold_what_the_channel_tells(config, tmp_path, reader, eventually):
+def test_files_have_the_values_of_the_record_channel(config, tmp_path, reader, eventually):
     net, optimizer = make()
     with Monitor(config).attach(net, optimizer) as monitor:
         train(net, optimizer, steps())
@@ -94,12 +94,12 @@ def told_if_whole(rows: list[Any]) -> dict[tuple[Any, ...], tuple[Any, ...]] | N
     return {
         (row.step, row.kind, row.tensor, row.index, row.micro_step): tuple(row.numbers[op] for op in VALUES)
         for row in rows
-        # The layout has no place for a gradient beside those of its micro-batches.
+        # The layout cannot hold a gradient of the step in addition to those of its micro-batches.
         if row.micro_step is not None or (row.step, row.kind, row.tensor) not in micro
     }
 
 
-def test_a_folder_in_which_nothing_can_be_made_costs_neither_training_nor_channel(config, tmp_path, reader, eventually):
+def test_read_only_folder_affects_neither_training_nor_channel(config, tmp_path, reader, eventually):
     (tmp_path / "out").write_text("in the way")
     net, optimizer = make()
     with Monitor(config).attach(net, optimizer) as monitor:
@@ -115,8 +115,8 @@ def test_a_folder_in_which_nothing_can_be_made_costs_neither_training_nor_channe
     assert monitor.sink("api").steps(), "another sink has its rows"  # type: ignore[union-attr]  # it is there
 
 
-def test_columns_are_what_is_published_and_a_nan_that_is_not_counted_still_shows(config, tmp_path):
-    """The norm of finite elements alone, which the store gets, would hide it from who reads the file."""
+def test_uncounted_nan_is_visible_in_the_published_columns(config, tmp_path):
+    """The norm of finite elements, which the store receives, would hide the NaN from a reader of the file."""
     sinks = {"csv": {"folder": str(tmp_path)}}
     options = {"gradients": {"ops": ["max", "norm"]}}
     config = replace(config, quantities=("gradients", "parameters"), options=options, sinks=sinks)
@@ -137,7 +137,7 @@ class _StopError(Exception):
 
 
 @pytest.mark.parametrize("ending", [None, _StopError, SystemExit, KeyboardInterrupt])
-def test_however_training_ends_the_last_step_is_in_the_file(config, tmp_path, ending):
+def test_last_step_is_in_the_file_however_training_ends(config, tmp_path, ending):
     net, optimizer = make()
     try:
         with Monitor(config).attach(net, optimizer):
@@ -151,8 +151,8 @@ def test_however_training_ends_the_last_step_is_in_the_file(config, tmp_path, en
     assert STEPS == max(row["step"] for row in rows["tensor_stats"] if row["kind"] == "param_after")
 
 
-def test_workers_that_are_forked_write_nothing(config, tmp_path):
-    """They inherit the monitor; each row is there once, in one folder."""
+def test_forked_workers_write_no_rows(config, tmp_path):
+    """Workers inherit the monitor. Each row is written once, in one folder."""
     net, optimizer = make()
     data = [torch.ones(4) * place for place in range(8)]
     loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]  # a list is a data set
@@ -180,7 +180,7 @@ while True:
 """
 
 
-def test_a_rank_killed_in_the_middle_leaves_whole_rows(tmp_path, eventually):
+def test_killed_rank_leaves_complete_rows(tmp_path, eventually):
     environment = {**os.environ, "RANKSCOPE_INGEST_URL": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", TRAINING, str(tmp_path)], env=environment)
     try:

@@ -1,4 +1,4 @@
-"""The rows that code in the training process may ask for."""
+"""Tests of the rows that code in the training process can read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def api(steps: int = 8) -> Api:
     return Api(ApiOptions(steps=steps), identity())
 
 
-def test_rows_are_of_the_last_step_that_has_the_kind():
+def test_rows_are_those_of_the_last_step_with_the_kind():
     kept = api()
     kept.put(record(1, (entry("w"), FINITE), (entry("w", "param_after"), FINITE)))
     kept.put(record(2, (entry("w"), FINITE | {"norm": 7.0}), (entry("w", "param_after"), ABSENT)))
@@ -28,7 +28,7 @@ def test_rows_are_of_the_last_step_that_has_the_kind():
     assert () == kept.rows("exp_avg")
 
 
-def test_what_does_not_exist_is_none_and_what_was_absent_has_no_row():
+def test_unknown_statistic_is_none_and_absent_tensor_has_no_row():
     kept = api()
     nothing_finite = FINITE | dict.fromkeys(("norm", "min", "max", "mean")) | {"nans": 4}
     kept.put(record(1, (entry("w"), nothing_finite), (entry("b"), ABSENT)))
@@ -37,17 +37,17 @@ def test_what_does_not_exist_is_none_and_what_was_absent_has_no_row():
     assert (None, 4) == (row.numbers["norm"], row.numbers["nans"])
 
 
-def test_no_more_steps_are_kept_than_asked_for():
+def test_at_most_the_configured_number_of_steps_is_kept():
     kept = api(steps=2)
     for step in range(1, 6):
         kept.put(record(step, (entry(), FINITE)))
-        kept.put(record(step))  # what is said about a step later holds no rows
+        kept.put(record(step))  # a later record of the same step has no rows
 
     assert (4, 5) == kept.steps()
     assert () == kept.rows(step=3)
 
 
-def test_features_are_kept_beside():
+def test_features_are_kept_with_their_step():
     kept = api()
     kept.put(record(3, features=({"kind": "stable_rank", "module": "head", "index": None, "value": 2.0},)))
 
@@ -55,7 +55,7 @@ def test_features_are_kept_beside():
     assert () == kept.features("softmax_max")
 
 
-def test_threads_may_ask_while_rows_arrive():
+def test_threads_may_read_while_records_arrive():
     kept = api(steps=3)
     wrong = []
     done = threading.Event()
@@ -77,8 +77,8 @@ def test_threads_may_ask_while_rows_arrive():
     assert [] == wrong
 
 
-def test_a_training_is_asked_for_its_gradients(eventually):
-    """The rows are those of the record: beside the channel, not instead of it."""
+def test_training_code_reads_gradients_from_the_sink(eventually):
+    """The rows equal those of the record, which is also sent through the record channel."""
     config = MonitorConfig(console=False, exit_wait_seconds=60, sinks={"api": {"steps": 2}})
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -97,7 +97,7 @@ def test_a_training_is_asked_for_its_gradients(eventually):
     assert (2, 3) == sink.steps(), "it may still be asked after detaching, and the last step is there"
 
 
-def test_a_monitor_without_the_sink_has_none():
+def test_monitor_returns_none_for_an_unconfigured_sink():
     assert Monitor(MonitorConfig(console=False)).sink("api") is None
 
 
@@ -111,6 +111,6 @@ def test_a_monitor_without_the_sink_has_none():
         (["api"], "sinks is a table"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_the_nearest_name(sinks, says):
+def test_invalid_settings_are_rejected_with_the_nearest_name(sinks, says):
     with pytest.raises(ConfigError, match=says):
         MonitorConfig.from_mapping({"sinks": sinks})

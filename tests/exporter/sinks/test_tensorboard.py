@@ -1,4 +1,4 @@
-"""Event files written while training runs, read with the real TensorBoard and with our importer."""
+"""Tests of event files written while training runs, read with TensorBoard and with the importer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_tensorboard_reads_families_of_a_rank_under_the_tools_tags(tmp_path):
+def test_tensorboard_reads_the_families_with_msprobes_tags(tmp_path):
     change_queue = sink(tmp_path, rank=2)
     for step in (1, 2):
         change_queue.put(
@@ -56,7 +56,7 @@ def test_tensorboard_reads_families_of_a_rank_under_the_tools_tags(tmp_path):
     assert {"vp0:head.linear/sr": [(0, 2.5), (1, 2.5)]} == read(tmp_path / "rank2" / "linear_hook")
 
 
-def test_nan_inf_and_absent_are_three_things(tmp_path):
+def test_nan_inf_and_absent_are_distinguished(tmp_path):
     change_queue = sink(tmp_path, ops=("norm",))
     for step, numbers in enumerate(({"nans": 1}, {"infs": 1}, None, {"norm": 3e38}), 1):
         change_queue.put(record(step, (entry(), ABSENT if numbers is None else FINITE | numbers)))
@@ -67,14 +67,14 @@ def test_nan_inf_and_absent_are_three_things(tmp_path):
     assert (3, pytest.approx(3e38)) == last
 
 
-def test_a_plan_of_thousands_of_numbers_is_read_whole(tmp_path):
+def test_plan_with_thousands_of_numbers_is_read_completely(tmp_path):
     sink(tmp_path).put(record(1, *((entry(f"w{place}"), FINITE) for place in range(900))))
 
     assert 900 * 6 == len(read(tmp_path / "rank0" / "grad_reduced"))
 
 
-def test_a_process_that_goes_back_takes_the_place_of_what_was_written_from_there(tmp_path):
-    """Three steps, then a process that resumes from the second: TensorBoard shows each step once."""
+def test_resumed_process_replaces_later_steps_in_tensorboard(tmp_path):
+    """After three steps, a process resumes from the second: TensorBoard shows each step once."""
     for seconds, steps in ((100, (1, 2, 3)), (200, (2, 3))):
         change_queue = sink(tmp_path, ops=("norm",))
         change_queue._file = f"events.out.tfevents.{seconds:010d}.x"
@@ -84,7 +84,7 @@ def test_a_process_that_goes_back_takes_the_place_of_what_was_written_from_there
     assert [(0, 100.0), (1, 200.0), (2, 200.0)] == read(tmp_path / "rank0" / "grad_reduced")["vp0:w/norm"]
 
 
-def test_our_importer_reads_them(tmp_path):
+def test_importer_reads_the_event_files(tmp_path):
     change_queue = sink(tmp_path, rank=1)
     named = entry("a/b:1%", Kind.GRAD_REDUCED, vpp_stage=2)
     change_queue.put(record(1, (named, FINITE), (entry("m", Kind.ACT_OUT, micro_step=1), FINITE)))
@@ -104,20 +104,20 @@ def test_our_importer_reads_them(tmp_path):
 
 
 @given(st.binary(max_size=300))
-def test_our_own_check_sum_is_the_librarys(data):
-    """It stands in where the library is not installed."""
+def test_own_crc32c_equals_the_library(data):
+    """The exporter uses its own function if the library is not installed."""
     assert google_crc32c.value(data) == tensorboard.crc32c(data)
 
 
 @given(st.floats() | st.integers())
-def test_every_number_fits(number):
+def test_numbers_out_of_float32_range_are_clamped(number):
     (written,) = struct.unpack("<f", tensorboard._number(number))
 
     assert math.isnan(written) == (number != number)  # noqa: PLR0124 - the definition of NaN, for integers too
     assert math.isinf(written) == (number in (math.inf, -math.inf))
 
 
-def test_without_the_library_the_files_are_the_same(monkeypatch):
+def test_event_files_are_equal_without_the_crc_library(monkeypatch):
     values = [(tensorboard.value_head("vp0:w/norm"), 1.5)]
     expected = tensorboard.beginning(1.0, 3) + tensorboard.event(1.0, 300, values)
     monkeypatch.setattr(tensorboard, "_crc_function", lambda: tensorboard.crc32c)

@@ -1,4 +1,4 @@
-"""What the tests of the importers share: a store to bring logs into, and the recorded logs where they are at hand."""
+"""Fixtures of the importer tests: a store for imported logs, and the recorded logs if they are available."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA = SHARED / "data"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that asks for `recorded` once per recorded log of the folder that its module names FACTS_OF."""
+    """Run a test with the argument `recorded` once per recorded log of the folder in its module's FACTS_OF."""
     if "recorded" not in metafunc.fixturenames:
         return
     folder = metafunc.module.FACTS_OF
@@ -36,31 +36,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def data() -> Path:
-    """Return the folder of the recorded logs; without it the test is skipped."""
+    """Return the folder of the recorded logs. Without it, the test is skipped."""
     if not DATA.is_dir():
         pytest.skip(f"the recorded logs are not here ({DATA})")
     return DATA
 
 
-class Desk:
-    """One store, logs brought into it, and questions to it."""
+class Logs:
+    """One store with methods to import logs and to query it."""
 
     def __init__(self, folder: Path, writer: Any) -> None:
         self.folder = folder
         self._writer = writer
         self._connection: Any = None
 
-    def bring(self, path: Path, *, run: str = "r", kind: str | None = None) -> ImportReport:
+    def import_log(self, path: Path, *, run: str = "r", kind: str | None = None) -> ImportReport:
         importer = find_importer(path) if kind is None else importers()[kind]
         return import_records(path, self._writer, importer, run=run)
 
-    def bring_again(self, path: Path, *, run: str = "r") -> ImportReport:
-        """Bring a log as the command does: with what the store knows of earlier imports."""
+    def import_again(self, path: Path, *, run: str = "r") -> ImportReport:
+        """Import a log as the command does: with the stored facts about earlier imports."""
         with connect(self.folder / "store") as connection:
             known = known_imports(connection, run)
         return import_records(path, self._writer, find_importer(path), run=run, known=known)
 
-    def ask(self, query: str, **parameters: Any) -> list[dict[str, Any]]:
+    def query(self, query: str, **parameters: Any) -> list[dict[str, Any]]:
         self._connection = self._connection or connect(self.folder / "store")
         return self._connection.query(query, parameters or None).to_pylist()
 
@@ -69,8 +69,8 @@ class Desk:
             self._connection.close()
 
     def value(self, query: str, **parameters: Any) -> Any:
-        """Return the only value of the only row; None without a row."""
-        rows = self.ask(query, **parameters)
+        """Return the only value of the only row, None without a row."""
+        rows = self.query(query, **parameters)
         assert len(rows) <= 1, rows
         return next(iter(rows[0].values())) if rows else None
 
@@ -82,8 +82,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def logs(tmp_path: Path) -> Iterator[Logs]:
     with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
-        desk = Desk(tmp_path, writer)
-        yield desk
-        desk.close()
+        logs = Logs(tmp_path, writer)
+        yield logs
+        logs.close()

@@ -1,4 +1,4 @@
-"""What the page on training logs says is shown by tests that there are, and its names are the importers' own."""
+"""Tests that the page on training logs cites existing tests and uses the names of the importers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_test_that_the_page_names_exists():
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
 
 
-def test_names_and_formats_of_the_page_are_ours():
+def test_page_uses_existing_names_and_formats():
     text = PAGE.read_text(encoding="utf-8")
     formats, names = text.split("## Names and units")[0], text.split("## Names and units")[1].split("Any other")[0]
     shown = [cell for line in names.splitlines() if line.startswith("| `") for cell in line.split("|")[1:2]]

@@ -1,4 +1,4 @@
-"""What a format can carry comes back as it was: export, import, and the rows are the same."""
+"""Tests that an export and an import restore the rows that a format can represent."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ tensor = st.fixed_dictionaries(
         "placement": st.sampled_from(["full", "shard", None]),
         "shard_group": st.none() | text,
         "call_seq": stage,
-        "norm": st.floats(0, 1000, width=32),  # a row without any statistic says nothing
+        "norm": st.floats(0, 1000, width=32),  # a row without any statistic cannot be restored
         **dict.fromkeys(("min", "max", "mean"), singles),
-        **dict.fromkeys(BASELINE_OPS, finite),  # an import fills in those that are null
+        **dict.fromkeys(BASELINE_OPS, finite),  # an import computes the baselines that are null
         **dict.fromkeys(COUNT_OPS, counts),
     }
 )
@@ -86,7 +86,7 @@ numbers = itertools.count()
 
 
 def stored(folder, rows):
-    """Put rows by dataset into a new store; the n-th is of step n, and each third begins an attempt."""
+    """Store rows by dataset in a new store. The n-th row is of step n, and each third row begins an attempt."""
     store = Store.open(folder, create=True)
     tables = {}
     for dataset, listed in rows.items():
@@ -105,7 +105,7 @@ def stored(folder, rows):
 
 
 def round_trip(folder, store, form):
-    """Export the store's run in `form`, import that into a new store, and return both stores."""
+    """Export the run of the store as `form`, import that into a new store, and return both stores."""
     target = folder / f"out{export_formats()[form].suffix}"
     with connect(store, locked=True) as connection:
         report = export_formats()[form].export(connection, "r", target, ExportOptions())
@@ -132,7 +132,7 @@ def told(store, dataset):
         {name: st.lists(st.builds(dict.__or__, common, own), max_size=6) for name, own in DATA.items()}
     )
 )
-def test_event_files_carry_every_series_exactly(tmp_path_factory, data):
+def test_event_files_restore_every_series_exactly(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("events")
     data = {name: rows for name, rows in data.items() if rows}
     if not data:
@@ -152,8 +152,8 @@ def test_event_files_carry_every_series_exactly(tmp_path_factory, data):
     ),
     samples=st.lists(sample, max_size=4),
 )
-def test_openmetrics_carries_every_series_exactly(tmp_path_factory, data, samples):
-    """Steps of different rows are distinct here; two numbers of one series at one moment cannot both be told."""
+def test_openmetrics_restores_every_series_exactly(tmp_path_factory, data, samples):
+    """Rows have different steps here, because one series can have only one number at a time."""
     folder = tmp_path_factory.mktemp("metrics")
     data = {name: rows for name, rows in (data | {"samples": samples}).items() if rows}
     if not data:
@@ -166,8 +166,8 @@ def test_openmetrics_carries_every_series_exactly(tmp_path_factory, data, sample
         assert told(store, dataset) == told(back, dataset)
 
 
-def test_history_comes_back_through_a_real_prometheus(tmp_path, require_server):
-    """OpenMetrics, blocks of a TSDB, its dump, and our columns again; Prometheus rounds times to milliseconds."""
+def test_history_is_restored_through_a_real_prometheus(tmp_path, require_server):
+    """The path is OpenMetrics, TSDB blocks, a dump, an import. Prometheus rounds times to milliseconds."""
     promtool = require_server("promtool", "prometheus")
     ranks = [{"attempt": 0, "rank": rank} for rank in (0, 1)]
     rows = {
@@ -214,7 +214,7 @@ def _second(number):
 
 
 @pytest.mark.parametrize("form", ["tensorboard", "openmetrics"])
-def test_second_import_of_an_export_brings_nothing(tmp_path, form):
+def test_second_import_of_an_export_adds_nothing(tmp_path, form):
     store = stored(tmp_path / "store", {"scalars": [{"attempt": 0, "rank": 0, "name": "loss", "value": 1.0}] * 5})
     target = tmp_path / f"out{export_formats()[form].suffix}"
     with connect(store, locked=True) as connection:

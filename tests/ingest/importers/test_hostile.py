@@ -1,6 +1,6 @@
-"""What may stand in a file of any format, and what each importer makes of it: the same, everywhere.
+"""Tests of hostile content that all importers must handle in the same way.
 
-What is special to a format is in its own tests, and so is a fuzzer over its parser.
+Content for one format, and fuzzing of its parser, is in the tests of that format.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def text_of(kind, *values):
     return begin + "".join(row.format(step=step, value=value) for step, value in enumerate(values, 1)) + end
 
 
-def path_of(desk, kind, content):
-    return desk.write(f"out/Dec03_21-34-40-rank0-0123abcd/{SAMPLES[kind][0]}", content)
+def path_of(logs, kind, content):
+    return logs.write(f"out/Dec03_21-34-40-rank0-0123abcd/{SAMPLES[kind][0]}", content)
 
 
-def values(desk, kind):
-    rows = desk.ask(VALUE_OF.get(kind, "SELECT value FROM scalars WHERE name = 'loss' ORDER BY step"))
+def values(logs, kind):
+    rows = logs.query(VALUE_OF.get(kind, "SELECT value FROM scalars WHERE name = 'loss' ORDER BY step"))
     return [next(iter(row.values())) for row in rows]
 
 
@@ -70,44 +70,44 @@ def values(desk, kind):
     ],
     ids=["utf-16", "utf-16 without a mark", "gzip", "binary"],
 )
-def test_what_is_no_text_is_refused_with_the_fix(desk, kind, change, said):
-    path = path_of(desk, kind, change(text_of(kind, 1.0)))
+def test_files_that_are_no_text_are_rejected_with_the_remedy(logs, kind, change, said):
+    path = path_of(logs, kind, change(text_of(kind, 1.0)))
 
     with pytest.raises(IngestError, match=said):
-        desk.bring(path, kind=kind)
+        logs.import_log(path, kind=kind)
     with pytest.raises(IngestError, match=said):
         find_importer(path)
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-def test_byte_order_mark_and_crlf_change_nothing(desk, kind):
+def test_byte_order_mark_and_crlf_change_nothing(logs, kind):
     text = "\ufeff" + text_of(kind, 1.5, 2.5, 3.5).replace("\n", "\r\n")
-    path = path_of(desk, kind, text.encode())
+    path = path_of(logs, kind, text.encode())
 
     assert kind == find_importer(path).name
-    desk.bring(path)
-    assert [1.5, 2.5, 3.5] == values(desk, kind)
+    logs.import_log(path)
+    assert [1.5, 2.5, 3.5] == values(logs, kind)
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize(("nan", "infinity"), [("NaN", "Infinity"), ("NaN", "1e999")])
-def test_nan_infinity_and_overflow_are_values(desk, kind, nan, infinity):
+def test_nan_infinity_and_overflow_are_values(logs, kind, nan, infinity):
     infinity = infinity.replace("Infinity", "+Inf") if kind == "openmetrics" else infinity
-    report = desk.bring(path_of(desk, kind, text_of(kind, nan, infinity, 0.0)), kind=kind)
+    report = logs.import_log(path_of(logs, kind, text_of(kind, nan, infinity, 0.0)), kind=kind)
 
-    assert repr([math.nan, math.inf, 0.0]) == repr(values(desk, kind))
+    assert repr([math.nan, math.inf, 0.0]) == repr(values(logs, kind))
     assert 0 == report.malformed
 
 
 @pytest.fixture(scope="module")
 def readers():
-    """Return what forks a process of its own, whose memory is measured, for each importer."""
+    """Return a server that starts a process per importer, so that its memory can be measured."""
     return server_of("rankscope_ingest.importers")
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-def test_line_of_a_hundred_megabytes_is_counted_and_costs_no_memory(tmp_path, readers, kind):
-    """Zeros, which take no disk; in the middle of a value, so that it is the parser's own matter."""
+def test_line_of_100_megabytes_is_counted_in_bounded_memory(tmp_path, readers, kind):
+    """The file contains zeros, which take no disk space, within a value, so the parser itself must handle them."""
     _, _, row, end = SAMPLES[kind]
     paths = [tmp_path / name / "Dec03_21-34-40-rank0-0123abcd" / SAMPLES[kind][0] for name in ("short", "long")]
     for path in paths:
@@ -130,16 +130,18 @@ def test_line_of_a_hundred_megabytes_is_counted_and_costs_no_memory(tmp_path, re
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "a/b\\c", "..", "con", "x" * 300, "学" * 90, "a\nb"])
-def test_names_never_leave_the_store(desk, name):
-    """Of runs and of numbers: they are values, and no paths."""
-    before = set(desk.folder.parent.iterdir())
+def test_hostile_names_write_no_file_outside_the_store(logs, name):
+    """Names of runs and quantities are values and never paths."""
+    before = set(logs.folder.parent.iterdir())
     text = json.dumps({"step": 1, name: 2.0}) + "\n"
-    desk.bring(desk.write("log.jsonl", text), run=name, kind="jsonl")
+    logs.import_log(logs.write("log.jsonl", text), run=name, kind="jsonl")
 
-    assert [(name, 2.0)] == [tuple(row.values()) for row in desk.ask("SELECT run, value FROM scalars")]
-    assert {path.name for path in desk.folder.iterdir()} == {"store", "log.jsonl"}
-    assert before == set(desk.folder.parent.iterdir())
+    assert [(name, 2.0)] == [tuple(row.values()) for row in logs.query("SELECT run, value FROM scalars")]
+    assert {path.name for path in logs.folder.iterdir()} == {"store", "log.jsonl"}
+    assert before == set(logs.folder.parent.iterdir())
 
 
-def test_every_importer_of_text_is_among_these():
-    assert set(importers()) - {"tensorboard"} == set(SAMPLES)  # event files are binary, and have lengths of their own
+def test_hostile_samples_cover_every_text_importer():
+    assert set(importers()) - {"tensorboard"} == set(
+        SAMPLES
+    )  # event files are binary and contain the lengths of records

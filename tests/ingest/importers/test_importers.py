@@ -1,4 +1,4 @@
-"""Foreign logs become rows; what cannot be read is counted with its line, and nothing is stored twice."""
+"""Tests that logs of other programs become rows, unreadable lines are counted, and no row is stored twice."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rankscope_storage.connection import connect
 
 
 @pytest.fixture
-def bring(tmp_path):
-    """Return a function that imports a file into one store, and one that asks it."""
+def import_log(tmp_path):
+    """Return a function that imports a file into a store, and one that queries the store."""
     with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
 
         def bring_in(path, run="r"):
             return import_records(path, writer, find_importer(path), run=run)
 
-        def ask(query):
+        def query(sql):
             with connect(tmp_path / "store") as connection:
-                return connection.query(query).to_pylist()
+                return connection.query(sql).to_pylist()
 
-        yield bring_in, ask
+        yield bring_in, query
 
 
 def write(tmp_path, text, name="log.jsonl"):
@@ -31,33 +31,33 @@ def write(tmp_path, text, name="log.jsonl"):
     return path
 
 
-def test_a_file_that_grew_brings_only_what_is_new(tmp_path, bring):
-    """Also when its last line was caught in the middle of being written."""
-    bring_in, ask = bring
+def test_grown_jsonl_file_adds_only_new_rows(tmp_path, import_log):
+    """This holds also if the last line was incomplete at the first import."""
+    bring_in, query = import_log
     path = write(tmp_path, '{"step": 1, "loss": 1}\n{"step": 2, "lo')
     first = bring_in(path)
     path.write_text('{"step": 1, "loss": 1}\n{"step": 2, "loss": 2}\n{"step": 3, "loss": 3}\n')
     second, third = bring_in(path), bring_in(path)
 
     assert [1, 2, 0] == [first.rows_stored, second.rows_stored, third.rows_stored]
-    assert [1, 2, 3] == [row["step"] for row in ask("SELECT step FROM scalars ORDER BY seq")]
+    assert [1, 2, 3] == [row["step"] for row in query("SELECT step FROM scalars ORDER BY seq")]
 
 
-def test_same_file_as_another_run_is_another_history(tmp_path, bring):
-    bring_in, ask = bring
+def test_same_file_may_be_imported_as_two_runs(tmp_path, import_log):
+    bring_in, query = import_log
     path = write(tmp_path, '{"step": 1, "loss": 1}\n')
     bring_in(path, run="a")
     bring_in(path, run="b")
 
-    assert [{"run": "a"}, {"run": "b"}] == ask("SELECT run FROM scalars ORDER BY run")
+    assert [{"run": "a"}, {"run": "b"}] == query("SELECT run FROM scalars ORDER BY run")
 
 
-def test_format_nobody_knows_is_told_with_the_known_ones(tmp_path):
+def test_error_for_an_unknown_format_names_the_known_formats(tmp_path):
     with pytest.raises(IngestError, match=r"in no known format; known are .*jsonl"):
         find_importer(write(tmp_path, "nothing of any training\n", "train.log"))
     with pytest.raises(IngestError, match="cannot be read"):
         find_importer(tmp_path / "absent")
 
 
-def test_importers_are_found_by_their_files():
+def test_importers_are_discovered_by_their_modules():
     assert "jsonl" in importers()

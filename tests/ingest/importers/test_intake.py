@@ -1,4 +1,4 @@
-"""From an importer into the store: exactly once, known after a rotation, numbered as attempts, judged by rules."""
+"""Tests of the runner: exactly-once storage, recognition after a rotation, attempts, anomaly rules."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from rankscope_ingest.importers import (
 )
 from rankscope_ingest.importers.common.importer import Detection
 from rankscope_ingest.importers.common.log_identity import End, KnownImport
-from rankscope_ingest.importers.common.row_numbers import Stamp
-from rankscope_ingest.importers.common.rules import Judge
+from rankscope_ingest.importers.common.rules import RuleEvaluator
+from rankscope_ingest.importers.common.runner import Numbering
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
@@ -36,7 +36,7 @@ RULES = (AnomalyNan(), AnomalyTurbulence(threshold=2.0))
 
 
 def rows(first, last, *, minute=0, rank=None, loss="2.5"):
-    """Return Megatron rows of the steps from `first` to `last`, one a second."""
+    """Return Megatron rows of the steps from `first` to `last`, one per second."""
     prefix = "" if rank is None else f"[default{rank}]: "
     return "".join(
         f"{prefix}[2025-02-28 16:{minute:02d}:{step % 60:02d}] iteration {step}/ 1000 | "
@@ -46,63 +46,63 @@ def rows(first, last, *, minute=0, rank=None, loss="2.5"):
 
 
 @pytest.fixture
-def shop(tmp_path):
-    """Return a function that imports a log as the command does, and one that asks the store."""
+def importing(tmp_path):
+    """Return a function that imports a log as the command does, and one that queries the store."""
     with (
         Store.open(tmp_path / "store", create=True).claim(owner="test") as writer,
         connect(tmp_path / "store") as connection,
     ):
 
-        def bring(path, run="r", **more):
+        def import_log(path, run="r", **more):
             known = known_imports(connection, run)
             return import_records(path, writer, find_importer(path), run=run, known=known, **more)
 
-        def ask(query):
-            return connection.query(query).to_pylist()
+        def query(sql):
+            return connection.query(sql).to_pylist()
 
-        yield bring, ask
+        yield import_log, query
 
 
-def losses(ask):
+def losses(query):
     return [
         (row["attempt"], row["step"])
-        for row in ask("SELECT attempt, step FROM scalars WHERE name = 'loss' ORDER BY attempt, step")
+        for row in query("SELECT attempt, step FROM scalars WHERE name = 'loss' ORDER BY attempt, step")
     ]
 
 
-def test_grown_log_brings_what_is_new_and_an_unchanged_one_nothing(tmp_path, shop):
-    """S0-06, cross-seed 2."""
-    bring, ask = shop
+def test_grown_log_adds_new_rows_and_an_unchanged_log_none(tmp_path, importing):
+    """S0-06, contract 2."""
+    import_log, query = importing
     log = tmp_path / "train.log"
     log.write_text(rows(1, 20))
-    first = bring(log)
+    first = import_log(log)
     log.write_text(rows(1, 30))
-    grown, unchanged = bring(log), bring(log)
+    grown, unchanged = import_log(log), import_log(log)
 
     assert [(40, False), (20, True), (0, True)] == [
         (one.rows_stored, one.is_known) for one in (first, grown, unchanged)
     ]
-    assert [(0, step) for step in range(1, 31)] == losses(ask)
+    assert [(0, step) for step in range(1, 31)] == losses(query)
     assert [20, 30] == [
         json.loads(row["details"])["records"]
-        for row in ask("SELECT details FROM events WHERE type = 'import' ORDER BY ordinal")
+        for row in query("SELECT details FROM events WHERE type = 'import' ORDER BY ordinal")
     ]
-    assert [{"last_step": 30, "state": "stopped"}] == ask("SELECT last_step, state FROM runs")
+    assert [{"last_step": 30, "state": "stopped"}] == query("SELECT last_step, state FROM runs")
 
 
 @pytest.mark.parametrize("old_first", [True, False])
-def test_log_that_a_rotation_renamed_is_the_same_and_the_new_one_goes_on(tmp_path, shop, old_first):
-    """S0-06: train.log becomes train.log.1, and another one takes its place."""
-    bring, ask = shop
+def test_rotated_log_is_recognized_and_the_new_log_continues_it(tmp_path, importing, old_first):
+    """S0-06: train.log becomes train.log.1, and another log gets the name train.log."""
+    import_log, query = importing
     log, old = tmp_path / "train.log", tmp_path / "train.log.1"
     log.write_text("launching\n" + rows(1, 20))
-    bring(log)
+    import_log(log)
     log.rename(old)
     with old.open("a") as file:
         file.write(rows(21, 22))
     log.write_text("launching\n" + rows(23, 40, minute=1))
     files = (old, log) if old_first else (log, old)
-    reports = {path: bring(path) for path in files}
+    reports = {path: import_log(path) for path in files}
 
     assert (True, 4) == (reports[old].is_known, reports[old].rows_stored)
     assert (False, not old_first, 36) == (
@@ -110,72 +110,72 @@ def test_log_that_a_rotation_renamed_is_the_same_and_the_new_one_goes_on(tmp_pat
         reports[log].is_replacement,
         reports[log].rows_stored,
     )
-    assert [(0, step) for step in range(1, 41)] == losses(ask)
-    assert [0, 0] == [bring(path).rows_stored for path in files]
+    assert [(0, step) for step in range(1, 41)] == losses(query)
+    assert [0, 0] == [import_log(path).rows_stored for path in files]
 
 
-def test_truncated_log_that_begins_anew_is_another_log(tmp_path, shop):
-    """S0-06: copytruncate empties the file under its name; its new rows are stored though they are fewer."""
-    bring, ask = shop
+def test_log_rewritten_after_truncation_is_another_log(tmp_path, importing):
+    """S0-06: copytruncate empties the file. Its new rows are stored although there are fewer of them."""
+    import_log, query = importing
     log = tmp_path / "train.log"
     log.write_text("launching\n" + rows(1, 40))
-    bring(log)
+    import_log(log)
     log.write_text("launching\n" + rows(41, 45, minute=1))
-    replaced = bring(log)
+    replaced = import_log(log)
     log.write_text("launching\n" + rows(41, 60, minute=1))
-    grown = bring(log)
+    grown = import_log(log)
 
     assert (True, 10, 30) == (replaced.is_replacement, replaced.rows_stored, grown.rows_stored)
-    assert [(0, step) for step in range(1, 61)] == losses(ask)
+    assert [(0, step) for step in range(1, 61)] == losses(query)
 
 
-def test_beginning_of_a_log_that_is_known_brings_nothing(tmp_path, shop):
-    bring, ask = shop
+def test_beginning_of_an_imported_log_adds_nothing(tmp_path, importing):
+    import_log, query = importing
     log = tmp_path / "train.log"
     log.write_text(rows(1, 200))
-    bring(log)
+    import_log(log)
     log.write_text(rows(1, 100))
 
-    assert 0 == bring(log).rows_stored
-    assert 200 == len(losses(ask))
+    assert 0 == import_log(log).rows_stored
+    assert 200 == len(losses(query))
 
 
-def test_restart_in_another_file_is_the_next_attempt(tmp_path, shop):
+def test_restart_in_another_file_is_the_next_attempt(tmp_path, importing):
     """S0-09, S4-08: steps that begin again in a later log belong to another attempt of the same run."""
-    bring, ask = shop
+    import_log, query = importing
     for name, text in (("a.log", rows(1, 20)), ("b.log", rows(11, 30, minute=5)), ("c.log", rows(31, 35, minute=9))):
         (tmp_path / name).write_text(text)
-        bring(tmp_path / name)
+        import_log(tmp_path / name)
 
-    assert [(0, s) for s in range(1, 21)] + [(1, s) for s in range(11, 36)] == losses(ask)
+    assert [(0, s) for s in range(1, 21)] + [(1, s) for s in range(11, 36)] == losses(query)
     assert [(0, 20), (1, 35)] == [
-        (row["attempt"], row["last_step"]) for row in ask("SELECT attempt, last_step FROM attempts ORDER BY attempt")
+        (row["attempt"], row["last_step"]) for row in query("SELECT attempt, last_step FROM attempts ORDER BY attempt")
     ]
-    assert [{"attempt": 1, "last_step": 35}] == ask("SELECT attempt, last_step FROM runs")
-    assert [0, 0, 0] == [bring(tmp_path / name).rows_stored for name in ("b.log", "a.log", "c.log")]
+    assert [{"attempt": 1, "last_step": 35}] == query("SELECT attempt, last_step FROM runs")
+    assert [0, 0, 0] == [import_log(tmp_path / name).rows_stored for name in ("b.log", "a.log", "c.log")]
 
 
-def test_log_of_another_node_at_the_same_time_is_no_restart(tmp_path, shop):
-    bring, ask = shop
+def test_log_of_another_node_at_the_same_time_is_no_restart(tmp_path, importing):
+    import_log, query = importing
     for node in ("node-0.log", "node-1.log"):
         (tmp_path / node).write_text(rows(1, 20))
-        bring(tmp_path / node)
+        import_log(tmp_path / node)
 
-    assert {0} == {attempt for attempt, _ in losses(ask)}
-    assert 40 == len(losses(ask))
+    assert {0} == {attempt for attempt, _ in losses(query)}
+    assert 40 == len(losses(query))
 
 
-def test_log_of_another_rank_is_no_restart(tmp_path, shop):
-    bring, ask = shop
+def test_log_of_another_rank_is_no_restart(tmp_path, importing):
+    import_log, query = importing
     for rank in range(2):
         (tmp_path / f"rank{rank}.log").write_text(rows(1, 20, minute=rank, rank=rank))
-        bring(tmp_path / f"rank{rank}.log")
+        import_log(tmp_path / f"rank{rank}.log")
 
-    assert {0} == {attempt for attempt, _ in losses(ask)}
+    assert {0} == {attempt for attempt, _ in losses(query)}
 
 
-def test_import_that_was_cut_off_is_taken_up_again(tmp_path, monkeypatch):
-    """The store fails after the first batch; the next import stores the rest, and nothing twice."""
+def test_interrupted_import_is_continued(tmp_path, monkeypatch):
+    """The store fails after the first batch. The next import stores the rest, and no row twice."""
     log = tmp_path / "train.log"
     log.write_text(rows(1, 500))
     monkeypatch.setattr("rankscope_ingest.importers.common.runner.BATCH_ROWS", 200)
@@ -205,13 +205,13 @@ def test_import_that_was_cut_off_is_taken_up_again(tmp_path, monkeypatch):
     assert [{"n": 1000, "seqs": 500}] == found
 
 
-def test_progress_rises_to_the_size_of_the_log(tmp_path, shop, monkeypatch):
+def test_progress_rises_to_the_size_of_the_log(tmp_path, importing, monkeypatch):
     monkeypatch.setattr("rankscope_ingest.importers.megatron.CHUNK_BYTES", 2_000)
-    bring, _ = shop
+    import_log, _ = importing
     log = tmp_path / "train.log"
     log.write_text(rows(1, 200))
     told = []
-    bring(log, progress=told.append)
+    import_log(log, progress=told.append)
 
     assert told == sorted(told)
     assert len(told) > 5
@@ -219,7 +219,7 @@ def test_progress_rises_to_the_size_of_the_log(tmp_path, shop, monkeypatch):
 
 
 class Made:
-    """An importer of what it was made with."""
+    """An importer that yields the given items."""
 
     name = "made"
 
@@ -233,8 +233,8 @@ class Made:
         yield from self.items
 
 
-def test_records_blocks_and_sources_are_numbered_each_by_itself(tmp_path):
-    """A stream of a folder may grow without moving the numbers of another."""
+def test_records_are_numbered_within_their_source(tmp_path):
+    """One stream of a folder may grow without changing the numbers of another."""
     block = ImportedBlock(
         records=2,
         source="b",
@@ -274,11 +274,11 @@ def test_records_blocks_and_sources_are_numbered_each_by_itself(tmp_path):
     assert "completed" == report.state
 
 
-def test_column_that_no_dataset_has_is_a_mistake():
+def test_unknown_column_is_an_error():
     block = ImportedBlock(records=1, tables={"scalars": pa.table({"record": [0], "nmae": ["x"]})})
 
     with pytest.raises(KeyError, match="nmae"):
-        Stamp(run="r", incarnation="i").block(block)
+        Numbering(run="r", incarnation="i").block(block)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_column_that_no_dataset_has_is_a_mistake():
         ("../..//x/..", None),
     ],
 )
-def test_run_is_called_after_its_log(tmp_path, monkeypatch, path, name):
+def test_run_is_named_after_its_log(tmp_path, monkeypatch, path, name):
     (tmp_path / "runs/mistral/checkpoint-500").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
 
@@ -308,8 +308,8 @@ def test_run_is_called_after_its_log(tmp_path, monkeypatch, path, name):
     ),
     st.integers(1, 40),
 )
-def test_imported_tensors_are_judged_as_the_reference_evaluator_does(values, size):
-    """Baselines and firings of each rank's series are those of the contract, however the rows come in pieces."""
+def test_imported_tensors_get_the_events_of_the_reference_evaluator(values, size):
+    """Baselines and firings of each rank's series equal those of the contract, for any size of the blocks."""
     table = pa.table(
         {
             "rank": pa.array([rank for rank, *_ in values], pa.int32()),
@@ -321,11 +321,11 @@ def test_imported_tensors_are_judged_as_the_reference_evaluator_does(values, siz
             "step": pa.array(range(len(values)), pa.int64()),
         }
     )
-    judge, shown, fired = Judge(RULES), [], []
+    judge, shown, fired = RuleEvaluator(RULES), [], []
     for at in range(0, len(values), size):
         piece = table.slice(at, size)
-        stamped = Stamp(run="r", incarnation="i").block(ImportedBlock(records=size, tables={"tensor_stats": piece}))
-        judged = judge.judge(stamped) if stamped else {}
+        stamped = Numbering(run="r", incarnation="i").block(ImportedBlock(records=size, tables={"tensor_stats": piece}))
+        judged = judge.evaluate(stamped) if stamped else {}
         shown += judged["tensor_stats"].column("norm_baseline").to_pylist() if stamped else []
         fired += judged["events"].to_pylist() if "events" in judged else []
 
@@ -349,12 +349,12 @@ def test_imported_tensors_are_judged_as_the_reference_evaluator_does(values, siz
     assert sum(nans > 0 for *_, nans in values) == sum(event["op"] == "nans" for event in fired)
 
 
-def test_scalars_that_are_not_finite_are_anomalies(tmp_path, shop):
-    bring, ask = shop
+def test_scalars_that_are_not_finite_are_anomalies(tmp_path, importing):
+    import_log, query = importing
     log = tmp_path / "train.log"
     log.write_text(rows(1, 5) + rows(6, 7, loss="nan") + rows(8, 8, loss="-inf"))
-    report = bring(log)
-    found = ask("SELECT step, rule, severity, op, value, message FROM events WHERE type = 'anomaly' ORDER BY step")
+    report = import_log(log)
+    found = query("SELECT step, rule, severity, op, value, message FROM events WHERE type = 'anomaly' ORDER BY step")
 
     assert 3 == report.anomalies
     assert [
@@ -366,19 +366,19 @@ def test_scalars_that_are_not_finite_are_anomalies(tmp_path, shop):
     assert -math.inf == found[2]["value"]
 
 
-def test_own_rules_may_be_given(tmp_path, shop):
-    bring, ask = shop
+def test_import_applies_the_given_rules(tmp_path, importing):
+    import_log, query = importing
     log = tmp_path / "train.log"
     log.write_text(rows(1, 5) + rows(6, 6, loss="9.0"))
-    report = bring(log, rules=[AnomalyNan(name="too-high", threshold=8.0)])
+    report = import_log(log, rules=[AnomalyNan(name="too-high", threshold=8.0)])
 
     assert 1 == report.anomalies
-    assert [{"rule": "too-high", "step": 6, "threshold": 8.0}] == ask(
+    assert [{"rule": "too-high", "step": 6, "threshold": 8.0}] == query(
         "SELECT rule, step, threshold FROM events WHERE type = 'anomaly'"
     )
 
 
-def test_what_is_known_of_an_import_survives_its_text():
+def test_known_import_survives_its_json():
     known = KnownImport(
         incarnation="i",
         path="/x/y",
@@ -396,14 +396,14 @@ def test_what_is_known_of_an_import_survives_its_text():
             KnownImport.from_json(text)
 
 
-def test_pipe_is_refused_rather_than_waited_for(tmp_path):
+def test_pipe_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "pipe")
 
     with pytest.raises(Exception, match="neither a file nor a folder"):
         find_importer(tmp_path / "pipe")
 
 
-def test_faults_keep_the_first_and_count_all():
+def test_faults_keep_the_first_20_and_count_all():
     faults = Faults()
     for line in range(1, 101):
         faults.add(line, "x")
@@ -411,28 +411,28 @@ def test_faults_keep_the_first_and_count_all():
     assert (100, 20, 20) == (faults.count, len(faults.first), faults.first[-1].line)
 
 
-def test_log_without_records_makes_no_run(tmp_path, shop):
-    """S3-05: nothing to show is said, not shown."""
-    bring, ask = shop
+def test_log_without_records_creates_no_run(tmp_path, importing):
+    """S3-05: an import without records reports 0 records and stores no run."""
+    import_log, query = importing
     log = tmp_path / "train.log"
     log.write_text("iteration 50/ 1000 | consumed samples: 200 | learning rate:\n" * 3)
-    report = bring(log)
+    report = import_log(log)
 
     assert (0, 0, 3) == (report.records, report.rows_stored, report.malformed)
-    assert [] == ask("SELECT * FROM runs")
+    assert [] == query("SELECT * FROM runs")
 
 
-def test_no_secret_of_a_log_reaches_the_store(shop, tmp_path):
-    """A log repeats the settings that training was started with, as they were."""
-    bring, ask = shop
+def test_no_secret_of_a_log_reaches_the_store(importing, tmp_path):
+    """A log repeats the settings that training was started with, including secrets."""
+    import_log, query = importing
     secret = "correct-horse"
     settings = {"config": {"lr": 3, "wandb": {"api_key": secret}, "command": f"train.py --x token={secret}"}}
     lines = [settings, *({"step": step, "loss": 1.0} for step in range(3))]
     path = tmp_path / "log.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    bring(path)
+    import_log(path)
 
-    (config,) = ask("SELECT config FROM runs")[0].values()
+    (config,) = query("SELECT config FROM runs")[0].values()
     assert secret not in config
     assert '"lr": 3' in json.dumps(json.loads(config))
     stored = [file.read_bytes() for file in (tmp_path / "store").rglob("*.parquet")]

@@ -1,4 +1,4 @@
-"""Objects on lines, in every dialect that trainings print; what is no object is counted with its line."""
+"""Tests of logs with one object per line, in the dialects of training programs, and of lines without an object."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
 from rankscope_ingest.importers.jsonl import JsonLines, printed_dict
 
 
-def scalars(desk, order="seq, name"):
+def scalars(logs, order="seq, name"):
     return [
         (row["step"], row["name"], row["value"])
-        for row in desk.ask(f"SELECT step, name, value FROM scalars ORDER BY {order}")
+        for row in logs.query(f"SELECT step, name, value FROM scalars ORDER BY {order}")
     ]
 
 
@@ -27,10 +27,10 @@ def lines(*documents):
     return "".join(json.dumps(document) + "\n" for document in documents)
 
 
-def test_numbers_become_scalars_and_text_does_not(desk):
-    """S3-01, S3-02: NaN and Infinity are values, null, true and text are not; objects within are opened."""
-    report = desk.bring(
-        desk.write(
+def test_numbers_become_scalars_and_text_does_not(logs):
+    """S3-01, S3-02: NaN and Infinity are values; null, true and text are not. Nested objects are opened."""
+    report = logs.import_log(
+        logs.write(
             "log.jsonl",
             lines(
                 {"step": 1, "loss": 2.5, "lr": 1, "note": "warm-up", "ok": True, "nested": {"a": 1}, "l": [1, 2]},
@@ -40,7 +40,7 @@ def test_numbers_become_scalars_and_text_does_not(desk):
             ),
         )
     )
-    rows = desk.ask("SELECT seq, step, rank, name, value FROM scalars ORDER BY seq, name, labels")
+    rows = logs.query("SELECT seq, step, rank, name, value FROM scalars ORDER BY seq, name, labels")
 
     assert [
         (0, 1, None, "l", "1.0"),
@@ -53,23 +53,23 @@ def test_numbers_become_scalars_and_text_does_not(desk):
         (3, None, 3, "loss", "-inf"),
     ] == [(r["seq"], r["step"], r["rank"], r["name"], repr(r["value"])) for r in rows]
     assert (4, 3, 0) == (report.records, report.last_step, report.malformed)
-    assert 1 == desk.value("SELECT count(*) FROM scalars WHERE ts = '2026-02-19 20:20:12.264373+00'")
-    assert {"loss": 1} == json.loads(desk.value("SELECT config::JSON->'$.import.null_values' FROM runs"))
+    assert 1 == logs.value("SELECT count(*) FROM scalars WHERE ts = '2026-02-19 20:20:12.264373+00'")
+    assert {"loss": 1} == json.loads(logs.value("SELECT config::JSON->'$.import.null_values' FROM runs"))
 
 
-def test_lines_that_are_no_objects_are_counted_with_their_numbers(desk):
-    """S3-01: noise, lists, CRLF, broken UTF-8, a cut last line."""
+def test_lines_without_an_object_are_counted_with_their_numbers(logs):
+    """S3-01: noise, lists, CRLF, invalid UTF-8, an incomplete last line."""
     text = b'{"step": 1, "loss": 1}\nEpoch 1 done\n\n[1, 2]\r\n{"step": 2, "loss": 2}\r\n\xff\xfe\n{"step": 3, "lo'
-    report = desk.bring(desk.write("log.jsonl", text))
+    report = logs.import_log(logs.write("log.jsonl", text))
 
     assert (2, [2, 4, 6, 7]) == (report.records, [fault.line for fault in report.faults])
     assert "Epoch 1 done" in report.faults[0].text
 
 
-def test_llama_factory(desk):
-    """Durations in text become seconds, with days too; total_steps is the plan; the last line ends the run."""
-    desk.bring(
-        desk.write(
+def test_llama_factory_log_is_read(logs):
+    """Durations in text become seconds, also with days; total_steps is the plan; the last line ends the run."""
+    logs.import_log(
+        logs.write(
             "trainer_log.jsonl",
             lines(
                 {
@@ -93,24 +93,24 @@ def test_llama_factory(desk):
         (5, "percentage", 50.0),
         (5, "remaining_seconds", 4 * 86400 + 7 * 3600 + 19 * 60 + 52.0),
         (10, "eval_loss", 2.2),
-    ] == scalars(desk)
-    assert [{"planned_steps": 10, "state": "completed"}] == desk.ask("SELECT planned_steps, state FROM runs")
+    ] == scalars(logs)
+    assert [{"planned_steps": 10, "state": "completed"}] == logs.query("SELECT planned_steps, state FROM runs")
 
 
-def test_throughput_of_llama_factory_is_in_tokens(desk):
-    """Beside `total_tokens`; everywhere else it is in samples."""
+def test_throughput_of_llama_factory_is_in_tokens(logs):
+    """This holds if the object has `total_tokens`; otherwise throughput is in samples."""
     documents = {"current_steps": 5, "throughput": 13061.0, "total_tokens": 1614784}, {"step": 6, "throughput": 12.5}
-    desk.bring(desk.write("trainer_log.jsonl", lines(*documents)))
+    logs.import_log(logs.write("trainer_log.jsonl", lines(*documents)))
 
     assert [(5, "tokens_per_second", 13061.0), (5, "tokens_total", 1614784.0), (6, "samples_per_second", 12.5)] == (
-        scalars(desk)
+        scalars(logs)
     )
 
 
-def test_ms_swift(desk):
+def test_ms_swift_log_is_read(logs):
     """S3-04: `"global_step/max_steps": "1/873"`, a percentage in text, units in the names of keys."""
-    desk.bring(
-        desk.write(
+    logs.import_log(
+        logs.write(
             "logging.jsonl",
             lines(
                 {
@@ -133,21 +133,21 @@ def test_ms_swift(desk):
         (1, "percentage", 0.11),
         (1, "remaining_seconds", 6.0),
         (1, "steps_per_second", 0.25),
-    ] == scalars(desk)
-    row = desk.ask("SELECT unit, labels FROM scalars WHERE name = 'device_memory_bytes'")[0]
+    ] == scalars(logs)
+    row = logs.query("SELECT unit, labels FROM scalars WHERE name = 'device_memory_bytes'")[0]
     assert ("bytes", {"source_name": "memory(GiB)", "source_unit": "GiB"}) == (row["unit"], json.loads(row["labels"]))
-    assert 873 == desk.value("SELECT planned_steps FROM runs")
+    assert 873 == logs.value("SELECT planned_steps FROM runs")
 
 
-def test_dictionaries_as_the_trainer_prints_them(desk):
-    """S3-01: behind progress bars and logger prefixes, nan and tensors within, numbers as text of newer versions."""
+def test_dictionaries_printed_by_the_trainer_are_read(logs):
+    """S3-01: after progress bars and logger prefixes, with nan, tensors, and numbers as text (newer releases)."""
     text = """Loading model
 {'loss': 2.5, 'grad_norm': nan, 'learning_rate': 1e-05, 'epoch': 0.1}
 \r 10%|#         | 1/10 [00:01<00:09,  1.0it/s]\r{'loss': '1.5', 'epoch': '0.2'}
 2026-02-19 20:20:12,264 [rank3] INFO - {'loss': tensor(1.25, device='cuda:0', grad_fn=<NllLossBackward0>), 'epoch': 0.3}
 {'train_runtime': 12.5, 'train_loss': 1.9, 'epoch': 1.0}
 """
-    report = desk.bring(desk.write("train.log", text))
+    report = logs.import_log(logs.write("train.log", text))
 
     assert [
         (None, "epoch", "0.1"),
@@ -161,31 +161,33 @@ def test_dictionaries_as_the_trainer_prints_them(desk):
         (None, "epoch", "1.0"),
         (None, "train_loss", "1.9"),
         (None, "train_runtime", "12.5"),
-    ] == [(step, name, repr(value)) for step, name, value in scalars(desk)]
+    ] == [(step, name, repr(value)) for step, name, value in scalars(logs)]
     assert ("jsonl", 4, 1) == (report.source_kind, report.records, report.malformed)
-    assert 3 == desk.value("SELECT rank FROM scalars WHERE ts = '2026-02-19 20:20:12.264+00' AND name = 'loss'")
+    assert 3 == logs.value("SELECT rank FROM scalars WHERE ts = '2026-02-19 20:20:12.264+00' AND name = 'loss'")
 
 
-def test_log_speaks_one_dialect(desk):
-    """Among JSON lines a printed dictionary is another program's print of the same step: counted, not doubled."""
+def test_printed_dictionary_among_json_lines_is_counted(logs):
+    """Such a dictionary is another program's output of the same step and must not be stored twice."""
     text = (
         lines({"step": 1, "loss": 2})
         + "{'loss': 2.0, 'epoch': 0.1}\nnoted "
         + lines({"step": 9}, {"step": 2, "loss": 1})
     )
-    report = desk.bring(desk.write("log.jsonl", text))
+    report = logs.import_log(logs.write("log.jsonl", text))
 
-    assert [(1, "loss", 2.0), (2, "loss", 1.0)] == scalars(desk)
+    assert [(1, "loss", 2.0), (2, "loss", 1.0)] == scalars(logs)
     assert [2, 3] == [fault.line for fault in report.faults]
 
 
-def test_average_over_an_epoch_is_not_the_loss_of_a_step(desk):
-    """`train_loss` is the loss where there is no other; beside `loss` it keeps its name."""
-    desk.bring(
-        desk.write("a.jsonl", lines({"step": 1, "loss": 3}, {"step": 1, "train_loss": 2, "val_loss": 4})), run="a"
+def test_average_over_an_epoch_is_not_the_loss_of_a_step(logs):
+    """`train_loss` is the loss if there is no other. In a log with `loss` it keeps its name."""
+    logs.import_log(
+        logs.write("a.jsonl", lines({"step": 1, "loss": 3}, {"step": 1, "train_loss": 2, "val_loss": 4})), run="a"
     )
-    desk.bring(desk.write("b.jsonl", lines({"step": 1, "train_loss": 2}, {"step": 2, "train/loss": 1})), run="b")
-    rows = desk.ask("SELECT run, name, value, labels->>'$.source_name' AS source FROM scalars ORDER BY run, value DESC")
+    logs.import_log(logs.write("b.jsonl", lines({"step": 1, "train_loss": 2}, {"step": 2, "train/loss": 1})), run="b")
+    rows = logs.query(
+        "SELECT run, name, value, labels->>'$.source_name' AS source FROM scalars ORDER BY run, value DESC"
+    )
 
     assert [
         ("a", "eval_loss", 4.0, "val_loss"),
@@ -196,17 +198,17 @@ def test_average_over_an_epoch_is_not_the_loss_of_a_step(desk):
     ] == [tuple(row.values()) for row in rows]
 
 
-def test_rows_of_a_validation_split_are_evaluation(desk):
+def test_rows_of_a_validation_split_get_evaluation_names(logs):
     documents = {"step": 1, "split": "train", "loss": 2}, {"step": 1, "split": "val", "loss": 3, "acc": 0.5}
-    desk.bring(desk.write("log.jsonl", lines(*documents)))
+    logs.import_log(logs.write("log.jsonl", lines(*documents)))
 
-    assert [(1, "loss", 2.0), (1, "eval_accuracy", 0.5), (1, "eval_loss", 3.0)] == scalars(desk)
+    assert [(1, "loss", 2.0), (1, "eval_accuracy", 0.5), (1, "eval_loss", 3.0)] == scalars(logs)
 
 
-def test_events_only(desk):
-    """S4-10: starts, phases and ends with their times; the configuration is the run's."""
-    desk.bring(
-        desk.write(
+def test_log_of_events_only_becomes_events(logs):
+    """S4-10: starts, phases and ends with their times; the configuration becomes that of the run."""
+    logs.import_log(
+        logs.write(
             "metrics.jsonl",
             lines(
                 {"event": "train_start", "config": {"lr": 1}, "timestamp": "2026-02-19T20:20:12+00:00"},
@@ -218,18 +220,18 @@ def test_events_only(desk):
     )
 
     assert ["launch", "phase", "checkpoint", "exit"] == [
-        row["type"] for row in desk.ask("SELECT type FROM events ORDER BY seq")
+        row["type"] for row in logs.query("SELECT type FROM events ORDER BY seq")
     ]
-    assert "completed" == desk.value("SELECT details->>'$.reason' FROM events WHERE type = 'exit'")
-    run = desk.ask("SELECT state, config::JSON->>'$.log.lr' AS lr, epoch(ended_at - started_at) AS lasted FROM runs")
+    assert "completed" == logs.value("SELECT details->>'$.reason' FROM events WHERE type = 'exit'")
+    run = logs.query("SELECT state, config::JSON->>'$.log.lr' AS lr, epoch(ended_at - started_at) AS lasted FROM runs")
     assert [{"state": "completed", "lr": "1", "lasted": 141.0}] == run
-    assert [(None, "epoch", 0.0), (None, "loss", 1.5)] == scalars(desk)
+    assert [(None, "epoch", 0.0), (None, "loss", 1.5)] == scalars(logs)
 
 
-def test_utilisation_per_processor_and_its_mean(desk):
-    """S3-11: a list with one number per processor, or a number."""
-    desk.bring(desk.write("log.jsonl", lines({"step": 1, "gpu_util": [80, 90]}, {"step": 2, "gpu_util": 91})))
-    rows = desk.ask("SELECT step, name, labels->>'$.gpu' AS gpu, value FROM scalars ORDER BY ALL")
+def test_gpu_utilization_is_stored_per_gpu_and_as_mean(logs):
+    """S3-11: a list with one number per GPU, or one number."""
+    logs.import_log(logs.write("log.jsonl", lines({"step": 1, "gpu_util": [80, 90]}, {"step": 2, "gpu_util": 91})))
+    rows = logs.query("SELECT step, name, labels->>'$.gpu' AS gpu, value FROM scalars ORDER BY ALL")
 
     assert [
         (1, "gpu_util", "0", 80.0),
@@ -240,35 +242,35 @@ def test_utilisation_per_processor_and_its_mean(desk):
     ] == [tuple(row.values()) for row in rows]
 
 
-def test_restart_is_another_attempt_and_a_repeated_step_is_not(desk):
-    """S4-08, S0-09: both rows of a repeated step are kept, in order of arrival."""
+def test_restart_is_another_attempt_and_a_repeated_step_is_not(logs):
+    """S4-08, S0-09: both rows of a repeated step are stored, in order of arrival."""
     documents = [{"step": step, "loss": step} for step in (1, 2, 3, 3, 2, 3, 4)]
-    desk.bring(desk.write("log.jsonl", lines(*documents)))
-    rows = desk.ask("SELECT attempt, step FROM scalars ORDER BY seq")
+    logs.import_log(logs.write("log.jsonl", lines(*documents)))
+    rows = logs.query("SELECT attempt, step FROM scalars ORDER BY seq")
 
     assert [(0, 1), (0, 2), (0, 3), (0, 3), (1, 2), (1, 3), (1, 4)] == [tuple(row.values()) for row in rows]
 
 
-def test_two_writers_of_one_file_are_two_attempts(desk):
-    """Their lines alternate; each goes on with its own steps."""
+def test_two_writers_of_one_file_are_two_attempts(logs):
+    """The lines of both writers alternate; each continues with its own steps."""
     steps = [100, 10, 101, 11, 102, 12, 103, 104, 13]
-    desk.bring(desk.write("log.jsonl", lines(*({"step": step, "loss": 1} for step in steps))))
-    rows = desk.ask("SELECT attempt, list(step ORDER BY seq) AS steps FROM scalars GROUP BY 1 ORDER BY 1")
+    logs.import_log(logs.write("log.jsonl", lines(*({"step": step, "loss": 1} for step in steps))))
+    rows = logs.query("SELECT attempt, list(step ORDER BY seq) AS steps FROM scalars GROUP BY 1 ORDER BY 1")
 
     assert [(0, [100, 101, 102, 103, 104]), (1, [10, 11, 12, 13])] == [tuple(row.values()) for row in rows]
 
 
-def test_names_do_not_depend_on_case_and_hold_any_unit(desk):
+def test_names_are_case_insensitive_and_may_contain_units(logs):
     """S3-15."""
-    desk.bring(desk.write("log.jsonl", lines({"Step": 1, "Loss": 2, "Step_Time": 0.5, "Data Time (ms)": 20})))
+    logs.import_log(logs.write("log.jsonl", lines({"Step": 1, "Loss": 2, "Step_Time": 0.5, "Data Time (ms)": 20})))
 
-    assert [(1, "Data Time", 0.02), (1, "loss", 2.0), (1, "step_seconds", 0.5)] == scalars(desk)
+    assert [(1, "Data Time", 0.02), (1, "loss", 2.0), (1, "step_seconds", 0.5)] == scalars(logs)
 
 
-def test_metrics_of_deepspeed_monitors_and_wandb(desk):
-    """S3-13: nested and slash-separated names."""
-    desk.bring(
-        desk.write(
+def test_nested_and_slash_separated_names_are_read(logs):
+    """S3-13: the formats of DeepSpeed monitors and Weights & Biases."""
+    logs.import_log(
+        logs.write(
             "log.jsonl",
             lines(
                 {"_step": 40, "train/global_step": 7, "Train/Samples/train_loss": 2, "_timestamp": 1700000000.5},
@@ -283,28 +285,28 @@ def test_metrics_of_deepspeed_monitors_and_wandb(desk):
         (8, "_step", 41.0),
         (8, "grad_norm", 3.0),
         (8, "loss", 1.5),
-    ] == scalars(desk)
-    assert 1700000000.5 == desk.value("SELECT epoch(ts) FROM scalars WHERE step = 7 AND name = 'loss'")
+    ] == scalars(logs)
+    assert 1700000000.5 == logs.value("SELECT epoch(ts) FROM scalars WHERE step = 7 AND name = 'loss'")
 
 
-def test_record_without_numbers_is_a_note(desk):
-    desk.bring(desk.write("log.jsonl", lines({"step": 1, "loss": 1}, {"step": 2, "msg": "hello"})))
+def test_record_without_numbers_is_a_note(logs):
+    logs.import_log(logs.write("log.jsonl", lines({"step": 1, "loss": 1}, {"step": 2, "msg": "hello"})))
 
-    assert [{"step": 2, "type": "note", "msg": "hello"}] == desk.ask(
+    assert [{"step": 2, "type": "note", "msg": "hello"}] == logs.query(
         "SELECT step, type, details->>'$.msg' AS msg FROM events"
     )
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
-def test_line_of_many_megabytes_is_skipped_and_counted(desk, end):
+def test_line_of_many_megabytes_is_skipped_and_counted(logs, end):
     body = b'{"step": 1, "loss": 1}\n{"step": 2, "x": "' + b"y" * (17 << 20) + b'"}\n{"step": 3, "loss": 3}'
-    report = desk.bring(desk.write("log.jsonl", body + end.encode()))
+    report = logs.import_log(logs.write("log.jsonl", body + end.encode()))
 
-    assert [(1, "loss", 1.0), (3, "loss", 3.0)] == scalars(desk)
+    assert [(1, "loss", 1.0), (3, "loss", 3.0)] == scalars(logs)
     assert [2] == [fault.line for fault in report.faults]
 
 
-def test_program_with_braces_is_no_log(tmp_path):
+def test_source_code_with_braces_is_not_detected(tmp_path):
     path = tmp_path / "program.py"
     path.write_text("import json\n\ndef nothing():\n    return {}\n\nprint(f'{nothing()}', {'a': 1})\n")
 
@@ -312,19 +314,19 @@ def test_program_with_braces_is_no_log(tmp_path):
         find_importer(path)
 
 
-def test_what_is_no_text_is_refused(desk):
+def test_file_that_is_no_text_is_rejected(logs):
     with pytest.raises(IngestError, match="UTF-16"):
-        desk.bring(desk.write("log.jsonl", lines({"step": 1}).encode("utf-16")), kind="jsonl")
+        logs.import_log(logs.write("log.jsonl", lines({"step": 1}).encode("utf-16")), kind="jsonl")
     with pytest.raises(IngestError, match="binary"):
-        desk.bring(desk.write("log.jsonl", bytes(5000)), kind="jsonl")
+        logs.import_log(logs.write("log.jsonl", bytes(5000)), kind="jsonl")
 
 
-def test_numbers_that_overflow_are_infinite(desk):
+def test_numbers_that_overflow_are_infinite(logs):
     text = '{"step": 1, "a": ' + "9" * 5000 + ', "b": -1e999, "c": 1e308}\n{"step": 1' + "0" * 30 + ', "loss": 1}\n'
-    desk.bring(desk.write("log.jsonl", text))
+    logs.import_log(logs.write("log.jsonl", text))
 
     assert [(1, "a", math.inf), (1, "b", -math.inf), (1, "c", 1e308), (None, "loss", 1.0), (None, "step", 1e30)] == (
-        scalars(desk)
+        scalars(logs)
     )
 
 
@@ -341,8 +343,8 @@ def test_numbers_that_overflow_are_infinite(desk):
     ),
     st.sampled_from([json.dumps, repr]),
 )
-def test_every_printed_number_comes_back(tmp_path_factory, documents, spelled):
-    """As JSON and as Python prints it."""
+def test_every_printed_number_is_restored(tmp_path_factory, documents, spelled):
+    """The number is printed as JSON and as Python prints it."""
     path = tmp_path_factory.getbasetemp() / "log.jsonl"
     path.write_text("\n".join(map(spelled, documents)), encoding="utf-8")
     faults = Faults()
@@ -365,7 +367,7 @@ def test_every_printed_number_comes_back(tmp_path_factory, documents, spelled):
 
 @given(st.binary(max_size=120) | st.text(alphabet="{}[]()'\",:0123456789.eE-+naif \r\\sStep", max_size=120))
 @settings(deadline=None, max_examples=examples(400))
-def test_fuzzed_lines_are_read_counted_or_refused(tmp_path_factory, text):
+def test_fuzzed_lines_are_read_counted_or_rejected(tmp_path_factory, text):
     body = text if isinstance(text, bytes) else text.encode()
     path = tmp_path_factory.getbasetemp() / "log.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 1}\n' + body + b"\n{" + body + b"}\n")
@@ -391,12 +393,12 @@ def test_fuzzed_lines_are_read_counted_or_refused(tmp_path_factory, text):
         ("AdamW", "AdamW"),
     ],
 )
-def test_values_as_python_prints_them(text, expected):
-    """What is no number is text, and spoils no number beside it."""
+def test_values_printed_by_python_are_read(text, expected):
+    """A value that is no number is text and does not affect the numbers of the object."""
     assert {"loss": 2.0, "x": expected} == printed_dict(f"{{'loss': 2.0, 'x': {text}}}")
 
 
-def test_dictionary_of_nothing_but_other_types_is_no_record():
+def test_dictionary_without_a_number_is_no_record():
     assert printed_dict("{'optimizer': AdamW, 'model': Llama()}") is None
 
 
@@ -404,10 +406,10 @@ def test_dictionary_of_nothing_but_other_types_is_no_record():
     ("prefix", "rank"),
     [("[rank3]: ", 3), ("[default3]:", 3), ("3: ", 3), ("[Rank 3] ", 3), ("rank=3 ", 3), ("10:00:03: ", None)],
 )
-def test_rank_before_an_object(desk, prefix, rank):
-    desk.bring(desk.write("train.log", f'{prefix}{{"step": 1, "loss": 2.0}}\n' * 2))
+def test_rank_before_an_object_is_read(logs, prefix, rank):
+    logs.import_log(logs.write("train.log", f'{prefix}{{"step": 1, "loss": 2.0}}\n' * 2))
 
-    assert [rank] == [row["rank"] for row in desk.ask("SELECT DISTINCT rank FROM scalars")]
+    assert [rank] == [row["rank"] for row in logs.query("SELECT DISTINCT rank FROM scalars")]
 
 
 @pytest.mark.parametrize(

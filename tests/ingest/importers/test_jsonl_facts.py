@@ -1,4 +1,4 @@
-"""What is known of the recorded JSONL logs, answered by SQL over a store that they were brought into."""
+"""Tests that SQL queries of imported JSONL logs reproduce known facts about these logs."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ QUERIES = {
 }
 
 
-def test_every_fact_is_reproduced(desk, recorded):
-    """S3-01, S3-03, S3-04, S3-08, S3-10, S3-11: counts, extremes and durations, from the store alone."""
+def test_every_fact_is_reproduced(logs, recorded):
+    """S3-01, S3-03, S3-04, S3-08, S3-10, S3-11: counts, extremes and durations, from the store only."""
     path, expected = recorded
-    desk.bring(path)
-    (found,) = desk.ask("SELECT " + ", ".join(f'({QUERIES[fact]}) AS "{fact}"' for fact in expected))
+    logs.import_log(path)
+    (found,) = logs.query("SELECT " + ", ".join(f'({QUERIES[fact]}) AS "{fact}"' for fact in expected))
     if found.get("all_keys"):
         found["all_keys"] = json.loads(found["all_keys"])
     for name in {"mean_loss", "rolling20_mean_last"} & {name for name, value in found.items() if value is not None}:
@@ -83,7 +83,7 @@ def test_every_fact_is_reproduced(desk, recorded):
 
 
 def rounded(facts):
-    """Some facts were written down with nine digits."""
+    """Return the value with nine digits, as some facts are recorded."""
     return {
         name: rounded(value)
         if isinstance(value, dict)

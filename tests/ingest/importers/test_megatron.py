@@ -1,4 +1,4 @@
-"""Megatron text in the variants of the checklist: each number S0-… names the behaviour it traces."""
+"""Tests of the variants of Megatron text logs. Each S0-… number refers to a behaviour in the checklist."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 
 import pytest
 
+from rankscope_ingest.importers import megatron
 from rankscope_ingest.importers.common.importer import Faults, ImportedRun
-from rankscope_ingest.importers.megatron import MegatronText, reading
+from rankscope_ingest.importers.megatron import MegatronText
 from rankscope_ingest.importers.megatron.rows import parse_rows
 
 HEAD = "[2025-02-28 16:26:20] iteration {step:8d}/ 1000 | consumed samples: {samples:12d} | "
@@ -25,7 +26,7 @@ def row(step, rest=REST):
 
 
 def read(tmp_path, text, name="train.log"):
-    """Return scalars, events, the run and the faults of a log, in its order."""
+    """Return scalars, events, the run and the faults of a log, in the order of the log."""
     path = tmp_path / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     faults = Faults()
@@ -48,8 +49,8 @@ def series(scalars, name):
     return [(one["step"], one["value"]) for one in rows]
 
 
-def test_a_row_becomes_scalars_with_our_names_and_units(tmp_path):
-    """S0-07, S0-16, cross-seed 4: names are ours, milliseconds become seconds, the source's words are kept."""
+def test_row_becomes_scalars_with_stored_names_and_units(tmp_path):
+    """S0-07, S0-16, contract 4: stored names, milliseconds become seconds, the names of the source are kept."""
     scalars, events, run, faults = read(tmp_path, row(7) + "\n")
     found = {one["name"]: (one["value"], one["unit"]) for one in scalars}
 
@@ -97,8 +98,8 @@ def test_a_row_becomes_scalars_with_our_names_and_units(tmp_path):
     ],
 )
 @pytest.mark.parametrize("count", [1, 40])
-def test_whatever_stands_in_front_of_a_row_it_is_read(tmp_path, prefix, rank, count):
-    """S0-07, S0-08 (variant 1): prefixes of torchrun, srun and pdsh, colours, a progress bar glued in front, CRLF."""
+def test_row_is_read_after_any_prefix(tmp_path, prefix, rank, count):
+    """S0-07, S0-08 (variant 1): prefixes of torchrun, srun and pdsh, colours, a progress bar before the row, CRLF."""
     text = "".join(f"{prefix}{row(step)}\r\n" for step in range(1, count + 1))
     scalars, _, _, faults = read(tmp_path, text)
 
@@ -125,7 +126,7 @@ def test_whatever_stands_in_front_of_a_row_it_is_read(tmp_path, prefix, rank, co
     ],
 )
 def test_time_of_a_row_may_be_absent_or_finer(tmp_path, stamp, moment):
-    """S0-08 (variant 2): none, seconds, microseconds; a day that does not exist is no time."""
+    """S0-08 (variant 2): no time, seconds, microseconds; an impossible date is no time."""
     body = row(1).partition("] ")[2]
     scalars, *_ = read(tmp_path, f"{stamp}{body}\n" * 6)
 
@@ -176,8 +177,8 @@ def test_time_of_a_row_may_be_absent_or_finer(tmp_path, stamp, moment):
     ],
 )
 @pytest.mark.parametrize("count", [1, 12])
-def test_every_key_is_kept_under_our_name_or_its_own(tmp_path, part, expected, count):
-    """S0-08 (variants 3, 5, 9): seconds or milliseconds, `current/average`, extra fields; both readers agree."""
+def test_every_key_is_stored_under_a_stored_or_its_original_name(tmp_path, part, expected, count):
+    """S0-08 (variants 3, 5, 9): seconds or milliseconds, `current/average`, extra fields; both parsers agree."""
     text = "".join(f" iteration {step}/ 100 | {part} | lm loss: 1.0E+00 |\n" for step in range(1, count + 1))
     scalars, _, _, faults = read(tmp_path, text)
     found = {one["name"]: one["value"] for one in scalars if one["name"] != "loss"}
@@ -197,8 +198,8 @@ def test_every_key_is_kept_under_our_name_or_its_own(tmp_path, part, expected, c
         ("sop loss: 0.7 | lm loss: 2.5", 2.5, {"sop_loss": 0.7}),
     ],
 )
-def test_of_several_losses_one_is_the_loss(tmp_path, parts, loss, others):
-    """S0-08 (variant 4): the loss that is trained on is called loss, the others keep their names."""
+def test_only_the_training_loss_is_named_loss(tmp_path, parts, loss, others):
+    """S0-08 (variant 4): the training loss is named loss, and other losses keep their names."""
     scalars, events, *_ = read(tmp_path, f"iteration 5/ 10 | {parts} | grad norm: 1.0 |\n")
     found = {one["name"]: one["value"] for one in scalars}
 
@@ -208,8 +209,8 @@ def test_of_several_losses_one_is_the_loss(tmp_path, parts, loss, others):
 
 
 @pytest.mark.parametrize("count", [1, 20])
-def test_a_row_without_a_loss_is_the_signal_of_nan(tmp_path, count):
-    """S0-08 (variant 4): Megatron leaves out a loss that is not above zero, so that NaN shows as absence alone."""
+def test_row_without_a_loss_adds_a_loss_missing_event(tmp_path, count):
+    """S0-08 (variant 4): Megatron omits a loss that is not above zero, so NaN is visible as a missing loss only."""
     rest = REST.replace("lm loss: 9.763827E+00 | ", "")
     scalars, events, *_ = read(tmp_path, "".join(row(step, rest) + "\n" for step in range(1, count + 1)))
 
@@ -220,7 +221,7 @@ def test_a_row_without_a_loss_is_the_signal_of_nan(tmp_path, count):
 
 
 def test_printed_nan_and_inf_are_values(tmp_path):
-    """Cross-seed 3: NaN, Inf, absent and 0 are four things."""
+    """Contract 3: NaN, Inf, absent and 0 are distinguished."""
     rest = REST.replace("9.763827E+00", "NAN").replace("5.127", "inf")
     rest = rest.replace("341.2", "-Infinity").replace("2120.040", "1e999")
     scalars, *_ = read(tmp_path, "".join(row(step, rest) + "\n" for step in range(1, 9)))
@@ -235,8 +236,8 @@ def test_printed_nan_and_inf_are_values(tmp_path):
     )
 
 
-def test_restarts_are_attempts_of_each_rank_by_itself(tmp_path):
-    """S0-09, cross-seed 6: rank 0 goes back to step 2, rank 1 does not; their rows are interleaved."""
+def test_restarts_are_counted_per_rank(tmp_path):
+    """S0-09, contract 6: rank 0 returns to step 2, rank 1 does not; their rows are interleaved."""
     printed = [(0, 1), (1, 1), (0, 2), (0, 3), (1, 2), (0, 2), (1, 3), (0, 3), (1, 4), (0, 1)]
     text = "".join(f"[default{rank}]: {row(step)}\n" for rank, step in printed)
     scalars, *_ = read(tmp_path, text)
@@ -248,8 +249,8 @@ def test_restarts_are_attempts_of_each_rank_by_itself(tmp_path):
     assert [0, 0, 0, 0] == [one["attempt"] for one in rows if one["rank"] == 1]
 
 
-def test_a_row_printed_twice_is_no_restart_but_a_step_run_twice_is(tmp_path):
-    """S0-09 (variant 8): several ranks print the same row; running a step again gives another loss."""
+def test_repeated_row_is_no_restart_but_a_repeated_step_is(tmp_path):
+    """S0-09 (variant 8): several ranks print the same row; a step that runs again has another loss."""
     again = row(3).replace("9.763827E+00", "9.763999E+00")
     scalars, *_ = read(tmp_path, "\n".join([row(2), row(3), row(3), again, row(4)]) + "\n")
     rows = sorted((one for one in scalars if one["name"] == "loss"), key=lambda one: one["record"])
@@ -258,7 +259,7 @@ def test_a_row_printed_twice_is_no_restart_but_a_step_run_twice_is(tmp_path):
 
 
 @pytest.mark.parametrize(("labels", "ranks"), [((0, 1, 2), {None}), ((0, 0, 0), {None})])
-def test_number_of_srun_is_no_rank_while_tasks_take_turns(tmp_path, labels, ranks):
+def test_srun_number_is_no_rank_if_tasks_print_different_steps(tmp_path, labels, ranks):
     text = "".join(f"{label}: {row(step)}\n" for step, label in enumerate(labels * 4, 1))
     scalars, *_ = read(tmp_path, text)
 
@@ -266,7 +267,7 @@ def test_number_of_srun_is_no_rank_while_tasks_take_turns(tmp_path, labels, rank
     assert {0} == {one["attempt"] for one in scalars}
 
 
-def test_number_of_srun_is_the_rank_when_tasks_print_the_same_steps(tmp_path):
+def test_srun_number_is_the_rank_if_tasks_print_the_same_steps(tmp_path):
     text = "".join(f"{label}: {row(step)}\n" for step in range(1, 5) for label in range(3))
     scalars, *_ = read(tmp_path, text)
 
@@ -279,8 +280,8 @@ def wrapped(text, width):
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 132, 160, 200, 250])
-def test_rows_wrapped_at_any_width_are_put_together(tmp_path, width):
-    """S0-08 (variant 8): a terminal breaks anywhere, in words and in numbers."""
+def test_rows_wrapped_at_any_width_are_joined(tmp_path, width):
+    """S0-08 (variant 8): a terminal wraps lines anywhere, also in words and numbers."""
     expected, *_ = read(tmp_path, "".join(row(step) + "\n" for step in range(1, 6)), "whole.log")
     scalars, _, _, faults = read(tmp_path, "".join(wrapped(row(step), width) for step in range(1, 6)), "wrapped.log")
 
@@ -288,8 +289,8 @@ def test_rows_wrapped_at_any_width_are_put_together(tmp_path, width):
     assert sorted(map(str, expected)) == sorted(map(str, scalars))
 
 
-def test_rows_wrapped_between_words_are_put_together(tmp_path):
-    """As in a wiki: blanks at the break are gone."""
+def test_rows_wrapped_between_words_are_joined(tmp_path):
+    """The spaces at the line breaks are missing, as in text copied from a wiki."""
     text = (
         "[default7]: iteration 42780/ 115311 | consumed samples: 714 | elapsed time per iteration (s): 1.1 | learning\n"
         " rate: 4.475E-05 | lm loss: 2.117073E+00 | grad norm: 0.1 | number of skipped iterations:  0 | number of nan\n"
@@ -304,7 +305,7 @@ def test_rows_wrapped_between_words_are_put_together(tmp_path):
 
 
 def test_torn_rows_are_counted_with_their_lines_and_not_stored(tmp_path):
-    """S0-08 (variant 8), S3-01: half a number is no number."""
+    """S0-08 (variant 8), S3-01: the last number of an incomplete row is not stored."""
     whole = "".join(f"[default1]: {row(step)}\n" for step in range(1, 5))
     torn = "[default0]: " + row(9)[:140] + "\n"
     glued = "[default0]: " + row(9)[:140] + "[default1]: " + row(5) + "\n"
@@ -316,8 +317,8 @@ def test_torn_rows_are_counted_with_their_lines_and_not_stored(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 6])
-def test_row_that_breaks_off_at_a_bar_is_no_signal_of_nan(tmp_path, count):
-    """S0-08 (variant 8): of other rows it has the beginning alone; one that lacks its loss has what stands behind."""
+def test_row_cut_at_a_bar_adds_no_loss_missing_event(tmp_path, count):
+    """S0-08 (variant 8): it has only the first keys of other rows; a row without a loss has the later keys."""
     torn = row(9).partition("learning rate")[0] + "\n"
     scalars, events, _, faults = read(tmp_path, row(8) + "\n" + torn * count + (row(10) + "\n") * 2)
 
@@ -326,7 +327,7 @@ def test_row_that_breaks_off_at_a_bar_is_no_signal_of_nan(tmp_path, count):
     assert [*range(2, 2 + count)] == [fault.line for fault in faults.first]
 
 
-def test_last_key_of_a_row_may_be_its_loss_and_be_missing(tmp_path):
+def test_row_without_its_last_key_the_loss_is_complete(tmp_path):
     text = "iteration 1/ 9 | grad norm: 1.0 | lm loss: 2.0 |\niteration 2/ 9 | grad norm: 1.0 |\n"
     _, events, _, faults = read(tmp_path, text)
 
@@ -335,7 +336,7 @@ def test_last_key_of_a_row_may_be_its_loss_and_be_missing(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 12])
-def test_rows_of_the_first_megatrons_have_no_colons(tmp_path, count):
+def test_rows_without_colons_of_early_megatron_are_read(tmp_path, count):
     text = (
         " iteration {}/  320000 | elapsed time per iteration (ms): 1234.5 | learning rate 1.5E-04 | lm loss 9.5E+00 |"
     )
@@ -355,7 +356,7 @@ def test_rows_of_the_first_megatrons_have_no_colons(tmp_path, count):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("count", [1, 12])
-def test_however_nan_and_inf_are_spelled(tmp_path, text, value, count):
+def test_all_spellings_of_nan_and_inf_are_read(tmp_path, text, value, count):
     scalars, _, _, faults = read(tmp_path, f"iteration 5/ 10 | lm loss: {text} | grad norm: 1.0 |\n" * count)
 
     assert [repr(value)] * count == [repr(found) for _, found in series(scalars, "loss")]
@@ -363,32 +364,32 @@ def test_however_nan_and_inf_are_spelled(tmp_path, text, value, count):
 
 
 @pytest.mark.parametrize("text", ["5,127", "1.2.3", "0x1F", "--5"])
-def test_number_that_cannot_be_read_is_told(tmp_path, text):
-    """With a comma it may be 5127, or a little above 5."""
+def test_unreadable_number_is_reported(tmp_path, text):
+    """With a comma it may be 5127 or a little above 5."""
     scalars, _, _, faults = read(tmp_path, f"iteration 5/ 10 | lm loss: 2.0 | grad norm: {text} |\n")
 
     assert ["loss"] == [one["name"] for one in scalars]
-    assert ["part of the row makes no sense"] == [fault.text.partition(":")[0] for fault in faults.first]
+    assert ["part of the row is unreadable"] == [fault.text.partition(":")[0] for fault in faults.first]
 
 
-def test_iteration_may_begin_with_a_capital(tmp_path):
+def test_iteration_may_begin_with_a_capital_letter(tmp_path):
     assert [(5, 2.0)] * 9 == series(read(tmp_path, "Iteration 5/ 10 | lm loss: 2.0 |\n" * 9)[0], "loss")
 
 
-def test_many_sorts_of_rows_are_read_in_columns(tmp_path, monkeypatch):
-    """As where each data set prints its own loss in turn; the careful reader is ten times as slow."""
+def test_rows_with_many_key_sets_are_read_by_column(tmp_path, monkeypatch):
+    """Some programs print the loss of each data set in turn. The parser of single rows is ten times slower."""
     careful = []
-    monkeypatch.setattr(reading, "parse_rows", lambda text: careful.append(text) or parse_rows(text))
+    monkeypatch.setattr(megatron, "parse_rows", lambda text: careful.append(text) or parse_rows(text))
     lines = [f"iteration {step}/ 900 | lm loss: {step}.5 | set_{step % 30} loss: 1.0 |\n" for step in range(1, 301)]
     scalars, *_ = read(tmp_path, "".join(lines))
 
     assert [(step, step + 0.5) for step in range(1, 301)] == series(scalars, "loss")
     assert 30 == len({one["name"] for one in scalars}) - 1
-    assert 1 == len(careful)  # the last, which may go on
+    assert 1 == len(careful)  # the last row, which may continue
 
 
-def test_last_row_is_taken_once_it_is_whole(tmp_path):
-    """S0-06: a log that is being written ends anywhere; at each length its rows are those of the whole log."""
+def test_last_row_is_stored_when_it_is_complete(tmp_path):
+    """S0-06: a log may be read at any length while it is written; its rows are always those of the whole log."""
     text = "".join(row(step) + "\n" for step in range(1, 6))
     whole = series(read(tmp_path, text)[0], "loss")
     third = len(row(3)) * 2
@@ -415,7 +416,7 @@ def test_row_of_nemo_is_read(tmp_path):
     }.items() <= found.items()
 
 
-def test_rows_that_never_end_with_a_bar_are_whole(tmp_path):
+def test_rows_of_a_dialect_without_a_last_bar_are_complete(tmp_path):
     text = "".join(f"iteration {step}/ 100 | lm loss: 2.5 | grad norm: 1.25\n" for step in range(1, 6))
     scalars, _, _, faults = read(tmp_path, text)
 
@@ -464,7 +465,7 @@ def companions(tmp_path):
 
 
 def test_companion_lines_become_scalars(companions):
-    """S0-08 (variant 7): timers, memory, validations; DeepSpeed's own line repeats the step and is left out."""
+    """S0-08 (variant 7): timers, memory, validations; DeepSpeed's own line repeats the step and is ignored."""
     scalars, *_ = companions
     found = {
         (one["name"], json.loads(one["labels"] or "{}").get("timer"), one["rank"], one["step"]): one["value"]
@@ -488,7 +489,7 @@ def test_companion_lines_become_scalars(companions):
 
 
 def test_companion_lines_become_events(companions):
-    """S0-08 (variant 7), S4-10: checkpoints, evaluations, phases and the end, each at its step."""
+    """S0-08 (variant 7), S4-10: checkpoints, evaluations, phases and the end, each with its step."""
     _, events, _, faults = companions
     details = [json.loads(one["details"] or "{}") for one in events]
 
@@ -509,7 +510,7 @@ def test_companion_lines_become_events(companions):
 
 
 def test_arguments_and_end_become_the_run(companions):
-    """S0-15: done is told; the arguments are kept, secrets left out."""
+    """S0-15: the log reports the end; the arguments are stored without secrets."""
     run = companions[2]
     config = json.loads(run.config)
 
@@ -541,7 +542,7 @@ def test_arguments_and_end_become_the_run(companions):
     ],
 )
 def test_lines_of_errors_become_events_by_class(tmp_path, line, kind, state):
-    """S0-17: the classes of the newer monitor; one event a step however many ranks print it, and why the run ended."""
+    """S0-17: error classes; one event per step however many ranks print it; the reason why the run ended."""
     _, events, run, _ = read(tmp_path, f"{row(1)}\n{line}\n{line}\n{line}\n")
 
     assert [("error", kind, 1)] == [(one["type"], one["op"], one["step"]) for one in events]
@@ -550,23 +551,23 @@ def test_lines_of_errors_become_events_by_class(tmp_path, line, kind, state):
 
 
 @pytest.mark.parametrize("label", ["[rank3]:", "[rank3]: ", "[default3]:", "node-1: [rank3]: "])
-def test_error_is_of_the_rank_that_printed_it(tmp_path, label):
-    """Torch sets no blank between its label and what it says."""
+def test_error_event_has_the_rank_that_printed_it(tmp_path, label):
+    """Torch prints no space between its label and the message."""
     said = "[E501 10:00:00.12 ProcessGroupNCCL.cpp:616] Watchdog caught collective operation timeout"
     _, events, *_ = read(tmp_path, f"{row(1)}\n{label}{said}\n")
 
     assert [(3, "nccl", said)] == [(one["rank"], one["op"], one["message"]) for one in events]
 
 
-def test_an_error_that_training_survived_is_no_end(tmp_path):
+def test_error_before_further_rows_does_not_end_the_run(tmp_path):
     _, events, run, _ = read(tmp_path, f"{row(1)}\nTraceback (most recent call last):\n{row(2)}\n")
 
     assert 1 == len(events)
     assert run.state is None
 
 
-def test_last_iteration_reached_is_completed(tmp_path):
-    """S0-15: finished without saying so."""
+def test_run_that_reached_its_last_iteration_is_completed(tmp_path):
+    """S0-15: the log does not report the end."""
     assert "completed" == read(tmp_path, row(1000) + "\n")[2].state
 
 
@@ -580,7 +581,7 @@ def test_last_iteration_reached_is_completed(tmp_path):
         ("", 0.0),
     ],
 )
-def test_rows_are_found_also_behind_a_long_preamble(tmp_path, text, confidence):
+def test_rows_are_found_after_a_long_preamble(tmp_path, text, confidence):
     path = tmp_path / "train.log"
     path.write_text(text)
     detection = MegatronText().detect(path, path.read_bytes()[:65_536])

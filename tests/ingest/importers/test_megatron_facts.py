@@ -1,7 +1,7 @@
-"""What is known of the recorded Megatron logs, answered by SQL over a store that they were brought into.
+"""Tests that SQL queries of imported Megatron logs reproduce known facts about these logs.
 
-The answers were computed by an independent script. `mean_elapsed_ms_per_rank` of logs that print seconds is 0.0 there,
-which is no fact of the log; all others are compared to the last digit they have.
+An independent script computed the facts. It gives 0.0 as `mean_elapsed_ms_per_rank` of logs that print seconds, which
+is no fact of the log. All other facts are compared in all their digits.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ PROSE = {"note"}
 
 
 def as_printed(expected: Any, found: Any) -> Any:
-    """Return `found` in the form and to the digits in which `expected` is written."""
+    """Return `found` in the form and with the digits of `expected`."""
     if isinstance(expected, dict):
         return {key: as_printed(expected.get(key), value) for key, value in dict(found).items()}
     if isinstance(expected, list):
@@ -106,23 +106,23 @@ def as_printed(expected: Any, found: Any) -> Any:
     return found
 
 
-def test_every_fact_is_an_answer_to_a_query(recorded, desk):
-    """S0-07 to S0-13: whatever the tools of the seeds compute from such a log can be asked of the store.
+def test_every_recorded_fact_is_reproduced_by_a_query(recorded, logs):
+    """S0-07 to S0-13: queries of the store give all results that scripts compute from such a log.
 
-    S0-06 and cross-seed contract 2: reading the whole file again costs nothing in the store.
+    S0-06 and contract 2: a second import of the whole file adds no row.
     """
     path, facts = recorded
-    first, second = desk.bring(path), desk.bring(path)
+    first, second = logs.import_log(path), logs.import_log(path)
 
     assert (first.records, 0) == (second.records, second.rows_stored)
     asked = {name: expected for name, expected in facts.items() if name not in PROSE}
     per_rank = asked.get("mean_elapsed_ms_per_rank", {})
     if set(per_rank.values()) == {0.0}:
         del asked["mean_elapsed_ms_per_rank"]
-    if desk.value("SELECT count(*) FROM scalars") == 0:
+    if logs.value("SELECT count(*) FROM scalars") == 0:
         assert {"iteration_records": 0} == asked
         return
-    (values,) = desk.ask("SELECT " + ", ".join(f'({QUERIES[name]}) AS "{name}"' for name in asked))
+    (values,) = logs.query("SELECT " + ", ".join(f'({QUERIES[name]}) AS "{name}"' for name in asked))
     found = {name: as_printed(expected, values[name]) for name, expected in asked.items()}
 
     assert asked == found

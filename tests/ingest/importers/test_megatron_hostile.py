@@ -1,7 +1,7 @@
-"""Logs that nobody would write on purpose: whatever the bytes, the Megatron reader ends, in bounded memory.
+"""Tests that the Megatron importer reads any bytes to the end, in bounded memory.
 
-And what it says does not depend on how it was read: fast or carefully, in large stretches or small ones, at once or
-while the log was growing.
+The result does not depend on the way of reading: column parser or parser of single rows, large or small chunks, a
+complete or a growing log.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ slow = settings(deadline=None, max_examples=examples(60), suppress_health_check=
 
 
 def said(path):
-    """Return everything a log says, record by record, and its faults."""
+    """Return all records of a log and its faults."""
     faults = Faults()
     found, run = [], None
     for block in MegatronText().read(path, faults):
@@ -105,7 +105,7 @@ def said(path):
 
 @slow
 @given(any_logs)
-def test_fast_and_careful_reader_say_the_same(tmp_path, log):
+def test_column_and_row_parsers_agree(tmp_path, log):
     path = tmp_path / "train.log"
     path.write_bytes(log)
     with mock.patch.object(columns, "_ENOUGH_LINES", 1), mock.patch.object(columns, "_TEMPLATES", 1):
@@ -118,7 +118,7 @@ def test_fast_and_careful_reader_say_the_same(tmp_path, log):
 
 @slow
 @given(any_logs, st.integers(50, 3000))
-def test_size_of_a_stretch_changes_nothing(tmp_path, log, size):
+def test_result_does_not_depend_on_the_chunk_size(tmp_path, log, size):
     path = tmp_path / "train.log"
     path.write_bytes(log)
     whole = said(path)
@@ -131,7 +131,7 @@ def test_size_of_a_stretch_changes_nothing(tmp_path, log, size):
 @slow
 @given(any_logs, st.floats(0, 1))
 def test_growing_log_gives_the_same_records_first(tmp_path, log, share):
-    """S0-06, cross-seed 2: the number of a record is its identity, so that nothing is stored twice or lost."""
+    """S0-06, contract 2: a record is identified by its number, so no row is stored twice or lost."""
     path = tmp_path / "train.log"
     path.write_bytes(log)
     whole, *_ = said(path)
@@ -139,14 +139,14 @@ def test_growing_log_gives_the_same_records_first(tmp_path, log, share):
     path.write_bytes(log[:cut])
     before, *_ = said(path)
 
-    # A row that is wrapped just here may be taken for one that ends without a bar, or stand for its own beginning.
+    # A row wrapped exactly here may be read as a row without a last bar, or as an incomplete row.
     assert before[:-1] == whole[: max(0, len(before) - 1)]
 
 
 @slow
 @given(any_logs, st.randoms(use_true_random=False))
-def test_any_bytes_are_read_to_their_end(tmp_path, log, chance):
-    """Fuzzer: bytes are changed, cut out and doubled at random; nothing but IngestError may come of it."""
+def test_mutated_logs_are_read_to_the_end(tmp_path, log, chance):
+    """Fuzz test: bytes are changed, removed and duplicated at random. Only IngestError may be raised."""
     path = tmp_path / "train.log"
     data = bytearray(log)
     for _ in range(chance.randrange(1, 30)):
@@ -164,7 +164,7 @@ def test_any_bytes_are_read_to_their_end(tmp_path, log, chance):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_bytes_are_read_to_their_end(tmp_path, seed):
+def test_random_bytes_are_read_to_the_end(tmp_path, seed):
     path = tmp_path / "train.log"
     path.write_bytes(random.Random(seed).randbytes(20_000) + b"\niteration 5/ 10 | lm loss: 1.0 |\n")
     found, *_ = said(path)
@@ -172,12 +172,12 @@ def test_random_bytes_are_read_to_their_end(tmp_path, seed):
     assert 1 == len(found)
 
 
-def test_a_line_without_an_end_costs_no_memory(tmp_path):
-    """A gigabyte without a line break, between rows: counted, and the rows are read."""
+def test_line_of_a_gigabyte_needs_little_memory(tmp_path):
+    """The line is between rows: it is counted, and the rows are read."""
     path = tmp_path / "train.log"
     with path.open("wb") as file:
         file.write("".join(ROW.format(step=step, loss="2.0") + "\n" for step in range(40)).encode())
-        file.truncate(1 << 30)  # zeros, which take no disk
+        file.truncate(1 << 30)  # zeros, which take no disk space
         file.seek(0, 2)
         file.write(b"\n" + ROW.format(step=40, loss="2.0").encode() + b"\n")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -199,7 +199,7 @@ def test_a_line_without_an_end_costs_no_memory(tmp_path):
         (b"\x7fELF" + bytes(5000), "binary"),
     ],
 )
-def test_what_is_no_text_is_said_clearly(tmp_path, data, told):
+def test_files_that_are_no_text_are_rejected_with_the_reason(tmp_path, data, told):
     path = tmp_path / "train.log"
     path.write_bytes(data)
 
@@ -235,17 +235,17 @@ def test_byte_order_mark_and_crlf_change_nothing(tmp_path, begin, end):
     ],
 )
 @pytest.mark.parametrize("count", [1, 8])
-def test_numbers_beyond_every_range_are_stored_or_left_out(desk, head, count):
-    report = desk.bring(
-        desk.write("train.log", (head + "\n") * count + ROW.format(step=7, loss="2.0") + "\n"), kind="megatron"
+def test_numbers_out_of_range_are_stored_or_omitted(logs, head, count):
+    report = logs.import_log(
+        logs.write("train.log", (head + "\n") * count + ROW.format(step=7, loss="2.0") + "\n"), kind="megatron"
     )
 
     assert report.records >= 1
-    assert 2.0 == desk.value("SELECT value FROM scalars WHERE name = 'loss' AND step = 7")
+    assert 2.0 == logs.value("SELECT value FROM scalars WHERE name = 'loss' AND step = 7")
 
 
-def test_two_hundred_thousand_ways_to_begin_a_row_do_not_hang(tmp_path):
-    """Nested brackets, colons and blanks, the food of slow regular expressions."""
+def test_200000_partial_prefixes_do_not_hang_the_parser(tmp_path):
+    """Nested brackets, colons and spaces are slow for careless regular expressions."""
     path = tmp_path / "train.log"
     head = "iteration 5/ 10 | lm loss: 1.0 |\n"
     path.write_text(

@@ -1,4 +1,4 @@
-"""Output of the msprobe monitor, against a plain reading of the same files with nothing but the csv module."""
+"""Tests of imported msprobe output, compared with a simple reader that uses the csv module only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.properties import examples
 
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import Faults, find_importer, importers
-from rankscope_ingest.importers.msprobe import csv_cells, discovery
+from rankscope_ingest.importers.msprobe import csv_rows, discovery
 
 SAMPLES = Path(__file__).resolve().parents[2] / "data" / "msprobe"
 SINGLE = SAMPLES / "single_rank"
@@ -38,25 +38,25 @@ def float32(text):
 
 
 def plain_rows(root, family):
-    """Yield the rows of a family, read by nothing but the csv module."""
+    """Yield the rows of a family, read with the csv module only."""
     for path in sorted(root.rglob(f"{family}_[0-9]*.csv")):
         with path.open(newline="") as file:
             yield from csv.DictReader(file)
 
 
-def csv_file(desk, rows, *, header=HEADER, name="grad_reduced_0-9.csv", folder=FOLDER):
-    return desk.write(f"out/{folder}/{name}", "\n".join([header, *rows]) + "\n")
+def csv_file(logs, rows, *, header=HEADER, name="grad_reduced_0-9.csv", folder=FOLDER):
+    return logs.write(f"out/{folder}/{name}", "\n".join([header, *rows]) + "\n")
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_parameters_come_in_row_by_row(desk, family):
-    """Steps from 1; Adam's moments, taken before the step, belong to the step before."""
-    desk.bring(SINGLE)
+def test_every_parameter_row_is_imported(logs, family):
+    """Steps count from 1. Adam's moments are taken before the step and belong to the step before."""
+    logs.import_log(SINGLE)
     expected = [
         (int(row["step"]) + (not family.startswith("exp")), row["name"], *map(float32, (row["norm"], row["mean"])))
         for row in plain_rows(SINGLE, family)
     ]
-    found = desk.ask(
+    found = logs.query(
         "SELECT step, tensor, norm, mean FROM tensor_stats WHERE kind = $kind ORDER BY seq", kind=KINDS[family]
     )
 
@@ -67,8 +67,8 @@ def test_parameters_come_in_row_by_row(desk, family):
 @pytest.mark.parametrize(
     ("family", "kinds"), [("actv", ("act_in", "act_out")), ("actv_grad", ("act_grad_in", "act_grad_out"))]
 )
-def test_activations_are_of_a_module_and_a_slot_and_a_micro_step(desk, family, kinds):
-    desk.bring(SINGLE)
+def test_activations_have_module_slot_and_micro_step(logs, family, kinds):
+    logs.import_log(SINGLE)
     expected = []
     for row in plain_rows(SINGLE, family):
         if row["shape"] == "nan":
@@ -77,7 +77,7 @@ def test_activations_are_of_a_module_and_a_slot_and_a_micro_step(desk, family, k
         word, _, index = slot.partition("_")
         kind = kinds[word == "output"]
         expected.append((kind, module, int(index) if index else None, int(row["step"]) + 1, int(row["micro_step"])))
-    found = desk.ask(
+    found = logs.query(
         'SELECT kind, tensor, "index", step, micro_step FROM tensor_stats '
         "WHERE list_contains($kinds, kind) ORDER BY seq",
         kinds=list(kinds),
@@ -87,9 +87,9 @@ def test_activations_are_of_a_module_and_a_slot_and_a_micro_step(desk, family, k
     assert {None, 0, 1, 2} == {row["index"] for row in found}
 
 
-def test_features_stand_under_our_names(desk):
-    desk.bring(SINGLE)
-    kinds = desk.ask(
+def test_features_get_stored_names(logs):
+    logs.import_log(SINGLE)
+    kinds = logs.query(
         "SELECT kind, count(*) AS rows, count(micro_step) AS micro FROM features GROUP BY ALL ORDER BY ALL"
     )
     row = next(plain_rows(SINGLE, "linear_hook"))
@@ -104,32 +104,32 @@ def test_features_stand_under_our_names(desk):
     assert "layers.0.qkv.linear" == row["name"]
     assert [float32(row["sr"]), float32(row["kernel_norm"])] == [
         found["value"]
-        for found in desk.ask(
+        for found in logs.query(
             "SELECT value FROM features WHERE module = 'layers.0.qkv' AND step = 1 ORDER BY kind DESC"
         )
     ]
 
 
-def test_what_was_absent_has_no_row(desk):
-    """The tool writes a row of nothing but nan for a gradient that does not exist."""
-    desk.bring(SINGLE)
+def test_absent_tensor_has_no_row(logs):
+    """In this case msprobe writes a row of nan for a gradient that does not exist."""
+    logs.import_log(SINGLE)
     absent = [row for row in plain_rows(SINGLE, "actv_grad") if row["shape"] == "nan"]
 
     assert 8 == len(absent)
-    assert len([*plain_rows(SINGLE, "actv_grad")]) - 8 == desk.value(
+    assert len([*plain_rows(SINGLE, "actv_grad")]) - 8 == logs.value(
         "SELECT count(*) FROM tensor_stats WHERE kind LIKE 'act_grad_%'"
     )
-    assert 0 == desk.value(
+    assert 0 == logs.value(
         "SELECT count(*) FROM tensor_stats WHERE kind = 'act_grad_in' AND tensor IN ('', 'embedding')"
     )
-    assert 0 == desk.value("SELECT count(*) FROM tensor_stats WHERE norm IS NULL OR isnan(norm)")
+    assert 0 == logs.value("SELECT count(*) FROM tensor_stats WHERE norm IS NULL OR isnan(norm)")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_nan_of_a_gradient_and_the_moment_it_made_are_of_one_step(desk, rank):
-    """In the tool's files they are one step apart."""
-    desk.bring(NAN)
-    first = desk.ask(
+def test_nan_in_gradient_and_moment_have_the_same_step(logs, rank):
+    """In msprobe's files their steps differ by one."""
+    logs.import_log(NAN)
+    first = logs.query(
         "SELECT kind, min(step) AS step, arg_min(tensor, step) AS tensor FROM tensor_stats "
         "WHERE rank = $rank AND nans > 0 AND kind IN ('grad_reduced', 'exp_avg', 'exp_avg_sq') "
         "GROUP BY kind ORDER BY kind",
@@ -138,26 +138,26 @@ def test_nan_of_a_gradient_and_the_moment_it_made_are_of_one_step(desk, rank):
 
     assert [("exp_avg", 3), ("exp_avg_sq", 3), ("grad_reduced", 3)] == [(row["kind"], row["step"]) for row in first]
     assert {"module.head.weight"} == {row["tensor"] for row in first}
-    assert 2 == desk.value("SELECT world_size FROM runs")
+    assert 2 == logs.value("SELECT world_size FROM runs")
 
 
 @pytest.mark.parametrize(
     ("cells_", "expected"),
     [
         ('1.5,-1,1,0.5,0,0.25,"[2, 4]"', (1.5, 0, 0, 2, 8)),  # finite, so no NaN and no Inf
-        ('nan,nan,nan,nan,3,0.0,"[2, 4]"', (None, 3, None, 0, 8)),  # beside a NaN nothing is known of Inf
+        ('nan,nan,nan,nan,3,0.0,"[2, 4]"', (None, 3, None, 0, 8)),  # with a NaN the count of Inf is unknown
         ('inf,-2,inf,inf,0,0.5,"[2, 4]"', (None, 0, 1, 4, 8)),  # at least one
         ('inf,-inf,inf,nan,0,0.5,"[2, 4]"', (None, 0, 2, 4, 8)),  # one of each sign, at least
         ("0.0,nan,nan,nan,0,nan,[0]", (None, 0, 0, None, 0)),  # no elements
         ("0.0,0.0,0.0,0.0,0,1.0,[]", (0.0, 0, 0, 1, 1)),  # zero is zero
         ("1.0,False,True,0.5,0,nan,[4]", (1.0, 0, 0, None, 4)),  # of booleans
         ("nan,nan,nan,nan,nan,nan,nan", None),  # absent
-        ('nan,nan,nan,nan,nan,nan,"[2, 4]"', (None, 1, None, None, 8)),  # there, and not finite
+        ('nan,nan,nan,nan,nan,nan,"[2, 4]"', (None, 1, None, None, 8)),  # present, and not finite
     ],
 )
-def test_nan_inf_absent_and_zero_are_four_things(desk, cells_, expected):
-    desk.bring(csv_file(desk, [f"0,w,0,{cells_},torch.float32"]).parent)
-    found = desk.ask("SELECT norm, nans, infs, zeros, numel FROM tensor_stats")
+def test_nan_inf_absent_and_zero_are_distinguished(logs, cells_, expected):
+    logs.import_log(csv_file(logs, [f"0,w,0,{cells_},torch.float32"]).parent)
+    found = logs.query("SELECT norm, nans, infs, zeros, numel FROM tensor_stats")
 
     assert ([] if expected is None else [expected]) == [tuple(row.values()) for row in found]
 
@@ -165,59 +165,59 @@ def test_nan_inf_absent_and_zero_are_four_things(desk, cells_, expected):
 @pytest.mark.parametrize(
     ("header", "row", "expected"),
     [
-        ("norm", "nan", [(None, 1)]),  # nothing tells NaN from absent: taken for NaN
-        ("norm,nans", "nan,nan", []),  # the count would be a number if the tensor had been there
+        ("norm", "nan", [(None, 1)]),  # NaN and absent are not distinguishable: read as NaN
+        ("norm,nans", "nan,nan", []),  # the count would be a number if the tensor existed
         ("norm,shape,dtype", "nan,[4],torch.float32", [(None, 1)]),
         ("norm,shape,dtype", "nan,nan,nan", []),
         ("min,max", "0.5,1.5", [(None, 0)]),  # both finite, so every element is
         ("mean", "inf", [(None, 0)]),
     ],
 )
-def test_nan_where_fewer_statistics_were_collected(desk, header, row, expected):
-    desk.bring(csv_file(desk, [f"0,w,0,{row}"], header=f"vpp_stage,name,step,{header}").parent)
+def test_nan_is_detected_with_few_collected_statistics(logs, header, row, expected):
+    logs.import_log(csv_file(logs, [f"0,w,0,{row}"], header=f"vpp_stage,name,step,{header}").parent)
 
-    assert expected == [tuple(found.values()) for found in desk.ask("SELECT norm, nans FROM tensor_stats")]
+    assert expected == [tuple(found.values()) for found in logs.query("SELECT norm, nans FROM tensor_stats")]
 
 
-def test_nan_and_inf_that_come_in_are_judged_like_any_other(desk):
-    desk.bring(
-        csv_file(desk, ["0,w,0,nan,nan,nan,nan,2,0.0,[4],torch.float32", "0,v,0,inf,1,inf,inf,0,0.0,[4],x"]).parent
+def test_imported_nan_and_inf_fire_the_rules(logs):
+    logs.import_log(
+        csv_file(logs, ["0,w,0,nan,nan,nan,nan,2,0.0,[4],torch.float32", "0,v,0,inf,1,inf,inf,0,0.0,[4],x"]).parent
     )
-    found = desk.ask("SELECT tensor, op, value, step FROM events WHERE type = 'anomaly' ORDER BY op")
+    found = logs.query("SELECT tensor, op, value, step FROM events WHERE type = 'anomaly' ORDER BY op")
 
     assert [("v", "infs", 1.0, 1), ("w", "nans", 2.0, 1)] == [tuple(row.values()) for row in found]
 
 
-def test_tensors_are_described_slot_by_slot(desk):
-    desk.bring(SINGLE)
+def test_tensors_are_described_per_slot(logs):
+    logs.import_log(SINGLE)
     query = """SELECT "index", shape, dtype, module FROM tensors WHERE kind = $kind AND tensor = $tensor ORDER BY ALL"""
 
-    assert [{"index": None, "shape": [4, 8], "dtype": "int64", "module": "embedding"}] == desk.ask(
+    assert [{"index": None, "shape": [4, 8], "dtype": "int64", "module": "embedding"}] == logs.query(
         query, kind="act_in", tensor="embedding"
     )
     assert [(slot, [8, 4, 2, 8], "float32", "layers.0.core") for slot in range(3)] == [
-        tuple(row.values()) for row in desk.ask(query, kind="act_in", tensor="layers.0.core")
+        tuple(row.values()) for row in logs.query(query, kind="act_in", tensor="layers.0.core")
     ]
-    assert ["embedding"] == [row["module"] for row in desk.ask(query, kind="exp_avg", tensor="embedding.weight")]
+    assert ["embedding"] == [row["module"] for row in logs.query(query, kind="exp_avg", tensor="embedding.weight")]
 
 
-def test_files_in_parts_and_of_many_steps_are_all_read(desk):
+def test_files_in_parts_and_with_many_steps_are_read(logs):
     for first in (10, 0, 100):
         rows = [f"1,w,{step},1,1,1,1,0,0,[1],torch.float32" for step in range(first, first + 10)]
-        csv_file(desk, rows, name=f"grad_reduced_{first}-{first + 9}.csv")
-    csv_file(desk, ["1,v,109,1,1,1,1,0,0,[1],torch.float32"], name="grad_reduced_100-109_part_2.csv")
-    report = desk.bring(desk.folder / "out")
-    found = desk.ask("SELECT step, vpp_stage, attempt, incarnation FROM tensor_stats ORDER BY step")
+        csv_file(logs, rows, name=f"grad_reduced_{first}-{first + 9}.csv")
+    csv_file(logs, ["1,v,109,1,1,1,1,0,0,[1],torch.float32"], name="grad_reduced_100-109_part_2.csv")
+    report = logs.import_log(logs.folder / "out")
+    found = logs.query("SELECT step, vpp_stage, attempt, incarnation FROM tensor_stats ORDER BY step")
 
-    assert 31 == report.rows_stored - desk.value("SELECT count(*) FROM tensors")
+    assert 31 == report.rows_stored - logs.value("SELECT count(*) FROM tensors")
     assert [*range(1, 21), *range(101, 111), 110] == [row["step"] for row in found]
     assert {(1, 0)} == {(row["vpp_stage"], row["attempt"]) for row in found}
     assert 4 == len({row["incarnation"] for row in found})
 
 
-def test_folder_that_grew_in_the_middle_of_a_line_brings_only_what_is_new(desk):
-    """Steps go on in the last file of each family, new files and ranks appear beside the old ones."""
-    target = desk.folder / "out"
+def test_grown_folder_adds_only_new_rows(logs):
+    """Steps continue in the last file of each family, even within a line; new files and ranks appear."""
+    target = logs.folder / "out"
     shutil.copytree(NAN, target)
     whole = {path: path.read_bytes() for path in target.rglob("*.csv")}
     for path, content in whole.items():
@@ -225,12 +225,12 @@ def test_folder_that_grew_in_the_middle_of_a_line_brings_only_what_is_new(desk):
             path.unlink()
         else:
             path.write_bytes(content[: len(content) * 2 // 3])
-    first = desk.bring(target)
+    first = logs.import_log(target)
     for path, content in whole.items():
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
-    second, third = desk.bring(target), desk.bring(target)
-    desk.bring(NAN, run="at once")
+    second, third = logs.import_log(target), logs.import_log(target)
+    logs.import_log(NAN, run="at once")
     columns = "rank, attempt, step, micro_step, kind, tensor, norm, nans"
     query = f"SELECT {columns} FROM tensor_stats WHERE run = $run ORDER BY ALL"
 
@@ -238,39 +238,39 @@ def test_folder_that_grew_in_the_middle_of_a_line_brings_only_what_is_new(desk):
     assert 0 < first.rows_stored
     assert 0 < second.rows_stored
     assert 0 == third.rows_stored
-    assert desk.ask(query, run="at once") == desk.ask(query, run="r")
+    assert logs.query(query, run="at once") == logs.query(query, run="r")
 
 
-def test_files_may_come_in_any_order_and_old_ones_may_go(desk):
-    """As while a copy is under way, and after a clean-up."""
+def test_files_may_arrive_in_any_order_and_be_deleted(logs):
+    """This happens while a copy is in progress, and after a clean-up."""
     rows = {step: [f"0,{name},{step},1,1,1,1,0,0,[1],x" for name in "abc"] for step in range(12)}
     for steps in ((0, 10, 11), (1, 5), range(12)):
         for step in steps:
-            csv_file(desk, rows[step], name=f"grad_reduced_{step}-{step}.csv")
-        desk.bring(desk.folder / "out")
+            csv_file(logs, rows[step], name=f"grad_reduced_{step}-{step}.csv")
+        logs.import_log(logs.folder / "out")
     for step in range(8):
-        (desk.folder / "out" / FOLDER / f"grad_reduced_{step}-{step}.csv").unlink()
-    csv_file(desk, ["0,a,12,1,1,1,1,0,0,[1],x"], name="grad_reduced_12-12.csv")
-    desk.bring(desk.folder / "out")
-    found = desk.ask("SELECT step, count(*) AS rows FROM tensor_stats GROUP BY step ORDER BY step")
+        (logs.folder / "out" / FOLDER / f"grad_reduced_{step}-{step}.csv").unlink()
+    csv_file(logs, ["0,a,12,1,1,1,1,0,0,[1],x"], name="grad_reduced_12-12.csv")
+    logs.import_log(logs.folder / "out")
+    found = logs.query("SELECT step, count(*) AS rows FROM tensor_stats GROUP BY step ORDER BY step")
 
     assert [*((step, 3) for step in range(1, 13)), (13, 1)] == [tuple(row.values()) for row in found]
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_steps_that_a_resumed_run_appends_are_another_attempt(desk, at_once):
-    """Killed at step 4, started again from 2: the tool appends to the files of the steps it repeats."""
+def test_steps_repeated_by_a_resumed_run_are_another_attempt(logs, at_once):
+    """A run is killed at step 4 and restarts from step 2: msprobe appends to the files of the repeated steps."""
 
     def rows(first, last, norm):
         return [f"0,{name},{step},{norm},1,1,1,0,0,[1],x" for step in range(first, last) for name in "ab"]
 
-    old = csv_file(desk, rows(0, 4, 1))
+    old = csv_file(logs, rows(0, 4, 1))
     if not at_once:
-        desk.bring(desk.folder / "out")
+        logs.import_log(logs.folder / "out")
     old.write_text("\n".join([HEADER, *rows(0, 4, 1), *rows(2, 10, 2)]) + "\n")
-    csv_file(desk, rows(10, 13, 2), name="grad_reduced_10-19.csv")
-    desk.bring(desk.folder / "out")
-    found = desk.ask(
+    csv_file(logs, rows(10, 13, 2), name="grad_reduced_10-19.csv")
+    logs.import_log(logs.folder / "out")
+    found = logs.query(
         "SELECT norm, attempt, min(step) AS low, max(step) AS high, count(*) AS n FROM tensor_stats "
         "GROUP BY ALL ORDER BY ALL"
     )
@@ -278,51 +278,51 @@ def test_steps_that_a_resumed_run_appends_are_another_attempt(desk, at_once):
     assert [(1.0, 0, 1, 4, 8), (2.0, 1, 3, 13, 22)] == [tuple(row.values()) for row in found]
 
 
-def test_attempts_go_on_behind_the_steps_that_were_repeated(desk):
-    """Also with a file for each step, and twice: killed at 4, from 2 again; killed at 5, from 3 again."""
+def test_attempts_continue_after_repeated_steps(logs):
+    """There is a file for each step. The run is killed at 4 and resumes from 2, then at 5 and resumes from 3."""
     passes = {step: [1.0] for step in range(8)} | {2: [1.0, 2.0], 3: [1.0, 2.0, 3.0], 4: [2.0, 3.0], 5: [3.0]}
     for step, norms in (passes | {6: [3.0], 7: [3.0]}).items():
         rows = [f"0,{name},{step},{norm},1,1,1,0,0,[1],x" for norm in norms for name in "ab"]
-        csv_file(desk, rows, name=f"grad_reduced_{step}-{step}.csv")
-    desk.bring(desk.folder / "out")
-    found = desk.ask("SELECT DISTINCT norm, attempt FROM tensor_stats ORDER BY ALL")
+        csv_file(logs, rows, name=f"grad_reduced_{step}-{step}.csv")
+    logs.import_log(logs.folder / "out")
+    found = logs.query("SELECT DISTINCT norm, attempt FROM tensor_stats ORDER BY ALL")
 
     assert [(1.0, 0), (2.0, 1), (3.0, 2)] == [tuple(row.values()) for row in found]
 
 
-def test_rows_in_another_order_are_no_restart(desk):
+def test_rows_in_another_order_are_no_restart(logs):
     rows = [f"0,{name},{step},1,1,1,1,0,0,[1],x" for name in "abc" for step in range(5)]
-    desk.bring(csv_file(desk, rows).parent)
+    logs.import_log(csv_file(logs, rows).parent)
 
-    assert 0 == desk.value("SELECT max(attempt) FROM tensor_stats")
-    assert 15 == desk.value("SELECT count(*) FROM tensor_stats")
+    assert 0 == logs.value("SELECT max(attempt) FROM tensor_stats")
+    assert 15 == logs.value("SELECT count(*) FROM tensor_stats")
 
 
-def test_launches_are_attempts_across_the_turn_of_a_year(desk):
-    """A name has no year; ranks of one launch differ by seconds; a rank may join later."""
+def test_launches_are_ordered_across_the_end_of_a_year(logs):
+    """Names have no year; times of the ranks of one launch differ by seconds; a rank may join later."""
     names = ["Dec31_23-59-58-rank0-aa", "Jan01_00-00-01-rank1-bb", "Jan02_10-00-00-rank0-cc", "Jan02_10-00-01-rank1-dd"]
     for norm, name in enumerate([*names, "Jan02_10-00-02-rank2-ee"]):
-        csv_file(desk, [f"0,w,0,{norm},1,1,1,0,0,[1],x"], folder=name)
-    desk.bring(desk.folder / "out")
-    found = desk.ask("SELECT attempt, rank, norm FROM tensor_stats ORDER BY ALL")
+        csv_file(logs, [f"0,w,0,{norm},1,1,1,0,0,[1],x"], folder=name)
+    logs.import_log(logs.folder / "out")
+    found = logs.query("SELECT attempt, rank, norm FROM tensor_stats ORDER BY ALL")
 
     assert [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3), (1, 2, 4)] == [tuple(map(int, row.values())) for row in found]
 
 
-def test_communication_rows_are_told_as_what_they_are(desk):
-    report = desk.bring(SAMPLES / "cc_misaligned")
+def test_misaligned_communication_rows_are_reported(logs):
+    report = logs.import_log(SAMPLES / "cc_misaligned")
 
     assert (0, 2) == (report.rows_stored, report.malformed)
     assert [2, 3] == [fault.line for fault in report.faults]
-    assert "30 fields under a header of 10: a communication row of the tool" in report.faults[0].text
+    assert "30 fields, but the header has 10: a row of msprobe about communication" in report.faults[0].text
 
 
-def test_anomaly_records_become_events(desk):
-    desk.bring(SINGLE / "anomaly_detected" / "rank0" / "anomaly.json")
+def test_anomaly_records_become_events(logs):
+    logs.import_log(SINGLE / "anomaly_detected" / "rank0" / "anomaly.json")
     entries = json.loads((SINGLE / "anomaly_detected" / "rank0" / "anomaly.json").read_text())
-    found = desk.ask("SELECT * FROM events WHERE call_id = 44")[0]
+    found = logs.query("SELECT * FROM events WHERE call_id = 44")[0]
 
-    assert len(entries) == desk.value("SELECT count(*) FROM events WHERE type = 'anomaly'")
+    assert len(entries) == logs.value("SELECT count(*) FROM events WHERE type = 'anomaly'")
     assert ("AnomalyNan", "act_grad_in", "", "zeros", 1, 0, 0) == tuple(
         found[name] for name in ("rule", "kind", "tensor", "op", "step", "micro_step", "rank")
     )
@@ -330,52 +330,52 @@ def test_anomaly_records_become_events(desk):
     assert {"group_mates": [0], "index": None, "tag_name": "0:.input:0/rank0/actv_grad"} == json.loads(found["details"])
 
 
-def test_ranked_anomalies_are_not_counted_twice(desk):
-    desk.bring(SINGLE / "anomaly_detected")
-    ranked = desk.bring(SINGLE / "anomaly_detected" / "anomaly_analyse.json", run="ranked")
+def test_ranked_anomalies_are_not_counted_twice(logs):
+    logs.import_log(SINGLE / "anomaly_detected")
+    ranked = logs.import_log(SINGLE / "anomaly_detected" / "anomaly_analyse.json", run="ranked")
 
     assert 5 == ranked.records
-    assert desk.value("SELECT count(*) FROM events WHERE run = 'r'") == len(
+    assert logs.value("SELECT count(*) FROM events WHERE run = 'r'") == len(
         json.loads((SINGLE / "anomaly_detected" / "rank0" / "anomaly.json").read_text())
     )
 
 
-def test_anomaly_of_the_manual_without_a_value_is_read(desk):
+def test_anomaly_record_without_a_value_is_read(logs):
     tag = "0:1.self_attention.core_attention_flash_0/rank0/input_grad"
     entry = {"rank": 0, "step": 1, "micro_step": 0, "pp_stage": 0, "vpp_stage": 0, "call_id": -1, "tag_name": tag}
     message = f"Rule AnomalyTurbulence reports anomaly signal in ('{tag}', 'min') at step 1."
     document = {f"{tag}_step_1_call_112": entry | {"message": message, "group_mates": [0, 1]}}
-    desk.bring(desk.write("rank0/anomaly.json", json.dumps(document)))
-    found = desk.ask("SELECT step, micro_step, rule, kind, op, value, call_id, severity FROM events")
+    logs.import_log(logs.write("rank0/anomaly.json", json.dumps(document)))
+    found = logs.query("SELECT step, micro_step, rule, kind, op, value, call_id, severity FROM events")
 
     assert [(2, None, "AnomalyTurbulence", "act_grad_in", "min", None, None, "warning")] == [
         tuple(row.values()) for row in found
     ]
 
 
-def test_anomalies_cut_in_the_middle_give_what_is_whole(desk):
+def test_truncated_anomaly_file_gives_its_complete_entries(logs):
     text = (SINGLE / "anomaly_detected" / "rank0" / "anomaly.json").read_text()
-    report = desk.bring(desk.write("anomaly.json", text[: len(text) // 2]))
+    report = logs.import_log(logs.write("anomaly.json", text[: len(text) // 2]))
 
     assert 0 < report.records < len(json.loads(text))
     assert 1 == report.malformed
 
 
-def test_structure_and_stacks_become_modules(desk):
+def test_structure_and_stacks_become_modules(logs):
     stacks = 'module_name,stack_info\n0:layers.0,"File train.py, line 3, in step,\n loss = model(x)"\n1:head,here\n'
-    desk.write(f"out/{FOLDER}/stack_info.csv", stacks)
-    target = desk.folder / "out" / "module_struct" / "rank0"
+    logs.write(f"out/{FOLDER}/stack_info.csv", stacks)
+    target = logs.folder / "out" / "module_struct" / "rank0"
     shutil.copytree(SAMPLES / "print_struct", target)
-    desk.bring(desk.folder / "out")
-    core = desk.ask(
+    logs.import_log(logs.folder / "out")
+    core = logs.query(
         "SELECT rank, vpp_stage, inputs, outputs FROM modules WHERE module = 'layers.0.core' AND inputs IS NOT NULL"
     )
 
     assert [{"shape": [8, 4, 2, 8], "dtype": "float32"}] * 3 == json.loads(core[0]["inputs"])
-    assert (0, 0, 19) == (core[0]["rank"], core[0]["vpp_stage"], desk.value("SELECT count(inputs) FROM modules"))
+    assert (0, 0, 19) == (core[0]["rank"], core[0]["vpp_stage"], logs.value("SELECT count(inputs) FROM modules"))
     assert [("layers.0", 0, "File train.py, line 3, in step,\n loss = model(x)"), ("head", 1, "here")] == [
         tuple(row.values())
-        for row in desk.ask("SELECT module, vpp_stage, stack FROM modules WHERE stack IS NOT NULL ORDER BY seq")
+        for row in logs.query("SELECT module, vpp_stage, stack FROM modules WHERE stack IS NOT NULL ORDER BY seq")
     ]
 
 
@@ -388,7 +388,7 @@ def test_structure_and_stacks_become_modules(desk):
         (SAMPLES / "print_struct" / "module_struct.json", "a model structure"),
     ],
 )
-def test_it_is_recognised_and_says_why(path, because):
+def test_detection_gives_the_reason(path, because):
     importer = find_importer(path)
     head = b"" if path.is_dir() else path.read_bytes()
 
@@ -396,11 +396,11 @@ def test_it_is_recognised_and_says_why(path, because):
     assert because in importer.detect(path, head).because
 
 
-def test_the_second_monitor_is_refused_by_name(desk):
-    path = desk.write("rank_0/module_step0-0.csv", "vpp_stage,step,module_name,scope,norm\n-1,0,fc,forward,1.0\n")
+def test_output_of_monitor_v2_is_rejected_by_name(logs):
+    path = logs.write("rank_0/module_step0-0.csv", "vpp_stage,step,module_name,scope,norm\n-1,0,fc,forward,1.0\n")
 
-    with pytest.raises(IngestError, match="not monitor_v2"):
-        desk.bring(path)
+    with pytest.raises(IngestError, match="monitor_v2 is not supported"):
+        logs.import_log(path)
 
 
 @pytest.mark.parametrize(
@@ -409,9 +409,13 @@ def test_the_second_monitor_is_refused_by_name(desk):
         (f"\ufeff{HEADER}\r\n0,w,0,1,1,1,1,0,0,[1],torch.float32\r\n", 1, 0),
         (f"{HEADER}\n0,w,zero,1,1,1,1,0,0,[1],x\n0,w,1e400,1,1,1,1,0,0,[1],x\n0,w,-1,1,1,1,1,0,0,[1],x\n", 0, 3),
         (f'{HEADER}\n0,w,0,1,1,1,1,0,0,"[1,x\n0,w,1,1,1,1,1,0,0,[1],x\n', 1, 1),  # an open quote ends with its line
-        (f'{HEADER}\n0,w"x,0,1,1,1,1,0,0,"[1],x\n0,w,1,1,1,1,1,0,0,[1],x\n', 1, 1),  # even, and one of them open
+        (
+            f'{HEADER}\n0,w"x,0,1,1,1,1,0,0,"[1],x\n0,w,1,1,1,1,1,0,0,[1],x\n',
+            1,
+            1,
+        ),  # an even number of quotes, one of them open
         (f"{HEADER}\n0,w,0,1,1,1,1,0,0,[1],x\r0,w,1,1,1,1,1,0,0,[1],x\n0,w,2,1,1,1,1,0,0,[1],x\n", 1, 1),
-        (f"{HEADER}\n0,w,0,1,1,1,1,0,0,[1],torch.float32", 1, 0),  # no last end of line, yet whole
+        (f"{HEADER}\n0,w,0,1,1,1,1,0,0,[1],torch.float32", 1, 0),  # no line end, but complete
         (f"{HEADER}\n0,w,0,1,1,1,1,0,0,[1],torch.flo", 0, 1),
         (f"{HEADER}\n0,w,0,1,1,1,1,0", 0, 1),
         (f"{HEADER}\n0,w,0,abc,1,1,1,0,0,[1],x\n", 0, 1),
@@ -422,29 +426,29 @@ def test_the_second_monitor_is_refused_by_name(desk):
         ("a,b\n1,2\n", 0, 1),
     ],
 )
-def test_hostile_files_give_clear_faults(desk, content, good, faults):
-    path = desk.write(f"out/{FOLDER}/grad_reduced_0-9.csv", content)
-    report = desk.bring(path, kind="msprobe")
+def test_hostile_files_give_clear_faults(logs, content, good, faults):
+    path = logs.write(f"out/{FOLDER}/grad_reduced_0-9.csv", content)
+    report = logs.import_log(path, kind="msprobe")
 
-    assert (good, faults) == (desk.value("SELECT count(*) FROM tensor_stats"), report.malformed)
+    assert (good, faults) == (logs.value("SELECT count(*) FROM tensor_stats"), report.malformed)
     assert all(f"{FOLDER}/grad_reduced_0-9.csv: " in fault.text for fault in report.faults if fault.line > 1)
 
 
-def test_utf_16_is_refused_with_the_remedy(desk):
-    path = csv_file(desk, ["0,w,0,1,1,1,1,0,0,[1],x"])
+def test_utf_16_is_rejected_with_the_remedy(logs):
+    path = csv_file(logs, ["0,w,0,1,1,1,1,0,0,[1],x"])
     path.write_bytes(path.read_text().encode("utf-16"))
 
     with pytest.raises(IngestError, match="UTF-16: convert it first"):
-        desk.bring(path.parent)
+        logs.import_log(path.parent)
 
 
-def test_links_out_of_the_folder_are_not_followed(desk):
-    csv_file(desk, ["0,w,0,1,1,1,1,0,0,[1],x"])
-    elsewhere = desk.folder / "elsewhere"
+def test_links_to_other_folders_are_not_followed(logs):
+    csv_file(logs, ["0,w,0,1,1,1,1,0,0,[1],x"])
+    elsewhere = logs.folder / "elsewhere"
     shutil.copytree(SINGLE, elsewhere)
-    (desk.folder / "out" / "link").symlink_to(elsewhere)
+    (logs.folder / "out" / "link").symlink_to(elsewhere)
 
-    assert 1 == sum(len(launch) for launch in discovery.find(desk.folder / "out").launches)
+    assert 1 == sum(len(launch) for launch in discovery.find(logs.folder / "out").launches)
 
 
 def mutated(draw, content):
@@ -468,7 +472,7 @@ FUZZED = [
 @pytest.mark.parametrize("sample", FUZZED, ids=lambda path: path.name)
 @settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_damaged_files_never_raise_anything_but_an_import_error(tmp_path, sample, data):
+def test_damaged_files_raise_no_error_except_ingest_error(tmp_path, sample, data):
     path = tmp_path / FOLDER / sample.name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(mutated(data.draw, sample.read_bytes()[:4096]))
@@ -478,10 +482,10 @@ def test_damaged_files_never_raise_anything_but_an_import_error(tmp_path, sample
         assert str(error)  # noqa: PT017 - either outcome is right
 
 
-def test_batches_of_any_size_read_the_same(monkeypatch, desk):
-    desk.bring(NAN, run="whole")
-    monkeypatch.setattr(csv_cells, "BATCH_LINES", 17)
-    desk.bring(NAN, run="small")
+def test_result_does_not_depend_on_the_batch_size(monkeypatch, logs):
+    logs.import_log(NAN, run="whole")
+    monkeypatch.setattr(csv_rows, "BATCH_LINES", 17)
+    logs.import_log(NAN, run="small")
     query = "SELECT * EXCLUDE (run, incarnation, ordinal) FROM tensor_stats WHERE run = $run ORDER BY ALL"
 
-    assert desk.ask(query, run="whole") == desk.ask(query, run="small")
+    assert logs.query(query, run="whole") == logs.query(query, run="small")

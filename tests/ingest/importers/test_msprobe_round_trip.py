@@ -1,7 +1,7 @@
-"""What the layout of the msprobe monitor can carry comes back as it was.
+"""Tests that an export in msprobe's layout and an import restore the rows that the layout can represent.
 
-It cannot carry: finite statistics beside a NaN or an Inf, how many Inf there were, the placement of a tensor, times,
-and whether a virtual stage (of activations: a micro step) was not told or 0.
+The layout cannot represent: finite statistics of a tensor with NaN or Inf, the count of Inf, the placement of a tensor,
+times, and the difference between an unknown virtual stage (or micro step of activations) and 0.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @st.composite
 def tensors(draw):
-    """Return one row of `tensor_stats` as this layout can carry it."""
+    """Return one row of `tensor_stats` that this layout can represent."""
     kind = draw(st.sampled_from(list(Kind)))
     sliced, called = kind in ACTIVATIONS, kind in CALLS
     numel = draw(st.integers(1, 1 << 24))
@@ -82,7 +82,7 @@ def stored(folder, rows, features=()):
 
 
 def through(store, folder, **options):
-    """Return a store with the run after it has been out and in again."""
+    """Return a store with the run after an export and an import."""
     with connect(store) as connection:
         report = export_formats()["csv"].export(connection, "r", folder / "csv", ExportOptions(**options))
     with Store.open(folder / "again", create=True).claim(owner="test") as writer:
@@ -102,7 +102,7 @@ def rows_of(store, columns=COLUMNS, dataset="tensor_stats"):
     steps=st.lists(st.lists(tensors(), min_size=1, max_size=5).map(distinct), min_size=1, max_size=4),
     per_file=st.integers(1, 5),
 )
-def test_statistics_come_back_as_they_were(tmp_path_factory, steps, per_file):
+def test_statistics_are_restored_exactly(tmp_path_factory, steps, per_file):
     folder = tmp_path_factory.mktemp("round")
     places = itertools.product(range(2), range(2), enumerate(steps, 1))  # attempts, ranks, steps
     rows = [
@@ -118,7 +118,7 @@ def test_statistics_come_back_as_they_were(tmp_path_factory, steps, per_file):
     assert rows_of(store) == rows_of(again)
 
 
-def test_features_come_back_as_they_were(tmp_path):
+def test_features_are_restored_exactly(tmp_path):
     kinds = ("stable_rank", "spectral_norm", "direction_agreement", "router_similarity")
     with_micro = ("attention_entropy", "softmax_max", "router_entropy")
     features = [
@@ -137,8 +137,8 @@ def test_features_come_back_as_they_were(tmp_path):
     assert rows_of(store, columns, "features") == rows_of(again, columns, "features")
 
 
-def test_calls_of_one_place_come_back_each_by_itself_and_are_described_once(tmp_path):
-    """As a live sink names them, whose names nobody but the importer reads."""
+def test_calls_are_restored_separately_and_described_once(tmp_path):
+    """The names are those of a live sink; only the importer reads them."""
     folder = tmp_path / "Nov21_22-00-00-rank0-0a0b0c0d"
     folder.mkdir()
     names = ("all_reduce@train.py[23]", "all_reduce@train.py[23].call_1", "all_gather@a/b.py[4].call_2_1")
@@ -163,8 +163,8 @@ def test_calls_of_one_place_come_back_each_by_itself_and_are_described_once(tmp_
 
 
 @pytest.mark.parametrize("sample", [SINGLE, NAN], ids=lambda path: path.name)
-def test_output_of_the_tool_itself_comes_back(tmp_path, sample):
-    """Shapes and types too, slot by slot."""
+def test_output_of_msprobe_is_restored(tmp_path, sample):
+    """Shapes and types of each slot are restored, too."""
     with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
         import_records(sample, writer, importers()["msprobe"], run="r")
     again, _, _ = through(tmp_path / "store", tmp_path, step_count_per_record=2)
@@ -177,8 +177,8 @@ def test_output_of_the_tool_itself_comes_back(tmp_path, sample):
     )
 
 
-def test_with_the_rounding_of_the_tool_its_own_lines_come_out(tmp_path):
-    """Up to the eighth digit, which a float32 does not have, and without the rows of what was absent."""
+def test_export_with_msprobes_rounding_equals_its_lines(tmp_path):
+    """The lines are equal up to the eighth digit, which float32 does not have, without the rows of absent tensors."""
     with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
         import_records(NAN, writer, importers()["msprobe"], run="r")
     with connect(tmp_path / "store") as connection:
@@ -198,7 +198,7 @@ def test_with_the_rounding_of_the_tool_its_own_lines_come_out(tmp_path):
     assert lines > 400
 
 
-def test_beside_a_nan_the_counts_come_back_and_the_statistics_do_not(tmp_path):
+def test_counts_are_restored_with_a_nan_but_statistics_are_not(tmp_path):
     row = {"attempt": 0, "rank": 0, "step": 1, "kind": "grad_reduced", "tensor": "w", "vpp_stage": 0, "numel": 8}
     values = {"norm": 1.5, "min": -1.0, "max": 1.0, "mean": 0.5, "nans": 2, "infs": 1, "zeros": 4}
     again, _, _ = through(stored(tmp_path / "store", [row | values]), tmp_path)

@@ -1,4 +1,4 @@
-"""One name and one unit per quantity; numbers and durations in text; which attempt a step is of."""
+"""Tests of stored names and units, of numbers and durations in text, and of the attempts of steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_ingest.importers.common.aliases import canonical
-from rankscope_ingest.importers.common.restarts import StepStreams
+from rankscope_ingest.importers.common.objects import StepStreams
 from rankscope_ingest.importers.common.values import micros, number, quantity, seconds, whole
 
 
@@ -50,14 +50,14 @@ from rankscope_ingest.importers.common.values import micros, number, quantity, s
     ],
 )
 def test_canonical_name_and_unit(source, name, unit, one):
-    """S3-15 and the aliases listed with it."""
+    """S3-15 with its list of aliases."""
     alias = canonical(source)
 
     assert (name, unit, one) == (alias.name, alias.unit, alias.converted(1.0))
 
 
 @given(st.text(max_size=40))
-def test_any_name_has_a_name(name):
+def test_any_text_has_a_canonical_name(name):
     alias = canonical(name)
 
     assert alias.name.encode() is not None
@@ -83,7 +83,7 @@ def test_any_name_has_a_name(name):
         ("9" * 100, None),
     ],
 )
-def test_durations(text, expected):
+def test_durations_in_text_are_seconds(text, expected):
     assert expected == seconds(text)
 
 
@@ -103,7 +103,7 @@ def test_durations(text, expected):
         ("", None),
     ],
 )
-def test_quantities(text, expected):
+def test_numbers_in_text_are_read_with_their_unit(text, expected):
     assert expected == quantity(text)
 
 
@@ -112,8 +112,8 @@ def test_any_printed_float_is_read(value):
     assert (value, None) == quantity(repr(value))
 
 
-def test_numbers_steps_and_moments():
-    """True is no number; a step is whole; a time before this century is none of a training."""
+def test_numbers_steps_and_times_are_validated():
+    """True is no number; a step is an integer; a time before this century is no time of a training."""
     assert [1.0, None, None, None, math.inf] == [number(value) for value in (1, True, "1", None, 10**400)]
     assert [3, 3, 12, None, None, None] == [whole(value) for value in (3, 3.0, "12", 3.5, 1e300, "12ms")]
     assert [1_700_000_000_000_000] * 4 == [micros(1_700_000_000 * 1000**power) for power in range(4)]
@@ -128,7 +128,7 @@ def attempts(steps):
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(1, 10))
 def test_rising_steps_are_one_attempt(rises, interval):
-    """However unevenly they rise, and with rows that repeat a step or have none."""
+    """The intervals may differ, and records may repeat a step or have none."""
     steps, at = [], 0
     for rise in rises:
         at += interval if rise % 3 else rise
@@ -138,15 +138,15 @@ def test_rising_steps_are_one_attempt(rises, interval):
 
 
 @given(st.integers(2, 200), st.integers(1, 50), st.integers(1, 200))
-def test_each_restart_is_one_attempt_more(length, interval, back):
-    """S0-09, S4-08: wherever it goes on from, as long as it is behind."""
+def test_each_restart_adds_one_attempt(length, interval, back):
+    """S0-09, S4-08: the restart may continue at any earlier step."""
     first = [interval * n for n in range(length)]
     again = [interval * n for n in range(max(0, length - 1 - back), length + 20)]
 
     assert [0] * len(first) + [1] * len(again) == attempts([*first, *again])
 
 
-def test_ranks_are_never_taken_for_one_another():
+def test_streams_of_ranks_are_separate():
     """Contract 6."""
     streams = StepStreams()
 

@@ -1,4 +1,4 @@
-"""Lines for people in their dialects, and tables of numbers."""
+"""Tests of text lines in the dialects of training scripts, and of tables of numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rankscope_ingest.importers.columns import Columns
 from rankscope_ingest.importers.textlog import TextLog
 
 
-def scalars(desk):
-    rows = desk.ask("SELECT step, name, value FROM scalars ORDER BY seq, name, labels")
+def scalars(logs):
+    rows = logs.query("SELECT step, name, value FROM scalars ORDER BY seq, name, labels")
     return [(row["step"], row["name"], row["value"]) for row in rows]
 
 
@@ -145,12 +145,12 @@ DIALECTS = {
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_dialect(desk, dialect):
-    """S3-13: what a regular expression of everybody's own would do, with units normalised."""
+def test_dialect_is_read(logs, dialect):
+    """S3-13: the result equals that of a regular expression for the dialect, with normalized units."""
     line, expected = DIALECTS[dialect]
-    report = desk.bring(desk.write("train.log", f"Loading…\n{line}\nDone.\n"), kind="textlog")
+    report = logs.import_log(logs.write("train.log", f"Loading…\n{line}\nDone.\n"), kind="textlog")
 
-    assert repr(expected) == repr(scalars(desk))
+    assert repr(expected) == repr(scalars(logs))
     assert (1, 0) == (report.records, report.malformed)
 
 
@@ -165,120 +165,120 @@ def test_dialect_is_recognised(tmp_path, dialect):
     assert "textlog" == find_importer(path).name
 
 
-def test_progress_bar_tells_a_record_each_time_it_is_drawn(desk):
-    """As of Accelerate's examples: one line of the file, and the same bar drawn again is no new record."""
+def test_each_state_of_a_progress_bar_is_a_record(logs):
+    """As in Accelerate's examples, one line has many states; a repeated state is no new record."""
     bars = [f"Steps:  5%|▌   | {k}/20 [00:10<01:30,  1.00s/it, lr=1e-05, step_loss={k}.5]" for k in (1, 1, 2, 3)]
-    path = desk.write("train.log", "Loading…\n" + "\r".join(bars) + "\n")
-    desk.bring(path)
+    path = logs.write("train.log", "Loading…\n" + "\r".join(bars) + "\n")
+    logs.import_log(path)
 
     assert "textlog" == find_importer(path).name
     assert [
         (k, name, value) for k in (1, 2, 3) for name, value in (("learning_rate", 1e-5), ("step_loss", k + 0.5))
-    ] == (scalars(desk))
-    assert 20 == desk.value("SELECT planned_steps FROM runs")
+    ] == (scalars(logs))
+    assert 20 == logs.value("SELECT planned_steps FROM runs")
 
 
-def test_progress_bars_of_epochs_are_one_attempt(desk):
+def test_progress_bars_of_epochs_are_one_attempt(logs):
     bars = [
         f"Epoch {e}:  50%|███ | {k}/2 [00:01<00:02,  3.21it/s, v_num=3, train_loss=0.5]" for e in (0, 1) for k in (1, 2)
     ]
-    desk.bring(desk.write("train.log", "\r".join(bars) + "\n"))
-    rows = desk.ask("SELECT step, attempt FROM scalars WHERE name = 'loss' ORDER BY seq")
+    logs.import_log(logs.write("train.log", "\r".join(bars) + "\n"))
+    rows = logs.query("SELECT step, attempt FROM scalars WHERE name = 'loss' ORDER BY seq")
 
     assert [(1, 0), (2, 0), (1, 0), (2, 0)] == [tuple(row.values()) for row in rows]
 
 
-def test_table_between_semicolons_may_have_decimal_commas(desk):
-    desk.bring(desk.write("loss.csv", "step;loss;lr\n1;2,125;1e-4\n2;1,5;1,5E-4\n"))
+def test_table_with_semicolons_may_have_decimal_commas(logs):
+    logs.import_log(logs.write("loss.csv", "step;loss;lr\n1;2,125;1e-4\n2;1,5;1,5E-4\n"))
 
     assert [
         (1, "learning_rate", 1e-4), (1, "loss", 2.125), (2, "learning_rate", 1.5e-4), (2, "loss", 1.5),
-    ] == scalars(desk)  # fmt: skip
+    ] == scalars(logs)  # fmt: skip
 
 
-def test_time_and_rank_before_the_record_are_its_own(desk):
+def test_time_and_rank_before_a_record_are_stored(logs):
     line = DIALECTS["torchtitan"][0]
-    desk.bring(desk.write("train.log", f"{line}\n{line.replace('rank0', 'rank5')}\n"))
-    rows = desk.ask("SELECT DISTINCT rank, attempt, epoch_ms(ts) AS ms FROM scalars ORDER BY rank")
+    logs.import_log(logs.write("train.log", f"{line}\n{line.replace('rank0', 'rank5')}\n"))
+    rows = logs.query("SELECT DISTINCT rank, attempt, epoch_ms(ts) AS ms FROM scalars ORDER BY rank")
 
     assert [(0, 0, 1727784000123), (5, 0, 1727784000123)] == [tuple(row.values()) for row in rows]
 
 
-def test_unit_of_the_source_is_kept(desk):
-    """Contract 4: normalised, and still told."""
-    desk.bring(desk.write("train.log", "step:1/9 train_loss:2 train_time:10ms\n" * 2))
-    row = desk.ask("SELECT DISTINCT value, unit, labels FROM scalars WHERE name = 'elapsed_seconds'")[0]
+def test_unit_of_the_source_is_kept(logs):
+    """Contract 4: the unit is normalized, and the unit of the source is stored."""
+    logs.import_log(logs.write("train.log", "step:1/9 train_loss:2 train_time:10ms\n" * 2))
+    row = logs.query("SELECT DISTINCT value, unit, labels FROM scalars WHERE name = 'elapsed_seconds'")[0]
 
     assert (0.01, "seconds", '{"source_name":"train_time","source_unit":"ms"}') == tuple(row.values())
 
 
-def test_average_of_nothing_yet_is_absent(desk):
+def test_average_of_no_measurement_is_absent(logs):
     """`step_avg:nanms` is no NaN of the training."""
-    desk.bring(desk.write("train.log", "step:1/9 train_loss:2 step_avg:nanms\n" * 2))
+    logs.import_log(logs.write("train.log", "step:1/9 train_loss:2 step_avg:nanms\n" * 2))
 
-    assert 0 == desk.value("SELECT count(*) FROM scalars WHERE name = 'step_avg'")
+    assert 0 == logs.value("SELECT count(*) FROM scalars WHERE name = 'step_avg'")
 
 
-def test_steps_within_epochs_are_one_attempt(desk):
-    """They begin again with each epoch; a restart goes back in both."""
+def test_steps_within_epochs_are_one_attempt(logs):
+    """Steps begin again with each epoch. A restart returns to an earlier epoch and step."""
     epochs = [(1, 50), (1, 100), (2, 50), (2, 100), (2, 50), (2, 100), (3, 50)]
     text = "".join(f"Epoch {epoch}/3 | step {step} | loss=0.5\n" for epoch, step in epochs)
-    desk.bring(desk.write("train.log", text))
-    rows = desk.ask("SELECT attempt FROM scalars WHERE name = 'loss' ORDER BY seq")
+    logs.import_log(logs.write("train.log", text))
+    rows = logs.query("SELECT attempt FROM scalars WHERE name = 'loss' ORDER BY seq")
 
     assert [0, 0, 0, 0, 1, 1, 1] == [row["attempt"] for row in rows]
 
 
-def test_plan_and_end_are_the_runs(desk):
-    desk.bring(desk.write("train.log", "step:8/9 train_loss:2\nstep:9/9 train_loss:1\n"))
+def test_planned_steps_and_end_are_facts_of_the_run(logs):
+    logs.import_log(logs.write("train.log", "step:8/9 train_loss:2\nstep:9/9 train_loss:1\n"))
 
-    assert [{"planned_steps": 9, "state": "completed"}] == desk.ask("SELECT planned_steps, state FROM runs")
+    assert [{"planned_steps": 9, "state": "completed"}] == logs.query("SELECT planned_steps, state FROM runs")
 
 
-def test_other_lines_are_counted_and_no_faults(desk):
+def test_other_output_is_counted_and_is_no_fault(logs):
     text = "import torch\nstep:1/9 train_loss:2\nsaved 3 files in 2.5s\nstep:2/9 train_loss:1\nat step 5\n"
-    report = desk.bring(desk.write("train.log", text))
+    report = logs.import_log(logs.write("train.log", text))
 
     assert (2, 0) == (report.records, report.malformed)
-    assert 3 == desk.value("SELECT (config::JSON->>'$.import.other_lines')::INT FROM runs")
+    assert 3 == logs.value("SELECT (config::JSON->>'$.import.other_lines')::INT FROM runs")
 
 
-def test_checkpoint_line_is_an_event(desk):
+def test_checkpoint_line_is_an_event(logs):
     """S4-10."""
-    desk.bring(desk.write("train.log", "step 1 loss 2.5\nsaving checkpoint at step 1 to out/\nstep 2 loss 2.0\n"))
+    logs.import_log(logs.write("train.log", "step 1 loss 2.5\nsaving checkpoint at step 1 to out/\nstep 2 loss 2.0\n"))
 
-    assert [{"step": 1, "line": "saving checkpoint at step 1 to out/"}] == desk.ask(
+    assert [{"step": 1, "line": "saving checkpoint at step 1 to out/"}] == logs.query(
         "SELECT step, details->>'$.line' AS line FROM events WHERE type = 'checkpoint'"
     )
 
 
 def test_source_code_before_the_rows_does_not_hide_them(tmp_path):
-    """Logs of modded-nanogpt begin with the program itself: more than anybody reads at once."""
+    """Logs of modded-nanogpt begin with the source code of the program, which is longer than the sampled beginning."""
     path = tmp_path / "log.txt"
     path.write_text("import torch  # loss = 3\n" * 8000 + "step:1/9 train_loss:2 train_time:10ms\n" * 4000)
 
     assert "textlog" == find_importer(path).name
 
 
-def test_last_line_without_an_end_may_be_half_a_number(desk):
-    """It is left for the next import, unless it has the shape of the line before it."""
-    path = desk.write("train.log", "step:1/9 train_loss:2.512\nstep:2/9 train_loss:2.4")
-    first = desk.bring(path)
+def test_last_line_without_line_end_is_not_stored(logs):
+    """It waits for the next import, unless it has the form of the previous line."""
+    path = logs.write("train.log", "step:1/9 train_loss:2.512\nstep:2/9 train_loss:2.4")
+    first = logs.import_log(path)
     path.write_text("step:1/9 train_loss:2.512\nstep:2/9 train_loss:2.468")
-    desk.bring(path)
+    logs.import_log(path)
 
     assert (1, 1) == (first.records, first.malformed)
-    assert [(1, "loss", 2.512), (2, "loss", 2.468)] == scalars(desk)
+    assert [(1, "loss", 2.512), (2, "loss", 2.468)] == scalars(logs)
 
 
-def test_recorded_logs_of_nanogpt_kinds(desk, data):
-    """Against counts made with nothing but a regular expression per file."""
+def test_recorded_nanogpt_logs_have_the_expected_counts(logs, data):
+    """The counts were computed with one regular expression per file."""
     import re
 
     llmc = data / "textlog" / "modded-nanogpt_llmc_main.log"
     muon = data / "textlog" / "modded-nanogpt_muon_steps.txt"
     for run, path in (("llmc", llmc), ("muon", muon)):
-        desk.bring(path, run=run)
+        logs.import_log(path, run=run)
     expected = {
         ("llmc", "loss"): len(re.findall(r"trl:", llmc.read_text())),
         ("llmc", "eval_loss"): len(re.findall(r"tel:", llmc.read_text())),
@@ -287,26 +287,26 @@ def test_recorded_logs_of_nanogpt_kinds(desk, data):
         ("muon", "eval_loss"): len(re.findall(r"val_loss:", muon.read_text())),
         ("muon", "step_avg"): len(re.findall(r"step_avg:\d", muon.read_text())),
     }
-    rows = desk.ask("SELECT run, name, count(*) AS n FROM scalars GROUP BY 1, 2")
+    rows = logs.query("SELECT run, name, count(*) AS n FROM scalars GROUP BY 1, 2")
     found = {(row["run"], row["name"]): row["n"] for row in rows}
 
     assert expected == {key: found.get(key, 0) for key in expected}
-    assert 1 == desk.value("SELECT count(DISTINCT attempt) FROM scalars WHERE run = 'llmc'")
+    assert 1 == logs.value("SELECT count(DISTINCT attempt) FROM scalars WHERE run = 'llmc'")
 
 
-def test_recorded_two_columns(desk, data):
+def test_recorded_two_column_table_is_read(logs, data):
     path = data / "textlog" / "torchtitan_llama3_cuda_losses.txt"
-    report = desk.bring(path)
+    report = logs.import_log(path)
     expected = [(int(step), "loss", float(loss)) for step, loss in map(str.split, path.read_text().splitlines())]
 
-    assert expected == scalars(desk)
+    assert expected == scalars(logs)
     assert "columns" == report.source_kind
 
 
-def test_table_with_a_heading(desk):
+def test_table_with_a_heading_is_read(logs):
     """Lightning's metrics.csv: empty cells are absent, quotes do not matter."""
     text = 'epoch,step,train_loss,val_loss,"lr-AdamW"\n0,9,2.5,,1e-3\n0,9,,2.25,\n1,19,nan,,1e-3\n'
-    desk.bring(desk.write("metrics.csv", text))
+    logs.import_log(logs.write("metrics.csv", text))
 
     assert repr(
         [
@@ -319,13 +319,13 @@ def test_table_with_a_heading(desk):
             (19, "loss", math.nan),
             (19, "lr-AdamW", 0.001),
         ]
-    ) == repr(scalars(desk))
+    ) == repr(scalars(logs))
 
 
-def test_row_of_another_width_or_without_an_end_is_counted(desk):
-    report = desk.bring(desk.write("losses.txt", "1 2.5\n2 2.4\n3 2.3 9\n4 2.2\n5 oops\n6 2."))
+def test_row_with_other_width_or_without_line_end_is_counted(logs):
+    report = logs.import_log(logs.write("losses.txt", "1 2.5\n2 2.4\n3 2.3 9\n4 2.2\n5 oops\n6 2."))
 
-    assert [1, 2, 4] == [step for step, _, _ in scalars(desk)]
+    assert [1, 2, 4] == [step for step, _, _ in scalars(logs)]
     assert [3, 5, 6] == [fault.line for fault in report.faults]
 
 
@@ -333,7 +333,7 @@ def test_row_of_another_width_or_without_an_end_is_counted(desk):
     "text",
     ["hello world\n" * 10, "name,step,max,min\nw,1,2,3\n", "1 2\n1 2\n1 2\n", "3.5 2\n4.5 2\n", "key: value\n", ""],
 )
-def test_what_is_no_table_of_a_training_is_left_alone(tmp_path, text):
+def test_table_without_training_values_is_not_detected(tmp_path, text):
     path = tmp_path / "some.txt"
     path.write_text(text)
 
@@ -347,7 +347,7 @@ ALPHABET = "step iter:=/|,[]() loss0123456789.e+-nanmsGiB%\r\x1b\t"
 @pytest.mark.parametrize("importer", [TextLog(), Columns()], ids=lambda importer: importer.name)
 @given(text=st.binary(max_size=200) | st.text(alphabet=ALPHABET, max_size=200))
 @settings(deadline=None, max_examples=examples(300))
-def test_fuzzed_lines_are_read_or_refused(tmp_path_factory, importer, text):
+def test_fuzzed_lines_are_read_or_rejected(tmp_path_factory, importer, text):
     body = text if isinstance(text, bytes) else text.encode()
     path = tmp_path_factory.getbasetemp() / f"{importer.name}.log"
     path.write_bytes(b"step,loss\n" + body + b"\nstep:1 loss:2 " + body)
@@ -360,8 +360,8 @@ def test_fuzzed_lines_are_read_or_refused(tmp_path_factory, importer, text):
 @pytest.mark.parametrize(
     "text", ["step:1 " + "a " * 4000, "step:1 " + "a" * 8000, "step:1 " + "1" * 8000, "a (b) " * 1300]
 )
-def test_no_line_takes_long(tmp_path, text):
-    """Patterns that go back over a line again and again would."""
+def test_long_lines_are_parsed_without_backtracking(tmp_path, text):
+    """Patterns with backtracking would need seconds for these lines."""
     path = tmp_path / "train.log"
     path.write_text(f"{text}\n" * 200)
     list(TextLog().read(path, Faults()))

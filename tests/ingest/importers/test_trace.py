@@ -1,4 +1,4 @@
-"""Every behaviour of reading that the checklist numbers is traced, in a table under docs/, to a test that there is."""
+"""Tests that a table under docs/ names an existing test for each numbered behaviour of the checklist about reading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ READING = {
     *(f"S3-{number:02d}" for number in (1, 2, 3, 4, 5, 8, 10, 11, 13, 15)),
     *(f"S4-{number:02d}" for number in (8, 9, 10)),
 }
-"""The numbers that concern what is read; the others are about command lines, figures, alerts and screens."""
+"""The numbers of behaviours of reading. The others are about command lines, figures, alerts and screens."""
 
 ROW = re.compile(r"^\| (?P<numbers>[^|]*\b(?:S\d-\d\d|contract \d)[^|]*) \|[^|]*\|(?P<tests>[^|]*)\|$", re.MULTILINE)
 RANGE = re.compile(r"(S\d)-(\d\d) to S\d-(\d\d)")
@@ -29,13 +29,13 @@ def numbers(text):
     return ranged | set(re.findall(r"S\d-\d\d", text))
 
 
-def test_every_number_about_reading_has_a_row():
+def test_every_checklist_number_has_a_row():
     traced = {number for _, text, _ in rows() for number in numbers(text)}
 
     assert set() == READING - traced
 
 
-def test_every_row_names_a_test_that_there_is():
+def test_every_row_names_an_existing_test():
     for page, text, tests in rows():
         named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", tests)
 

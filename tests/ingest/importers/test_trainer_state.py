@@ -1,4 +1,4 @@
-"""The Trainer's state as a file, a checkpoint, a run or an archive; NaN, cuts, damage, disagreeing checkpoints."""
+"""Tests of the Trainer's state as a file, a checkpoint, a run or an archive: NaN, truncation, damage, branches."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ def steps(*numbers, base=1.0):
     return [{"step": step, "loss": base + step / 100, "epoch": step / 100} for step in numbers]
 
 
-def history(desk):
-    rows = desk.ask("SELECT attempt, step, value FROM scalars WHERE name = 'loss' ORDER BY attempt, step")
+def history(logs):
+    rows = logs.query("SELECT attempt, step, value FROM scalars WHERE name = 'loss' ORDER BY attempt, step")
     return [(row["attempt"], row["step"], round(row["value"], 4)) for row in rows]
 
 
-def test_nan_and_infinity_are_values_and_null_is_absent(desk):
-    """S1-18: a NaN gradient norm beside a fine-looking loss is how the Trainer shows NaN; it is an anomaly here."""
+def test_nan_and_infinity_are_values_and_null_is_absent(logs):
+    """S1-18: the Trainer shows a NaN as a NaN gradient norm with an ordinary loss; this is an anomaly here."""
     text = (
         '{"log_history": [{"step": 1, "loss": NaN, "grad_norm": -Infinity}, {"step": 2, "loss": 0.0, "grad_norm": NaN},'
     )
-    desk.bring(desk.write("trainer_state.json", text + '{"step": 3, "loss": null}], "best_metric": NaN}'))
-    rows = desk.ask("SELECT step, name, value FROM scalars ORDER BY step, name")
+    logs.import_log(logs.write("trainer_state.json", text + '{"step": 3, "loss": null}], "best_metric": NaN}'))
+    rows = logs.query("SELECT step, name, value FROM scalars ORDER BY step, name")
 
     assert [(1, "grad_norm", "-inf"), (1, "loss", "nan"), (2, "grad_norm", "nan"), (2, "loss", "0.0")] == [
         (row["step"], row["name"], repr(row["value"])) for row in rows
     ]
-    assert "NaN" == desk.value("SELECT config::JSON->>'$.trainer_state.best_metric' FROM runs")
+    assert "NaN" == logs.value("SELECT config::JSON->>'$.trainer_state.best_metric' FROM runs")
     assert [1, 1, 2] == [
-        row["step"] for row in desk.ask("SELECT step FROM events WHERE type = 'anomaly' ORDER BY step")
+        row["step"] for row in logs.query("SELECT step FROM events WHERE type = 'anomaly' ORDER BY step")
     ]
 
 
-def test_absent_gradient_norm_is_no_zero(desk):
-    """S1-10: old versions of transformers log none."""
-    desk.bring(desk.write("trainer_state.json", state(steps(1, 2))))
+def test_absent_gradient_norm_is_null(logs):
+    """S1-10: old releases of transformers do not log it."""
+    logs.import_log(logs.write("trainer_state.json", state(steps(1, 2))))
 
-    assert 0 == desk.value("SELECT count(*) FROM scalars WHERE name IN ('grad_norm', 'learning_rate')")
+    assert 0 == logs.value("SELECT count(*) FROM scalars WHERE name IN ('grad_norm', 'learning_rate')")
 
 
-def test_last_entry_is_a_summary_under_its_own_names(desk):
+def test_last_entry_keeps_its_own_names(logs):
     """S1-10: averages over the run are not the loss of its last step."""
     summary = {"step": 3, "train_runtime": 60.5, "train_loss": 1.5, "total_flos": 1e18, "train_samples_per_second": 9.0}
-    desk.bring(desk.write("trainer_state.json", state([*steps(1, 2), summary])))
-    rows = desk.ask("SELECT name, value, unit FROM scalars WHERE step = 3 ORDER BY name")
+    logs.import_log(logs.write("trainer_state.json", state([*steps(1, 2), summary])))
+    rows = logs.query("SELECT name, value, unit FROM scalars WHERE step = 3 ORDER BY name")
 
     assert [
         ("total_flos", 1e18, None),
@@ -66,11 +66,11 @@ def test_last_entry_is_a_summary_under_its_own_names(desk):
         ("train_runtime", 60.5, "seconds"),
         ("train_samples_per_second", 9.0, "samples/s"),
     ] == [(row["name"], row["value"], row["unit"]) for row in rows]
-    assert "completed" == desk.value("SELECT state FROM runs")
+    assert "completed" == logs.value("SELECT state FROM runs")
 
 
-def test_several_evaluation_sets_are_one_quantity_with_a_label(desk):
-    """S1-17, S1-18: `eval_<set>_loss`, known by the runtime that the Trainer writes for each set; custom keys stay."""
+def test_evaluation_sets_are_labels_of_one_quantity(logs):
+    """S1-17, S1-18: the Trainer writes `eval_<set>_runtime` for each set; custom keys are kept."""
     entry = {
         "step": 5,
         "eval_math_loss": 1.0,
@@ -78,8 +78,8 @@ def test_several_evaluation_sets_are_one_quantity_with_a_label(desk):
         "eval_code_loss": 3.0,
         "eval_code_runtime": 4.0,
     }
-    desk.bring(desk.write("trainer_state.json", state([{**entry, "eval_moe_aux_loss": 0.1}])))
-    rows = desk.ask("SELECT name, labels->>'$.dataset' AS which, value FROM scalars ORDER BY ALL")
+    logs.import_log(logs.write("trainer_state.json", state([{**entry, "eval_moe_aux_loss": 0.1}])))
+    rows = logs.query("SELECT name, labels->>'$.dataset' AS which, value FROM scalars ORDER BY ALL")
 
     assert [
         ("eval_loss", "code", 3.0),
@@ -99,104 +99,104 @@ def test_several_evaluation_sets_are_one_quantity_with_a_label(desk):
         ({"global_step": 50, "max_steps": -1, "num_train_epochs": 9223372036854775807}, ("stopped", None)),
     ],
 )
-def test_state_and_plan_of_the_run(desk, top, expected):
-    """S1-11, S1-18: zero divisors and plans driven by steps."""
-    desk.bring(desk.write("trainer_state.json", state(steps(10), **top)))
-    row = desk.ask("SELECT state, planned_steps FROM runs")[0]
+def test_state_and_plan_of_the_run(logs, top, expected):
+    """S1-11, S1-18: zero divisors, and plans given in steps."""
+    logs.import_log(logs.write("trainer_state.json", state(steps(10), **top)))
+    row = logs.query("SELECT state, planned_steps FROM runs")[0]
 
     assert expected == (row["state"], row["planned_steps"])
 
 
-def test_time_of_a_checkpoint_is_that_of_its_file(desk):
-    """S1-11: not the time of the import; the entries themselves have none."""
+def test_time_of_a_checkpoint_is_that_of_its_file(logs):
+    """S1-11: it is not the time of the import. The entries have no time."""
     import os
 
-    path = desk.write("trainer_state.json", state(steps(1)))
+    path = logs.write("trainer_state.json", state(steps(1)))
     os.utime(path, (1_700_000_000, 1_700_000_000))
-    desk.bring(path)
+    logs.import_log(path)
 
-    assert 1_700_000_000 == desk.value("SELECT epoch(ended_at) FROM runs")
-    assert 0 == desk.value("SELECT count(ts) FROM scalars")
+    assert 1_700_000_000 == logs.value("SELECT epoch(ended_at) FROM runs")
+    assert 0 == logs.value("SELECT count(ts) FROM scalars")
 
 
-def test_run_with_its_checkpoints_is_one_history(desk):
-    """S1-02, S1-08, S1-09: checkpoints by number, 1000 behind 999, other folders left alone, the final state last."""
-    desk.write("out/checkpoint-999/trainer_state.json", state(steps(1, 2), global_step=999))
-    desk.write("out/checkpoint-1000/trainer_state.json", state(steps(1, 2, 3), global_step=1000, max_steps=2000))
-    desk.write("out/checkpoint-best/trainer_state.json", state(steps(7)))
-    desk.write("out/checkpoint-999/README.md", "no state")
-    report = desk.bring(desk.folder / "out")
+def test_run_with_its_checkpoints_is_one_history(logs):
+    """S1-02, S1-08, S1-09: checkpoints ordered by number (1000 after 999), others ignored, the final state last."""
+    logs.write("out/checkpoint-999/trainer_state.json", state(steps(1, 2), global_step=999))
+    logs.write("out/checkpoint-1000/trainer_state.json", state(steps(1, 2, 3), global_step=1000, max_steps=2000))
+    logs.write("out/checkpoint-best/trainer_state.json", state(steps(7)))
+    logs.write("out/checkpoint-999/README.md", "no state")
+    report = logs.import_log(logs.folder / "out")
 
-    assert [(0, 1, 1.01), (0, 2, 1.02), (0, 3, 1.03)] == history(desk)
+    assert [(0, 1, 1.01), (0, 2, 1.02), (0, 3, 1.03)] == history(logs)
     assert 3 == report.records
-    assert 1000 == desk.value("SELECT (config::JSON->>'$.trainer_state.global_step')::INT FROM runs")
+    assert 1000 == logs.value("SELECT (config::JSON->>'$.trainer_state.global_step')::INT FROM runs")
 
 
-def test_checkpoint_that_disagrees_is_another_attempt(desk):
-    """S1-18: left behind by an earlier training in the same folder, or resumed from an earlier checkpoint."""
-    desk.write("out/checkpoint-2/trainer_state.json", state(steps(1, 2)))
-    desk.write("out/checkpoint-4/trainer_state.json", state(steps(1, 2, 3, 4)))
-    desk.write("out/checkpoint-5/trainer_state.json", state([*steps(1, 2), *steps(3, 5, base=7.0)]))
-    desk.bring(desk.folder / "out")
+def test_checkpoint_that_disagrees_is_another_attempt(logs):
+    """S1-18: it belongs to an earlier training in the same folder, or to one resumed from an earlier checkpoint."""
+    logs.write("out/checkpoint-2/trainer_state.json", state(steps(1, 2)))
+    logs.write("out/checkpoint-4/trainer_state.json", state(steps(1, 2, 3, 4)))
+    logs.write("out/checkpoint-5/trainer_state.json", state([*steps(1, 2), *steps(3, 5, base=7.0)]))
+    logs.import_log(logs.folder / "out")
 
-    assert [(0, 1, 1.01), (0, 2, 1.02), (0, 3, 1.03), (0, 4, 1.04), (1, 3, 7.03), (1, 5, 7.05)] == history(desk)
-    message = desk.value("SELECT message FROM events WHERE type = 'note'")
-    assert "checkpoint-5/trainer_state.json disagrees with earlier checkpoints" in message
+    assert [(0, 1, 1.01), (0, 2, 1.02), (0, 3, 1.03), (0, 4, 1.04), (1, 3, 7.03), (1, 5, 7.05)] == history(logs)
+    message = logs.value("SELECT message FROM events WHERE type = 'note'")
+    assert "checkpoint-5/trainer_state.json differs from earlier checkpoints" in message
 
 
-def test_recorded_checkpoints_of_one_run_repeat_each_other(desk, data):
+def test_recorded_checkpoints_of_one_run_repeat_each_other(logs, data):
     """S1-06: four checkpoints, 1,200 entries in all, one history of 700."""
     for number in (500, 1500, 3000, 7000):
         source = data / "trainer_state" / f"sygoat_mistral-translator_checkpoint-{number}.json"
-        desk.write(f"out/checkpoint-{number}/trainer_state.json", source.read_bytes())
-    report = desk.bring(desk.folder / "out")
+        logs.write(f"out/checkpoint-{number}/trainer_state.json", source.read_bytes())
+    report = logs.import_log(logs.folder / "out")
 
     assert (700, 7000) == (report.records, report.last_step)
-    assert 700 == desk.value("SELECT count(*) FROM scalars WHERE name = 'loss'")
+    assert 700 == logs.value("SELECT count(*) FROM scalars WHERE name = 'loss'")
 
 
-def test_archive_of_a_checkpoint_is_read(desk):
+def test_archive_of_a_checkpoint_is_read(logs):
     """S1-09."""
-    path = desk.folder / "run.zip"
+    path = logs.folder / "run.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("run/checkpoint-2/trainer_state.json", state(steps(1, 2)))
         archive.writestr("../../evil.txt", "never written anywhere")
-    desk.bring(path)
+    logs.import_log(path)
 
-    assert [(0, 1, 1.01), (0, 2, 1.02)] == history(desk)
-    assert not (desk.folder.parent / "evil.txt").exists()
+    assert [(0, 1, 1.01), (0, 2, 1.02)] == history(logs)
+    assert not (logs.folder.parent / "evil.txt").exists()
 
 
-def test_folder_of_several_runs_names_them(desk):
-    desk.write("out/a/trainer_state.json", state(steps(1)))
-    desk.write("out/b/checkpoint-1/trainer_state.json", state(steps(1)))
+def test_folder_of_several_runs_names_them(logs):
+    logs.write("out/a/trainer_state.json", state(steps(1)))
+    logs.write("out/b/checkpoint-1/trainer_state.json", state(steps(1)))
     with pytest.raises(IngestError, match=r"holds 2 runs .*import them one at a time"):
-        desk.bring(desk.folder / "out")
+        logs.import_log(logs.folder / "out")
 
 
-def test_bare_list_of_entries_is_read(desk):
+def test_bare_list_of_entries_is_read(logs):
     """S1-09."""
-    desk.bring(desk.write("history.json", json.dumps(steps(1, 2))))
+    logs.import_log(logs.write("history.json", json.dumps(steps(1, 2))))
 
-    assert [(0, 1, 1.01), (0, 2, 1.02)] == history(desk)
+    assert [(0, 1, 1.01), (0, 2, 1.02)] == history(logs)
 
 
-def test_cut_file_gives_what_is_whole_and_says_so(desk):
-    """S1-09: cut inside a number, which must not be taken for a shorter one."""
+def test_truncated_file_gives_complete_entries_and_a_fault(logs):
+    """S1-09: the file is truncated inside a number, which must not be read as a shorter number."""
     whole = state(steps(1, 2, 3))
     cut = whole[: whole.index("1.03") + 3]
-    report = desk.bring(desk.write("trainer_state.json", cut))
+    report = logs.import_log(logs.write("trainer_state.json", cut))
 
-    assert [(0, 1, 1.01), (0, 2, 1.02)] == history(desk)
+    assert [(0, 1, 1.01), (0, 2, 1.02)] == history(logs)
     assert 1 == report.malformed
     assert "ends inside a value, after 2 whole entries" in report.faults[0].text
-    assert "true" == desk.value("SELECT config::JSON->>'$.import.cut' FROM runs")
+    assert "true" == logs.value("SELECT config::JSON->>'$.import.cut' FROM runs")
 
 
 @given(st.data())
 @settings(deadline=None, max_examples=examples(60))
-def test_every_cut_gives_a_beginning_of_the_history(tmp_path_factory, data):
-    """At whatever byte the file was cut: a prefix, never a wrong value; and with it all, all."""
+def test_file_truncated_anywhere_gives_a_prefix_of_the_history(tmp_path_factory, data):
+    """The entries are a prefix of the history and never a wrong value; the complete file gives all of them."""
     entries = [{"step": n, "loss": n * 1.25, "é": "ü\n"} for n in range(5)]
     text = json.dumps({"a": [1, {"b": 2}], "log_history": entries, "z": 1}, ensure_ascii=False).encode()
     cut = data.draw(st.integers(2, len(text)))
@@ -208,59 +208,59 @@ def test_every_cut_gives_a_beginning_of_the_history(tmp_path_factory, data):
     assert cut < len(text) or len(losses) == 5
 
 
-def test_damaged_entry_is_counted_and_stepped_over(desk):
+def test_damaged_entry_is_counted_and_skipped(logs):
     text = state(steps(1, 2, 3)).replace('"loss": 1.02', '"loss": ,1.02')
-    report = desk.bring(desk.write("trainer_state.json", text))
+    report = logs.import_log(logs.write("trainer_state.json", text))
 
-    assert [(0, 1, 1.01), (0, 3, 1.03)] == history(desk)
-    assert (1, 100) == (report.malformed, desk.value("SELECT planned_steps FROM runs"))
+    assert [(0, 1, 1.01), (0, 3, 1.03)] == history(logs)
+    assert (1, 100) == (report.malformed, logs.value("SELECT planned_steps FROM runs"))
     assert 1 < report.faults[0].line
 
 
-def test_entries_without_numbers_are_kept(desk):
-    """Every entry is a record; text alone is a note."""
-    desk.bring(desk.write("trainer_state.json", state([{"step": 1, "note": "warm-up"}, *steps(2)])))
+def test_entries_without_numbers_are_kept(logs):
+    """Every entry is a record; an entry with text only is a note."""
+    logs.import_log(logs.write("trainer_state.json", state([{"step": 1, "note": "warm-up"}, *steps(2)])))
 
     assert [(1, "a record without numbers"), (2, None)] == [
         (row["step"], row["message"])
-        for row in desk.ask(
+        for row in logs.query(
             "SELECT step, message FROM events WHERE type = 'note' UNION ALL SELECT step, NULL FROM scalars "
             "WHERE name = 'loss' ORDER BY step"
         )
     ]
 
 
-def test_hostile_numbers_and_names(desk):
-    """Numbers beyond float64, thousands of digits, names that are no text."""
+def test_hostile_numbers_and_names(logs):
+    """Numbers beyond float64, thousands of digits, keys that are no valid text."""
     text = '{"log_history": [{"step": 1, "a": 1e999, "b": ' + "9" * 5000 + ', "\\ud800": 1, "c": -1e400}]}'
-    desk.bring(desk.write("trainer_state.json", text))
-    rows = desk.ask("SELECT name, value FROM scalars ORDER BY name")
+    logs.import_log(logs.write("trainer_state.json", text))
+    rows = logs.query("SELECT name, value FROM scalars ORDER BY name")
 
     assert [("?", 1.0), ("a", math.inf), ("b", math.inf), ("c", -math.inf)] == [(r["name"], r["value"]) for r in rows]
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"log_history": [' + '{"a":' * 100_000, '{"' + "x" * 200_000])
-def test_nesting_and_endless_text_end_in_a_count(desk, text):
-    report = desk.bring(desk.write("trainer_state.json", text), kind="trainer_state")
+def test_deep_nesting_and_long_text_are_counted_as_faults(logs, text):
+    report = logs.import_log(logs.write("trainer_state.json", text), kind="trainer_state")
 
     assert (0, True) == (report.records, report.malformed > 0)
 
 
-def test_what_is_no_state_is_refused(desk):
-    with pytest.raises(IngestError, match="no trainer_state"):
-        desk.bring(desk.write("notes.txt", "hello"), kind="trainer_state")
+def test_file_without_a_state_is_rejected(logs):
+    with pytest.raises(IngestError, match="not a trainer_state"):
+        logs.import_log(logs.write("notes.txt", "hello"), kind="trainer_state")
     with pytest.raises(IngestError, match="UTF-16"):
-        desk.bring(desk.write("trainer_state.json", state(steps(1)).encode("utf-16")), kind="trainer_state")
+        logs.import_log(logs.write("trainer_state.json", state(steps(1)).encode("utf-16")), kind="trainer_state")
 
 
-def test_byte_order_mark_and_crlf_do_not_matter(desk):
+def test_byte_order_mark_and_crlf_do_not_matter(logs):
     text = b"\xef\xbb\xbf" + state(steps(1)).replace("\n", "\r\n").encode()
-    desk.bring(desk.write("trainer_state.json", text))
+    logs.import_log(logs.write("trainer_state.json", text))
 
-    assert [(0, 1, 1.01)] == history(desk)
+    assert [(0, 1, 1.01)] == history(logs)
 
 
-def test_folder_without_states_is_not_ours(tmp_path):
+def test_folder_without_states_is_not_detected(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(IngestError):
         find_importer(tmp_path)
@@ -268,8 +268,8 @@ def test_folder_without_states_is_not_ours(tmp_path):
 
 @given(st.binary(max_size=200) | st.text(alphabet='{}[]",:0123456789.eE-+NaIfinity \n\\u', max_size=200))
 @settings(deadline=None, max_examples=examples(300))
-def test_fuzzed_state_is_read_or_refused(tmp_path_factory, text):
-    """Whatever stands in the file: entries, faults or a clear refusal; no other error, no hang."""
+def test_fuzzed_state_is_read_or_rejected(tmp_path_factory, text):
+    """Any content gives entries, faults or IngestError; no other error and no endless loop."""
     body = text if isinstance(text, bytes) else b'{"log_history": [{"step": 1, "loss": 1.5},' + text.encode()
     path = tmp_path_factory.getbasetemp() / "trainer_state.json"
     path.write_bytes(body)
@@ -283,22 +283,22 @@ def _losses(path):
     return [row["value"] for row in rows if row["name"] == "loss"]
 
 
-def test_state_written_anew_brings_only_its_new_entries(desk):
-    """Contract 2: the Trainer rewrites the whole file, its beginning included, and keeps copies in checkpoints."""
+def test_rewritten_state_adds_only_new_entries(logs):
+    """Contract 2: the Trainer rewrites the whole file, including its beginning, and keeps copies in checkpoints."""
     stored = []
     for count in (2, 4, 4):
-        path = desk.write("trainer_state.json", state(steps(*range(count)), global_step=count))
-        stored.append(desk.bring_again(path).rows_stored)
-    desk.write("out/checkpoint-5/trainer_state.json", state(steps(*range(5)), global_step=5))
-    stored.append(desk.bring_again(desk.folder / "out" / "checkpoint-5").rows_stored)
+        path = logs.write("trainer_state.json", state(steps(*range(count)), global_step=count))
+        stored.append(logs.import_again(path).rows_stored)
+    logs.write("out/checkpoint-5/trainer_state.json", state(steps(*range(5)), global_step=5))
+    stored.append(logs.import_again(logs.folder / "out" / "checkpoint-5").rows_stored)
 
     assert [4, 4, 0, 2] == stored
-    assert [(0, step, 1.0 + step / 100) for step in range(5)] == history(desk)
+    assert [(0, step, 1.0 + step / 100) for step in range(5)] == history(logs)
 
 
-def test_another_training_under_the_same_name_is_another_attempt(desk):
-    """S4-08: its first entry is another one, and its steps begin again."""
-    desk.bring_again(desk.write("trainer_state.json", state(steps(1, 2))))
-    desk.bring_again(desk.write("trainer_state.json", state(steps(1, 2, 3, base=5.0))))
+def test_other_training_with_the_same_name_is_another_attempt(logs):
+    """S4-08: its first entry is different, and its steps begin again."""
+    logs.import_again(logs.write("trainer_state.json", state(steps(1, 2))))
+    logs.import_again(logs.write("trainer_state.json", state(steps(1, 2, 3, base=5.0))))
 
-    assert [(0, 1, 1.01), (0, 2, 1.02), (1, 1, 5.01), (1, 2, 5.02), (1, 3, 5.03)] == history(desk)
+    assert [(0, 1, 1.01), (0, 2, 1.02), (1, 1, 5.01), (1, 2, 5.02), (1, 3, 5.03)] == history(logs)

@@ -1,4 +1,4 @@
-"""What is known of the recorded trainer states, answered by SQL over a store that they were brought into."""
+"""Tests that SQL queries of imported trainer states reproduce known facts about these states."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ QUERIES = {
 }
 
 
-def test_every_fact_is_reproduced(desk, recorded):
-    """S1-09, S1-10, S1-11, S1-12, S1-13, S1-18: values, absent values and progress, from the store alone."""
+def test_every_fact_is_reproduced(logs, recorded):
+    """S1-09 to S1-13, S1-18: values, absent values and progress, from the store only."""
     path, expected = recorded
-    desk.bring(path)
-    (found,) = desk.ask("SELECT " + ", ".join(f'({QUERIES[fact]}) AS "{fact}"' for fact in expected))
+    logs.import_log(path)
+    (found,) = logs.query("SELECT " + ", ".join(f'({QUERIES[fact]}) AS "{fact}"' for fact in expected))
     if found.get("all_keys"):
         found["all_keys"] = json.loads(found["all_keys"])
 
@@ -88,5 +88,5 @@ def test_every_fact_is_reproduced(desk, recorded):
 
 
 def rounded(facts):
-    """Some facts were written down with nine digits."""
+    """Return the value with nine digits, as some facts are recorded."""
     return {name: float(f"{value:.8g}") if isinstance(value, float) else value for name, value in facts.items()}

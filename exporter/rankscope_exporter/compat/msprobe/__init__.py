@@ -1,8 +1,8 @@
-"""The calls and the JSON configuration of msprobe's training monitor, for scripts that were written for it.
+"""The calls and the JSON configuration of msprobe's training monitor, for scripts that were written for msprobe.
 
-`TrainerMon` takes the arguments of msprobe's; `Monitor("monitor_config.json")` takes its configuration as it is. The
-table in docs/migration.md lists what each option, call and file becomes. No other part of Rankscope depends on this
-folder: it registers its format with `config.loader`.
+`TrainerMon` has the arguments of msprobe's class. `Monitor("monitor_config.json")` accepts msprobe's configuration. The
+table in docs/migration.md lists the equivalents of all options, calls and files. No other part of Rankscope depends on
+this folder: it registers its format with `config.loader`.
 """
 
 from rankscope_exporter.compat.msprobe.config_translation import is_of_the_tool, translated

@@ -1,8 +1,9 @@
-"""Arguments of `TrainerMon` and `set_monitor`: both orders are distinguished by type, and wrong hints are reported.
+"""Parse the arguments of `TrainerMon` and `set_monitor`, and compare hints of the script with the model.
 
-The manual prints `(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)`, msprobe itself takes
-`(model, optimizer, grad_acc_steps, tp_group, dp_group, start_iteration)`, and its constructor has had two orders.
-Statements of the script about its model are compared with the model; none is relied on.
+msprobe's manual prints `(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)`. Its code accepts
+`(model, optimizer, grad_acc_steps, tp_group, dp_group, start_iteration)`, and its constructor has had two orders. The
+types of the arguments decide which order was used. Hints such as `opt_ty` are only compared with the model and the
+optimizer: wrong hints are reported, and no result depends on a hint.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from rankscope_exporter.base.validation import whole
 
 AS_IN_THE_MANUAL: Final = ("grad_acc_steps", "optimizer", "dp_group", "tp_group", "start_iteration")
 AS_IN_THE_CODE: Final = ("optimizer", "grad_acc_steps", "tp_group", "dp_group", "start_iteration")
-_OF_CONSTRUCTION: Final = ("process_group", "params_have_main_grad", "opt_ty")
+_CONSTRUCTION_NAMES: Final = ("process_group", "params_have_main_grad", "opt_ty")
 _MISPRINTED: Final = {"param_have_main_grad": "params_have_main_grad"}
-"""The manual has both spellings."""
+"""The manual contains both spellings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Construction:
-    """Arguments of the constructor behind the configuration; None is not said."""
+    """The arguments of the constructor after the configuration. None means that the script does not give them."""
 
     process_group: Any = None
     params_have_main_grad: bool | None = None
@@ -36,17 +37,17 @@ class Construction:
     def of(cls, positional: Sequence[Any], named: Mapping[str, Any]) -> Construction:
         """Return the arguments by name. Raises ConfigError."""
         given = {_MISPRINTED.get(name, name): value for name, value in named.items()}
-        places = list(_OF_CONSTRUCTION)
+        places = list(_CONSTRUCTION_NAMES)
         for value in positional:
             place = _place_of(value, places)
-            # A flag or a name in the second place is meant for the place of its type: older releases had no group.
+            # Older releases had no group, so a flag or a name may come first: its type decides which argument it is.
             _put(given, place, value, "TrainerMon")
             del places[: places.index(place) + 1]
-        _check_names(given, _OF_CONSTRUCTION, "TrainerMon")
+        _check_names(given, _CONSTRUCTION_NAMES, "TrainerMon")
         made = cls(**given)
         group = made.process_group
         if group is not None and not callable(getattr(group, "rank", None)):
-            raise ConfigError(f"process_group is the pipeline's group of ranks or None, not {group!r}")
+            raise ConfigError(f"process_group must be the process group of the pipeline or None, not {group!r}")
         if not isinstance(made.params_have_main_grad, bool | None):
             raise ConfigError(f"params_have_main_grad is True or False, not {made.params_have_main_grad!r}")
         return made
@@ -54,7 +55,7 @@ class Construction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """Arguments of `set_monitor`."""
+    """The arguments of `set_monitor`."""
 
     model: Any
     optimizer: Any = None
@@ -65,11 +66,12 @@ class Attachment:
 
     @classmethod
     def of(cls, call: str, positional: Sequence[Any], named: Mapping[str, Any]) -> Attachment:
-        """Return the arguments of the function `call` by name, in whichever order they came. Raises ConfigError."""
+        """Return the arguments of the function `call` by name, given in either order. Raises ConfigError."""
         given = dict(named)
         names: tuple[str, ...] = ("model",)
         if len(positional) > 1:
-            names += AS_IN_THE_MANUAL if _is_number(positional[1]) else AS_IN_THE_CODE
+            is_count = isinstance(positional[1], float) or whole(positional[1]) is not None
+            names += AS_IN_THE_MANUAL if is_count else AS_IN_THE_CODE
         if len(positional) > len(names):
             raise ConfigError(f"{call} takes {len(names)} arguments by position, not {len(positional)}: name them")
         for name, value in zip(names, positional, strict=False):
@@ -81,18 +83,18 @@ class Attachment:
 
     @property
     def chunks(self) -> Sequence[Any]:
-        """The model's chunks; one alone unless the pipeline is virtual."""
+        """The model chunks. There is one chunk unless the pipeline has virtual stages."""
         return self.model if isinstance(self.model, list | tuple) else [self.model]
 
     @property
     def watched(self) -> torch.nn.Module | list[torch.nn.Module]:
-        """What of the model is monitored: all chunks where they are known to be that, else the first."""
+        """The monitored modules: all model chunks if Megatron-Core's DDP wraps them, else the first module."""
         return list(self.chunks) if len(self.chunks) > 1 and are_chunks(self.chunks) else self.chunks[0]
 
     def check(self, call: str) -> None:
-        """Raise ConfigError where model and optimizer cannot be what they are given as."""
+        """Raise ConfigError if the model or the optimizer has a wrong type."""
         if isinstance(self.optimizer, torch.nn.Module) and not isinstance(self.model, torch.nn.Module):
-            raise ConfigError(f"{call}: model and optimizer are the other way round")
+            raise ConfigError(f"{call}: model and optimizer are exchanged")
         if not self.chunks or not all(isinstance(module, torch.nn.Module) for module in self.chunks):
             raise ConfigError(f"{call}: model is a torch module or a list of its chunks, not {_type(self.model)}")
         if self.optimizer is None:
@@ -123,10 +125,6 @@ def _check_names(given: Mapping[str, Any], known: Sequence[str], call: str) -> N
         raise ConfigError(f"{call} has no argument {unknown[0]!r}; there are {', '.join(known)}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or whole(value) is not None
-
-
 def _type(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
@@ -144,13 +142,13 @@ _CLASSES: Final = {
     "DeepSpeedZeroOptimizer_Stage1_or_2": "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizer_Stage3": "DeepSpeedZeroOptimizer_Stage3",
 }
-"""Values of `opt_ty`, and the class that each stands for."""
+"""The values of `opt_ty` with the names of the optimizer classes."""
 
 
-def wrong_hints(display_name: Construction, given: Attachment) -> Iterator[str]:
-    """Yield a sentence for each hint that does not fit, and for what of the model is left out."""
-    yield from _of_main_grad(display_name.params_have_main_grad, given.chunks)
-    yield from _of_optimizer(display_name.opt_ty, given.optimizer)
+def wrong_hints(hints: Construction, given: Attachment) -> Iterator[str]:
+    """Yield a sentence for each hint that does not match the model, and for modules that are not monitored."""
+    yield from _main_grad_hints(hints.params_have_main_grad, given.chunks)
+    yield from _optimizer_hints(hints.opt_ty, given.optimizer)
     if len(given.chunks) > 1 and not isinstance(given.watched, list):
         yield (
             f"the {len(given.chunks)} models are no chunks that Megatron-Core's DDP wraps, and the first is monitored: "
@@ -163,33 +161,33 @@ def wrong_hints(display_name: Construction, given: Attachment) -> Iterator[str]:
 
 
 def first_step(given: Attachment) -> int:
-    """Return the number of the first step: one more than the tool's, which counts from 0."""
+    """Return the number of the first step, which is one more than in msprobe, because msprobe counts from 0."""
     started = whole(given.start_iteration)
     return 1 + started if started is not None and _is_iteration(started) else 1
 
 
-def _of_main_grad(display_name: bool | None, models: Sequence[torch.nn.Module]) -> Iterator[str]:  # noqa: FBT001 - three values
-    if display_name is None:
+def _main_grad_hints(hint: bool | None, models: Sequence[torch.nn.Module]) -> Iterator[str]:  # noqa: FBT001 - three values
+    if hint is None:
         return
     has = any(hasattr(parameter, "main_grad") for model in models for parameter in model.parameters())
-    if display_name and not has:
+    if hint and not has:
         yield "params_have_main_grad=True, but no parameter has a main_grad: gradients are read from .grad"
-    elif has and not display_name:
+    elif has and not hint:
         yield "params_have_main_grad=False, but parameters have a main_grad: gradients are read where they are"
 
 
-def _of_optimizer(display_name: Any, optimizer: Any) -> Iterator[str]:
-    if display_name is None:
+def _optimizer_hints(hint: Any, optimizer: Any) -> Iterator[str]:
+    if hint is None:
         return
     own = _class_names(optimizer)
-    if display_name not in _CLASSES:
-        yield f"opt_ty={display_name!r} is none of {', '.join(_CLASSES)}; it is not needed, the optimizer is a {own[0]}"
-    elif _CLASSES[display_name] not in own:
-        yield f"opt_ty={display_name!r}, but the optimizer is a {own[0]}, and is read as one"
+    if hint not in _CLASSES:
+        yield f"opt_ty={hint!r} is none of {', '.join(_CLASSES)}; it is not needed, the optimizer is a {own[0]}"
+    elif _CLASSES[hint] not in own:
+        yield f"opt_ty={hint!r}, but the optimizer is a {own[0]}, and is read as one"
 
 
 def _class_names(optimizer: Any) -> list[str]:
-    """Return the classes of an optimizer and of what it wraps, the outermost first."""
+    """Return the class names of an optimizer and of the optimizers that it wraps, from the outermost inwards."""
     names: list[str] = []
     while optimizer is not None and len(names) < len(_CLASSES):
         names.append(type(optimizer).__name__)

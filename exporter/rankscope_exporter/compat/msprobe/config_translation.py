@@ -1,8 +1,9 @@
-"""Translates a configuration of msprobe, with its name patterns, into settings of a monitor. Pure.
+"""Translate a configuration of msprobe, including its name patterns, into settings of a monitor. No I/O.
 
-msprobe counts steps from 0, a monitor from 1. A setting without counterpart is reported in `remarks`; nothing is
-dropped silently. A name carries the number of its model chunk (`0:`), the level that DDP adds (`module.`), and with
-`squash_name` it may be cut to its tail. A module is named exactly; a parameter by itself, or by the module of it.
+msprobe counts steps from 0, a monitor from 1. A setting without an equivalent is reported in `remarks`. A name in the
+configuration may have the number of its model chunk (`0:`) and the prefix of DDP (`module.`) in front, and with
+`squash_name` it may be shortened to its tail. A target matches the module with this name. For parameters it matches a
+parameter, or all parameters of a module.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any, Final
 from rankscope_contract.msprobe.csv_layout import OPS
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import check_keys
-from rankscope_exporter.compat.msprobe.tool_config import KEYS, WITHOUT_END, ToolSettings, rules_of
+from rankscope_exporter.compat.msprobe.settings import KEYS, WITHOUT_END, MsprobeSettings, rules_of
 from rankscope_exporter.model.name_patterns import regex_pattern
 from rankscope_exporter.model.parameter_names import plain_name
 
 _CHUNK: Final = re.compile(r"\d+:")
 _WRAPPER: Final = re.compile(r"(?:module\.)+|module$")
 _TAIL: Final = re.compile(r"(?:layers?|embeddings?)\.|final|output|norm")
-"""How a name begins that the tool has cut to its tail."""
+"""The beginning of a name that msprobe has shortened to its tail."""
 
 
 def module_pattern(target: str, *, squashed: bool = False) -> str:
-    """Return the pattern of the module `target`; `squashed`: it may be the tail of a name."""
+    """Return the pattern of the module `target`, which may be the tail of a name if names are `squashed`."""
     name, wrapped, cut = _parts(target, squashed=squashed)
     if not wrapped and not cut:
         return name
@@ -42,7 +43,7 @@ def parameter_pattern(target: str, *, squashed: bool = False) -> str:
 
 
 def _parts(target: str, *, squashed: bool) -> tuple[str, bool, bool]:
-    """Return the name, and whether levels of wrappers and the beginning of the name may stand before it."""
+    """Return the name, whether wrappers may precede it, and whether the beginning of the name may be missing."""
     name = plain_name(_CHUNK.sub("", target, count=1) if _CHUNK.match(target) else target)
     inner = _WRAPPER.sub("", name, count=1) if _WRAPPER.match(name) else name
     return inner, inner != name, squashed and _TAIL.match(inner) is not None
@@ -56,7 +57,7 @@ def _before(*, wrapped: bool, cut: bool) -> str:
 
 Options = dict[str, dict[str, Any]]
 
-_ITS_WORD: Final = {
+_MSPROBE_KEYS: Final = {
     "quantities": "wg_distribution, xy_distribution and the like",
     "options": "targets, start_step, module_ranks and the like",
     "tensors": "targets",
@@ -66,7 +67,7 @@ _ITS_WORD: Final = {
     "zero_below": "eps",
     "sinks": "format",
 }
-"""Settings of ours that say the same as keys of the tool: a document must not say both."""
+"""Settings of a monitor that correspond to msprobe's keys. A document must not contain both."""
 
 _BY_PARAMETER: Final = {
     "param_distribution": "parameters",
@@ -78,46 +79,46 @@ _BY_PARAMETER: Final = {
 
 
 def is_of_the_tool(settings: Mapping[str, Any], ours: Collection[str]) -> bool:
-    """Return whether `settings` are the tool's: a key is one of its alone, or is misspelt and meant to be one."""
+    """Return whether `settings` are those of msprobe: a key exists in msprobe only or is a misspelling of one."""
     unknown = [key for key in settings if key not in ours]
     if any(key in KEYS for key in unknown):
         return True
-    plainly_ours = any(key in _ITS_WORD for key in settings)
+    plainly_ours = any(key in _MSPROBE_KEYS for key in settings)
     return not plainly_ours and any(_near(key, KEYS) > _near(key, ours) for key in unknown)
 
 
 def translated(settings: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
-    """Return the tool's `settings` as those of a MonitorConfig. Raises ConfigError.
+    """Return msprobe's `settings` as settings of a MonitorConfig. Raises ConfigError.
 
-    Settings of `ours` that have no counterpart there, such as `run` or `serve`, may stand among them.
+    `settings` may also contain settings of a monitor (`ours`) that msprobe does not have, such as `run` or `serve`.
     """
-    for key, word in _ITS_WORD.items():
+    for key, word in _MSPROBE_KEYS.items():
         if key in settings:
             its = next((name for name in settings if name in KEYS and name not in ours), None)
-            where = "" if its is None else f" beside {its}"
-            raise ConfigError(f"{key} cannot stand{where}: in a configuration of msprobe's monitor {word} says that")
-    check_keys(settings, {*KEYS, *(name for name in ours if name not in _ITS_WORD)})
-    beside = {key: value for key, value in settings.items() if key not in KEYS}
-    tool = ToolSettings.of({key: value for key, value in settings.items() if key in KEYS and value is not None})
+            where = "" if its is None else f" together with {its}"
+            raise ConfigError(f"{key} is not allowed{where}: msprobe's configuration has {word} for it")
+    check_keys(settings, {*KEYS, *(name for name in ours if name not in _MSPROBE_KEYS)})
+    additional = {key: value for key, value in settings.items() if key not in KEYS}
+    tool = MsprobeSettings.of({key: value for key, value in settings.items() if key in KEYS and value is not None})
     switch = {"dynamic_on": tool.dynamic_on} if "dynamic_on" in settings else {}
     options = _options(tool)
     return {
-        **beside,
+        **additional,
         **switch,
         "quantities": list(options),
-        "options": {name: told for name, told in options.items() if told},
+        "options": {name: chosen for name, chosen in options.items() if chosen},
         "every": tool.step_interval,
         "times": None if tool.collect_times >= WITHOUT_END else tool.collect_times,
         "ops": tool.ops or ["norm"],
         "zero_below": tool.eps,
         "rules": rules_of(tool.alert),
         "sinks": _sinks(tool),
-        "remarks": [*beside.get("remarks", ()), *_remarks(tool, measured=bool(options))],
+        "remarks": [*additional.get("remarks", ()), *_remarks(tool, measured=bool(options))],
     }
 
 
-def _options(tool: ToolSettings) -> Options:
-    """Return what is measured, and the options of each quantity."""
+def _options(tool: MsprobeSettings) -> Options:
+    """Return the options of each quantity that is measured."""
     chosen: Options = {}
     of_parameters = [parameter_pattern(target, squashed=tool.squash_name) for target in tool.targets]
     for key, quantity in _BY_PARAMETER.items():
@@ -135,32 +136,29 @@ def _options(tool: ToolSettings) -> Options:
             chosen["collectives"]["times"] = 0
     if tool.print_struct or tool.stack_info:
         chosen["structure"] = {"stacks": tool.stack_info, "print_struct": tool.print_struct}
-        if not tool.collect_times:  # else one step is enough
+        if not tool.collect_times:  # otherwise one step is sufficient
             chosen["structure"]["times"] = 0
-    return {quantity: {**told, **_when_and_where(tool)} for quantity, told in chosen.items()}
+    common: dict[str, Any] = {"start_step": tool.start_step + 1} if tool.start_step else {}
+    common |= {"ranks": tool.module_ranks} if tool.module_ranks else {}
+    return {quantity: {**options, **common} for quantity, options in chosen.items()}
 
 
-def _when_and_where(tool: ToolSettings) -> dict[str, Any]:
-    start = {"start_step": tool.start_step + 1} if tool.start_step else {}
-    return start | ({"ranks": tool.module_ranks} if tool.module_ranks else {})
-
-
-def _activations(tool: ToolSettings) -> dict[str, Any]:
-    told: dict[str, Any] = {name: True for name in ("forward_only", "backward_only") if getattr(tool, name)}
+def _activations(tool: MsprobeSettings) -> dict[str, Any]:
+    options: dict[str, Any] = {name: True for name in ("forward_only", "backward_only") if getattr(tool, name)}
     if tool.targets:
         named = {module_pattern(name, squashed=tool.squash_name): parts for name, parts in tool.targets.items()}
-        told |= {"targets": named, "all_modules": tool.all_xy}
-    return told
+        options |= {"targets": named, "all_modules": tool.all_xy}
+    return options
 
 
-def _collectives(asked: Mapping[str, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = {"call_sites": asked["cc_codeline"]} if asked.get("cc_codeline") else {}
+def _collectives(given: Mapping[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {"call_sites": given["cc_codeline"]} if given.get("cc_codeline") else {}
     named = {"inputs": "cc_pre_hook", "log_only": "cc_log_only"}
-    return told | {name: True for name, key in named.items() if asked.get(key)}
+    return options | {name: True for name, key in named.items() if given.get(key)}
 
 
-def _features(tool: ToolSettings) -> Options:
-    """Return the quantities behind `l2_targets`: for `linear_hook` an empty list is every layer, for others none."""
+def _features(tool: MsprobeSettings) -> Options:
+    """Return the quantities for `l2_targets`. For `linear_hook` an empty list means every layer, for others none."""
     hooks = {
         hook: [module_pattern(name, squashed=tool.squash_name) for name in names]
         for hook, names in tool.l2_targets.items()
@@ -176,8 +174,8 @@ def _features(tool: ToolSettings) -> Options:
     return chosen
 
 
-def _sinks(tool: ToolSettings) -> dict[str, dict[str, Any]]:
-    """Return where numbers go; all of them find MONITOR_OUTPUT_DIR by themselves."""
+def _sinks(tool: MsprobeSettings) -> dict[str, dict[str, Any]]:
+    """Return the sinks with their settings. Each sink uses the variable MONITOR_OUTPUT_DIR."""
     sinks: dict[str, dict[str, Any]] = {tool.format: {}}
     if tool.format == "csv":
         sinks["csv"] = {
@@ -192,19 +190,18 @@ def _sinks(tool: ToolSettings) -> dict[str, dict[str, Any]]:
     return sinks | ({"anomalies": {}} if tool.alert.get("dump") else {})
 
 
-def _remarks(tool: ToolSettings, *, measured: bool) -> list[str]:
-    told = []
-    if tool.cc_distribution.get("enable") and tool.cc_distribution.get("cc_log_only"):
-        told.append("cc_log_only: training goes on once the calls of the first step are told")
-    if tool.print_struct:
-        told.append("print_struct: training goes on once the structure is printed")
-    if tool.monitor_mbs_grad and not tool.wg_distribution:
-        told.append("monitor_mbs_grad has no effect without wg_distribution")
-    if tool.l2_targets and not tool.recording_l2_features:
-        told.append("l2_targets has no effect without recording_l2_features")
-    if not measured:
-        told.append("nothing is measured: switch on wg_distribution, xy_distribution or another of its kind")
-    return told
+def _remarks(tool: MsprobeSettings, *, measured: bool) -> list[str]:
+    remarks = {
+        "cc_log_only: training continues after the calls of the first step are logged": tool.cc_distribution.get(
+            "enable"
+        )
+        and tool.cc_distribution.get("cc_log_only"),
+        "print_struct: training continues after the structure is printed": tool.print_struct,
+        "monitor_mbs_grad has no effect without wg_distribution": tool.monitor_mbs_grad and not tool.wg_distribution,
+        "l2_targets has no effect without recording_l2_features": tool.l2_targets and not tool.recording_l2_features,
+        "no quantity is measured: enable wg_distribution, xy_distribution or a similar setting": not measured,
+    }
+    return [remark for remark, applies in remarks.items() if applies]
 
 
 def _near(key: str, names: Collection[str]) -> float:

@@ -1,1 +1,1 @@
-"""Helpers that several importers share, and the runner that stores what an importer yields."""
+"""Code that several importers share, and the runner that stores the records that an importer yields."""

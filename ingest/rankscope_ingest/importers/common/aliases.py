@@ -1,7 +1,7 @@
-"""One name and one unit for what every tool calls differently: `lr`, `learning rate`, `optim/lr` → `learning_rate`.
+"""One name and one unit for each quantity, whatever a program calls it: `lr`, `learning rate`, `optim/lr` and others.
 
-A name that nobody knows stays as it is; a unit in brackets behind it, such as `data time (ms)`, is still understood.
-Names are compared without regard to case, and spaces, dashes and underscores are the same.
+These three become `learning_rate`. An unknown name is kept; a unit in parentheses after it, as in `data time (ms)`, is
+still recognized. Names are compared without case; spaces, dashes and underscores are equal.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rankscope_contract.model.schema import canonical_labels
+from rankscope_ingest.importers.common.values import clean_text
 
 SOURCE_NAME: Final = "source_name"
 SOURCE_UNIT: Final = "source_unit"
@@ -22,48 +23,52 @@ _NAME_CHARACTERS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit as logs write it, and what makes it ours."""
+    """A unit of a log as a stored unit: `value x factor` is in `name`."""
 
     name: str | None
     factor: float = 1.0
 
 
 _SECONDS: Final = {"ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0, "hours": 3600.0}
-_BYTES: Final = {
-    **dict(zip(("kib", "mib", "gib", "tib"), (2.0**10, 2.0**20, 2.0**30, 2.0**40), strict=True)),
-    **dict(zip(("kb", "mb", "gb", "tb"), (1e3, 1e6, 1e9, 1e12), strict=True)),
-}
+_BYTES: Final = {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40} | {
+    "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+}  # fmt: skip
 UNITS: Final[Mapping[str, Unit]] = {
-    **{name: Unit("seconds") for name in ("s", "sec", "secs", "second", "seconds")},
     **{name: Unit("seconds", factor) for name, factor in _SECONDS.items()},
     **{name: Unit("bytes", factor) for name, factor in _BYTES.items()},
-    **{name: Unit("bytes") for name in ("b", "bytes")},
-    **{name: Unit("seconds") for name in ("s/it", "s/iter", "s/step", "sec/step")},
-    **{name: Unit("percent") for name in ("%", "percent", "pct")},
-    **{name: Unit("samples/s") for name in ("samples/s", "samples/sec", "sequences/s", "seq/s")},
-    **{name: Unit("tokens/s") for name in ("tokens/s", "tokens/sec", "tok/s", "tok/sec", "tokens/s/gpu")},
-    **{name: Unit("steps/s") for name in ("iter/s", "it/s", "steps/s", "iters/s")},
-    **{name: Unit("TFLOP/s") for name in ("tflop/s/gpu", "tflops/gpu", "tflop/s", "tflops")},
+    **{
+        name: Unit(unit)
+        for unit, names in {
+            "seconds": "s sec secs second seconds s/it s/iter s/step sec/step",
+            "bytes": "b bytes",
+            "percent": "% percent pct",
+            "samples/s": "samples/s samples/sec sequences/s seq/s",
+            "tokens/s": "tokens/s tokens/sec tok/s tok/sec tokens/s/gpu",
+            "steps/s": "iter/s it/s steps/s iters/s",
+            "TFLOP/s": "tflop/s/gpu tflops/gpu tflop/s tflops",
+        }.items()
+        for name in names.split()
+    },
 }
-"""By the lower-case text of a source."""
+"""Units by their lower-case text in a log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Our name for a quantity: `value x factor` is in `unit`."""
+    """The stored name of a quantity: `value x factor` is in `unit`."""
 
     name: str
     unit: str | None = None
     factor: float = 1.0
     source_unit: str | None = None
-    """As the source writes it; None where it says none, or ours."""
+    """The unit as the log writes it; None if the log gives none, or the stored one."""
 
     def converted(self, value: float) -> float:
-        """Return `value` in our unit; thousandths by division, which is exact where it can be."""
+        """Return `value` in the stored unit. Factors below 1 divide, which is exact where possible."""
         return value * self.factor if self.factor >= 1.0 else value / round(1.0 / self.factor)
 
     def labels(self, source_name: str, extra: Mapping[str, str] | None = None) -> str | None:
-        """Return the `labels` of a scalar called `source_name` there: what it was called and counted in, if other."""
+        """Return `labels` of a scalar that the log calls `source_name`: its name and unit there, where they differ."""
         found = dict(extra or {})
         if printable(source_name) != self.name:
             found[SOURCE_NAME] = printable(source_name)
@@ -72,83 +77,58 @@ class Alias:
         return canonical_labels(found)
 
 
+_NAMES: Final = """
+loss                       -         train_loss train/loss training_loss lm~loss trl loss/train loss~train
+loss                       -         train/total_loss
+learning_rate              -         lr optim/lr train/lr current_lr
+grad_norm                  -         gnorm norm gradient_norm global_grad_norm optim/grad_norm optim/total_grad_norm
+loss_scale                 -         grad_scale
+epoch                      -         epochs train/epoch
+eval_loss                  -         val_loss valid_loss validation_loss dev_loss tel lm~loss~value
+perplexity                 -         ppl train_ppl
+eval_perplexity            -         eval_ppl val_ppl valid_ppl val_perplexity lm~loss~ppl
+eval_accuracy              -         eval_acc val_acc val_accuracy valid_acc
+accuracy                   -         acc train_acc train_accuracy
+step_seconds               seconds   step_time step_time_s step_time_sec time/total time/step dt iter_time
+step_seconds               seconds   iteration_time time_per_step time_per_iter elapsed~time~per~iteration
+step_seconds               seconds   seconds_per_step sec_per_step s/it step_duration
+step_seconds               ms        step_time_ms dt_ms iter_time_ms iteration_time_ms
+elapsed_seconds            seconds   elapsed elapsed_time train_time time/elapsed
+elapsed_seconds            ms        elapsed_ms
+remaining_seconds          seconds   remaining_time remaining eta
+samples_per_second         samples/s samples/s samples/sec samples_per_sec throughput train_samples_per_second
+samples_per_second         samples/s train_throughput currsamplespersec samplespersec
+tokens_per_second          tokens/s  tokens/s tokens/sec tokens_per_sec tok/s tok/sec tokens_per_second_total
+tokens_per_second_per_gpu  tokens/s  tokens_per_gpu_per_second tgs tokens_per_gpu tps
+steps_per_second           steps/s   train_speed steps/s it/s iter/s iterations_per_second
+tflops_per_gpu             TFLOP/s   throughput~per~gpu tflops tflop/s tflops/gpu
+tokens_total               tokens    consumed_tokens num_tokens total_tokens num_input_tokens_seen tokens_seen
+samples_total              samples   consumed_samples samples_seen
+device_memory_bytes        bytes     memory
+device_memory_bytes        GB        memory_gb gpu_memory_gb gpu_mem_gb
+device_memory_bytes        MB        memory_mb gpu_mem_mb gpu_memory_mb
+device_memory_bytes        GiB       memory_gib
+gpu_util                   percent   gpu_utilization gpu_utilisation
+mfu                        percent
+percentage                 percent
+train_runtime              seconds
+eval_runtime               seconds
+eval_samples_per_second    samples/s
+train_steps_per_second     steps/s
+eval_steps_per_second      steps/s
+step_avg                   seconds
+"""
+"""Lines of stored name, unit of the source (`-` for none) and other names; `~` is a space within a name."""
+
+
 def _table() -> dict[str, Alias]:
-    known: dict[str, tuple[str | None, str]] = {
-        # The names of each line, one blank apart; `~` stands for a blank inside a name.
-        "loss": (None, "loss train_loss train/loss training_loss lm~loss trl loss/train loss~train train/total_loss"),
-        "learning_rate": (None, "learning_rate lr optim/lr train/lr current_lr"),
-        "grad_norm": (
-            None,
-            "grad_norm gnorm norm gradient_norm global_grad_norm optim/grad_norm optim/total_grad_norm",
-        ),
-        "loss_scale": (None, "loss_scale grad_scale"),
-        "epoch": (None, "epoch epochs train/epoch"),
-        "eval_loss": (None, "eval_loss val_loss valid_loss validation_loss dev_loss tel lm~loss~value"),
-        "perplexity": (None, "perplexity ppl train_ppl"),
-        "eval_perplexity": (None, "eval_perplexity eval_ppl val_ppl valid_ppl val_perplexity lm~loss~ppl"),
-        "eval_accuracy": (None, "eval_accuracy eval_acc val_acc val_accuracy valid_acc"),
-        "accuracy": (None, "accuracy acc train_acc train_accuracy"),
-        "step_seconds": (
-            "seconds",
-            """step_seconds step_time step_time_s step_time_sec time/total time/step dt iter_time iteration_time
-            time_per_step time_per_iter elapsed~time~per~iteration seconds_per_step sec_per_step s/it step_duration""",
-        ),
-        "elapsed_seconds": ("seconds", "elapsed_seconds elapsed elapsed_time train_time time/elapsed"),
-        "remaining_seconds": ("seconds", "remaining_seconds remaining_time remaining eta"),
-        "samples_per_second": (
-            "samples/s",
-            """samples_per_second samples/s samples/sec samples_per_sec throughput train_samples_per_second
-            train_throughput currsamplespersec samplespersec""",
-        ),
-        "tokens_per_second": (
-            "tokens/s",
-            "tokens_per_second tokens/s tokens/sec tokens_per_sec tok/s tok/sec tokens_per_second_total",
-        ),
-        "tokens_per_second_per_gpu": (
-            "tokens/s",
-            "tokens_per_second_per_gpu tokens_per_gpu_per_second tgs tokens_per_gpu tps",
-        ),
-        "steps_per_second": ("steps/s", "steps_per_second train_speed steps/s it/s iter/s iterations_per_second"),
-        "tflops_per_gpu": ("TFLOP/s", "tflops_per_gpu throughput~per~gpu tflops tflop/s tflops/gpu"),
-        "tokens_total": (
-            "tokens",
-            "tokens_total consumed_tokens num_tokens total_tokens num_input_tokens_seen tokens_seen",
-        ),
-        "samples_total": ("samples", "samples_total consumed_samples samples_seen"),
-        "device_memory_bytes": ("bytes", "device_memory_bytes memory"),
-        "gpu_util": ("percent", "gpu_util gpu_utilization gpu_utilisation"),
-        "mfu": ("percent", "mfu"),
-        "percentage": ("percent", "percentage"),
-        "train_runtime": ("seconds", "train_runtime"),
-        "eval_runtime": ("seconds", "eval_runtime"),
-        "eval_samples_per_second": ("samples/s", "eval_samples_per_second"),
-        "train_steps_per_second": ("steps/s", "train_steps_per_second"),
-        "eval_steps_per_second": ("steps/s", "eval_steps_per_second"),
-        "step_avg": ("seconds", "step_avg"),
-    }
-    table = {
-        _folded(name.replace("~", " ")): Alias(ours, unit)
-        for ours, (unit, names) in known.items()
-        for name in names.split()
-    }
-    # Names that carry their unit without brackets.
-    carried = {
-        "step_time_ms": ("step_seconds", "ms"),
-        "dt_ms": ("step_seconds", "ms"),
-        "iter_time_ms": ("step_seconds", "ms"),
-        "iteration_time_ms": ("step_seconds", "ms"),
-        "elapsed_ms": ("elapsed_seconds", "ms"),
-        "memory_gb": ("device_memory_bytes", "GB"),
-        "memory_mb": ("device_memory_bytes", "MB"),
-        "memory_gib": ("device_memory_bytes", "GiB"),
-        "gpu_memory_gb": ("device_memory_bytes", "GB"),
-        "gpu_mem_gb": ("device_memory_bytes", "GB"),
-        "gpu_mem_mb": ("device_memory_bytes", "MB"),
-        "gpu_memory_mb": ("device_memory_bytes", "MB"),
-    }
-    for name, (ours, unit) in carried.items():
-        known_unit = UNITS[unit.lower()]
-        table[name] = Alias(ours, known_unit.name, known_unit.factor, unit)
+    table: dict[str, Alias] = {}
+    for name, unit, *others in map(str.split, _NAMES.strip().splitlines()):
+        # A unit of which the text differs from the stored one is kept as the unit of the source.
+        known = UNITS.get(unit.lower(), Unit(None if unit == "-" else unit))
+        alias = Alias(name, known.name, known.factor, None if unit in {"-", known.name} else unit)
+        for other in [*others, *([name] if alias.source_unit is None else ())]:
+            table[_folded(other.replace("~", " "))] = alias
     return table
 
 
@@ -157,20 +137,20 @@ def _folded(name: str) -> str:
 
 
 _TABLE: Final = _table()
-_UNIT_BEHIND: Final = re.compile(r"^(?P<name>[^()]*[^()\s])\s*\((?P<unit>[^()]{1,16})\)\s*$")
+_UNIT_AT_END: Final = re.compile(r"^(?P<name>[^()]*[^()\s])\s*\((?P<unit>[^()]{1,16})\)\s*$")
 _TRAIN: Final = re.compile(r"^train(?:ing)?/(?:.*/)?(?P<rest>[^/]+)$")
 _EVALUATION: Final = re.compile(r"^(?:eval|val|valid|validation|dev)/(?P<rest>[^/]+)$")
 
 
 @functools.lru_cache(maxsize=4096)
 def canonical(name: str) -> Alias:
-    """Return our name and unit for what a log calls `name`; one that is not known stays as it is."""
+    """Return the stored name and unit of the quantity that a log calls `name`; an unknown name is kept."""
     bare, unit = _split_unit(name)
     folded = _folded(bare)
     known = _TABLE.get(folded) or _by_path(folded)
     if unit is None:
         return known or Alias(printable(name))
-    if folded == "time":  # with a unit behind it, it is the step's; without, it may be a moment
+    if folded == "time":  # with a unit it is the step time, without one it may be a timestamp
         known = _TABLE["step_time"]
     if known is not None and known.unit == "steps/s" and UNITS.get(unit.lower()) == UNITS["s"]:
         known = _TABLE["step_time"]  # a speed in seconds per step
@@ -178,37 +158,36 @@ def canonical(name: str) -> Alias:
 
 
 def is_known(name: str) -> bool:
-    """Return whether `name` is one that we have a name for."""
+    """Return whether `name` has a stored name."""
     folded = _folded(_split_unit(name)[0])
     return folded in _TABLE or _by_path(folded) is not None
 
 
 def in_unit(alias: Alias, unit: str) -> Alias:
-    """Return `alias` for values that a log gives in `unit`; a unit that is not known is only kept."""
+    """Return `alias` for values that a log gives in `unit`; an unknown unit is only kept as text."""
     found = UNITS.get(unit.lower())
     if found is None or alias.unit not in {None, found.name}:
-        return Alias(alias.name, alias.unit, alias.factor, unit)
+        return replace(alias, source_unit=unit)
     return Alias(alias.name, found.name, found.factor, None if unit == found.name else unit)
 
 
 def under_own_name(name: str) -> Alias:
-    """Return what `canonical` knows of units, but leave the name: where ours would mean something else."""
-    alias = canonical(name)
-    return Alias(printable(name), alias.unit, alias.factor, alias.source_unit)
+    """Return unit and factor as `canonical` does, with the unchanged name: the stored name has another meaning here."""
+    return replace(canonical(name), name=printable(name))
 
 
 def printable(name: str) -> str:
-    """Return `name` as text that every store takes: no lone surrogates, and of a sane length."""
-    return name[:_NAME_CHARACTERS].encode("utf-8", "replace").decode()
+    """Return `name` as text that every store accepts: no lone surrogates, at most 256 characters."""
+    return clean_text(name, _NAME_CHARACTERS)
 
 
 def _split_unit(name: str) -> tuple[str, str | None]:
-    found = _UNIT_BEHIND.match(name)
+    found = _UNIT_AT_END.match(name)
     return (name, None) if found is None else (found["name"], found["unit"].strip())
 
 
 def _by_path(folded: str) -> Alias | None:
-    """Understand `train/…/x` as x, and `val/x` as eval_x, where x is known."""
+    """Return the alias of x for `train/…/x` and of eval_x for `val/x`; None if that is unknown."""
     if found := _TRAIN.match(folded):
         return _TABLE.get(found["rest"])
     if found := _EVALUATION.match(folded):

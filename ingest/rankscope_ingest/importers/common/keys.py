@@ -1,71 +1,92 @@
-"""The name under which a number of a logged object is stored, given what else stands in the object and in the log."""
+"""The meaning of the keys and event names of a logged object, given the other keys of the object and of the log."""
 
 from __future__ import annotations
 
 import enum
 import functools
+import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from rankscope_contract.model.events import EventType, Severity
 from rankscope_ingest.importers.common.aliases import Alias, canonical, under_own_name
 
 
 class Role(enum.Enum):
-    """What the value under a key means for its record."""
+    """The meaning of a key's value for its record."""
 
     VALUE = enum.auto()
     STEP = enum.auto()
-    PLAN = enum.auto()
+    PLAN = enum.auto()  # the planned number of steps
     STEP_OF_PLAN = enum.auto()  # "12/873"
     RANK = enum.auto()
     TIME = enum.auto()
     EVENT = enum.auto()
-    SPLIT = enum.auto()  # which data a row is about: train, val, test
+    SPLIT = enum.auto()  # the data that the record is about: train, val, test
     CONFIG = enum.auto()
 
 
 STEP_KEYS: Final = (
-    "step",
-    "global_step",
-    "current_steps",
-    "current_step",
-    "train/global_step",
-    "trainer/global_step",
-    "iteration",
-    "iter",
-    "num_updates",
-    "train_num_updates",
-    "optimizer_step",
-    "steps",
-    "s",
-    "train/step",
-    "n_iter",
-    "_step",
-)
-"""The first of these that holds a whole number is the step; the others stay quantities."""
+    "step", "global_step", "current_steps", "current_step", "train/global_step", "trainer/global_step", "iteration",
+    "iter", "num_updates", "train_num_updates", "optimizer_step", "steps", "s", "train/step", "n_iter", "_step",
+)  # fmt: skip
+"""The first of these keys that has a whole number is the step; the others are quantities."""
 
 STEP_RANK: Final = {key: place for place, key in enumerate(STEP_KEYS)}
 
 _ROLES: Final = {
-    **dict.fromkeys(STEP_KEYS, Role.STEP),
-    **dict.fromkeys(("total_steps", "max_steps", "total_iterations", "max_iters", "num_training_steps"), Role.PLAN),
-    "global_step/max_steps": Role.STEP_OF_PLAN,
-    **dict.fromkeys(("rank", "global_rank", "process_index"), Role.RANK),
-    **dict.fromkeys(
-        ("timestamp", "_timestamp", "time", "ts", "datetime", "date", "asctime", "created_at", "wall_time", "log_time"),
-        Role.TIME,
-    ),
-    **dict.fromkeys(("event", "event_type", "_event"), Role.EVENT),
-    **dict.fromkeys(("split", "mode", "phase", "stage", "subset", "type"), Role.SPLIT),
-    **dict.fromkeys(("config", "args", "hparams", "hyperparameters", "hyperparams", "training_args"), Role.CONFIG),
+    key: role
+    for role, keys in {
+        Role.STEP: " ".join(STEP_KEYS),
+        Role.PLAN: "total_steps max_steps total_iterations max_iters num_training_steps",
+        Role.STEP_OF_PLAN: "global_step/max_steps",
+        Role.RANK: "rank global_rank process_index",
+        Role.TIME: "timestamp _timestamp time ts datetime date asctime created_at wall_time log_time",
+        Role.EVENT: "event event_type _event",
+        Role.SPLIT: "split mode phase stage subset type",
+        Role.CONFIG: "config args hparams hyperparameters hyperparams training_args",
+    }.items()
+    for key in keys.split()
 }
 
 
 @functools.lru_cache(maxsize=4096)
 def role_of(key: str) -> Role:
-    """Return what `key` is for; case does not matter."""
+    """Return the role of `key`, in upper or lower case."""
     return _ROLES.get(key.lower(), Role.VALUE)
+
+
+@dataclass(frozen=True, slots=True)
+class EventClass:
+    """Type and severity of an event, and whether it means that training has ended successfully."""
+
+    type: str
+    severity: str = Severity.INFO
+    ends_training: bool = False
+
+
+_WHOLE_RUN: Final = r"^(?:on_)?(?:(?:train(?:ing|er)?|run|fit|job)[ _.-]?)?"
+_EVENT_CLASSES: Final = tuple(
+    (re.compile(pattern), event_class)
+    for pattern, event_class in (
+        (r"error|exception|crash|fail|abort|oom", EventClass(EventType.ERROR, Severity.CRITICAL)),
+        (r"checkpoint|ckpt|save", EventClass(EventType.CHECKPOINT)),
+        (r"eval|valid", EventClass(EventType.EVALUATION)),
+        (rf"{_WHOLE_RUN}(?:start|begin|init)(?:ed|s)?$", EventClass(EventType.LAUNCH)),
+        (
+            rf"{_WHOLE_RUN}(?:end|ended|finish|finished|complete|completed|done)$",
+            EventClass(EventType.EXIT, ends_training=True),
+        ),
+        (r"(?:start|begin|end|finish|complete)(?:ed)?$", EventClass(EventType.PHASE)),
+    )
+)
+
+
+def event_class(name: str) -> EventClass:
+    """Return the class of an event called `name`; an unknown event is a note."""
+    folded = name.strip().lower()[:100]
+    return next((found for pattern, found in _EVENT_CLASSES if pattern.search(folded)), EventClass(EventType.NOTE))
 
 
 SET_LABEL: Final = "dataset"
@@ -76,14 +97,14 @@ _SAME_IN_EVALUATION: Final = {"epoch", "learning_rate"}
 _RUNTIME: Final = "_runtime"
 
 Named = tuple[Alias, str | None]
-"""An alias and the `labels` that tell what the source called it."""
+"""An alias and the `labels` that hold the name and unit of the source."""
 
 
 class Names:
-    """Gives the same quantity the same name all through a log, and never two quantities one name.
+    """The names of the quantities of one log: a quantity keeps its name, and two quantities never share one.
 
-    A log that says `loss` means something else by `train_loss` (an average over an epoch or the whole run): from the
-    first `loss` on, and within an object that has both, the other keeps its own name.
+    If a log has `loss`, its `train_loss` is another quantity (an average over an epoch or the whole run). From the
+    first `loss` on, and within an object that has both, `train_loss` keeps its own name.
     """
 
     def __init__(self) -> None:
@@ -91,43 +112,37 @@ class Names:
 
     @property
     def version(self) -> int:
-        """Changes when a name may mean something else than before."""
+        """A number that changes when a key may get another name than before."""
         return len(self._exact)
 
     def name(self, key: str, taken: Collection[str], document: Mapping[str, object]) -> Named:
-        """Return the name of `key`, of which neither `taken` nor another key of `document` may have any use."""
+        """Return the name of `key`. It is neither in `taken` nor another key of `document`."""
         if key == "throughput" and "total_tokens" in document:
-            return tokens_throughput()  # LLaMA-Factory counts tokens, others samples
-        alias, labels = plain(key)
+            alias = canonical("tokens_per_second")  # LLaMA-Factory counts tokens, other programs samples
+            return alias, alias.labels(key)
+        alias, labels = _stored_name(key)
         if alias.name == key:
             self._exact.add(key)
         elif alias.name in taken or alias.name in self._exact or alias.name in document:
-            return own(key)
+            return own_name(key)
         return alias, labels
 
 
 @functools.lru_cache(maxsize=4096)
-def plain(key: str) -> Named:
-    """Return our name for `key`."""
+def _stored_name(key: str) -> Named:
     alias = canonical(key)
     return alias, alias.labels(key)
 
 
-def tokens_throughput() -> Named:
-    """Return our name for a throughput in tokens."""
-    alias = canonical("tokens_per_second")
-    return alias, alias.labels("throughput")
-
-
 @functools.lru_cache(maxsize=4096)
-def own(key: str) -> Named:
-    """Return `key` under its own name, its unit understood."""
+def own_name(key: str) -> Named:
+    """Return `key` as the name, with the unit that is stored for it."""
     alias = under_own_name(key)
     return alias, alias.labels(key)
 
 
 def evaluation_sets(keys: Collection[str]) -> tuple[str, ...]:
-    """Return the sets an object of the Hugging Face Trainer is about: it writes `eval_<set>_runtime` for each."""
+    """Return the evaluation sets of an object: the Hugging Face Trainer writes `eval_<set>_runtime` for each."""
     return tuple(
         key[len("eval_") : -len(_RUNTIME)]
         for key in keys
@@ -135,8 +150,8 @@ def evaluation_sets(keys: Collection[str]) -> tuple[str, ...]:
     )
 
 
-def of_set(key: str, sets: tuple[str, ...]) -> Named | None:
-    """Return `eval_<set>_loss` as `eval_loss` of that set; None for what belongs to none of `sets`."""
+def name_in_set(key: str, sets: tuple[str, ...]) -> Named | None:
+    """Return `eval_<set>_loss` as `eval_loss` with the label of that set; None if `key` belongs to none of `sets`."""
     for name in sets:
         if key.startswith(f"eval_{name}_"):
             alias = canonical(f"eval_{key[len(name) + len('eval__') :]}")
@@ -144,16 +159,14 @@ def of_set(key: str, sets: tuple[str, ...]) -> Named | None:
     return None
 
 
-def in_split(key: str, split: str) -> Named | None:
-    """Return `loss` of a row about validation data as `eval_loss`; None where the split changes nothing."""
+def name_in_split(key: str, split: str) -> Named | None:
+    """Return `loss` of a record about validation data as `eval_loss`; None if the split does not change the name."""
     alias = canonical(key)
-    if alias.name in _SAME_IN_EVALUATION or alias.name.startswith(("eval_", "test_")):
-        return None
     prefix = "eval" if split in _EVALUATION_SPLITS else "test" if split == "test" else None
-    if prefix is None:
+    if prefix is None or alias.name in _SAME_IN_EVALUATION or alias.name.startswith(("eval_", "test_")):
         return None
     known = canonical(f"{prefix}_{alias.name}")
-    renamed = Alias(known.name, known.unit or alias.unit, alias.factor, alias.source_unit)
+    renamed = replace(alias, name=known.name, unit=known.unit or alias.unit)
     return renamed, renamed.labels(key)
 
 
@@ -162,12 +175,10 @@ EPOCH: Final = "epoch"
 _NUMBERS: Final = {int, float}
 _LARGEST: Final = 1 << 53
 
-_Key = tuple[tuple[str, ...], tuple[type, ...]]
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Where step and epoch stand among the values, and what the numbers are called."""
+    """The positions of step and epoch among the values of an object, and the names of its numbers."""
 
     step: int
     epoch: int | None
@@ -175,21 +186,21 @@ class Shape:
 
 
 class Shapes:
-    """The shapes of one log, as long as its names stay what they are."""
+    """The shapes of the objects of one log, which are valid as long as its names do not change."""
 
     def __init__(self) -> None:
-        self._known: dict[_Key, Shape] = {}
-        self._names = 0
+        self._known: dict[tuple[tuple[str, ...], tuple[type, ...]], Shape] = {}
+        self._version = 0
 
-    def of(self, document: Mapping[str, Any], names: int) -> Shape | None:
-        """Return the shape of `document`, if it is known; `names` changes where a name may mean something else."""
-        if names != self._names:
+    def of(self, document: Mapping[str, Any], version: int) -> Shape | None:
+        """Return the shape of `document`, None if it is unknown. `version` is that of the names."""
+        if version != self._version:
             self._known.clear()
-            self._names = names
+            self._version = version
         return self._known.get((tuple(document), tuple(map(type, document.values()))))
 
     def learn(self, document: Mapping[str, Any], step_key: str, named: Sequence[tuple[str, Named]]) -> None:
-        """Remember the shape of `document`, of which all that was found is its step and `named`."""
+        """Store the shape of `document` if it consists of its step and the numbers `named` only."""
         types = tuple(map(type, document.values()))
         places = {key: place for place, key in enumerate(document)}
         is_plain = set(types) <= _NUMBERS and len(named) + 1 == len(places) and all(key in places for key, _ in named)
@@ -199,5 +210,5 @@ class Shapes:
 
 
 def is_plain_number(value: float) -> bool:
-    """Return whether a number needs no care: whole ones may be beyond what a float holds."""
+    """Return whether a number can be stored as it is: integers above 2**53 do not fit a float."""
     return type(value) is float or -_LARGEST < value < _LARGEST

@@ -1,87 +1,69 @@
-"""Lines of a text that may be hostile: bounded memory whatever the file holds, a clear word on what is no text."""
+"""Read the lines of text logs in bounded memory, reject files that are no text, and provide the loop of importers.
+
+The content of a line is left to the importer of the format; the objects that it finds are left to `objects`.
+"""
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.importers.common.importer import Faults
+from rankscope_ingest.importers.common.importer import BlockBuilder, Faults, Imported
+from rankscope_ingest.importers.common.objects import ObjectReader
+
+MAX_LINE_BYTES: Final = 1 << 20
+SHOWN_CHARACTERS: Final = 60
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
 _RANK: Final = re.compile(
     r"\[\s*(?:rank[ _]?|default)(\d{1,9})\s*\]|\brank(?:[ _=]|: ?)(\d{1,9})\b|^\s*(\d{1,9}):(?=\s)", re.IGNORECASE
 )
-"""As torchrun, the program itself, or srun says it."""
-_MOMENT: Final = re.compile(r"\b(\d{4}-\d{2}-\d{2}[ T]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[-+]\d{2}:?\d{2})?)")
-
-
-def without_colours(text: str) -> str:
-    """Return `text` as a terminal shows it: no colour codes, and only what was not written over."""
-    if "\x1b" in text:
-        text = _COLOUR.sub("", text)
-    parts = [part for part in text.split("\r") if part.strip()]
-    return parts[-1] if parts else ""
-
-
-def told_before(prefix: str) -> dict[str, Any]:
-    """Return the rank and the time that stand in `prefix`, under the names of a record."""
-    found: dict[str, Any] = {}
-    if rank := _RANK.search(prefix):
-        found["rank"] = int(rank[1] or rank[2] or rank[3])
-    if moment := _MOMENT.search(prefix):
-        found["timestamp"] = moment[1]
-    return found
-
+"""A rank as torchrun, the training script, or srun prints it."""
+_TIME: Final = re.compile(r"\b(\d{4}-\d{2}-\d{2}[ T]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[-+]\d{2}:?\d{2})?)")
 
 _WINDOW_BYTES: Final = 65_536
 _MAX_LINES: Final = 2_000
-
-
-def sample_lines(path: Path, head: bytes) -> list[bytes]:
-    """Return whole lines of `path`, which begins with `head`; of the last one only if nothing follows it."""
-    lines = _whole_lines(head.removeprefix(codecs.BOM_UTF8), is_first=True)
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            for start in _starts(len(head), size):
-                file.seek(start)
-                lines += _whole_lines(file.read(_WINDOW_BYTES), is_first=False)
-    except OSError:
-        pass  # who reads it will say so
-    return lines[:: len(lines) // _MAX_LINES + 1]
-
-
-def _starts(seen: int, size: int) -> list[int]:
-    """Return where to look beyond the first `seen` bytes of `size`, nothing twice."""
-    if size - seen <= 2 * _WINDOW_BYTES:
-        return [start for start in (seen, seen + _WINDOW_BYTES) if start < size]
-    return [(seen + size - _WINDOW_BYTES) // 2, size - _WINDOW_BYTES]
-
-
-def _whole_lines(window: bytes, *, is_first: bool) -> list[bytes]:
-    """Return the lines of `window` but those its edges may have cut."""
-    lines = window.split(b"\n")
-    if is_first and len(lines) == 1:
-        return lines
-    return lines[0 if is_first else 1 : -1]
-
-
-MAX_LINE_BYTES: Final = 1 << 20
-SHOWN_CHARACTERS: Final = 60
-
 _UTF16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _PROBE_BYTES: Final = 4096
 _BINARY_SHARE: Final = 0.3
 
 
-def read_lines(path: Path, faults: Faults, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, line without its end) and keep `faults.read_bytes` current; a UTF-8 mark is taken off.
+def read_log(
+    path: Path,
+    faults: Faults,
+    documents: Callable[[int, bytes], Iterable[Mapping[str, Any]]],
+    counts: Mapping[str, int],
+    *,
+    max_bytes: int = MAX_LINE_BYTES,
+) -> Iterator[Imported]:
+    """Yield blocks of the records in a text log, then the facts about the run.
 
-    A line longer than `max_bytes` is skipped and counted. Raises IngestError on UTF-16 and on what is no text.
+    `documents` receives each line with its number (from 1), returns the objects on it, and adds its own faults.
+    `counts` are numbers of lines by kind, which are stored with the run.
+    """
+    builder, objects = BlockBuilder(), ObjectReader()
+    number = 0
+    for number, line in read_lines(path, faults, max_bytes=max_bytes):
+        for document in documents(number, line):
+            objects.add(document, builder)
+        if builder.is_full and (block := builder.take()):
+            yield block
+    if block := builder.take():
+        yield block
+    if objects.keys:
+        yield objects.run({"lines": number, **counts})
+
+
+def read_lines(path: Path, faults: Faults, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
+    """Yield the number (from 1) and the bytes of each line, without the line end and without a UTF-8 byte order mark.
+
+    A line longer than `max_bytes` is counted in `faults` and skipped. `faults.read_bytes` is kept current. Raises
+    IngestError for UTF-16 and for files that are no text.
     """
     with path.open("rb") as file:
         refuse_no_text(path, file.read(_PROBE_BYTES))
@@ -101,20 +83,36 @@ def read_lines(path: Path, faults: Faults, *, max_bytes: int = MAX_LINE_BYTES) -
             yield number, line.rstrip(b"\r\n")
 
 
+def read_chunks(file: IO[bytes], path: Path, faults: Faults, size: int, *, checks_text: bool = True) -> Iterator[bytes]:
+    """Yield the bytes of `file` in chunks and keep `faults.read_bytes` current.
+
+    With `checks_text`, raises IngestError with `path` for a file that is no text.
+    """
+    while chunk := file.read(size):
+        if checks_text:
+            refuse_no_text(path, chunk[:_PROBE_BYTES])
+        checks_text = False
+        faults.read_bytes += len(chunk)
+        yield chunk
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise IngestError with the path and the reason when the block raises OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
 def refuse_no_text(path: Path, head: bytes) -> None:
-    """Raise IngestError, with what to do, when a file that begins with `head` is UTF-16 or binary."""
+    """Raise IngestError, with the remedy, if a file that begins with `head` is UTF-16, compressed or binary."""
     if head.startswith(_UTF16) or _looks_utf16(head):
-        raise IngestError(f"{path} is UTF-16: convert it first, as with `iconv -f UTF-16 -t UTF-8`")
+        raise IngestError(f"{path} is UTF-16: convert it first, for example with `iconv -f UTF-16 -t UTF-8`")
     if head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"BZh", b"\xfd7zXZ")):
         raise IngestError(f"{path} is compressed: unpack it first")
     if head.count(0) > _BINARY_SHARE * len(head):
         raise IngestError(f"{path} is a binary file, not a text log")
-
-
-def shown(line: bytes) -> str:
-    """Return the start of a line, fit for a terminal."""
-    text = line[: 2 * SHOWN_CHARACTERS].decode(errors="replace").strip()
-    return "".join(character if character.isprintable() else "�" for character in text[:SHOWN_CHARACTERS])
 
 
 def _looks_utf16(head: bytes) -> bool:
@@ -124,3 +122,67 @@ def _looks_utf16(head: bytes) -> bool:
         return False
     zeros = even.count(0) / len(even), odd.count(0) / len(odd)
     return max(zeros) > 0.8 and min(zeros) < 0.2
+
+
+def sample_lines(path: Path, head: bytes) -> list[bytes]:
+    """Return complete lines from the beginning, the middle and the end of a file that begins with `head`.
+
+    At most 2,000 lines are returned. The last line is included only if the file has no other line.
+    """
+    lines = _whole_lines(head.removeprefix(codecs.BOM_UTF8), is_first=True)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for start in _window_starts(len(head), size):
+                file.seek(start)
+                lines += _whole_lines(file.read(_WINDOW_BYTES), is_first=False)
+    except OSError:
+        pass  # reading the file reports the error
+    return lines[:: len(lines) // _MAX_LINES + 1]
+
+
+def _window_starts(seen: int, size: int) -> list[int]:
+    """Return the offsets of the windows to read after the first `seen` of `size` bytes, without overlap."""
+    if size - seen <= 2 * _WINDOW_BYTES:
+        return [start for start in (seen, seen + _WINDOW_BYTES) if start < size]
+    return [(seen + size - _WINDOW_BYTES) // 2, size - _WINDOW_BYTES]
+
+
+def _whole_lines(window: bytes, *, is_first: bool) -> list[bytes]:
+    """Return the lines of `window` except those that its edges may have cut."""
+    lines = window.split(b"\n")
+    if is_first and len(lines) == 1:
+        return lines
+    return lines[0 if is_first else 1 : -1]
+
+
+def torn_size(path: Path) -> int | None:
+    """Return the size of a file of which the last line has no line feed, so it may be incomplete; None otherwise."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 1))
+        return None if file.read(1) in {b"\n", b""} else size
+
+
+def without_colours(text: str) -> str:
+    """Return `text` as a terminal shows it: without colour codes, and after a carriage return only the last text."""
+    if "\x1b" in text:
+        text = _COLOUR.sub("", text)
+    parts = [part for part in text.split("\r") if part.strip()]
+    return parts[-1] if parts else ""
+
+
+def prefix_fields(prefix: str) -> dict[str, Any]:
+    """Return the rank and the time in the text before a record, as fields `rank` and `timestamp`."""
+    found: dict[str, Any] = {}
+    if rank := _RANK.search(prefix):
+        found["rank"] = int(rank[1] or rank[2] or rank[3])
+    if moment := _TIME.search(prefix):
+        found["timestamp"] = moment[1]
+    return found
+
+
+def shown(line: bytes) -> str:
+    """Return the first 60 characters of a line, with unprintable characters replaced, for messages."""
+    text = line[: 2 * SHOWN_CHARACTERS].decode(errors="replace").strip()
+    return "".join(character if character.isprintable() else "�" for character in text[:SHOWN_CHARACTERS])

@@ -1,8 +1,8 @@
-"""Which log is which, over time: one that has grown or was moved is the same, one that was replaced is another.
+"""Recognition of imported logs: a log that has grown or was moved is the same log, a replaced one is another.
 
-A log is known again by its content: what was read when it was last imported is still its beginning, or, where it has
-been cut since, its beginning is still what was read. How far it was read stands in the store as an event of type
-`import`, so that no state is kept anywhere else.
+A log is recognized by its content: the bytes that the last import read are still its beginning. If the log has been
+truncated since, its content is the beginning of these bytes. The store keeps the extent of each import as an event of
+type `import`, so no other state is needed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 
 from rankscope_contract.model.events import EventType
 from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.lines import readable
 from rankscope_storage.connection import Connection
 
 _IDENTITY_BYTES: Final = 4096
@@ -31,7 +32,7 @@ KNOWN: Final = "SELECT details FROM events WHERE run = $run AND type = $type ORD
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How far a rank had come when its log was last read."""
+    """The last attempt, step and time of a rank when its log was last read."""
 
     attempt: int
     step: int | None
@@ -40,21 +41,21 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownImport:
-    """What the store knows of a log that was imported."""
+    """The stored facts about an imported log."""
 
     incarnation: str
     path: str
     kind: str
     marks: tuple[tuple[int, str], ...]
-    """Sizes, rising, and digests of so many bytes from the beginning; the last is of all that was read.
+    """Ascending sizes, each with a digest of that many bytes from the beginning. The last covers all bytes read.
 
-    A folder has none.
+    A folder has no marks.
     """
 
     records: int
     malformed: int = 0
     attempt: int = 0
-    """Where the log's own attempt 0 stands in the run."""
+    """The attempt of the run that is attempt 0 of the log."""
 
     ends: Mapping[int | None, End] = field(default_factory=dict)
 
@@ -66,7 +67,7 @@ class KnownImport:
 
     @staticmethod
     def from_json(text: str) -> KnownImport:
-        """Return what `to_json` wrote. Raises ValueError for anything else."""
+        """Return the import that `to_json` wrote. Raises ValueError for other text."""
         try:
             document = json.loads(text)
             ends = {rank: End(attempt, step, ts) for rank, attempt, step, ts in document["ends"]}
@@ -79,123 +80,109 @@ class KnownImport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A log about to be read. `before` is what the store knows of it, None when it is new to it."""
+    """The identity of a log to read. `before` holds the stored facts about it, None for a new log."""
 
     incarnation: str
     before: KnownImport | None = None
     replaced: KnownImport | None = None
-    """Another log that stood at the same path."""
+    """The log that was at the same path before."""
 
 
 def known_imports(connection: Connection, run: str) -> list[KnownImport]:
-    """Return the logs that were imported as `run`, each as it was last read, in the order of their first import."""
-    rows = connection.query(KNOWN, {"run": run, "type": EventType.IMPORT.value}).to_pylist()
+    """Return the logs that were imported as `run`, with the facts of the latest import, in order of the first one."""
     latest: dict[str, KnownImport] = {}
-    for row in rows:
-        known = _parsed(row["details"])
-        if known is not None:
-            latest[known.incarnation] = known
+    for row in connection.query(KNOWN, {"run": run, "type": EventType.IMPORT.value}).to_pylist():
+        try:
+            known = KnownImport.from_json(row["details"] or "")
+        except ValueError:
+            continue  # of a newer release or another program; the watermark still prevents duplicate rows
+        latest[known.incarnation] = known
     return list(latest.values())
 
 
-def _parsed(details: str | None) -> KnownImport | None:
-    try:
-        return KnownImport.from_json(details or "")
-    except ValueError:
-        return None  # of a newer version, or by another hand: the watermark still keeps rows from being stored twice
-
-
 def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str | None = None) -> Source:
-    """Return which log stands at `path`: one of `known`, or a new one. `identity` is what its content says it is."""
-    if identity is not None:
-        incarnation = stream_of(run, identity)
-        return Source(incarnation=incarnation, before=_of(incarnation, known))
-    if path.is_dir():
-        incarnation = incarnation_of(path, run)
-        return Source(incarnation=incarnation, before=_of(incarnation, known))
-    named = [one for one in known if Path(one.path).name == path.name and one.marks]
-    moved = [one for one in known if one not in named and one.records and not _still_there(one, path)]
+    """Return the identity of the log at `path`: that of one of the `known` logs, or a new one.
+
+    `identity` is a text that all versions of the log share, if its importer provides one.
+    """
+    if identity is not None or path.is_dir():
+        incarnation = incarnation_of(path, run) if identity is None else stream_of(run, identity)
+        before = next((log for log in known if log.incarnation == incarnation), None)
+        return Source(incarnation=incarnation, before=before)
+    named = [log for log in known if Path(log.path).name == path.name and log.marks]
+    moved = [log for log in known if log not in named and log.records and not _is_in_place(log, path)]
     for candidates in (named, moved):
-        for one in sorted(candidates, key=lambda one: -one.marks[-1][0] if one.marks else 0):
-            if begins_like(path, one.marks):
-                return Source(incarnation=one.incarnation, before=one)
-    taken = {one.incarnation for one in known}
-    own = (incarnation_of(path, run, generation=generation) for generation in itertools.count())
-    return Source(incarnation=next(one for one in own if one not in taken), replaced=named[-1] if named else None)
+        for log in sorted(candidates, key=lambda log: -log.marks[-1][0] if log.marks else 0):
+            if has_equal_beginning(path, log.marks):
+                return Source(incarnation=log.incarnation, before=log)
+    taken = {log.incarnation for log in known}
+    free = (incarnation_of(path, run, generation=generation) for generation in itertools.count())
+    incarnation = next(candidate for candidate in free if candidate not in taken)
+    return Source(incarnation=incarnation, replaced=named[-1] if named else None)
+
+
+def _is_in_place(log: KnownImport, path: Path) -> bool:
+    """Return whether the imported log is still where it was: a log at `path` with the same content is a copy then."""
+    place = Path(log.path)
+    try:
+        return place.is_file() and not place.samefile(path) and has_equal_beginning(place, log.marks)
+    except (OSError, IngestError):
+        return False
 
 
 def marks(path: Path, size: int) -> tuple[tuple[int, str], ...]:
-    """Return digests of the first `size` bytes and of the powers of two below. Raises IngestError when unreadable."""
+    """Return digests of the first `size` bytes and of each lower power of two. Raises IngestError if unreadable."""
     sizes = [1 << power for power in range(_FIRST_MARK, 63) if 1 << power < size]
-    found = [(one, _digest(path, one)) for one in [*sizes, size]]
-    return tuple((one, digest) for one, digest in found if digest is not None)
+    found = [(mark, _digest(path, mark)) for mark in [*sizes, size]]
+    return tuple((mark, digest) for mark, digest in found if digest is not None)
 
 
-def begins_like(path: Path, known: Sequence[tuple[int, str]]) -> bool:
-    """Return whether a file and what was read of another have the same beginning, as far as the shorter one goes."""
-    try:
+def has_equal_beginning(path: Path, known: Sequence[tuple[int, str]]) -> bool:
+    """Return whether the file begins like the log with the marks `known`, up to the end of the shorter one."""
+    with readable(path):
         size = path.stat().st_size
-    except OSError as error:
-        raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
     fitting = [mark for mark in known if mark[0] <= size]
     return bool(fitting) and _digest(path, fitting[-1][0]) == fitting[-1][1]
 
 
 def _digest(path: Path, size: int) -> str | None:
-    """Return a digest of how the first `size` bytes begin and end. None when there are not so many."""
-    try:
-        with path.open("rb") as file:
-            begin = file.read(min(size, _PROBE_BYTES))
-            file.seek(max(0, size - _PROBE_BYTES))
-            end = file.read(min(size, _PROBE_BYTES))
-    except OSError as error:
-        raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
+    """Return a digest of the beginning and the end of the first `size` bytes; None if the file is shorter."""
+    with readable(path), path.open("rb") as file:
+        begin = file.read(min(size, _PROBE_BYTES))
+        file.seek(max(0, size - _PROBE_BYTES))
+        end = file.read(min(size, _PROBE_BYTES))
     if len(end) < min(size, _PROBE_BYTES):
         return None
     return hashlib.sha256(b"%d\0%s\0%s" % (size, begin, end)).hexdigest()[:32]
 
 
 def stream_of(log: str, source: str) -> str:
-    """Return the identity of the stream `source` of a log (or run), wherever that stands and whatever it is called."""
-    digest = hashlib.sha256(b"\0".join(text.encode("utf-8", "surrogateescape") for text in (log, source))).hexdigest()
-    return f"import-{digest[:32]}"
+    """Return the identity of the stream `source` of a log or run, which does not depend on its path."""
+    return _incarnation([text.encode("utf-8", "surrogateescape") for text in (log, source)])
 
 
-def incarnation_of(path: Path, run: str, source: str = "", *, generation: int = 0) -> str:
-    """Return the identity of a log: its name and first line, which stay when it grows.
+def incarnation_of(path: Path, run: str, *, generation: int = 0) -> str:
+    """Return the identity of a log: a digest of run, file name and first line, which growth does not change.
 
-    `source` is a stream within it; `generation` tells it from others of the same name and first line.
+    `generation` distinguishes logs with equal names and first lines.
     """
     first_line = b""
-    try:
+    with readable(path):
         if path.is_file():
             with path.open("rb") as file:
                 first_line = file.readline(_IDENTITY_BYTES)
-    except OSError as error:
-        raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
-    parts: list[Any] = [run.encode(), path.name.encode("utf-8", "surrogateescape"), first_line]
-    parts += [source.encode("utf-8", "surrogateescape")] if source else []
-    parts += [b"generation %d" % generation] if generation else []
+    parts = [run.encode(), path.name.encode("utf-8", "surrogateescape"), first_line]
+    return _incarnation([*parts, *([b"generation %d" % generation] if generation else [])])
+
+
+def _incarnation(parts: Sequence[bytes]) -> str:
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
     return f"import-{digest[:32]}"
 
 
-def _of(incarnation: str, known: Sequence[KnownImport]) -> KnownImport | None:
-    return next((one for one in known if one.incarnation == incarnation), None)
-
-
-def _still_there(one: KnownImport, path: Path) -> bool:
-    """Return whether the log that was read stands where it did: then one of the same content is a copy of it."""
-    there = Path(one.path)
-    try:
-        return there.is_file() and not there.samefile(path) and begins_like(there, one.marks)
-    except (OSError, IngestError):
-        return False
-
-
 @dataclass(slots=True)
 class Extent:
-    """What is known of one attempt. Times are UTC µs."""
+    """The range of times (UTC µs) and the last step of one attempt."""
 
     first_ts: int | None = None
     last_ts: int | None = None
@@ -203,7 +190,7 @@ class Extent:
 
 
 class Extents:
-    """Follows the tables of an import."""
+    """The extent of each attempt and the end of each rank in the tables of an import."""
 
     def __init__(self) -> None:
         self.by_attempt: dict[int, Extent] = {}
@@ -211,36 +198,36 @@ class Extents:
 
     @property
     def last_step(self) -> int | None:
-        """The highest step of all."""
-        return max((one.last_step for one in self.by_attempt.values() if one.last_step is not None), default=None)
+        """The highest step of all attempts."""
+        return _highest(*(extent.last_step for extent in self.by_attempt.values()))
 
     def add(self, tables: Mapping[str, pa.Table]) -> None:
-        """Take the rows of tables into account."""
+        """Extend the ranges by the rows of `tables`."""
         for table in tables.values():
             for row in _summary(table):
                 self._add(row["attempt"] or 0, row["rank"], row["step_max"], row["ts_min"], row["ts_max"])
 
     def _add(self, attempt: int, rank: int | None, step: int | None, first: int | None, last: int | None) -> None:
         extent = self.by_attempt.setdefault(attempt, Extent())
-        extent.first_ts = _least(extent.first_ts, first)
-        extent.last_ts = _most(extent.last_ts, last)
-        extent.last_step = _most(extent.last_step, step)
+        extent.first_ts = min((ts for ts in (extent.first_ts, first) if ts is not None), default=None)
+        extent.last_ts = _highest(extent.last_ts, last)
+        extent.last_step = _highest(extent.last_step, step)
         end = self.ends.get(rank)
         if end is None or attempt > end.attempt:
             self.ends[rank] = End(attempt, step, last)
         elif attempt == end.attempt:
-            self.ends[rank] = End(attempt, _most(end.step, step), _most(end.ts, last))
+            self.ends[rank] = End(attempt, _highest(end.step, step), _highest(end.ts, last))
 
 
 def first_attempt(tables: Mapping[str, pa.Table], known: Iterable[KnownImport]) -> int:
-    """Return where attempt 0 of a new log stands in a run of which other logs are known.
+    """Return the attempt of the run that is attempt 0 of a new log, given the other logs of the run.
 
-    It goes on with the attempt that a log before it ended in when its steps go on from there, or when it was written at
-    the same time, as that of another node. Steps that start again are another attempt.
+    The new log continues the last attempt of an earlier log if its steps continue there, or if both were written at
+    the same time, as by two nodes. Steps that start again are another attempt.
     """
     ends: dict[int | None, End] = {}
-    for one in known:
-        for rank, end in one.ends.items():
+    for log in known:
+        for rank, end in log.ends.items():
             if rank not in ends or _order(end) > _order(ends[rank]):
                 ends[rank] = end
     found = 0
@@ -248,11 +235,11 @@ def first_attempt(tables: Mapping[str, pa.Table], known: Iterable[KnownImport]) 
         for row in _summary(table):
             before = ends.get(row["rank"])
             if before is not None and not row["attempt"]:
-                found = max(found, _following(before, row["step_min"], row["ts_min"]))
+                found = max(found, _next_attempt(before, row["step_min"], row["ts_min"]))
     return found
 
 
-def _following(before: End, step: int | None, ts: int | None) -> int:
+def _next_attempt(before: End, step: int | None, ts: int | None) -> int:
     if ts is not None and before.ts is not None and ts <= before.ts:
         return 0  # written at the same time
     if step is None or before.step is None or step > before.step:
@@ -265,23 +252,19 @@ def _order(end: End) -> tuple[int, int]:
 
 
 def _summary(table: pa.Table) -> list[dict[str, int | None]]:
-    """Return lowest and highest step and time of each (attempt, rank) of a table."""
+    """Return the lowest and highest step and time of each (attempt, rank) of a table."""
     count = table.num_rows
     columns = {
         name: table.column(name) if name in table.column_names else pa.nulls(count, pa.int64())
         for name in ("attempt", "rank", "step", "ts")
     }
     columns["ts"] = columns["ts"].cast(pa.int64())
-    wanted = [(name, how) for name in ("step", "ts") for how in ("min", "max")]
+    wanted = [(name, function) for name in ("step", "ts") for function in ("min", "max")]
     found: list[dict[str, int | None]] = (
         pa.table(columns).group_by(["attempt", "rank"], use_threads=False).aggregate(wanted).to_pylist()
     )
     return found
 
 
-def _least(one: int | None, other: int | None) -> int | None:
-    return min((value for value in (one, other) if value is not None), default=None)
-
-
-def _most(one: int | None, other: int | None) -> int | None:
-    return max((value for value in (one, other) if value is not None), default=None)
+def _highest(*values: int | None) -> int | None:
+    return max((value for value in values if value is not None), default=None)

@@ -1,8 +1,8 @@
-"""An object that a training printed, whatever tool wrote it, as one record: step, time, numbers and events.
+"""Convert an object that a training program logged into one record: step, time, numbers and events.
 
-Numbers become scalars under our names and in our units; numbers in text count too (`"0.8674"`, `"49m 19s"`, `"0.11%"`).
-null is absent, NaN and Infinity are values. Objects inside objects are opened, their keys joined by a slash. What is
-left is text: it is kept with events and with records that hold no number, and otherwise left out.
+Numbers become scalars under stored names and units, also numbers in text (`"0.8674"`, `"49m 19s"`, `"0.11%"`). null
+means absent; NaN and Infinity are values. Nested objects are opened, with keys joined by a slash. Other text is stored
+with events and with records that have no number, and is dropped otherwise.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.aliases import SOURCE_NAME, UNITS, Alias, in_unit
-from rankscope_ingest.importers.common.blocks import BlockBuilder
-from rankscope_ingest.importers.common.event_names import happening
-from rankscope_ingest.importers.common.importer import FROM_LOG, ImportedRun
+from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, ImportedRun
 from rankscope_ingest.importers.common.keys import (
     EPOCH,
     STEP_RANK,
@@ -26,13 +24,13 @@ from rankscope_ingest.importers.common.keys import (
     Shape,
     Shapes,
     evaluation_sets,
-    in_split,
+    event_class,
     is_plain_number,
-    of_set,
-    own,
+    name_in_set,
+    name_in_split,
+    own_name,
     role_of,
 )
-from rankscope_ingest.importers.common.restarts import StepStreams
 from rankscope_ingest.importers.common.values import (
     MAX_JSON,
     clean_text,
@@ -52,12 +50,97 @@ MAX_KEYS: Final = 1000
 _LIST_LABEL: Final = {"learning_rate": "group", "gpu_util": "gpu"}
 _UTILISATION: Final = "gpu_util"
 _LARGEST_RANK: Final = 1 << 31
+_LAST_ENTRY: Final = "train_runtime"
+"""A key of the Trainer's last entry, whose `train_` values are averages over the whole run."""
+
+_ALIVE_RECORDS: Final = 4
+"""A stream without a record for this number of records has ended."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    attempt: int
+    last: int
+    interval: int | None
+    written: int  # number of its latest record
+    epoch: float | None = None
+
+    def expects(self, interval: int | None) -> int | None:
+        usual = self.interval or interval
+        return None if usual is None else self.last + usual
+
+
+@dataclass(slots=True)
+class _RankStreams:
+    alive: list[_Stream] = field(default_factory=list)  # the stream of the latest record comes last
+    records: int = 0
+    attempts: int = 0
+    interval: int | None = None
+
+    def attempt(self, step: int | None, epoch: float | None) -> int:
+        self.records += 1
+        if step is None:
+            return self.alive[-1].attempt if self.alive else 0
+        stream = self._in_later_epoch(step, epoch) or self._stream_of(step)
+        stream.epoch = stream.epoch if epoch is None else epoch
+        if step > stream.last:
+            self.interval = stream.interval = step - stream.last
+        stream.last, stream.written = step, self.records
+        self.alive = [other for other in self.alive if other is not stream and self._is_alive(other)]
+        self.alive.append(stream)
+        return stream.attempt
+
+    def _in_later_epoch(self, step: int, epoch: float | None) -> _Stream | None:
+        current = self.alive[-1] if self.alive else None
+        if current is None or epoch is None or current.epoch is None:
+            return None
+        return current if epoch > current.epoch and step < current.last else None
+
+    def _is_alive(self, stream: _Stream) -> bool:
+        return self.records - stream.written <= _ALIVE_RECORDS
+
+    def _stream_of(self, step: int) -> _Stream:
+        current = self.alive[-1] if self.alive else None
+        if current and step in {current.last, current.expects(self.interval)}:
+            return current
+        for other in self.alive[-2::-1]:
+            if self._is_alive(other) and step == other.expects(self.interval):
+                return other
+        if current and step > current.last:
+            if current.interval:
+                return current
+            # A stream with one record has no interval: the stream with the nearest lower step continues.
+            behind = [other for other in self.alive if self._is_alive(other) and other.last < step]
+            return max(reversed(behind), key=lambda other: other.last, default=current)
+        self.attempts += 1
+        return _Stream(self.attempts - 1, step, None, self.records)
+
+
+class StepStreams:
+    """The attempts of the records of one log that does not state them: restarts, and two writers of one file.
+
+    A step below the previous step starts a new stream, unless another stream with a recent record expects exactly this
+    step. A restart is therefore a new attempt from its first step on, and alternating lines of two writers become two
+    attempts. A repeated step remains in its attempt; both rows are stored, the later one last. Ranks are separate.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[int | None, _RankStreams] = {}
+
+    def attempt(self, rank: int | None, step: int | None, epoch: float | None = None) -> int:
+        """Return the attempt, from 0, of the next record. A record without a step belongs to the latest stream.
+
+        If steps begin again with a higher `epoch`, they are counted within epochs, and there was no restart.
+        """
+        return self._ranks.setdefault(rank, _RankStreams()).attempt(step, epoch)
 
 
 @dataclass(slots=True)
 class _Record:
-    """What one object says, before it is named."""
+    """The values of one object by role, before they get names."""
 
+    document: Mapping[str, Any]
+    sets: tuple[str, ...]
     numbers: dict[str, float | list[float]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     steps: list[tuple[int, str, int]] = field(default_factory=list)  # place in STEP_KEYS, key, step
@@ -67,13 +150,32 @@ class _Record:
     event: str | None = None
     split: str | None = None
 
+    def epoch(self) -> float | None:
+        """Return the epoch, which may be given as text."""
+        for key, value in self.numbers.items():
+            if key.lower() == EPOCH:
+                return value if isinstance(value, float) else None
+        found = quantity(next((text for key, text in self.texts.items() if key.lower() == EPOCH), ""))
+        return found[0] if found else None
+
+    def take_step(self, key: str, value: Any) -> bool:
+        """Store `12`, `12.0`, `"12"` or `"12/873"` as a step; return False for other values."""
+        step_text, slash, planned = value.partition("/") if isinstance(value, str) else (value, "", None)
+        step = whole(step_text)
+        if step is None:
+            return False
+        if slash:
+            self.planned = whole(planned) or self.planned
+        self.steps.append((STEP_RANK[key.lower()], key, step))
+        return True
+
 
 class ObjectReader:
-    """Reads the objects of one log, in order, and remembers what they say of the run."""
+    """The objects of one log, added in order, and the facts about the run that they contain."""
 
     def __init__(self) -> None:
         self.keys: dict[str, int] = {}
-        """How often each key came with null, which is to say: was absent."""
+        """The number of null values, which mean absent, by key."""
         self.config: Any = None
         self.planned_steps: int | None = None
         self.last_step: int | None = None
@@ -83,7 +185,7 @@ class ObjectReader:
         self._shapes = Shapes()
 
     def add(self, document: Mapping[str, Any], builder: BlockBuilder, *, attempt: int | None = None) -> None:
-        """Add the record that `document` is to `builder`; without `attempt` the steps tell it."""
+        """Add `document` to `builder` as a record. Without `attempt`, it follows from the steps."""
         shape = self._shapes.of(document, self._names.version)
         if shape is not None and all(map(is_plain_number, document.values())):
             self._add_plain(shape, tuple(document.values()), builder, attempt)
@@ -92,7 +194,7 @@ class ObjectReader:
 
     def _add_plain(self, shape: Shape, values: Sequence[float], builder: BlockBuilder, attempt: int | None) -> None:
         step = int(values[shape.step])
-        self._note_step(step)
+        self._update_last_step(step)
         if attempt is None:
             epoch = None if shape.epoch is None else values[shape.epoch]
             attempt = self._streams.attempt(None, step, epoch)
@@ -102,39 +204,36 @@ class ObjectReader:
             builder.scalar(alias.name, value if alias.factor == 1.0 else alias.converted(value), alias.unit, labels)
 
     def _add_any(self, document: Mapping[str, Any], builder: BlockBuilder, attempt: int | None) -> None:
-        self._note_keys(document)
-        record = _Record()
+        for key, value in document.items():
+            if key in self.keys or len(self.keys) < MAX_KEYS:
+                self.keys[key] = self.keys.get(key, 0) + (value is None)
+        record = _Record(document, evaluation_sets(document))
         self._collect(document, "", record, 0)
         step = self._step(record)
         if attempt is None:
-            attempt = self._streams.attempt(record.rank, step, _epoch(record))
+            attempt = self._streams.attempt(record.rank, step, record.epoch())
         builder.record(step=step, rank=record.rank, ts=record.ts, origin=FROM_LOG, attempt=attempt)
-        self.finished = self.finished or "train_runtime" in document
+        self.finished = self.finished or _LAST_ENTRY in document
         if record.event is not None:
-            self._add_event(record, document, builder)
-        added = self._add_numbers(record, document, builder)
+            self._add_event(record.event, document, builder)
+        added = self._add_numbers(record, builder)
         if not added and record.event is None:
             builder.event(EventType.NOTE, Severity.INFO, "a record without numbers", json_text(document))
-        is_special = _UTILISATION in {named[0].name for _, named in added} or "train_runtime" in document
+        is_special = _UTILISATION in {named[0].name for _, named in added} or _LAST_ENTRY in document
         if len(record.steps) == 1 and not is_special:
             self._shapes.learn(document, record.steps[0][1], added)
 
     def run(self, facts: Mapping[str, Any], **sections: Any) -> ImportedRun:
-        """Return what the log says of the run; `facts` are about the import itself, `sections` join the config."""
+        """Return the facts of the log about the run; `facts` describe the import, `sections` are added to `config`."""
         absent = {key: count for key, count in self.keys.items() if count}
         about = {**facts, "keys": sorted(self.keys), "null_values": absent}
         config = {"import": about, "log": self.config, **sections}
         return ImportedRun(
             state=RunState.COMPLETED if self.finished else None,
-            reason="the log says that training came to its end" if self.finished else None,
+            reason="the log reports the end of training" if self.finished else None,
             planned_steps=self.planned_steps,
             config=json_text(config, limit=4 * MAX_JSON),
         )
-
-    def _note_keys(self, document: Mapping[str, Any]) -> None:
-        for key, value in document.items():
-            if key in self.keys or len(self.keys) < MAX_KEYS:
-                self.keys[key] = self.keys.get(key, 0) + (value is None)
 
     def _collect(self, document: Mapping[str, Any], path: str, record: _Record, depth: int) -> None:
         for name, value in document.items():
@@ -159,12 +258,12 @@ class ObjectReader:
                 record.numbers[key] = numbers
 
     def _take_role(self, role: Role, key: str, value: Any, record: _Record) -> bool:
-        """Let `value` play its role; return False where it cannot, and is a quantity like others."""
+        """Store `value` by its role; return False if it does not fit the role, and is an ordinary value."""
         match role:
             case Role.STEP:
-                return _take_step(key, value, record)
+                return record.take_step(key, value)
             case Role.STEP_OF_PLAN:
-                return isinstance(value, str) and _take_step("step", value, record)
+                return isinstance(value, str) and record.take_step("step", value)
             case Role.PLAN:
                 record.planned = whole(value)
                 return record.planned is not None
@@ -181,45 +280,40 @@ class ObjectReader:
                 return True
             case Role.SPLIT if isinstance(value, str):
                 record.split = value.lower()
-                return False
             case Role.CONFIG if isinstance(value, dict):
                 self.config = value
                 return True
-            case _:
-                return False
+        return False
 
     def _step(self, record: _Record) -> int | None:
-        """Return the step, give the other candidates back as numbers, and note the plan."""
+        """Return the step; store the other step keys as numbers, and the planned steps."""
         record.steps.sort()
         for _, key, value in record.steps[1:]:
             record.numbers[key] = float(value)
-        step = record.steps[0][2] if record.steps else None
         if record.planned:
             self.planned_steps = record.planned
-        if step is not None:
-            self._note_step(step)
+        if not record.steps:
+            return None
+        step = record.steps[0][2]
+        self._update_last_step(step)
         return step
 
-    def _note_step(self, step: int) -> None:
+    def _update_last_step(self, step: int) -> None:
         self.last_step = step if self.last_step is None else max(step, self.last_step)
         if self.planned_steps and step >= self.planned_steps:
             self.finished = True
 
-    def _add_numbers(
-        self, record: _Record, document: Mapping[str, Any], builder: BlockBuilder
-    ) -> list[tuple[str, Named]]:
-        """Add the numbers of `record`, those in text too, and return what they were called."""
+    def _add_numbers(self, record: _Record, builder: BlockBuilder) -> list[tuple[str, Named]]:
+        """Add the numbers of `record`, also those in text, and return their keys and names."""
         taken: set[str] = set()
         added = []
-        sets = evaluation_sets(document)
-        ends_training = "train_runtime" in document
         for key, value in record.numbers.items():
-            named = self._named(key, record, document, taken, sets, ends_training=ends_training)
+            named = self._named(key, record, taken)
             _add_scalars(key, value, named, builder)
             taken.add(named[0].name)
             added.append((key, named))
         for key, text in record.texts.items():
-            named = self._named(key, record, document, taken, sets, ends_training=ends_training)
+            named = self._named(key, record, taken)
             if (read := _number_in_text(text, named[0])) is not None:
                 alias, found = read
                 builder.scalar(alias.name, alias.converted(found), alias.unit, alias.labels(key))
@@ -227,59 +321,26 @@ class ObjectReader:
                 added.append((key, named))
         return added
 
-    def _named(
-        self,
-        key: str,
-        record: _Record,
-        document: Mapping[str, Any],
-        taken: set[str],
-        sets: tuple[str, ...],
-        *,
-        ends_training: bool,
-    ) -> Named:
-        if ends_training and key.startswith("train_"):
-            # The Trainer's last entry: averages over the whole run, not of its last step.
-            return own(key)
-        if sets and (named := of_set(key, sets)):
+    def _named(self, key: str, record: _Record, taken: set[str]) -> Named:
+        if key.startswith("train_") and _LAST_ENTRY in record.document:
+            return own_name(key)
+        if record.sets and (named := name_in_set(key, record.sets)):
             return named
-        if record.split and (named := in_split(key, record.split)):
+        if record.split and (named := name_in_split(key, record.split)):
             return named
-        return self._names.name(key, taken, document)
+        return self._names.name(key, taken, record.document)
 
-    def _add_event(self, record: _Record, document: Mapping[str, Any], builder: BlockBuilder) -> None:
-        assert record.event is not None
-        told = happening(record.event)
-        self.finished = self.finished or told.ends_well
+    def _add_event(self, name: str, document: Mapping[str, Any], builder: BlockBuilder) -> None:
+        found = event_class(name)
+        self.finished = self.finished or found.ends_training
         details = {key: value for key, value in document.items() if number(value) is None and value is not None}
-        if told.type == EventType.EXIT:
+        if found.type == EventType.EXIT:
             details = {"reason": ExitReason.COMPLETED, "last_step": self.last_step, **details}
-        builder.event(told.type, told.severity, clean_text(record.event), json_text(details))
-
-
-def _epoch(record: _Record) -> float | None:
-    """Return the epoch of a record, which may stand in text."""
-    given = next((record.numbers[key] for key in record.numbers if key.lower() == EPOCH), None)
-    if given is None:
-        text = next((record.texts[key] for key in record.texts if key.lower() == EPOCH), "")
-        found = quantity(text)
-        given = found[0] if found else None
-    return given if isinstance(given, float) else None
-
-
-def _take_step(key: str, value: Any, record: _Record) -> bool:
-    """Take `12`, `12.0`, `"12"` or `"12/873"` as the step."""
-    step_text, slash, planned = value.partition("/") if isinstance(value, str) else (value, "", None)
-    step = whole(step_text)
-    if step is None:
-        return False
-    if slash:
-        record.planned = whole(planned) or record.planned
-    record.steps.append((STEP_RANK[key.lower()], key, step))
-    return True
+        builder.event(found.type, found.severity, clean_text(name), json_text(details))
 
 
 def _add_scalars(key: str, value: float | list[float], named: Named, builder: BlockBuilder) -> None:
-    """Add a number, or the numbers of a list with their places; utilisation of processors also as its mean."""
+    """Add a number, or the numbers of a list with their index as a label; of GPU utilization also the mean."""
     alias, labels = named
     if isinstance(value, list):
         place = _LIST_LABEL.get(alias.name, "index")
@@ -301,7 +362,7 @@ def _number_in_text(text: str, alias: Alias) -> tuple[Alias, float] | None:
     value, unit = found
     if unit is None:
         return alias, value
-    # A unit behind a number of an unknown key may be anything: "7b" is a size of a model.
+    # A unit after the number of an unknown key may mean anything: "7b" is the size of a model.
     known = UNITS.get(unit.lower())
     if known is None or alias.unit is None or known.name != alias.unit:
         return None

@@ -1,4 +1,4 @@
-"""The rules over what is imported, with the reference evaluator: the same events as if the rank had judged itself."""
+"""Apply anomaly rules to imported rows with the reference evaluator: the events equal those of a monitored rank."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ IMPORT_RULES: Final[tuple[AnomalyRule, ...]] = (
     AnomalyNan(),
     AnomalyTurbulence(threshold=10.0, kinds=(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED), ops=("norm",)),
 )
-"""What a rank judges by unless told otherwise."""
+"""The default rules of a rank."""
 
 _SERIES: Final = ("rank", "attempt", "vpp_stage", "micro_step", "kind", "tensor", "index", "call_seq")
 _PLACE: Final = ("run", "attempt", "rank", "incarnation", "seq", "ordinal", "step", "micro_step", "ts", "ts_origin")
 _COUNTS: Final = ("nans", "infs")
 
 
-class Judge:
-    """Judges tables in the order of the log, and keeps the baseline of each series meanwhile."""
+class RuleEvaluator:
+    """The rules of an import with the baseline of each series. Tables are evaluated in the order of the log."""
 
     def __init__(self, rules: Sequence[AnomalyRule]) -> None:
         self._rules = tuple(rules)
         self._series: dict[tuple[Any, ...], tuple[SeriesEvaluator, ...]] = {}
 
-    def judge(self, tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
-        """Return the tables with baselines where they had none, and with an event for each firing."""
-        judged = dict(tables)
-        found = []
+    def evaluate(self, tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
+        """Return the tables with baselines, unless they have some, and with an event for each firing."""
+        evaluated = dict(tables)
+        events = []
         if "scalars" in tables:
-            found += self._scalars(tables["scalars"])
+            events += self._scalars(tables["scalars"])
         if "tensor_stats" in tables:
-            judged["tensor_stats"], events = self._tensors(tables["tensor_stats"])
-            found += events
-        if found:
-            events = [judged["events"], *found] if "events" in judged else found
-            judged["events"] = pa.concat_tables([table.cast(table_schema("events")) for table in events])
-        return judged
+            evaluated["tensor_stats"], found = self._tensors(tables["tensor_stats"])
+            events += found
+        if events:
+            events = [evaluated["events"], *events] if "events" in evaluated else events
+            evaluated["events"] = pa.concat_tables([table.cast(table_schema("events")) for table in events])
+        return evaluated
 
     def _scalars(self, table: pa.Table) -> list[pa.Table]:
         values = table.column("value").to_numpy()
@@ -59,14 +59,12 @@ class Judge:
             if not rule.judges(None, "value"):
                 continue
             fires = np.asarray(rule.fires("value", values, math.nan), np.bool_) & free
-            free &= ~fires  # the first rule names the alert
+            free &= ~fires  # the first rule that fires gives the alert its name
             if fires.any():
                 rows = table.filter(pa.array(fires))
-                names = rows.column("name").cast(pa.string())
-                said = pc.binary_join_element_wise(
-                    f"{rule.name}: ", names, " is ", rows.column("value").cast(pa.string()), ""
-                )
-                found.append(_events(rows, rule, {"op": names, "value": rows.column("value"), "message": said}))
+                names, value = rows.column("name").cast(pa.string()), rows.column("value")
+                message = pc.binary_join_element_wise(f"{rule.name}: ", names, " is ", value.cast(pa.string()), "")
+                found.append(_events(rows, rule, {"op": names, "value": value, "message": message}))
         return found
 
     def _tensors(self, table: pa.Table) -> tuple[pa.Table, list[pa.Table]]:
@@ -77,26 +75,25 @@ class Judge:
         keys = list(zip(*(table.column(name).to_pylist() for name in _SERIES), strict=True))
         for place, op in enumerate(JUDGED_OPS):
             values = table.column(op).to_pylist()
-            shown: list[float | None] = []
+            baselines: list[float | None] = []
             firings: list[tuple[int, AnomalyRule, float]] = []
             for row, (key, value) in enumerate(zip(keys, values, strict=True)):
                 evaluator = self._evaluators(key)[place]
                 before = evaluator.baseline
                 firing = None if value is None else evaluator.observe(value)
-                shown.append(_known(evaluator.baseline if math.isnan(before) else before))
+                baselines.append(_known(evaluator.baseline if math.isnan(before) else before))
                 if firing is not None:
                     firings.append((row, firing.rule, firing.baseline))
             position = table.column_names.index(f"{op}_baseline")
-            table = table.set_column(position, table.schema.field(position), pa.array(shown, pa.float32()))
-            found += _fired(table, op, firings)
+            table = table.set_column(position, table.schema.field(position), pa.array(baselines, pa.float32()))
+            found += _firing_events(table, op, firings)
         return table, found
 
     def _evaluators(self, key: tuple[Any, ...]) -> tuple[SeriesEvaluator, ...]:
         known = self._series.get(key)
         if known is None:
             kind = key[_SERIES.index("kind")]
-            known = tuple(SeriesEvaluator(self._rules, kind, op) for op in JUDGED_OPS)
-            self._series[key] = known
+            known = self._series[key] = tuple(SeriesEvaluator(self._rules, kind, op) for op in JUDGED_OPS)
         return known
 
     def _stateless(self, table: pa.Table) -> list[pa.Table]:
@@ -109,61 +106,57 @@ class Judge:
             values = column.to_numpy()
             open_rows = free & column.is_valid().to_numpy()
             for rule in self._rules:
-                covered = self._covered(rule, kinds, op)
-                fires = np.asarray(rule.fires(op, values, math.nan), np.bool_) & open_rows & covered
+                fires = np.asarray(rule.fires(op, values, math.nan), np.bool_) & open_rows & _covered(rule, kinds, op)
                 open_rows &= ~fires
                 if op in _COUNTS:
                     free &= ~fires
-                firings = [(int(row), rule, math.nan) for row in np.flatnonzero(fires)]
-                found += _fired(table, op, firings)
+                found += _firing_events(table, op, [(int(row), rule, math.nan) for row in np.flatnonzero(fires)])
             if op == _COUNTS[-1]:
                 free = np.ones(len(table), np.bool_)
         return found
 
-    def _covered(self, rule: AnomalyRule, kinds: pa.ChunkedArray, op: str) -> npt.NDArray[np.bool_]:
-        judged = [kind for kind in kinds.unique().to_pylist() if rule.judges(kind, op)]
-        covered: npt.NDArray[np.bool_] = pc.is_in(kinds, pa.array(judged, pa.string())).to_numpy()
-        return covered
+
+def _covered(rule: AnomalyRule, kinds: pa.ChunkedArray, op: str) -> npt.NDArray[np.bool_]:
+    covered_kinds = [kind for kind in kinds.unique().to_pylist() if rule.judges(kind, op)]
+    return np.asarray(pc.is_in(kinds, pa.array(covered_kinds, pa.string())).to_numpy())
 
 
-def _fired(table: pa.Table, op: str, firings: Sequence[tuple[int, AnomalyRule, float]]) -> list[pa.Table]:
-    """Return the events of firings (row, rule, baseline before), by rule."""
+def _firing_events(table: pa.Table, op: str, firings: Sequence[tuple[int, AnomalyRule, float]]) -> list[pa.Table]:
+    """Return the events of the firings (row, rule, baseline before the row), by rule."""
     found = []
     for rule in dict.fromkeys(rule for _, rule, _ in firings):
-        mine = [(row, baseline) for row, other, baseline in firings if other is rule]
-        rows = table.take(pa.array([row for row, _ in mine], pa.int64()))
+        chosen = [(row, baseline) for row, other, baseline in firings if other is rule]
+        rows = table.take(pa.array([row for row, _ in chosen], pa.int64()))
         value = rows.column(op).cast(pa.float64())
         kind, tensor = (rows.column(name).cast(pa.string()) for name in ("kind", "tensor"))
-        said = pc.binary_join_element_wise(
+        message = pc.binary_join_element_wise(
             f"{rule.name} on ", kind, " of ", tensor, f": {op} is ", value.cast(pa.string()), ""
         )
-        own = {
+        columns = {
             "kind": kind,
             "tensor": tensor,
-            "op": pa.array([op] * len(mine)),
+            "op": pa.array([op] * len(chosen)),
             "value": value,
-            "baseline": pa.array([_known(baseline) for _, baseline in mine], pa.float64()),
+            "baseline": pa.array([_known(baseline) for _, baseline in chosen], pa.float64()),
             "vpp_stage": rows.column("vpp_stage"),
-            "message": said,
+            "message": message,
         }
-        found.append(_events(rows, rule, own))
+        found.append(_events(rows, rule, columns))
     return found
 
 
-def _events(rows: pa.Table, rule: AnomalyRule, own: Mapping[str, Any]) -> pa.Table:
-    """Return anomaly events at the places of `rows`."""
+def _events(rows: pa.Table, rule: AnomalyRule, columns: Mapping[str, Any]) -> pa.Table:
+    """Return anomaly events for `rows` of a dataset, with the values in `columns`."""
     count = rows.num_rows
-    given = {name: rows.column(name) for name in _PLACE} | dict(own)
-    given["type"] = pa.array([EventType.ANOMALY.value] * count)
-    given["severity"] = pa.array([str(rule.severity)] * count)
-    given["rule"] = pa.array([rule.name] * count)
+    given = {name: rows.column(name) for name in _PLACE} | dict(columns)
+    same = {"type": EventType.ANOMALY.value, "severity": str(rule.severity), "rule": rule.name}
+    given |= {name: pa.array([value] * count) for name, value in same.items()}
     given["threshold"] = pa.array([rule.limit()] * count, pa.float64())
     schema = table_schema("events")
-    return pa.table([_cast(given.get(field.name), field, count) for field in schema], schema=schema)
-
-
-def _cast(column: Any, field: pa.Field, count: int) -> Any:
-    return pa.nulls(count, field.type) if column is None else column.cast(field.type)
+    arrays = [
+        given[field.name].cast(field.type) if field.name in given else pa.nulls(count, field.type) for field in schema
+    ]
+    return pa.table(arrays, schema=schema)
 
 
 def _known(baseline: float) -> float | None:

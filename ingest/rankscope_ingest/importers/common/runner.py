@@ -1,4 +1,4 @@
-"""Imported records into the store, in batches, exactly once: a record is known by its number in its source."""
+"""Store imported records in batches, each exactly once: a record is identified by its number in its source."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType, RunState, Severity
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.security.redaction import redacted_json
-from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
+from rankscope_ingest.base.tables import FROM_INGEST, constant, rows_table, table_schema
 from rankscope_ingest.importers.common.importer import (
+    RECORD_COLUMN,
     Fault,
     Faults,
     Imported,
@@ -27,6 +28,7 @@ from rankscope_ingest.importers.common.importer import (
     Importer,
     KnownByContent,
 )
+from rankscope_ingest.importers.common.lines import readable
 from rankscope_ingest.importers.common.log_identity import (
     Extents,
     KnownImport,
@@ -36,32 +38,31 @@ from rankscope_ingest.importers.common.log_identity import (
     marks,
     stream_of,
 )
-from rankscope_ingest.importers.common.row_numbers import Stamp
-from rankscope_ingest.importers.common.rules import IMPORT_RULES, Judge
+from rankscope_ingest.importers.common.rules import IMPORT_RULES, RuleEvaluator
 from rankscope_storage.api.store import Batch, Commit
 
 BATCH_RECORDS: Final = 20_000
 BATCH_ROWS: Final = 500_000
 
+_CODED: Final = pa.dictionary(pa.int32(), pa.string())
+
 Progress = Callable[[int], None]
-"""Is told how many bytes have been read so far."""
+"""Called with the number of bytes read so far."""
 
 
 class Appender(Protocol):
-    """The store as an import sees it."""
+    """The part of a store writer that an import needs."""
 
     def append(self, batch: Batch) -> Commit:
-        """Store the batch durably, dropping what is stored already."""
-        ...
+        """Store the batch durably, without the records that are already stored."""
 
     def watermark(self, incarnation: str) -> int:
-        """Return the last seq stored of `incarnation`, -1 when it is unknown."""
-        ...
+        """Return the last stored seq of `incarnation`, -1 if none is stored."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
-    """What became of a log. `rows_stored` counts what was new."""
+    """The result of an import. `rows_stored` counts new rows only."""
 
     run: str
     source_kind: str
@@ -75,9 +76,9 @@ class ImportReport:
     attempts: int = 0
     state: str | None = None
     is_known: bool = False
-    """The log had been imported before, whether or not it has grown since."""
+    """The log was imported before, whether or not it has grown since."""
     is_replacement: bool = False
-    """Another log stood in its place when it was last imported: it was rotated or truncated."""
+    """At the last import another log was at this path: the log was rotated or truncated."""
 
 
 def import_records(
@@ -90,30 +91,25 @@ def import_records(
     known: Sequence[KnownImport] | None = None,
     rules: Sequence[AnomalyRule] = IMPORT_RULES,
 ) -> ImportReport:
-    """Bring the log at `path` into the store as `run`. Raises IngestError when it cannot be read.
+    """Import the log at `path` into the store as `run`. Raises IngestError if it cannot be read.
 
-    With `known`, the imports that the store already holds of this run, a log is recognised after a rotation, a restart
-    in another file counts as another attempt, and the import itself is noted in the store.
+    `known` are the imports of this run that the store already contains. With it, a log is recognized after a rotation,
+    a restart in another file counts as another attempt, and the import itself is stored as an event.
     """
     faults = Faults()
-    try:
+    with readable(path):
         identity = importer.identity(path) if isinstance(importer, KnownByContent) else None
-    except OSError as error:
-        raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
     source = identify(path, run, known or (), identity)
-    alike = tuple(one for one in known or () if one.kind == importer.name and one.incarnation != source.incarnation)
-    log = _Log(path=path, run=run, kind=importer.name, source=source, alike=alike)
-    intake = _Intake(log, Judge(rules), appender)
+    others = tuple(log for log in known or () if log.kind == importer.name and log.incarnation != source.incarnation)
+    intake = _Intake(path, run, importer.name, source, others, appender, RuleEvaluator(rules))
     stored = 0
-    try:
+    with readable(path):
         for batch in intake.batches(importer.read(path, faults), faults, progress):
             stored += sum(appender.append(batch).rows.values())
         if progress:
             progress(faults.read_bytes)
-        note = None if known is None else _note(log, intake, faults)
-    except OSError as error:
-        raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
-    if (intake.records or intake.knows_the_run) and (stored or note is None or note != source.before):
+        note = None if known is None else intake.note(faults)
+    if (intake.records or intake.facts) and (stored or note is None or note != source.before):
         appender.append(intake.dimensions(note))
     return ImportReport(
         run=run,
@@ -126,59 +122,101 @@ def import_records(
         passed_over=faults.passed_over,
         anomalies=intake.anomalies,
         attempts=len(intake.extents.by_attempt),
-        state=intake.state,
+        state=intake.facts.get("state"),
         is_known=source.before is not None,
         is_replacement=source.replaced is not None,
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Log:
-    """What is imported, as which run, beside which other logs of its kind."""
+class Numbering:
+    """The record numbers of one source, which is one incarnation in the store, and the columns that all rows have."""
+
+    def __init__(self, *, run: str, incarnation: str) -> None:
+        self.run = run
+        self.incarnation = incarnation
+        self.records = 0
+
+    def rows(self, records: Sequence[ImportedRecord]) -> dict[str, pa.Table]:
+        """Return the rows of `records` by dataset, and count the records."""
+        rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        arrived = time.time_ns() // 1000
+        for seq, record in enumerate(records, self.records):
+            common = {name: getattr(record, name) for name in ("attempt", "rank", "step", "micro_step", "ts")}
+            common |= {"run": self.run, "incarnation": self.incarnation, "seq": seq, "ordinal": arrived + seq}
+            common["ts_origin"] = None if record.ts is None else record.ts_origin
+            for dataset, own in record.rows.items():
+                rows[dataset] += [{**common, **row} for row in own]
+        self.records += len(records)
+        return {dataset: rows_table(dataset, listed) for dataset, listed in rows.items() if listed}
+
+    def block(self, block: ImportedBlock) -> dict[str, pa.Table]:
+        """Return the tables of `block` with all columns, and count its records."""
+        arrived = time.time_ns() // 1000
+        tables = {name: self._full(name, table, arrived) for name, table in block.tables.items() if table.num_rows}
+        self.records += block.records
+        return tables
+
+    def _full(self, dataset: str, table: pa.Table, arrived: int) -> pa.Table:
+        """Return `table` with all columns of `dataset`, null where absent. Text may be dictionary-encoded."""
+        count = table.num_rows
+        seq = pc.add(pc.cast(table.column(RECORD_COLUMN), pa.int64()), self.records)
+        given = {name: table.column(name) for name in table.column_names if name != RECORD_COLUMN}
+        given |= {
+            "run": constant(self.run, count),
+            "incarnation": constant(self.incarnation, count),
+            "seq": seq,
+            "ordinal": pc.add(seq, arrived),
+            "attempt": pc.fill_null(given["attempt"], 0) if "attempt" in given else pa.array(np.zeros(count, np.int32)),
+        }
+        schema = table_schema(dataset)
+        if unknown := given.keys() - set(schema.names):
+            raise KeyError(f"{dataset} has no column {sorted(unknown)}")
+        columns, fields = [], []
+        for field in schema:
+            column = given.get(field.name)
+            if column is None:
+                column = pa.nulls(count, _CODED if pa.types.is_string(field.type) else field.type)
+            elif not pa.types.is_dictionary(column.type):
+                column = pc.cast(column, field.type)
+            columns.append(column)
+            fields.append(field.with_type(column.type))
+        return pa.Table.from_arrays(columns, schema=pa.schema(fields))
+
+
+@dataclasses.dataclass
+class _Intake:
+    """One import: the log, its run, the other logs of its kind in the run, and the state between its batches."""
 
     path: Path
     run: str
     kind: str
     source: Source
-    alike: Sequence[KnownImport]
+    others: Sequence[KnownImport]
+    appender: Appender
+    evaluator: RuleEvaluator
 
-
-class _Intake:
-    """Numbers the records of one log, judges them, and turns them into batches."""
-
-    def __init__(self, log: _Log, judge: Judge, appender: Appender) -> None:
+    def __post_init__(self) -> None:
         self.extents = Extents()
         self.anomalies = 0
-        self.attempt = None if log.source.before is None else log.source.before.attempt
-        self._log = log
-        self._judge = judge
-        self._appender = appender
-        self._stamps: dict[str, Stamp] = {}
-        self._touched: dict[str, Stamp] = {}
-        self._facts: dict[str, Any] = {}
+        self.attempt = None if self.source.before is None else self.source.before.attempt
+        self.facts: dict[str, Any] = {}  # about the run; a log may contain them before its first record
+        self._numberings: dict[str, Numbering] = {}
+        self._touched: dict[str, Numbering] = {}
         self._waiting: dict[str, list[pa.Table]] = defaultdict(list)
 
     @property
     def records(self) -> int:
-        """How many records have been read."""
-        return sum(stamp.records for stamp in self._stamps.values())
-
-    @property
-    def knows_the_run(self) -> bool:
-        """Whether the log says anything of the run as a whole; it may before its first record."""
-        return bool(self._facts)
-
-    @property
-    def state(self) -> str | None:
-        """How the run ended, as far as the log says."""
-        return self._facts.get("state")
+        """The number of records read."""
+        return sum(numbering.records for numbering in self._numberings.values())
 
     def batches(self, imported: Iterator[Imported], faults: Faults, progress: Progress | None) -> Iterator[Batch]:
-        """Yield what is read in batches of a sane size."""
+        """Yield the imported rows in batches of about 500,000 rows, with rule events."""
         rows = 0
         for item in _grouped(imported):
             if isinstance(item, ImportedRun):
-                self._facts |= _facts(item)
+                named = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+                named["config"] = redacted_json(item.config)  # logs repeat command lines and settings with secrets
+                self.facts |= {name: value for name, value in named.items() if value is not None}
                 continue
             for dataset, table in self._tables(item).items():
                 self._waiting[dataset].append(table)
@@ -188,15 +226,28 @@ class _Intake:
             if rows >= BATCH_ROWS:
                 yield self._batch()
                 rows = 0
-        if self._stamps:
+        if self._numberings:
             yield self._batch()
 
+    def note(self, faults: Faults) -> KnownImport:
+        """Return the facts about this import that the next import of the log needs."""
+        return KnownImport(
+            incarnation=self.source.incarnation,
+            path=str(self.path.absolute()),
+            kind=self.kind,
+            marks=() if self.path.is_dir() else marks(self.path, faults.read_bytes),
+            records=self.records,
+            malformed=faults.count,
+            attempt=self.attempt or 0,
+            ends=self.extents.ends,
+        )
+
     def dimensions(self, note: KnownImport | None) -> Batch:
-        """Return the run, its attempts, and the import as an event; an end that the log does not tell is "stopped"."""
+        """Return the run, its attempts and the import event. Without an end in the log, the state is "stopped"."""
         now = time.time_ns() // 1000
-        common = {"run": self._log.run, "ordinal": now, "ts": now, "ts_origin": FROM_INGEST}
+        common = {"run": self.run, "ordinal": now, "ts": now, "ts_origin": FROM_INGEST}
         rows = [self._attempt_row(attempt) | common for attempt in sorted(self.extents.by_attempt) or [0]]
-        before = [end.attempt for one in self._log.alike for end in one.ends.values()]
+        before = [end.attempt for log in self.others for end in log.ends.values()]
         tables = {"attempts": rows_table("attempts", rows)}
         if rows[-1]["attempt"] >= max(before, default=0):
             whole = {"last_step": self.extents.last_step, "started_at": rows[0].get("started_at")}
@@ -207,7 +258,7 @@ class _Intake:
                 "incarnation": note.incarnation,
                 "type": EventType.IMPORT,
                 "severity": Severity.INFO,
-                "message": f"{note.records} records of {self._log.path.name}",
+                "message": f"{note.records} records of {self.path.name}",
                 "details": note.to_json(),
             }
             tables["events"] = rows_table("events", [common | event])
@@ -219,70 +270,55 @@ class _Intake:
         row: dict[str, Any] = {
             "attempt": attempt,
             "state": RunState.STOPPED,
-            "source_kind": self._log.kind,
-            "reason": "imported from a log" if is_last else "the log goes back to an earlier step",
+            "source_kind": self.kind,
+            "reason": "imported from a log" if is_last else "the log returns to an earlier step",
         }
         if extent is not None:
             row |= {"started_at": extent.first_ts, "ended_at": extent.last_ts, "last_step": extent.last_step}
         shared = ("planned_steps", "world_size", "config")
-        return row | {name: value for name, value in self._facts.items() if is_last or name in shared}
+        return row | {name: value for name, value in self.facts.items() if is_last or name in shared}
 
     def _tables(self, item: list[ImportedRecord] | ImportedBlock) -> dict[str, pa.Table]:
-        """Return what `item` adds to the store."""
-        source = item.source if isinstance(item, ImportedBlock) else item[0].source
-        stamp = self._stamp(source)
-        count = item.records if isinstance(item, ImportedBlock) else len(item)
-        watermark = self._appender.watermark(stamp.incarnation)
-        is_stored = stamp.records + count - 1 <= watermark
-        self._touched[stamp.incarnation] = stamp
-        tables = stamp.block(item) if isinstance(item, ImportedBlock) else stamp.rows(item)
+        """Return the rows of `item` that are not stored yet, with rule events."""
+        numbering = self._numbering(item.source if isinstance(item, ImportedBlock) else item[0].source)
+        tables = numbering.block(item) if isinstance(item, ImportedBlock) else numbering.rows(item)
+        watermark = self.appender.watermark(numbering.incarnation)
+        is_stored = numbering.records - 1 <= watermark
+        self._touched[numbering.incarnation] = numbering
         if self.attempt is None and tables:
-            self.attempt = first_attempt(tables, self._log.alike)
+            self.attempt = first_attempt(tables, self.others)
         tables = {name: _moved(table, self.attempt or 0) for name, table in tables.items()}
         self.extents.add(tables)
         if is_stored and "tensor_stats" not in tables:
-            return {}  # rows without a baseline to follow
-        judged = self._judge.judge(tables)
+            return {}  # these rows contribute to no baseline
+        evaluated = self.evaluator.evaluate(tables)
         if is_stored:
             return {}
-        self.anomalies += _anomalies(judged.get("events"), watermark)
-        return judged
+        self.anomalies += _new_anomalies(evaluated.get("events"), watermark)
+        return evaluated
 
-    def _stamp(self, source: str) -> Stamp:
-        if source not in self._stamps:
-            incarnation = self._log.source.incarnation
+    def _numbering(self, source: str) -> Numbering:
+        if source not in self._numberings:
+            incarnation = self.source.incarnation
             if source:
                 incarnation = stream_of(incarnation, source)
-            self._stamps[source] = Stamp(run=self._log.run, incarnation=incarnation)
-        return self._stamps[source]
+            self._numberings[source] = Numbering(run=self.run, incarnation=incarnation)
+        return self._numberings[source]
 
     def _batch(self) -> Batch:
         waiting, self._waiting = self._waiting, defaultdict(list)
-        touched, self._touched = self._touched, {}  # of a folder of many files, only those read since
-        watermarks = {incarnation: stamp.records - 1 for incarnation, stamp in touched.items() if stamp.records}
+        touched, self._touched = self._touched, {}  # of a folder of many files, only those read since the last batch
+        watermarks = {incarnation: source.records - 1 for incarnation, source in touched.items() if source.records}
         return Batch(tables={name: _concat(name, tables) for name, tables in waiting.items()}, watermarks=watermarks)
 
 
-def _note(log: _Log, intake: _Intake, faults: Faults) -> KnownImport:
-    return KnownImport(
-        incarnation=log.source.incarnation,
-        path=str(log.path.absolute()),
-        kind=log.kind,
-        marks=() if log.path.is_dir() else marks(log.path, faults.read_bytes),
-        records=intake.records,
-        malformed=faults.count,
-        attempt=intake.attempt or 0,
-        ends=intake.extents.ends,
-    )
-
-
 def _grouped(imported: Iterator[Imported]) -> Iterator[list[ImportedRecord] | ImportedBlock | ImportedRun]:
-    """Yield single records of one source together, everything else as it comes."""
+    """Yield consecutive single records of one source as lists, and other items unchanged."""
     waiting: list[ImportedRecord] = []
     rows = 0
     for item in imported:
-        goes_on = isinstance(item, ImportedRecord) and waiting and waiting[0].source == item.source
-        if waiting and (not goes_on or rows >= BATCH_RECORDS):
+        continues = isinstance(item, ImportedRecord) and waiting and waiting[0].source == item.source
+        if waiting and (not continues or rows >= BATCH_RECORDS):
             yield waiting
             waiting, rows = [], 0
         if isinstance(item, ImportedRecord):
@@ -292,12 +328,6 @@ def _grouped(imported: Iterator[Imported]) -> Iterator[list[ImportedRecord] | Im
             yield item
     if waiting:
         yield waiting
-
-
-def _facts(run: ImportedRun) -> dict[str, Any]:
-    named = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
-    named["config"] = redacted_json(run.config)  # logs repeat command lines and settings as they were given
-    return {name: value for name, value in named.items() if value is not None}
 
 
 def _moved(table: pa.Table, attempt: int) -> pa.Table:
@@ -315,8 +345,8 @@ def _concat(dataset: str, tables: Sequence[pa.Table]) -> pa.Table:
     return pa.concat_tables(tables).unify_dictionaries()
 
 
-def _anomalies(events: pa.Table | None, watermark: int) -> int:
-    """Return how many anomalies there are of records that are not stored yet."""
+def _new_anomalies(events: pa.Table | None, watermark: int) -> int:
+    """Return the number of anomaly events with a seq above the watermark."""
     if events is None:
         return 0
     is_anomaly = pc.equal(events.column("type").cast(pa.string()), EventType.ANOMALY.value)

@@ -1,12 +1,16 @@
-"""Numbers, durations and moments as logs write them in text. Pure: text in, value or None out."""
+"""Values as logs write them: numbers, durations and times in text, and JSON documents of any size.
+
+The module opens no file. Callers pass text, or chunks of bytes for `JsonWindow`.
+"""
 
 from __future__ import annotations
 
+import codecs
 import datetime as dt
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from rankscope_contract.security.redaction import redacted
@@ -14,18 +18,18 @@ from rankscope_contract.security.redaction import redacted
 MAX_JSON: Final = 65_536
 
 _MAX_DEPTH: Final = 16
-_UNPRINTABLE: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_NOT_JSON: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def clean_text(text: str, limit: int = 1000) -> str:
-    """Return `text` as every store takes it."""
+    """Return the first `limit` characters of `text`, without lone surrogates, which no store accepts."""
     return text[:limit].encode("utf-8", "replace").decode()
 
 
 def json_text(value: Any, limit: int = MAX_JSON) -> str:
-    """Return `value` as JSON that any reader takes: NaN and Inf as text; too long a text is told, not stored.
+    """Return `value` as standard JSON: NaN and Inf as strings, secrets masked. Longer text than `limit` is not kept.
 
-    Secrets are masked: a log repeats the settings that training was started with.
+    Its length is stored instead. Secrets can occur because a log repeats the settings that training was started with.
     """
     text = json.dumps(redacted(_plain_json(value, 0)), ensure_ascii=False, separators=(",", ":"), default=str)
     if len(text) > limit:
@@ -40,13 +44,13 @@ def _plain_json(value: Any, depth: int) -> Any:
         return {str(key): _plain_json(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain_json(item, depth + 1) for item in value]
-    return _UNPRINTABLE.get(repr(value), value) if isinstance(value, float) else value
+    return _NOT_JSON.get(repr(value), value) if isinstance(value, float) else value
 
 
 NUMBER: Final = (
     r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
 )
-"""A number in text, thousands set apart or not; NaN and Inf in any case."""
+"""A number in text, with or without separators of thousands; NaN and Inf in upper or lower case."""
 
 _MAX_CHARACTERS: Final = 64
 _QUANTITY: Final = re.compile(rf"(?P<number>{NUMBER})\s*(?P<unit>%|[a-zµ][a-z/]*)?", re.IGNORECASE)
@@ -59,13 +63,13 @@ _SPELLED: Final = re.compile(
 _SECONDS_OF: Final = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
-_FIRST_MOMENT: Final = 1e9  # seconds; what is less is no date of a training
-_LAST_MOMENT: Final = 4.1e9
+_FIRST_TIME: Final = 1e9  # seconds; an earlier time is no date of a training
+_LAST_TIME: Final = 4.1e9
 _LARGEST_STEP: Final = 1 << 53
 
 
 def number(value: Any) -> float | None:
-    """Return a JSON number as a float, beyond its range as ±Inf; None for everything else, true and false included."""
+    """Return a JSON number as a float, ±Inf if it is out of range; None for other values, including true and false."""
     if isinstance(value, float):
         return value
     if isinstance(value, bool) or not isinstance(value, int):
@@ -77,7 +81,7 @@ def number(value: Any) -> float | None:
 
 
 def quantity(text: str) -> tuple[float, str | None] | None:
-    """Return number and unit of a text that is nothing else: `0.8674`, `213.66ms`, `0.23%`, `1,234`, `NaN`."""
+    """Return number and unit of a text such as `0.8674`, `213.66ms`, `0.23%`, `1,234` or `NaN`; None for other text."""
     text = text.strip()
     if len(text) > _MAX_CHARACTERS:
         return None
@@ -88,7 +92,7 @@ def quantity(text: str) -> tuple[float, str | None] | None:
 
 
 def seconds(text: str) -> float | None:
-    """Return a duration in text as seconds: `9 days, 21:39:23`, `0:32:48`, `49m 19s`."""
+    """Return a duration such as `9 days, 21:39:23`, `0:32:48` or `49m 19s` in seconds; None for other text."""
     text = text.strip().lower()
     if len(text) > _MAX_CHARACTERS:
         return None
@@ -102,7 +106,7 @@ def seconds(text: str) -> float | None:
 
 
 def whole(value: Any) -> int | None:
-    """Return a step or count given as a whole number, or as text of one; None for everything else."""
+    """Return a step or count that is a whole number, or text of one, below 2**53; None for other values."""
     if isinstance(value, str):
         found = quantity(value)
         value = None if found is None or found[1] else found[0]
@@ -113,14 +117,17 @@ def whole(value: Any) -> int | None:
 
 
 def micros(value: Any) -> int | None:
-    """Return a moment as UTC µs: ISO text (without a zone it is UTC), or seconds, ms, µs or ns since 1970."""
+    """Return a time as UTC µs; None for other values.
+
+    It may be ISO text, which is UTC without a zone, or a number of s, ms, µs or ns since 1970.
+    """
     if isinstance(value, str):
         return _iso(value.strip())
     since = number(value)
     if since is None or not math.isfinite(since):
         return None
     for per_second in (1, 1_000, 1_000_000, 1_000_000_000):
-        if _FIRST_MOMENT <= since / per_second < _LAST_MOMENT:
+        if _FIRST_TIME <= since / per_second < _LAST_TIME:
             return round(since * (1_000_000 / per_second))
     return None
 
@@ -132,3 +139,129 @@ def _iso(text: str) -> int | None:
         return None
     moment = moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)
     return (moment - _EPOCH) // dt.timedelta(microseconds=1)
+
+
+MAX_VALUE_CHARACTERS: Final = 1 << 24
+"""A longer single value is malformed: the window must not grow without limit."""
+
+_MAX_DIGITS: Final = 400  # beyond float64 anyway
+_EDGE_CHARACTERS: Final = 16  # a token this close to the end of the window may continue after it
+_BLANK: Final = re.compile(r"[ \t\r\n]*")
+_STRUCTURE: Final = " \t\r\n,]}:"
+
+
+def _whole(digits: str) -> int | float:
+    # int() raises ValueError for more than 4,300 digits.
+    return int(digits) if len(digits) <= _MAX_DIGITS else math.copysign(math.inf, -1 if digits[0] == "-" else 1)
+
+
+DECODER: Final = json.JSONDecoder(parse_int=_whole)
+"""Accepts the JSON that Python's decoder accepts, and integers of any length."""
+
+
+class Cut(Exception):  # noqa: N818 - a state of the text, not an error of the caller
+    """The text ends inside a value."""
+
+
+class Malformed(Exception):  # noqa: N818 - as above
+    """The text is no JSON, or a value is too long for a log."""
+
+
+class JsonWindow:
+    """A position in a JSON text of any length, which is held only from the position on.
+
+    Streaming libraries reject `NaN` and `Infinity`, which Python prints, and stop at a truncated document (ijson,
+    issues 33 and 139). The decoder of the standard library accepts them, one value at a time. This class finds the
+    values.
+    """
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")(errors="replace").decode
+        self._text = ""
+        self._at = 0
+        self._line = 1
+        self._counted = 0  # the end of the part of which the line feeds are counted
+        self._ended = False
+
+    def peek(self) -> str:
+        """Return the next character that is no white space, without consuming it. Raises Cut at the end of the text."""
+        if self._at < len(self._text) and (character := self._text[self._at]) > " ":
+            return character
+        while True:
+            blank = _BLANK.match(self._text, self._at)
+            self._at = blank.end() if blank else self._at
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._refill():
+                raise Cut
+
+    def take(self, character: str) -> None:
+        """Consume `character`. Raises Malformed if another character follows."""
+        if self.peek() != character:
+            raise Malformed(f"expected {character!r}, found {self._text[self._at]!r}")
+        self._at += 1
+
+    def value(self) -> Any:
+        """Return and consume the next value. Raises Cut if the text ends within it, Malformed if it is no JSON."""
+        self.peek()
+        while True:
+            reason = "no value"
+            try:
+                value, end = DECODER.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                end, reason = error.pos, error.msg
+            except (RecursionError, ValueError) as error:
+                raise Malformed(str(error)) from error
+            else:
+                if self._is_whole(value, end):
+                    self._at = end
+                    return value
+            if end < len(self._text) - _EDGE_CHARACTERS and not reason.startswith("Unterminated"):
+                raise Malformed(reason)
+            self._more()
+
+    def _is_whole(self, value: Any, end: int) -> bool:
+        """Return whether `value` is complete: a number at `end` may continue with more digits."""
+        return isinstance(value, dict | list | str) or (end < len(self._text) and self._text[end] in _STRUCTURE)
+
+    def resume_at(self, pattern: re.Pattern[str]) -> None:
+        """Move to the end of the next match of `pattern` after the position. Raises Cut if there is none."""
+        self._at += 1
+        while (found := pattern.search(self._text, self._at)) is None:
+            self._at = max(self._at, len(self._text) - _EDGE_CHARACTERS)
+            if not self._refill():
+                raise Cut
+        self._at = found.end()
+
+    def _more(self) -> None:
+        if len(self._text) - self._at > MAX_VALUE_CHARACTERS:
+            raise Malformed(f"a value of more than {MAX_VALUE_CHARACTERS:,} characters")
+        # The window doubles each time: a long value is then not scanned again for every chunk.
+        if not self._refill(len(self._text) - self._at):
+            raise Cut
+
+    def _refill(self, characters: int = 1) -> bool:
+        """Drop the text before the position and add at least `characters`, in chunks. Return whether any were added."""
+        if self._ended:
+            return False
+        self._count_lines()
+        pieces, added = [self._text[self._at :]], 0
+        while added < characters and not self._ended:
+            chunk = next(self._chunks, b"")
+            self._ended = not chunk
+            pieces.append(self._decode(chunk, self._ended))
+            added += len(pieces[-1])
+        self._text = "".join(pieces)
+        self._at = self._counted = 0
+        return added > 0
+
+    @property
+    def line_here(self) -> int:
+        """The line of the position, from 1."""
+        self._count_lines()
+        return self._line
+
+    def _count_lines(self) -> None:
+        self._line += self._text.count("\n", self._counted, self._at)
+        self._counted = self._at

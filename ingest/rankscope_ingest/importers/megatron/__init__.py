@@ -1,23 +1,55 @@
-"""Text logs of Megatron-LM and its relatives: a row for every few iterations, and what is printed between the rows.
+"""Import text logs of Megatron-LM and its derivatives: rows for a few iterations each, and the lines between the rows.
 
     [2025-02-28 16:26:20] iteration 1/ 1000 | consumed samples: 256 | … | lm loss: 1.217489E+01 | grad norm: 5.127 |
 
-The walk is in `reading`; rows that look alike are read a column at a time (`columns`), all
-others one by one (`rows`). A row that breaks off is counted with its line and not stored: half a number is no number.
+Rows with equal keys are parsed column by column (`columns`), other rows one by one (`rows`). An incomplete row is
+counted with its line and not stored, because its last number may be incomplete.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.common.lines import MAX_LINE_BYTES, refuse_no_text
-from rankscope_ingest.importers.megatron.reading import Reading
-from rankscope_ingest.importers.megatron.rows import HEAD_PATTERN
+import numpy as np
+
+from rankscope_contract.model.events import RunState
+from rankscope_ingest.importers.common.importer import (
+    NOT_MINE,
+    Detection,
+    Faults,
+    Imported,
+    ImportedBlock,
+    ImportedRun,
+)
+from rankscope_ingest.importers.common.lines import MAX_LINE_BYTES, refuse_no_text, shown
+from rankscope_ingest.importers.megatron.block import AttemptCounter, Chunk, RowColumns
+from rankscope_ingest.importers.megatron.chunks import Lines, joined_row
+from rankscope_ingest.importers.megatron.columns import (
+    NO_NUMBER,
+    NO_TIME,
+    Alike,
+    Group,
+    Integers,
+    Printers,
+    read_groups,
+    read_timers,
+)
+from rankscope_ingest.importers.megatron.other_lines import Companion, Companions
+from rankscope_ingest.importers.megatron.rows import (
+    HEAD_PATTERN,
+    Row,
+    clean,
+    fold,
+    is_cut,
+    main_loss,
+    may_be_cut,
+    parse_rows,
+)
 
 CHUNK_BYTES: Final = 8 << 20
 
@@ -25,29 +57,35 @@ _HEAD: Final = re.compile(HEAD_PATTERN.encode())
 _ARGUMENTS: Final = re.compile(rb"^ +\w+ \.{3,} \S", re.MULTILINE)
 _SEARCHED_BYTES: Final = 16 << 20
 _PROBE_BYTES: Final = 4096
+_PLACES: Final = 64
+"""The largest number of records in one line. The place of a record is line x _PLACES + its index within the line.
+
+Places are in the order of the log.
+"""
+_REMEMBERED: Final = 4096
+_REMEMBERED_KEYS: Final = 64
+_LAST_KEYS: Final = frozenset({"number_of_nan_iterations", "tflops"})
 
 
 class MegatronText:
-    """The importer."""
+    """The importer of Megatron's text logs."""
 
     name = "megatron"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Look for rows; a long list of arguments may stand before the first, so the file is searched further."""
+        """Look for rows. A long list of arguments may precede the first row, so up to 16 MiB are searched."""
         rows = len(_HEAD.findall(head))
         if rows:
             return Detection(0.95, f"{rows} of its first lines are rows `iteration N/ M | …`")
         if path.is_dir() or not (_ARGUMENTS.search(head) or b"megatron" in head.lower()):
             return NOT_MINE
-        if _has_row(path):
-            return Detection(0.9, "rows `iteration N/ M | …` behind a long preamble")
-        return NOT_MINE
+        return Detection(0.9, "rows `iteration N/ M | …` after a long preamble") if _has_row(path) else NOT_MINE
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield a block per stretch of the log, then what it says of the run."""
-        reading = Reading(faults)
+        """Yield a block per chunk of the log, then the facts about the run."""
+        reading = _Reading(faults)
         buffer = b""
-        for data in _stretches(path, faults):
+        for data in _chunks(path, faults):
             buffer += data
             cut = buffer.rfind(b"\n") + 1 if data else len(buffer)
             if cut:
@@ -58,13 +96,13 @@ class MegatronText:
         yield reading.run()
 
 
-def _stretches(path: Path, faults: Faults) -> Iterator[bytes]:
-    """Yield the bytes of a file, and nothing at its end; of a line too long to be held, its beginning only."""
+def _chunks(path: Path, faults: Faults) -> Iterator[bytes]:
+    """Yield the bytes of a file in chunks, then empty bytes. A line over the size limit is shortened."""
     with path.open("rb") as file:
         data = file.read(CHUNK_BYTES)
         refuse_no_text(path, data[:_PROBE_BYTES])
         faults.read_bytes += len(data)
-        length = 0  # of the line that has no end yet
+        length = 0  # of the current line so far
         begin = data.removeprefix(codecs.BOM_UTF8)
         while data:
             end = begin.find(b"\n") if length > MAX_LINE_BYTES else 0
@@ -89,6 +127,243 @@ def _has_row(path: Path) -> bool:
             before = data[-200:]
             searched += len(data)
     return False
+
+
+@dataclass(slots=True)
+class _Found:
+    """The rows and companion lines of a chunk. Single rows and companions have their places."""
+
+    groups: list[Group]
+    timers: list[Alike]
+    are_open: bool
+    rows: list[tuple[int, Row]] = field(default_factory=list)
+    companions: list[tuple[int, Companion]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A companion line with the step and the attempt to which it belongs."""
+
+    place: int
+    companion: Companion
+    step: int
+    attempt: int
+
+
+class _Reading:
+    """The reading of one log, with the state between its chunks. `take` receives chunks of complete lines.
+
+    A decision about a line depends only on the lines before it and on the few lines after it that may continue it. A
+    log that has grown therefore yields the same records first.
+    """
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+        self._companions = Companions()
+        self._attempts = AttemptCounter()
+        self._printers = Printers()
+        self._last_keys: set[str] = set()  # of the rows that ended with a bar
+        self._whole_keys: dict[tuple[str, ...], None] = {}  # of the rows with a loss
+        self._once: dict[Hashable, None] = {}
+        self._line = 0  # number of lines in earlier chunks
+        self._step = NO_NUMBER
+        self._attempt = 0
+        self._planned = 0
+
+    def take(self, data: bytes, *, is_last: bool) -> tuple[ImportedBlock | None, int]:
+        """Return the block of records in `data` and the number of bytes used. A wrapped row waits for its rest."""
+        lines = Lines.of(data, is_end=is_last)
+        if not is_last:
+            lines = lines.first(lines.settled())
+        if not len(lines):
+            return None, 0
+        for line in np.flatnonzero(lines.too_long).tolist():
+            self._fault(line, f"longer than {MAX_LINE_BYTES:,} bytes: {shown(lines.raw(line))}…")
+        block = self._assemble(self._read(lines))
+        self._line += len(lines)
+        return block, int(lines.lengths.sum())
+
+    def run(self) -> ImportedRun:
+        """Return the facts of the log about the run."""
+        facts = self._companions.facts()
+        planned = self._planned or facts.planned_steps
+        state, reason = self._companions.ending or (None, None)
+        if state is None and planned and self._step >= planned:
+            state, reason = RunState.COMPLETED, "the last iteration was reached"
+        return ImportedRun(
+            state=state, reason=reason, planned_steps=planned, world_size=facts.world_size, config=facts.config
+        )
+
+    def _fault(self, line: int, text: str) -> None:
+        self._faults.add(self._line + line + 1, text)
+
+    def _read(self, lines: Lines) -> _Found:
+        single = lines.may_continue()
+        if lines.cut >= 0:
+            single[lines.cut] = lines.is_row[lines.cut]
+            lines.is_companion[lines.cut] = lines.has_timers[lines.cut] = False
+        alike = np.flatnonzero(lines.is_row & ~single)
+        are_open = not self._last_keys and lines.are_open()
+        groups, left = read_groups(lines.chosen(alike), alike, are_open=are_open)
+        left = np.concatenate([left, *(group.lines for group in groups if may_be_cut(group.keys))])
+        groups = [group for group in groups if not may_be_cut(group.keys)]
+        alike = np.flatnonzero(lines.has_timers)
+        timers, _ = read_timers(lines.chosen(alike), alike)
+        found = _Found(groups, timers, are_open=are_open)
+        timed = np.sort(np.concatenate([np.empty(0, np.int64), *(group.lines for group in timers)]))
+        lines.is_companion[timed] = False
+        left = np.concatenate([left, np.flatnonzero(single | lines.is_companion)])
+        used = self._read_one_by_one(lines, np.sort(left), timed, found)
+        self._faults.passed_over += lines.others() - len(timed) - used
+        return found
+
+    def _read_one_by_one(self, lines: Lines, left: Integers, timed: Integers, found: _Found) -> int:
+        """Parse the lines `left` in order; return the number of lines that were continuations of rows."""
+        opening = sorted(found.groups, key=lambda group: -int(group.lines[0]))
+        rows = np.flatnonzero(lines.is_row)
+        rows_before = timers_before = 0
+        used: set[int] = set()
+        for line in [*left.tolist(), len(lines)]:
+            while opening and opening[-1].lines[0] < line:
+                self._learn(opening.pop().keys, is_closed=not found.are_open)
+            if line in used:
+                continue
+            if line < len(lines) and lines.is_row[line]:
+                used |= self._read_row(lines, line, found)
+                continue
+            # Rows and timers that were parsed in columns change the state of the companions, too.
+            earlier_rows, rows_before = rows_before, int(np.searchsorted(rows, line))
+            earlier_timers, timers_before = timers_before, int(np.searchsorted(timed, line))
+            if rows_before > earlier_rows:
+                self._companions.row_seen()
+            if timers_before > earlier_timers:
+                self._companions.timers_seen()
+            if line < len(lines):
+                companions, is_known = self._companions.read(clean(lines.text(line)))
+                found.companions += [(line * _PLACES + i, item) for i, item in enumerate(companions[:_PLACES])]
+                self._faults.passed_over += not is_known
+        return len(used)
+
+    def _read_row(self, lines: Lines, line: int, found: _Found) -> set[int]:
+        """Parse the rows of a line one by one; return the numbers of its continuation lines."""
+        text = clean(lines.text(line))
+        rows = [row for piece in text.rstrip("\r\n").split("\r") for row in parse_rows(piece)]
+        used = 0
+        if rows:
+            joined, used = joined_row(text, lambda after: lines.continuation(line + after))
+            rows = joined or rows
+        for position, row in enumerate(rows[:_PLACES]):
+            if not self._is_whole(row, is_end=position == len(rows) - 1, is_torn=line == lines.cut):
+                self._fault(line, f"incomplete row: {shown(text.encode())}")
+                continue
+            if row.odd_parts:
+                self._fault(line, f"part of the row is unreadable: {shown(text.encode())}")
+            self._learn(row.keys, is_closed=row.is_closed)
+            found.rows.append((line * _PLACES + position, row))
+        return set(range(line + 1, line + 1 + used))
+
+    def _learn(self, keys: tuple[str, ...], *, is_closed: bool) -> None:
+        """Store the keys of a complete row."""
+        if is_closed:
+            self._last_keys.add(fold(keys[-1]))
+        if len(self._whole_keys) < _REMEMBERED_KEYS and main_loss(keys) is not None:
+            self._whole_keys[keys] = None
+
+    def _is_whole(self, row: Row, *, is_end: bool, is_torn: bool) -> bool:
+        """Return whether a row is complete, as far as the log shows.
+
+        A row ends with a bar, except in dialects without a last bar. The last line of a log may be incomplete: a bar at
+        its end is the end of the row if other rows end with the same key.
+        """
+        if not row.parts or is_cut(row.keys, self._whole_keys):
+            return False
+        if is_torn:
+            return row.is_closed and fold(row.parts[-1][0]) in self._last_keys | _LAST_KEYS
+        return row.is_closed or (is_end and row.is_whole and not self._last_keys)
+
+    def _assemble(self, found: _Found) -> ImportedBlock | None:
+        rows = RowColumns.of(found.groups, found.rows, _PLACES, self._printers)
+        order = np.argsort(rows.places, kind="stable")
+        attempts = np.empty(len(order), np.int64)
+        attempts[order] = self._attempts.attempts(rows.printers[order], rows.steps[order], rows.losses[order])
+        known = rows.places[order], rows.steps[order], attempts[order]
+        timed = np.concatenate([np.empty(0, np.int64), *(group.lines * _PLACES for group in found.timers)])
+        timer_steps, timer_attempts = self._before(timed, *known)
+        placed = self._place(found.companions, *known)
+        places = np.concatenate([rows.places, timed, [item.place for item in placed]]).astype(np.int64)
+        if not len(places):
+            return None
+        positions = np.empty(len(places), np.int64)
+        positions[np.argsort(places, kind="stable")] = np.arange(len(places))
+        companions = [item.companion for item in placed]
+        ranks = [_or(item.rank, NO_NUMBER) for item in companions]
+        times = [_or(item.ts, NO_TIME) for item in companions]
+        chunk = Chunk.of(
+            positions,
+            steps=_joined(rows.steps, timer_steps, [item.step for item in placed]),
+            attempts=_joined(attempts, timer_attempts, [item.attempt for item in placed]),
+            ranks=_joined(self._printers.ranks(rows.printers, rows.steps), np.full(len(timed), NO_NUMBER), ranks),
+            times=_joined(rows.times, np.full(len(timed), NO_TIME), times),
+        )
+        self._fill(chunk, found, positions, companions)
+        if len(order):
+            last = order[-1]
+            self._step, self._attempt = int(rows.steps[last]), int(attempts[last])
+            self._planned = int(rows.planned[last])
+        return chunk.block()
+
+    def _fill(self, chunk: Chunk, found: _Found, positions: Integers, companions: Sequence[Companion]) -> None:
+        start = 0
+        for group in found.groups:
+            chunk.add_group(group, positions[start : start + len(group.lines)])
+            start += len(group.lines)
+        for _, row in found.rows:
+            chunk.add_row(row, int(positions[start]))
+            start += 1
+        for alike in found.timers:
+            chunk.add_timers(alike, positions[start : start + len(alike.lines)])
+            start += len(alike.lines)
+        for companion in companions:
+            chunk.add_companion(companion, int(positions[start]))
+            start += 1
+
+    def _before(
+        self, wanted: Integers, places: Integers, steps: Integers, attempts: Integers
+    ) -> tuple[Integers, Integers]:
+        """Return step and attempt of the row before each of the wanted places."""
+        rows = np.searchsorted(places, wanted)
+        return np.append(self._step, steps)[rows], np.append(self._attempt, attempts)[rows]
+
+    def _place(
+        self, companions: Sequence[tuple[int, Companion]], places: Integers, steps: Integers, attempts: Integers
+    ) -> list[_Placed]:
+        """Return the companions that are no repetitions. One without a step gets the step of the row before it."""
+        placed = []
+        wanted = np.array([place for place, _ in companions], np.int64)
+        before = zip(*(column.tolist() for column in self._before(wanted, places, steps, attempts)), strict=True)
+        for (place, companion), (last, attempt) in zip(companions, before, strict=True):
+            step = _or(companion.step, last)
+            if companion.once is not None and not self._is_first((companion.once, step, attempt)):
+                continue
+            if companion.scalars or companion.events:
+                placed.append(_Placed(place, companion, step, attempt))
+        return placed
+
+    def _is_first(self, key: Hashable) -> bool:
+        if key in self._once:
+            return False
+        self._once[key] = None
+        if len(self._once) > _REMEMBERED:
+            self._once.pop(next(iter(self._once)))
+        return True
+
+
+def _joined(first: Integers, second: Integers, more: Sequence[int]) -> Integers:
+    return np.concatenate([first, second, np.array(more, np.int64)])
+
+
+def _or(value: int | None, otherwise: int) -> int:
+    return otherwise if value is None else value
 
 
 IMPORTER = MegatronText()

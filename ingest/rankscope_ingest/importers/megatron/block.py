@@ -1,4 +1,4 @@
-"""Rows and companion lines of one stretch of a log, in its order, as one block of columns."""
+"""Convert the rows and companion lines of one chunk of a log into a block of columns, in the order of the log."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_ingest.importers.common.importer import FROM_LOG, RECORD_COLUMN, ImportedBlock
-from rankscope_ingest.importers.megatron.columns import Alike, Integers
-from rankscope_ingest.importers.megatron.groups import NO_NUMBER, NO_TIME, Group, Printers
-from rankscope_ingest.importers.megatron.keys import LOSS, Meaning, main_loss, meaning, meanings
+from rankscope_ingest.importers.megatron.columns import NO_NUMBER, NO_TIME, Alike, Group, Integers, Numbers, Printers
 from rankscope_ingest.importers.megatron.other_lines import Companion, timer_meaning
-from rankscope_ingest.importers.megatron.rows import Row, values
+from rankscope_ingest.importers.megatron.rows import LOSS, Meaning, Row, main_loss, meaning, meanings, values
 
 _MISSING: Final = {
     "type": EventType.LOSS_MISSING,
@@ -25,31 +22,59 @@ _MISSING: Final = {
 }
 
 
+class AttemptCounter:
+    """The attempts of the rows of a log, counted separately for each process that printed rows.
+
+    The state between calls is the last row of each process. A row that repeats the previous step with the same loss
+    was printed twice, not run twice.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[int, float, int]] = {}  # step, loss, attempt
+
+    def attempts(self, printers: Integers, steps: Integers, losses: Numbers) -> Integers:
+        """Return the attempt, from 0, of each row, in the order of the log. A NaN loss equals no other."""
+        found = np.zeros(len(steps), np.int64)
+        for printer in np.unique(printers):
+            chosen = np.flatnonzero(printers == printer)
+            found[chosen] = self._of_printer(int(printer), steps[chosen], losses[chosen])
+        return found
+
+    def _of_printer(self, printer: int, steps: Integers, losses: Numbers) -> Integers:
+        step, loss, attempt = self._last.get(printer, (steps[0] - 1, np.nan, 0))
+        previous = np.concatenate([[step], steps[:-1]])
+        same = losses == np.concatenate([[loss], losses[:-1]])
+        restarts = (steps < previous) | ((steps == previous) & ~same)
+        found: Integers = np.cumsum(restarts) + attempt
+        self._last[printer] = (int(steps[-1]), float(losses[-1]), int(found[-1]))
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Numbers of one meaning: `positions` says to which records of the block they belong."""
+    """Numbers with one meaning. `positions` are the records of the block to which they belong."""
 
     meaning: Meaning
     positions: Integers
-    numbers: npt.NDArray[np.float64]
+    numbers: Numbers
 
 
 @dataclass(frozen=True, slots=True)
 class RowColumns:
-    """What the rows of a stretch have in common, as columns: first the groups', then those read one by one."""
+    """The common values of the rows of a chunk as columns: first the rows of groups, then the single rows."""
 
     places: Integers
     printers: Integers
     steps: Integers
     planned: Integers
     times: Integers
-    losses: npt.NDArray[np.float64]
+    losses: Numbers
 
     @classmethod
     def of(
         cls, groups: Sequence[Group], rows: Sequence[tuple[int, Row]], places: int, printers: Printers
     ) -> RowColumns:
-        """Return the columns; `places` is the number of places that one line takes."""
+        """Return the columns. `places` is the number of places per line; single rows have their place."""
 
         def joined(arrays: Iterable[Integers], more: Iterable[int]) -> Integers:
             return np.concatenate([*arrays, np.array(list(more), np.int64)])
@@ -63,13 +88,13 @@ class RowColumns:
             steps=joined((group.steps for group in groups), (row.step for _, row in rows)),
             planned=joined((group.planned for group in groups), (row.planned for _, row in rows)),
             times=joined((group.times for group in groups), (NO_TIME if row.ts is None else row.ts for _, row in rows)),
-            losses=np.concatenate([*map(group_losses, groups), np.array([row_loss(row) for _, row in rows], float)]),
+            losses=np.concatenate([*map(_group_losses, groups), np.array([_row_loss(row) for _, row in rows], float)]),
         )
 
 
 @dataclass(slots=True)
-class Stretch:
-    """What a stretch of a log says, record by record: `steps` and so on stand at the position of the record."""
+class Chunk:
+    """The records of a chunk of a log: `steps` and the other arrays have one value per record, at its position."""
 
     steps: Integers
     ranks: Integers
@@ -78,88 +103,87 @@ class Stretch:
     series: list[Series] = field(default_factory=list)
     without_loss: list[Integers] = field(default_factory=list)
     events: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
-    single: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
-    """Scalars of companion lines, one by one."""
+    scalars: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    """Scalars of single rows and companion lines."""
 
     @classmethod
-    def of(
-        cls, positions: Integers, *, steps: Integers, ranks: Integers, times: Integers, attempts: Integers
-    ) -> Stretch:
-        """Return a stretch whose records have these, each at its position."""
+    def of(cls, positions: Integers, *, steps: Integers, ranks: Integers, times: Integers, attempts: Integers) -> Chunk:
+        """Return a chunk of records with these values; `positions` are the positions of the records."""
         order = np.argsort(positions)
         return cls(steps[order], ranks[order], times[order], attempts[order])
 
     def add_group(self, group: Group, positions: Integers) -> None:
-        """Add rows that look alike."""
-        meant = dict(zip(group.keys, meanings(group.keys), strict=True))
+        """Add rows with equal keys."""
+        found = dict(zip(group.keys, meanings(group.keys), strict=True))
         for column in group.columns:
-            what = meant[column.key].average() if column.is_average else meant[column.key]
-            numbers = column.numbers if what.factor == 1.0 else column.numbers * what.factor
-            self.series.append(Series(what, positions, numbers))
+            of_key = found[column.key].average() if column.is_average else found[column.key]
+            numbers = column.numbers if of_key.factor == 1.0 else column.numbers * of_key.factor
+            self.series.append(Series(of_key, positions, numbers))
         if main_loss(group.keys) is None:
             self.without_loss.append(positions)
 
     def add_row(self, row: Row, position: int) -> None:
-        """Add a row that was read by itself."""
-        self.single += [(position, scalar) for scalar in row_scalars(row)]
-        if main_loss(row.keys) is None:
+        """Add a single row."""
+        main = main_loss(row.keys)
+        for part, text in row.parts:
+            for key, is_average, value, unit in values(part, text):
+                of_key = meaning(key if unit is None or "(" in key else f"{key} ({unit})", is_main=part == main)
+                of_key = of_key.average() if is_average else of_key
+                columns = {"name": of_key.name, "unit": of_key.unit, "labels": of_key.labels}
+                self.scalars.append((position, columns | {"value": value * of_key.factor}))
+        if main is None:
             self.without_loss.append(np.array([position]))
 
     def add_timers(self, alike: Alike, positions: Integers) -> None:
-        """Add lines of timers that look alike."""
+        """Add lines of timers with equal keys."""
         for column in alike.columns:
-            what = timer_meaning(column.key)
-            self.series.append(Series(what, positions, column.numbers * what.factor))
+            of_timer = timer_meaning(column.key)
+            self.series.append(Series(of_timer, positions, column.numbers * of_timer.factor))
 
     def add_companion(self, companion: Companion, position: int) -> None:
-        """Add what a line between the rows says."""
-        self.single += [(position, scalar) for scalar in companion.scalars]
+        """Add the scalars and events of a line between the rows."""
+        self.scalars += [(position, scalar) for scalar in companion.scalars]
         self.events += [(position, event) for event in companion.events]
 
     def block(self) -> ImportedBlock:
-        """Return it as columns."""
+        """Return the records as columns."""
         tables = {}
-        if self.series or self.single:
-            tables["scalars"] = pa.concat_tables(self._scalars())
-        if events := list(self._events()):
+        if scalars := list(self._scalar_tables()):
+            tables["scalars"] = pa.concat_tables(scalars)
+        if events := list(self._event_tables()):
             tables["events"] = pa.concat_tables(events, promote_options="default")
         return ImportedBlock(records=len(self.steps), tables=tables)
 
-    def _scalars(self) -> Iterable[pa.Table]:
+    def _scalar_tables(self) -> Iterable[pa.Table]:
         if self.series:
             positions = np.concatenate([series.positions for series in self.series])
             sizes = [len(series.positions) for series in self.series]
-            meanings = [series.meaning for series in self.series]
-            yield self._table(
-                positions,
-                {
-                    "name": _coded([meaning.name for meaning in meanings], sizes),
-                    "value": pa.array(np.concatenate([series.numbers for series in self.series])),
-                    "unit": _coded([meaning.unit for meaning in meanings], sizes),
-                    "labels": _coded([meaning.labels for meaning in meanings], sizes),
-                },
-            )
-        if self.single:
-            yield self._listed(self.single, {"name": None, "value": pa.float64(), "unit": None, "labels": None})
+            found = [series.meaning for series in self.series]
+            columns = {
+                "name": _coded([of_key.name for of_key in found], sizes),
+                "value": pa.array(np.concatenate([series.numbers for series in self.series])),
+                "unit": _coded([of_key.unit for of_key in found], sizes),
+                "labels": _coded([of_key.labels for of_key in found], sizes),
+            }
+            yield self._table(positions, columns)
+        if self.scalars:
+            yield self._listed(self.scalars, ("name", "value", "unit", "labels"))
 
-    def _events(self) -> Iterable[pa.Table]:
+    def _event_tables(self) -> Iterable[pa.Table]:
         for positions in self.without_loss:
             columns = {name: _coded([text], [len(positions)]) for name, text in _MISSING.items()}
             yield self._table(positions, columns)
         if self.events:
-            texts = ("type", "severity", "op", "message", "details")
-            yield self._listed(self.events, {**dict.fromkeys(texts), "value": pa.float64()})
+            yield self._listed(self.events, ("type", "severity", "op", "message", "details", "value"))
 
-    def _listed(
-        self, listed: Sequence[tuple[int, Mapping[str, Any]]], types: Mapping[str, pa.DataType | None]
-    ) -> pa.Table:
+    def _listed(self, listed: Sequence[tuple[int, Mapping[str, Any]]], names: Sequence[str]) -> pa.Table:
         positions = np.array([position for position, _ in listed], np.int64)
-        columns = {
-            name: _text([row.get(name) for _, row in listed])
-            if kind is None
-            else pa.array([row.get(name) for _, row in listed], kind)
-            for name, kind in types.items()
-        }
+        columns = {}
+        for name in names:
+            column = [row.get(name) for _, row in listed]
+            is_number = name == "value"
+            columns[name] = pa.array(column, pa.float64() if is_number else pa.string())
+            columns[name] = columns[name] if is_number else columns[name].dictionary_encode()
         return self._table(positions, columns)
 
     def _table(self, positions: Integers, own: Mapping[str, Any]) -> pa.Table:
@@ -178,45 +202,27 @@ class Stretch:
         return pa.table({**common, **own})
 
 
-def _nullable(numbers: Integers, kind: pa.DataType) -> pa.Array:
-    return pa.array(numbers, pa.int64(), mask=numbers == NO_NUMBER).cast(kind)
+def _nullable(numbers: Integers, arrow_type: pa.DataType) -> pa.Array:
+    return pa.array(numbers, pa.int64(), mask=numbers == NO_NUMBER).cast(arrow_type)
 
 
 def _coded(texts: Sequence[str | None], sizes: Sequence[int]) -> pa.DictionaryArray:
-    """Return a column that repeats each text as often as its size says."""
+    """Return a dictionary-encoded column that contains each text as often as its size."""
     distinct = list(dict.fromkeys(text for text in texts if text is not None))
     codes = np.array([-1 if text is None else distinct.index(text) for text in texts], np.int32)
     indices = np.repeat(codes, sizes)
     return pa.DictionaryArray.from_arrays(pa.array(indices, mask=indices < 0), pa.array(distinct, pa.string()))
 
 
-def _text(texts: Sequence[str | None]) -> pa.DictionaryArray:
-    return pa.array(texts, pa.string()).dictionary_encode()
-
-
-def row_scalars(row: Row) -> list[dict[str, Any]]:
-    """Return the numbers of a row as scalars."""
-    main = main_loss(row.keys)
-    scalars = []
-    for part, text in row.parts:
-        for key, is_average, value, unit in values(part, text):
-            what = meaning(key if unit is None or "(" in key else f"{key} ({unit})", is_main=part == main)
-            what = what.average() if is_average else what
-            scalars.append({"name": what.name, "value": value * what.factor, "unit": what.unit, "labels": what.labels})
-    return scalars
-
-
-def group_losses(group: Group) -> npt.NDArray[np.float64]:
-    """Return the loss of each row, NaN where it is or was left out."""
+def _group_losses(group: Group) -> Numbers:
+    """Return the loss of each row, NaN if it is NaN or absent."""
     main = main_loss(group.keys)
-    for column in group.columns:
-        if column.key == main and not column.is_average:
-            return column.numbers
-    return np.full(len(group.lines), np.nan)
+    absent = np.full(len(group.lines), np.nan)
+    return next((column.numbers for column in group.columns if column.key == main and not column.is_average), absent)
 
 
-def row_loss(row: Row) -> float:
-    """Return the loss of a row, NaN where it is or was left out."""
+def _row_loss(row: Row) -> float:
+    """Return the loss of a row, NaN if it is NaN or absent."""
     main = main_loss(row.keys)
     text = next((text for key, text in row.parts if key == main), "")
     return next((value for _, is_average, value, _ in values(LOSS, text) if not is_average), np.nan)

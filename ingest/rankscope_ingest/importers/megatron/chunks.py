@@ -1,4 +1,4 @@
-"""The lines of one stretch of a log, told apart by what they are: rows, lines that accompany them, and the rest."""
+"""Classify the lines of one chunk of a log (rows, lines that accompany rows, other output) and join wrapped rows."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from rankscope_ingest.importers.common.lines import MAX_LINE_BYTES
-from rankscope_ingest.importers.megatron.columns import Integers, matching, text_lines
-from rankscope_ingest.importers.megatron.groups import TIMERS_PATTERN, row_lines
-from rankscope_ingest.importers.megatron.keys import fold
+from rankscope_ingest.importers.megatron.columns import (
+    TIMERS_PATTERN,
+    Flags,
+    Integers,
+    matching,
+    row_lines,
+    text_lines,
+)
 from rankscope_ingest.importers.megatron.other_lines import COMPANION_PATTERN
 from rankscope_ingest.importers.megatron.rows import (
     HEAD_PATTERN,
     Row,
     clean,
+    fold,
     has_head,
     number,
     parse_rows,
@@ -39,15 +44,17 @@ KNOWN_KEYS: Final = frozenset({
 
 _SPLIT_NUMBER: Final = re.compile(r"[\d.eE+-]$")
 _REST_OF_NUMBER: Final = re.compile(r"^[\d.eE+-]")
+_MAY_CLOSE: Final = rf"\|\s*$|{HEAD_PATTERN}.*{HEAD_PATTERN}|\r[^\n]|[\x00\x08\x1b]"
+"""A bar at the end; or two rows, progress bars or colours in one line, which the parser of single rows separates."""
 
 
 def joined_row(
     text: str, following: Callable[[int], str | None], known: Collection[str] = KNOWN_KEYS
 ) -> tuple[list[Row], int]:
-    """Return the rows of `text` continued by the lines behind it, and how many lines that took; 0 when it is not.
+    """Return the rows of `text` and its continuation lines, and the number of these lines; 0 without a continuation.
 
-    `following(k)` gives the k-th line behind, None where one stands that cannot be a continuation. The break may have
-    fallen behind a bar, so that a row which looks whole goes on: as many lines are taken as make sense.
+    `following(k)` returns the k-th line after `text`, None if that line cannot be a continuation. A line may be wrapped
+    after a bar, so a row that looks complete may continue. As many lines are taken as give a valid row.
     """
     whole = text
     found: tuple[list[Row], int] = [], 0
@@ -58,18 +65,18 @@ def joined_row(
         whole = join(whole, clean(line), known)
         if whole.rstrip().endswith("|"):
             rows = parse_rows(whole)
-            if not rows or not _makes_sense(rows[-1]):
+            if not rows or not _is_valid(rows[-1]):
                 break
             found = rows, taken
     return found
 
 
-def _makes_sense(row: Row) -> bool:
+def _is_valid(row: Row) -> bool:
     return bool(row.parts) and not row.odd_parts and all(values(key, text) for key, text in row.parts)
 
 
 def join(first: str, second: str, known: Collection[str] = KNOWN_KEYS) -> str:
-    """Return two lines as one: with a blank where the wrap fell between words, without where it fell inside of one."""
+    """Return two lines as one, with a space if the line was wrapped between words, without one if within a word."""
     first, second = first.rstrip("\r\n"), second.rstrip("\r\n")
     if not first or not second or first[-1] in " \t|" or second[0] in " \t|":
         return first + second
@@ -84,15 +91,9 @@ def join(first: str, second: str, known: Collection[str] = KNOWN_KEYS) -> str:
     return f"{first} {second}"
 
 
-_MAY_CLOSE: Final = rf"\|\s*$|{HEAD_PATTERN}.*{HEAD_PATTERN}|\r[^\n]|[\x00\x08\x1b]"
-"""A bar at the end, or two rows, progress bars or colours in one line, which the careful reader takes apart."""
-
-Flags = npt.NDArray[np.bool_]
-
-
 @dataclass(slots=True, kw_only=True)
 class Lines:
-    """The lines of a stretch by what they are."""
+    """The lines of a chunk with a mask for each kind of line."""
 
     lines: pa.Array
     lengths: Integers
@@ -102,11 +103,11 @@ class Lines:
     has_timers: Flags
     has_bar: Flags
     cut: int = -1
-    """The last line of a log that may still be written, -1 when it has an end."""
+    """The last line of a log if it has no line end, because it may be incomplete; -1 otherwise."""
 
     @classmethod
     def of(cls, data: bytes, *, is_end: bool) -> Lines:
-        """Return the lines of `data`; at the end of a log the last one may be cut."""
+        """Return the lines of `data`. At the end of a log the last line may be incomplete."""
         lines, lengths = text_lines(data)
         too_long = lengths > MAX_LINE_BYTES
         is_row = row_lines(lines) & ~too_long
@@ -134,18 +135,11 @@ class Lines:
 
     def first(self, count: int) -> Lines:
         """Return the first `count` lines."""
-        return Lines(
-            lines=self.lines[:count],
-            lengths=self.lengths[:count],
-            is_row=self.is_row[:count],
-            too_long=self.too_long[:count],
-            is_companion=self.is_companion[:count],
-            has_timers=self.has_timers[:count],
-            has_bar=self.has_bar[:count],
-        )
+        names = ("lines", "lengths", "is_row", "too_long", "is_companion", "has_timers", "has_bar")
+        return Lines(**{name: getattr(self, name)[:count] for name in names})
 
     def settled(self) -> int:
-        """Return how many lines there are before a row at the end that may go on in the next stretch."""
+        """Return the number of lines before a last row that may continue in the next chunk."""
         last = len(self) - 1
         for line in range(last, max(-1, last - MOST_LINES), -1):
             if self.is_row[line]:
@@ -154,18 +148,17 @@ class Lines:
                 break
         return len(self)
 
-    def may_go_on(self) -> npt.NDArray[np.bool_]:
-        """Return which rows stand before a line that could be the rest of them."""
-        rest = np.append((self.has_bar & ~self.is_companion)[1:], values=False)
-        found: Flags = self.is_row & rest
-        return found
+    def may_continue(self) -> Flags:
+        """Return a mask of the rows before a line that may be their continuation."""
+        continuation = np.append((self.has_bar & ~self.is_companion)[1:], values=False)
+        return np.asarray(self.is_row & continuation)
 
     def are_open(self) -> bool:
-        """Return whether no row here ends with a bar, and none can go on in the line behind it."""
+        """Return whether no row ends with a bar, and none can continue in the next line."""
         rows = np.flatnonzero(self.is_row)
-        behind = rows[rows + 1 < len(self)] + 1
-        blank = ~matching(self.chosen(behind), r"\S")
-        ends = self.is_row[behind] | self.is_companion[behind] | self.too_long[behind] | blank
+        after = rows[rows + 1 < len(self)] + 1
+        blank = ~matching(self.chosen(after), r"\S")
+        ends = self.is_row[after] | self.is_companion[after] | self.too_long[after] | blank
         return bool(ends.all()) and not matching(self.chosen(rows), _MAY_CLOSE).any()
 
     def chosen(self, numbers: Integers) -> pa.Array:
@@ -173,11 +166,11 @@ class Lines:
         return self.lines if len(numbers) == len(self) else self.lines.take(pa.array(numbers))
 
     def others(self) -> int:
-        """Return how many lines are nothing that the importer looks for."""
+        """Return the number of lines of other output."""
         return int((~(self.is_row | self.is_companion | self.too_long)).sum())
 
     def raw(self, line: int) -> bytes:
-        """Return a line as it is in the log, with its end."""
+        """Return a line as it is in the log, with its line end."""
         found: bytes = self.lines[line].as_py()
         return found
 
@@ -186,7 +179,7 @@ class Lines:
         return self.raw(line).decode(errors="replace")
 
     def continuation(self, line: int) -> str | None:
-        """Return a line if it may be the rest of the row before it."""
+        """Return a line if it may be the continuation of the row before it."""
         if line >= len(self) or self.is_row[line] or self.is_companion[line] or self.too_long[line]:
             return None
         return self.text(line)

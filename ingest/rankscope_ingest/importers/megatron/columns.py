@@ -1,46 +1,74 @@
-"""Rows that look alike, read a column at a time: no Python object per number.
+"""Parse rows with equal keys column by column, without a Python object per number.
 
-Lines are grouped by their number of bars; the first of a group shows the keys, Arrow checks that the others have the
-same ones at the same places and reads the numbers. Whatever does not fit is handed back for the careful reader
-(`rows`), so that both give the same for the same line.
+Lines are grouped by their number of bars. The first line of a group provides the keys. Arrow checks that the other
+lines have the same keys at the same places, and parses the numbers. Lines that do not fit are returned for the parser
+of single rows (`rows`). Both parsers give the same result for the same line.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_ingest.importers.megatron.rows import MAX_PREFIX, has_head, number, split_part
+from rankscope_ingest.importers.megatron.rows import (
+    HEAD_PATTERN,
+    LABEL_PATTERN,
+    MAX_PREFIX,
+    TIME_PATTERN,
+    Printer,
+    has_head,
+    last_time,
+    micros,
+    number,
+    printer,
+    split_part,
+)
 
 Numbers = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+NO_TIME: Final = np.iinfo(np.int64).min
+NO_NUMBER: Final = np.iinfo(np.int64).min
+"""Stands for an unknown step or rank."""
+
+TIMERS_PATTERN: Final = r"time \(ms\) \|"
 
 _TEMPLATES: Final = 3
 _VALUES: Final = r"^[^|]*\||:[^:|]*\|"
-"""What tells lines with the same keys apart: all before the first bar, and the values."""
+"""The parts in which lines with equal keys may differ: the text before the first bar, and the values."""
 _NO_STOP: Final = 1 << 24
 _ENOUGH_LINES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What lines of one sort have in common: `head` matches all of the first piece, and names what is wanted of it."""
+    """The form of one kind of lines. `head` matches all text before the first bar; its groups are the wanted values."""
 
     head: str
     is_closed: bool
-    """Whether a bar stands behind the last part; else one may."""
+    """True if a bar must follow the last part; otherwise it may."""
     has_pairs: bool
-    """Whether a value may be `current/average`."""
+    """True if a value may be `current/average`."""
+
+
+_ROW_HEAD: Final = (
+    rf"^[ \t]*(?P<labels>(?:{LABEL_PATTERN})*?)(?:\[+(?P<time>{TIME_PATTERN})\]+)?[ \t]*"
+    r"[Ii]teration[ \t]+(?P<step>\d+)[ \t]*/[ \t]*(?P<planned>\d+)[ \t]*$"
+)
+_ROWS: Final = Shape(_ROW_HEAD, is_closed=True, has_pairs=True)
+_OPEN_ROWS: Final = replace(_ROWS, is_closed=False)
+_TIMERS: Final = Shape(rf"^[ \t]*(?P<labels>(?:{LABEL_PATTERN})*?)time \(ms\) $", is_closed=False, has_pairs=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The numbers under one key; the second ones of `current/average` form a column of their own."""
+    """The numbers of one key. The averages of `current/average` are a separate column."""
 
     key: str
     is_average: bool
@@ -49,7 +77,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Lines with the same keys, and what their heads say."""
+    """Lines with equal keys, and the values of their heads."""
 
     lines: Integers
     head: pa.StructArray
@@ -57,8 +85,26 @@ class Alike:
     columns: tuple[Column, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows with equal keys. `labels` are the distinct prefixes, `label_codes` the index of each row's prefix."""
+
+    lines: Integers
+    steps: Integers
+    planned: Integers
+    times: Integers  # UTC µs, NO_TIME for a row without a time
+    labels: tuple[str, ...]
+    label_codes: Integers
+    keys: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+
+def _numpy(array: Any) -> Any:
+    return array.to_numpy(zero_copy_only=False)
+
+
 def text_lines(data: bytes) -> tuple[pa.Array, Integers]:
-    """Return the lines of `data` with their ends, without copying, and their lengths in bytes."""
+    """Return the lines of `data` with their line ends, without copying, and their lengths in bytes."""
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
     if not data.endswith(b"\n"):
         ends = np.append(ends, len(data))
@@ -67,18 +113,36 @@ def text_lines(data: bytes) -> tuple[pa.Array, Integers]:
     return lines, np.diff(offsets).astype(np.int64)
 
 
-def matching(lines: pa.Array, pattern: str) -> npt.NDArray[np.bool_]:
-    """Return which lines contain the regular expression."""
-    found: npt.NDArray[np.bool_] = pc.match_substring_regex(lines, pattern).to_numpy(zero_copy_only=False)
-    return found
+def matching(lines: pa.Array, pattern: str) -> Flags:
+    """Return which lines contain a match of the regular expression."""
+    return np.asarray(_numpy(pc.match_substring_regex(lines, pattern)))
 
 
-def read_alike(lines: pa.Array, numbers: Integers, shape: Shape) -> tuple[list[Alike], Integers]:
-    """Return lines of one shape, numbered `numbers`, by their keys; and the numbers of those not understood."""
+def row_lines(lines: pa.Array) -> Flags:
+    """Return which lines contain the beginning of a row."""
+    return matching(lines, HEAD_PATTERN)
+
+
+def read_groups(lines: pa.Array, numbers: Integers, *, are_open: bool = False) -> tuple[list[Group], Integers]:
+    """Return the rows among `lines` by group, and the numbers of the lines that could not be parsed.
+
+    `numbers` are the numbers of the lines. Rows that `are_open` have no bar at the end.
+    """
+    found, left = _read_alike(lines, numbers, _OPEN_ROWS if are_open else _ROWS)
+    return [_group(alike) for alike in found], left
+
+
+def read_timers(lines: pa.Array, numbers: Integers) -> tuple[list[Alike], Integers]:
+    """Return lines such as `time (ms) | forward-compute: 265.42 | optimizer: 52.20`, and the numbers of the others."""
+    return _read_alike(lines, numbers, _TIMERS)
+
+
+def _read_alike(lines: pa.Array, numbers: Integers, shape: Shape) -> tuple[list[Alike], Integers]:
+    """Return lines of one shape by their keys, and the numbers of the lines that could not be parsed."""
     if len(lines) < _ENOUGH_LINES:
         return [], numbers
     pieces = pc.split_pattern(lines, "|")
-    counts = pc.list_value_length(pieces).to_numpy(zero_copy_only=False)
+    counts = _numpy(pc.list_value_length(pieces))
     groups: list[Alike] = []
     left: list[Integers] = []
     for count in np.unique(counts):
@@ -86,13 +150,13 @@ def read_alike(lines: pa.Array, numbers: Integers, shape: Shape) -> tuple[list[A
         table = _Pieces(pieces.take(pa.array(chosen)) if len(chosen) < len(lines) else pieces, int(count))
         rest = _take_alike(table, numbers[chosen], shape, groups)
         if len(rest) >= _ENOUGH_LINES:
-            rest = _take_by_look(lines.take(pa.array(np.searchsorted(numbers, rest))), rest, shape, groups)
+            rest = _take_by_form(lines.take(pa.array(np.searchsorted(numbers, rest))), rest, shape, groups)
         left.append(rest)
     return groups, np.sort(np.concatenate(left)) if left else np.empty(0, np.int64)
 
 
 def _take_alike(table: _Pieces, numbers: Integers, shape: Shape, groups: list[Alike]) -> Integers:
-    """Add the lines that have the keys of the first one, or of the next; return the numbers of the others."""
+    """Add the lines with the keys of the first line to `groups`, up to three times. Return the other numbers."""
     left: list[Integers] = []
     for _ in range(_TEMPLATES):
         if len(numbers) < _ENOUGH_LINES:
@@ -109,12 +173,12 @@ def _take_alike(table: _Pieces, numbers: Integers, shape: Shape, groups: list[Al
     return np.sort(np.concatenate([*left, numbers]))
 
 
-def _take_by_look(lines: pa.Array, numbers: Integers, shape: Shape, groups: list[Alike]) -> Integers:
-    """As above for lines of many sorts: those that look alike are put together first."""
-    looks = pc.replace_substring_regex(lines, _VALUES, "|").dictionary_encode().indices.to_numpy(zero_copy_only=False)
-    order = np.argsort(looks, kind="stable")
+def _take_by_form(lines: pa.Array, numbers: Integers, shape: Shape, groups: list[Alike]) -> Integers:
+    """Add lines of many forms to `groups`, grouped by their text without the values. Return the other numbers."""
+    forms = _numpy(pc.replace_substring_regex(lines, _VALUES, "|").dictionary_encode().indices)
+    order = np.argsort(forms, kind="stable")
     left = []
-    for chosen in np.split(order, np.flatnonzero(np.diff(looks[order])) + 1):
+    for chosen in np.split(order, np.flatnonzero(np.diff(forms[order])) + 1):
         rest = numbers[chosen]
         if len(rest) >= _ENOUGH_LINES:
             pieces = pc.split_pattern(lines.take(pa.array(chosen)), "|")
@@ -130,7 +194,7 @@ class _Pieces:
         self.count = count
         self._pieces = pieces
         self._rows = len(pieces)
-        # All first pieces, then all second ones, …: one copy instead of one a column.
+        # All first pieces, then all second pieces, and so on: one copy instead of one per column.
         order = np.arange(self._rows * count).reshape(self._rows, count).T.ravel()
         self._by_column = pieces.flatten().take(pa.array(order))
 
@@ -140,28 +204,31 @@ class _Pieces:
     def first(self) -> list[str]:
         return [piece.decode(errors="replace") for piece in self._pieces[0].as_py()]
 
-    def without(self, fits: npt.NDArray[np.bool_]) -> _Pieces:
+    def without(self, fits: Flags) -> _Pieces:
         return _Pieces(self._pieces.filter(pa.array(~fits)), self.count)
 
 
-def _read_like_first(table: _Pieces, numbers: Integers, shape: Shape) -> tuple[Alike | None, npt.NDArray[np.bool_]]:
-    """Return the lines with the keys of the first one, and which they are."""
+def _read_like_first(table: _Pieces, numbers: Integers, shape: Shape) -> tuple[Alike | None, Flags]:
+    """Return the lines with the keys of the first line, and a mask of these lines."""
     nothing = np.zeros(len(numbers), np.bool_)
     first = table.first()
     keys = _keys(first, shape)
     if keys is None:
         return None, nothing
     head = pc.extract_regex(table.column(0), pattern=shape.head)
-    fits = head.is_valid().to_numpy(zero_copy_only=False)
-    fits &= pc.less_equal(pc.binary_length(table.column(0)), MAX_PREFIX).to_numpy(zero_copy_only=False)
+    fits = _numpy(head.is_valid())
+    fits &= _numpy(pc.less_equal(pc.binary_length(table.column(0)), MAX_PREFIX))
     if len(keys) < table.count - 1:
-        fits &= _is_blank(table.column(table.count - 1))
+        trimmed = pc.ascii_trim_whitespace(table.column(table.count - 1).view(pa.string()))
+        fits &= _numpy(pc.equal(pc.binary_length(trimmed), 0))
     columns: list[Column] = []
     for position, key in enumerate(keys, 1):
-        piece = table.column(position)
-        prefix = _before_value(first[position], key)
-        fits &= pc.starts_with(piece, pattern=prefix).to_numpy(zero_copy_only=False)
-        taken, valid = _numbers(piece, len(prefix), key, first[position])
+        piece, sample = table.column(position), first[position]
+        # A part may have no colon; its value then follows the key.
+        end = sample.rindex(":") if ":" in sample else sample.index(key) + len(key)
+        prefix = sample[: end + 1].encode()
+        fits &= _numpy(pc.starts_with(piece, pattern=prefix))
+        taken, valid = _numbers(piece, len(prefix), key, sample)
         columns += taken
         fits &= valid
     if not fits.any():
@@ -175,31 +242,24 @@ def _read_like_first(table: _Pieces, numbers: Integers, shape: Shape) -> tuple[A
     return alike, fits
 
 
-def _before_value(piece: str, key: str) -> bytes:
-    """Return what stands before the value of a part, which may have no colon."""
-    end = piece.rindex(":") if ":" in piece else piece.index(key) + len(key)
-    return piece[: end + 1].encode()
-
-
 def _keys(first: list[str], shape: Shape) -> tuple[str, ...] | None:
-    """Return the keys of a line, None where it is one for the careful reader."""
+    """Return the keys of a line, None for a line that only the parser of single rows can read."""
     is_closed = not first[-1].strip()
-    parts = [split_part(piece) for piece in (first[1:-1] if is_closed else first[1:])]
-    if not parts or None in parts or has_head("|".join(first[1:])) or not "".join(first).isascii():
+    split = [split_part(piece) for piece in (first[1:-1] if is_closed else first[1:])]
+    parts = [part for part in split if part is not None]
+    if not parts or len(parts) < len(split) or has_head("|".join(first[1:])) or not "".join(first).isascii():
         return None
-    keys = tuple(part[0] for part in parts if part is not None)
-    numeric = all(_is_plain(part[1], shape) for part in parts if part is not None)
-    return keys if numeric and len(set(keys)) == len(keys) and is_closed >= shape.is_closed else None
+    keys = tuple(key for key, _ in parts)
+    is_plain = all(
+        len(values := text.split("/")) <= 1 + shape.has_pairs and all(number(value) is not None for value in values)
+        for _, text in parts
+    )
+    return keys if is_plain and len(set(keys)) == len(keys) and is_closed >= shape.is_closed else None
 
 
-def _is_plain(text: str, shape: Shape) -> bool:
-    values = text.split("/")
-    return len(values) <= 1 + shape.has_pairs and all(number(value) is not None for value in values)
-
-
-def _numbers(piece: pa.Array, start: int, key: str, sample: str) -> tuple[list[Column], npt.NDArray[np.bool_]]:
-    """Return the numbers behind a prefix of `start` bytes as one column or, for `current/average`, two."""
-    # Without a stop, binary_slice of pyarrow 26 miscounts its buffer.
+def _numbers(piece: pa.Array, start: int, key: str, sample: str) -> tuple[list[Column], Flags]:
+    """Return the numbers after a prefix of `start` bytes as one column or, for `current/average`, as two."""
+    # Without a stop, binary_slice of pyarrow 26 computes a wrong buffer size.
     text = pc.ascii_trim_whitespace(pc.binary_slice(piece, start, _NO_STOP).view(pa.string()))
     if "/" not in sample.rpartition(":")[2]:
         numbers, valid = _floats(text)
@@ -207,7 +267,7 @@ def _numbers(piece: pa.Array, start: int, key: str, sample: str) -> tuple[list[C
     both = pc.split_pattern(text, "/")
     paired = pc.equal(pc.list_value_length(both), 2)
     whole = pc.if_else(paired, both, pa.scalar(["", ""], both.type))
-    valid = paired.to_numpy(zero_copy_only=False)
+    valid = _numpy(paired)
     columns = []
     for position in range(2):
         numbers, readable = _floats(pc.list_element(whole, position))
@@ -216,24 +276,86 @@ def _numbers(piece: pa.Array, start: int, key: str, sample: str) -> tuple[list[C
     return columns, valid
 
 
-def _floats(text: pa.Array) -> tuple[Numbers, npt.NDArray[np.bool_]]:
+def _floats(text: pa.Array) -> tuple[Numbers, Flags]:
+    """Return the numbers, and a mask of the texts that are numbers."""
     try:
-        found = pc.cast(text, pa.float64())
+        return _numpy(pc.cast(text, pa.float64())), np.ones(len(text), np.bool_)
     except pa.ArrowInvalid:
-        return _some_floats(text)
-    return found.to_numpy(zero_copy_only=False), np.ones(len(text), np.bool_)
-
-
-def _some_floats(text: pa.Array) -> tuple[Numbers, npt.NDArray[np.bool_]]:
-    """Return the numbers among texts of which some are none."""
+        pass  # some texts are no numbers
     valid = pc.match_substring_regex(text, r"^[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$")
-    named = pc.match_substring_regex(text, r"^[-+]?(?:nan|inf|infinity)$", ignore_case=True)
-    valid = pc.or_(valid, named)
-    found = pc.cast(pc.if_else(valid, text, "0"), pa.float64())
-    return found.to_numpy(zero_copy_only=False), valid.to_numpy(zero_copy_only=False)
+    valid = pc.or_(valid, pc.match_substring_regex(text, r"^[-+]?(?:nan|inf|infinity)$", ignore_case=True))
+    return _numpy(pc.cast(pc.if_else(valid, text, "0"), pa.float64())), _numpy(valid)
 
 
-def _is_blank(piece: pa.Array) -> npt.NDArray[np.bool_]:
-    trimmed = pc.ascii_trim_whitespace(piece.view(pa.string()))
-    blank: npt.NDArray[np.bool_] = pc.equal(pc.binary_length(trimmed), 0).to_numpy(zero_copy_only=False)
-    return blank
+def _group(alike: Alike) -> Group:
+    labels = alike.head.field("labels").dictionary_encode()
+    texts = tuple(text.decode(errors="replace") for text in labels.dictionary.to_pylist())
+    codes = _numpy(labels.indices).astype(np.int64)
+    time = alike.head.field("time")
+    label_times = np.array([_time_or_missing(last_time(text)) for text in texts], np.int64)[codes]
+    steps, planned = (
+        _numpy(pc.cast(alike.head.field(name).view(pa.string()), pa.int64())) for name in ("step", "planned")
+    )
+    times = np.where(_numpy(_present(time)), _times(time), label_times)
+    return Group(alike.lines, steps, planned, times, texts, codes, alike.keys, alike.columns)
+
+
+def _times(text: pa.Array) -> Integers:
+    """Return times as UTC µs, NO_TIME for an absent or impossible time."""
+    try:
+        moments = pc.cast(pc.if_else(_present(text), text.view(pa.string()), None), pa.timestamp("us"))
+    except pa.ArrowInvalid:
+        coded = text.dictionary_encode()
+        known = [_time_or_missing(value.decode(errors="replace")) for value in coded.dictionary.to_pylist()]
+        times = np.array([*known, NO_TIME], np.int64)
+        return np.asarray(times[_numpy(pc.fill_null(coded.indices, len(known)))])
+    return np.asarray(_numpy(pc.fill_null(moments.view(pa.int64()), int(NO_TIME))))
+
+
+def _present(text: pa.Array) -> pa.BooleanArray:
+    return pc.greater(pc.binary_length(pc.fill_null(text, b"")), 0)
+
+
+def _time_or_missing(text: str | None) -> int:
+    found = micros(text) if text else None
+    return NO_TIME if found is None else found
+
+
+class Printers:
+    """The processes that printed a log, numbered in order of appearance."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Printer, int] = {}
+        self._tasks_are_ranks: bool | None = None
+
+    def number(self, found: Printer) -> int:
+        """Return the number of a process."""
+        return self._numbers.setdefault(found, len(self._numbers))
+
+    def of_labels(self, labels: tuple[str, ...], codes: Integers) -> Integers:
+        """Return the number of the process of each row; `codes` are indices into the prefixes `labels`."""
+        by_code = np.array([self.number(printer(label)) for label in labels], np.int64)
+        return by_code[codes]
+
+    def ranks(self, printers: Integers, steps: Integers) -> Integers:
+        """Return the rank of each row, NO_NUMBER if the log does not contain it.
+
+        The number that srun prints before a line is the task that printed it. The rows of one run may come from
+        different tasks, so the number is a rank only if several tasks print the same step.
+        """
+        known = list(self._numbers) or [Printer()]
+        tasks = np.array([NO_NUMBER if found.task is None else found.task for found in known], np.int64)
+        ranks = np.array([NO_NUMBER if found.rank is None else found.rank for found in known], np.int64)
+        by_task, found = tasks[printers], ranks[printers]
+        if self._tasks_are_ranks is None:
+            self._tasks_are_ranks = _repeat_steps(by_task, steps)
+        return np.where(found == NO_NUMBER, by_task, found) if self._tasks_are_ranks else found
+
+
+def _repeat_steps(tasks: Integers, steps: Integers) -> bool | None:
+    """Return whether several tasks print the same steps, None while only one task has printed."""
+    known = tasks != NO_NUMBER
+    if len(np.unique(tasks[known])) < 2:
+        return None
+    pairs = np.unique(np.stack([steps[known], tasks[known]]), axis=1)
+    return bool(len(np.unique(pairs[0])) < pairs.shape[1])

@@ -1,7 +1,7 @@
-"""Lines between the rows: validations, checkpoints, timers, memory, arguments, the end, and what went wrong.
+"""Parse the lines between the rows: validations, checkpoints, timers, memory, arguments, the end of a run, errors.
 
-Pure: a line in, what it says out. A line that belongs to a step without naming it takes the step of the row before it,
-which the caller knows.
+The module performs no I/O. A line that belongs to a step without containing its number belongs to the step of the row
+before it, which the caller provides.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Any, Final
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.aliases import canonical, printable
-from rankscope_ingest.importers.common.event_names import STOPPING, error_class
 from rankscope_ingest.importers.common.importer import ImportedRun
-from rankscope_ingest.importers.megatron.keys import Meaning
-from rankscope_ingest.importers.megatron.rows import TIME_PATTERN, micros, number, printer, split_part
+from rankscope_ingest.importers.megatron.rows import TIME_PATTERN, Meaning, micros, number, printer, split_part
 
 COMPANION_PATTERN: Final = (
     r"validation loss at|test loss at|checkpoint|time \(ms\)|across ranks \(ms\)|\.\. ?: *\(?-?\d|^ +rank +\d+: +\d"
@@ -26,7 +24,7 @@ COMPANION_PATTERN: Final = (
     r"|Traceback \(most|Error\b|ERROR|NCCL|[Oo]ut of memory|CANCELLED|TIME LIMIT|[Kk]ill|SIG[A-Z]{3,}|[Ss]ignal \d"
     r"|[Ss]egmentation fault|No space left|Permission denied|No such file|[Tt]imed? ?out|core dumped|Connection re"
 )
-"""What a line needs for `Companions.read` to look at it; the same text is given to Arrow's own regular expressions."""
+"""A line without a match is not passed to `Companions.read`. Arrow's regular expressions use the same text."""
 
 _MEBIBYTE: Final = float(1 << 20)
 _MILLISECOND: Final = 1e-3
@@ -44,29 +42,51 @@ _CHECKPOINT: Final = re.compile(
     r"(?P<rest>.*)"
 )
 _AT_STEP: Final = re.compile(r"(?:at|from) iteration +(?P<step>\d{1,18})")
-_PLACE: Final = re.compile(r"(?:\bto|\bfrom) (?!iteration)(?P<path>[^\s,]+)")
+_PATH: Final = re.compile(r"(?:\bto|\bfrom) (?!iteration)(?P<path>[^\s,]+)")
 _TIMERS: Final = re.compile(r"time \(ms\) \|(?P<rest>.*)")
-_ACROSS: Final = re.compile(r"(?P<what>\(min, max\) time|max time|min time|times) across ranks \(ms\):")
+_ACROSS: Final = re.compile(r"(?P<kind>\(min, max\) time|max time|min time|times) across ranks \(ms\):")
 _TIMER_LINE: Final = re.compile(
-    r"^(?P<name>[\w /-]{1,80}?) ?\.*: *\(?(?P<one>-?[\d.eE+-]+)(?:, *(?P<two>-?[\d.eE+-]+)\))? *$"
+    r"^(?P<name>[\w /-]{1,80}?) ?\.*: *\(?(?P<first>-?[\d.eE+-]+)(?:, *(?P<second>-?[\d.eE+-]+)\))? *$"
 )
 _TIMER_NAME: Final = re.compile(r"^(?P<name>[\w /-]{1,80}?) ?\.*: *$")
-_TIMER_RANK: Final = re.compile(r"^rank +(?P<rank>\d{1,9}): +(?P<one>-?[\d.eE+-]+) *$")
+_TIMER_RANK: Final = re.compile(r"^rank +(?P<rank>\d{1,9}): +(?P<first>-?[\d.eE+-]+) *$")
 _MEMORY: Final = re.compile(r"\[Rank (?P<rank>\d{1,9})\] (?:\(after (?P<step>\d{1,18}) iterations\) )?memory \(MB\) \|")
-_DONE: Final = re.compile(rf"\[(?P<what>[^\[\]]{{1,80}})\] datetime: (?P<time>{TIME_PATTERN})")
+_DONE: Final = re.compile(rf"\[(?P<phase>[^\[\]]{{1,80}})\] datetime: (?P<time>{TIME_PATTERN})")
 _WORLD: Final = re.compile(r"world size: (?P<size>\d{1,9})")
 _ARGUMENT: Final = re.compile(r"^(?P<name>[A-Za-z]\w{0,80}) \.{3,} (?P<value>.*)$")
 _EXITING: Final = re.compile(r"exiting program (?:at|after) ?(?:iteration +(?P<step>\d{1,18}))?")
 _LABELS: Final = re.compile(
-    r"^(?:\[[^\[\]|]{1,120}\]:[ \t]*"  # torch itself sets no blank: `[rank3]:[E501 …`
+    r"^(?:\[[^\[\]|]{1,120}\]:[ \t]*"  # torch prints no space: `[rank3]:[E501 …`
     r"|(?:[\w.-]{1,80}:(?=[ \t]+(?:\(|time|\[|val|sav|succ|load))|\d{1,9}:)[ \t]+)+"
 )
 _SECRET: Final = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 
+_ERRORS: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
+    ("cancelled", re.compile(r"CANCELLED AT|DUE TO TIME LIMIT|Job step aborted|scancel")),
+    ("out_of_memory", re.compile(r"CUDA out of memory|OutOfMemoryError|oom-kill|Out of memory:")),
+    ("rendezvous", re.compile(r"[Rr]endezvous\w*(?:Error|Timeout| failed| timed out)")),
+    ("nccl", re.compile(r"NCCL (?:WARN|ERROR|error)|DistBackendError|ProcessGroupNCCL.*(?:timeout|Watchdog|abort)"
+                        r"|[Ww]atchdog caught|NCCL communicator was aborted"
+                        r"|ncclSystemError|ncclRemoteError|ncclInternalError")),
+    ("cudnn", re.compile(r"cuDNN error|CUDNN_STATUS_(?!SUCCESS)")),
+    ("cuda", re.compile(r"CUDA error|CUBLAS_STATUS_(?!SUCCESS)|device-side assert|Xid \(")),
+    ("signal", re.compile(r"SIGTERM|SIGINT|SIGKILL|SIGABRT|SIGSEGV|Killing subprocess|[Kk]illed by signal|got signal"
+                          r"|task \d+: Killed|^Killed$")),
+    ("segmentation_fault", re.compile(r"[Ss]egmentation fault|core dumped")),
+    ("no_space", re.compile(r"No space left on device")),
+    ("permission", re.compile(r"PermissionError|Permission denied")),
+    ("file_not_found", re.compile(r"FileNotFoundError|No such file or directory")),
+    ("connection", re.compile(r"Connection(?:Refused|Reset)Error|Connection (?:refused|reset)")),
+    ("timed_out", re.compile(r"TimeoutError|[Tt]imed out")),
+    ("exception", re.compile(r"Traceback \(most recent call last\)|^[A-Za-z_][\w.]*(?:Error|Exception)(?::|$)")),
+)  # fmt: skip
+_STOPPING: Final = frozenset({"cancelled", "signal"})
+"""Classes of errors that mean that a person or the scheduler ended the run, not that it failed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companion:
-    """What one line says. Without a step it belongs to the row before it."""
+    """The scalars and events of one line. Without a step it belongs to the step of the row before it."""
 
     scalars: tuple[Mapping[str, Any], ...] = ()
     events: tuple[Mapping[str, Any], ...] = ()
@@ -74,44 +94,45 @@ class Companion:
     rank: int | None = None
     ts: int | None = None
     once: tuple[Any, ...] | None = None
-    """Of several that agree on this and on the step, the first counts: a thousand ranks print one failure."""
+    """Only the first line with the same value and step counts: a thousand ranks may print one failure."""
 
 
 @dataclass(slots=True)
 class Companions:
-    """Reads the lines of one log in their order; some make sense only behind others."""
+    """The lines between the rows of one log, read in order, because the meaning of some depends on earlier ones."""
 
     run: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
     ending: tuple[str, str] | None = None
-    """State and reason that the latest line about an end would mean."""
+    """State and reason of the run, according to the latest line about an end."""
     _across: str | None = None
     _timer: str = ""
 
     def read(self, line: str) -> tuple[list[Companion], bool]:
-        """Return what a line says, and whether it is one of Megatron's at all."""
+        """Return the scalars and events of a line, and whether the line is one of Megatron's or an error."""
         text = line.strip()
         label = _LABELS.match(text)
         bare = text[label.end() :] if label and "[Rank" not in label[0] else text
         if self._across and (found := self._timer_line(bare, line)) is not None:
             return found, True
-        for reader in (
-            self._validation,
-            self._checkpoint,
-            self._timers,
-            self._memory,
-            self._moment,
-            self._argument,
-            self._ended,
+        for pattern, parse in (
+            (_VALIDATION, self._validation),
+            (_CHECKPOINT, self._checkpoint),
+            (_ACROSS, self._timer_block),
+            (_TIMERS, self._timers),
+            (_MEMORY, self._memory),
+            (_DONE, self._time),
+            (_WORLD, self._world_size),
+            (_ARGUMENT, self._argument),
+            (_EXITING, self._end),
         ):
-            said = reader(bare)
-            if said is not None:
-                return said, True
-        wrong = self._error(bare, printer(label[0]).rank if label else None)
-        return wrong, bool(wrong)
+            if (match := pattern.search(bare)) is not None:
+                return parse(match), True
+        errors = self._error(bare, printer(label[0]).rank if label else None)
+        return errors, bool(errors)
 
     def facts(self) -> ImportedRun:
-        """Return what has been learnt of the run since it began."""
+        """Return the facts about the run in the lines so far."""
         facts = dict(self.run)
         if self.arguments:
             facts["config"] = json.dumps(self.arguments, sort_keys=True, ensure_ascii=False)
@@ -124,62 +145,54 @@ class Companions:
         return ImportedRun(**facts)
 
     def row_seen(self) -> None:
-        """Note that training went on: whatever looked like an end was none."""
+        """Forget an end of the run: a row has followed, so training continued."""
         self.ending = None
         self._across = None
 
     def timers_seen(self) -> None:
-        """Note a line of timers: a block of timers of all ranks is over."""
+        """End the current block of timers of all ranks: a line of timers has followed."""
         self._across = None
 
-    def _validation(self, text: str) -> list[Companion] | None:
-        found = _VALIDATION.search(text)
-        if found is None:
-            return None
-        which = (found["set"] or "").strip().strip("'\"").removesuffix(" set").removesuffix(" data")
-        extra = {} if which in {"", "validation"} else {"dataset": printable(which)}
+    def _validation(self, found: re.Match[str]) -> list[Companion]:
+        name_of_set = (found["set"] or "").strip().strip("'\"").removesuffix(" set").removesuffix(" data")
+        extra = {} if name_of_set in {"", "validation"} else {"dataset": printable(name_of_set)}
         scalars = []
         for key, value in _parts(found["rest"]):
             alias = canonical(key)
             name = alias.name if alias.name.startswith("eval_") else _evaluation_name(key)
             scalars.append({"name": name, "value": value, "unit": alias.unit, "labels": canonical_labels(extra)})
         loss = next((row["value"] for row in scalars if row["name"] == "eval_loss"), None)
-        event = _event(EventType.EVALUATION, text, value=loss)
+        event = _event(EventType.EVALUATION, found.string, value=loss)
         return [Companion(scalars=tuple(scalars), events=(event,), step=_whole(found["step"]))]
 
-    def _checkpoint(self, text: str) -> list[Companion] | None:
-        found = _CHECKPOINT.search(text)
-        if found is None:
-            return None
-        step, place = _AT_STEP.search(found["rest"]), _PLACE.search(found["rest"])
+    def _checkpoint(self, found: re.Match[str]) -> list[Companion]:
+        step, path = _AT_STEP.search(found["rest"]), _PATH.search(found["rest"])
         action = found["action"].removesuffix(" checkpoint")
         action = {"successfully saved": "saved", "successfully loaded": "loaded"}.get(action, action.split()[0])
-        details = {"action": action} | ({"path": printable(place["path"])} if place else {})
-        event = _event(EventType.CHECKPOINT, text, details=json.dumps(details))
+        details = {"action": action} | ({"path": printable(path["path"])} if path else {})
+        event = _event(EventType.CHECKPOINT, found.string, details=json.dumps(details))
         return [Companion(events=(event,), step=_whole(step["step"]) if step else None, once=("checkpoint", action))]
 
-    def _timers(self, text: str) -> list[Companion] | None:
-        if header := _ACROSS.search(text):
-            self._across = header["what"]
-            self._timer = ""
-            return []
-        found = _TIMERS.search(text)
-        if found is None:
-            return None
+    def _timer_block(self, found: re.Match[str]) -> list[Companion]:
+        self._across = found["kind"]
+        self._timer = ""
+        return []
+
+    def _timers(self, found: re.Match[str]) -> list[Companion]:
         self.timers_seen()
         rows = [_timer("timer_seconds", key, value) for key, value in _parts(found["rest"])]
         return [Companion(scalars=tuple(rows))] if rows else []
 
     def _timer_line(self, text: str, line: str) -> list[Companion] | None:
         if not line[:1].isspace() and text == line.strip():
-            self._across = None  # the block is indented
+            self._across = None  # only the lines of the block are indented
             return None
         if self._across == "times":
             if named := _TIMER_NAME.match(text):
                 self._timer = named["name"]
                 return []
             found = _TIMER_RANK.match(text)
-            value = None if found is None else number(found["one"])
+            value = None if found is None else number(found["first"])
             if found is None or value is None or not self._timer:
                 return None
             return [Companion(scalars=(_timer("timer_seconds", self._timer, value),), rank=_rank(found["rank"]))]
@@ -187,18 +200,16 @@ class Companions:
         if found is None:
             return None
         names = ["timer_min_seconds", "timer_max_seconds"]
-        if found["two"] is None:
+        if found["second"] is None:
             names = names[:1] if self._across == "min time" else names[1:]
-        given = [number(value) for value in (found["one"], found["two"]) if value is not None]
+        given = [number(value) for value in (found["first"], found["second"]) if value is not None]
         rows = [_timer(n, found["name"], value) for n, value in zip(names, given, strict=True) if value is not None]
         return [Companion(scalars=tuple(rows))]
 
-    def _memory(self, text: str) -> list[Companion] | None:
-        heads = list(_MEMORY.finditer(text))
-        if not heads:
-            return None
-        ends = [*(head.start() for head in heads[1:]), len(text)]
-        said = []
+    def _memory(self, found: re.Match[str]) -> list[Companion]:
+        heads = list(_MEMORY.finditer(found.string))
+        ends = [*(head.start() for head in heads[1:]), len(found.string)]
+        companions = []
         for head, end in zip(heads, ends, strict=True):
             rows = [
                 {
@@ -207,54 +218,46 @@ class Companions:
                     "unit": "bytes",
                     "labels": canonical_labels({"source_name": printable(key), "source_unit": "MB"}),
                 }
-                for key, value in _parts(text[head.end() : end])
+                for key, value in _parts(found.string[head.end() : end])
             ]
-            said.append(Companion(scalars=tuple(rows), step=_whole(head["step"]), rank=_rank(head["rank"])))
-        return said
+            companions.append(Companion(scalars=tuple(rows), step=_whole(head["step"]), rank=_rank(head["rank"])))
+        return companions
 
-    def _moment(self, text: str) -> list[Companion] | None:
-        found = _DONE.search(text)
-        if found is None:
-            if "world size: " in text and (world := _WORLD.search(text)):
-                if 0 < int(world["size"]) < _LARGEST:
-                    self.run["world_size"] = int(world["size"])
-                return []
-            return None
+    def _time(self, found: re.Match[str]) -> list[Companion]:
         ts = micros(found["time"])
-        if "training is done" in found["what"]:
+        if "training is done" in found["phase"]:
             self.ending = (RunState.COMPLETED, "training is done")
             details = json.dumps({"reason": ExitReason.COMPLETED})
-            return [Companion(events=(_event(EventType.EXIT, text, details=details),), ts=ts)]
-        return [Companion(events=(_event(EventType.PHASE, text),), ts=ts, once=("phase", found["what"]))]
+            return [Companion(events=(_event(EventType.EXIT, found.string, details=details),), ts=ts)]
+        return [Companion(events=(_event(EventType.PHASE, found.string),), ts=ts, once=("phase", found["phase"]))]
 
-    def _argument(self, text: str) -> list[Companion] | None:
-        found = _ARGUMENT.match(text)
-        if found is None:
-            return None
+    def _world_size(self, found: re.Match[str]) -> list[Companion]:
+        if 0 < int(found["size"]) < _LARGEST:
+            self.run["world_size"] = int(found["size"])
+        return []
+
+    def _argument(self, found: re.Match[str]) -> list[Companion]:
         if len(self.arguments) < _ARGUMENTS and not _SECRET.search(found["name"]):
             self.arguments[found["name"]] = printable(found["value"].strip())
         return []
 
-    def _ended(self, text: str) -> list[Companion] | None:
-        found = _EXITING.search(text)
-        if found is None:
-            return None
-        self.ending = (RunState.STOPPED, printable(text))
+    def _end(self, found: re.Match[str]) -> list[Companion]:
+        self.ending = (RunState.STOPPED, printable(found.string))
         details = json.dumps({"reason": ExitReason.COMPLETED, "last_step": _whole(found["step"])})
-        event = _event(EventType.EXIT, text, details=details)
+        event = _event(EventType.EXIT, found.string, details=details)
         return [Companion(events=(event,), step=_whole(found["step"]), once=("exit",))]
 
     def _error(self, text: str, rank: int | None) -> list[Companion]:
-        kind = error_class(text)
-        if kind is None:
+        error = next((name for name, pattern in _ERRORS if pattern.search(text)), None)
+        if error is None:
             return []
-        stopping = kind in STOPPING
-        # A failure makes the scheduler cancel the rest, and the other way round: the first word is the cause.
+        is_stop = error in _STOPPING
+        # A failure makes the scheduler cancel other ranks, and cancelled ranks print failures: the first is the cause.
         if self.ending is None:
-            self.ending = (RunState.STOPPED if stopping else RunState.FAILED, f"{kind}: {printable(text)}")
-        severity = Severity.WARNING if stopping else Severity.CRITICAL
-        event = _event(EventType.ERROR, text, op=kind, severity=severity)
-        return [Companion(events=(event,), rank=rank, once=("error", kind, rank))]
+            self.ending = (RunState.STOPPED if is_stop else RunState.FAILED, f"{error}: {printable(text)}")
+        severity = Severity.WARNING if is_stop else Severity.CRITICAL
+        event = _event(EventType.ERROR, text, op=error, severity=severity)
+        return [Companion(events=(event,), rank=rank, once=("error", error, rank))]
 
 
 def _event(type: str, text: str, *, severity: str = Severity.INFO, **columns: Any) -> dict[str, Any]:  # noqa: A002 - column
@@ -262,7 +265,7 @@ def _event(type: str, text: str, *, severity: str = Severity.INFO, **columns: An
 
 
 def _parts(text: str) -> Iterator[tuple[str, float]]:
-    """Yield key and number of `a: 1 | b: 2 |`; a part that is cut or no number is left out."""
+    """Yield key and number of the parts of `a: 1 | b: 2 |`. Incomplete parts and parts without a number are skipped."""
     for piece in text.split("|"):
         part = split_part(piece)
         value = None if part is None else number(part[1])
@@ -271,14 +274,14 @@ def _parts(text: str) -> Iterator[tuple[str, float]]:
 
 
 def timer_meaning(timer: str, name: str = "timer_seconds") -> Meaning:
-    """Return what the milliseconds of a timer are in the store."""
+    """Return the stored meaning of a timer in milliseconds."""
     labels = canonical_labels({"timer": printable(timer), "source_unit": "ms"})
     return Meaning(name, "seconds", _MILLISECOND, labels)
 
 
 def _timer(name: str, timer: str, milliseconds: float) -> dict[str, Any]:
-    what = timer_meaning(timer, name)
-    return {"name": what.name, "value": milliseconds * what.factor, "unit": what.unit, "labels": what.labels}
+    found = timer_meaning(timer, name)
+    return {"name": found.name, "value": milliseconds * found.factor, "unit": found.unit, "labels": found.labels}
 
 
 def _evaluation_name(key: str) -> str:

@@ -1,28 +1,31 @@
-"""One row of a Megatron log as text: its printer, its time, its step, and `key: value` parts between bars.
+"""Parse one row of a Megatron log: its process, its time, its step, its `key: value` parts and their meaning.
 
-This is the careful reader, for whatever the fast one (`columns`) does not take: colours, progress bars glued in front,
-two rows on one line, cut rows. Pure: text in, values out.
+This parser handles the rows that the column parser (`columns`) does not: colours, progress bars before a row, two rows
+on one line, incomplete rows. The module performs no I/O.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import functools
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Final
 
+from rankscope_contract.model.schema import canonical_labels
+from rankscope_ingest.importers.common.aliases import SOURCE_NAME, SOURCE_UNIT, canonical
+from rankscope_ingest.importers.common.values import micros as iso_micros
 from rankscope_ingest.importers.common.values import seconds
 
 HEAD_PATTERN: Final = r"[Ii]teration[ \t]+\d{1,18}[ \t]*/[ \t]*\d{1,18}[ \t]*\|"
-"""What every row begins with, behind its prefixes; the same text is given to Arrow's own regular expressions."""
+"""The beginning of each row, after its prefixes. Arrow's regular expressions use the same text."""
 
 LABEL_PATTERN: Final = r"(?:\[[^\[\]|]+\][ \t]*:?[ \t]*|[\w.-]+:[ \t]+)"
 TIME_PATTERN: Final = r"\d{4}[-/]?\d\d[-/]?\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[-+]\d\d:?\d\d)?"
 
 MAX_PREFIX: Final = 400
-"""Characters before a row that can be its prefixes."""
+"""The largest number of characters before a row that are parsed as its prefixes."""
 
 _HEAD: Final = re.compile(r"[Ii]teration[ \t]+(\d{1,18})[ \t]*/[ \t]*(\d{1,18})[ \t]*\|")
 _TIME: Final = re.compile(rf"(?<!\d){TIME_PATTERN}")
@@ -34,15 +37,14 @@ _LOCAL: Final = re.compile(r"\[(?P<host>[A-Za-z0-9][\w.-]*(?<!\.py)):(?P<rank>\d
 _TASK: Final = re.compile(r"(\d{1,9}):")
 _HOST: Final = re.compile(r"([\w.-]+):")
 _LARGEST_RANK: Final = 1 << 31
-_EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
-_MOMENT: Final = re.compile(
+_DATE_AND_TIME: Final = re.compile(
     r"(\d{4})[-/]?(\d\d)[-/]?(\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6})\d*)?(Z|[-+]\d\d:?\d\d)?"
 )
 _BARE: Final = re.compile(
     r"((?:[\w-]{1,40} ){0,4}loss|learning rate|loss scale|grad norm|num zeros|params norm|consumed samples"
     r"|global batch size|elapsed time per iteration \(m?s\)|number of (?:skipped|nan) iterations)[ \t]+(\S+)"
 )
-"""A part as the first Megatrons print it, without a colon: `lm loss 9.5E+00`."""
+"""A part without a colon, as the first Megatron releases print it: `lm loss 9.5E+00`."""
 _CLOCK: Final = re.compile(r"([^:|]*[^:|\s])\s*:\s*((?:\d{1,6} days?, )?\d{1,6}(?::\d\d){1,2}(?:\.\d+)?)")
 _THOUSANDS: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _DECIMAL_COMMA: Final = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
@@ -50,11 +52,12 @@ _EITHER: Final = re.compile(r"[-+]?\d{1,3},\d{3}")
 _SPELLED_NAN: Final = re.compile(r"[-+]?(?:s?nan\(\w*\)|1\.#(?:[qs]?nan|ind)\d*)", re.IGNORECASE)
 _SPELLED_INF: Final = re.compile(r"([-+]?)1\.#inf\d*", re.IGNORECASE)
 _LIKE_A_NUMBER: Final = re.compile(r"[-+.]{0,2}\d")
+_WITH_UNIT: Final = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?nan|[-+]?inf)\s*([A-Za-z%]{1,8})?")
 
 
 @dataclass(frozen=True, slots=True)
 class Printer:
-    """Who printed a row. Rows of one printer are one sequence; `rank` is known where the prefix says so."""
+    """The process that printed a row. Its rows are one sequence. `rank` is known if the prefix contains it."""
 
     rank: int | None = None
     task: int | None = None
@@ -63,7 +66,7 @@ class Printer:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it is in the log. `is_closed` tells that nothing is missing at its end, as far as the bar tells."""
+    """A row as it is in the log. `is_closed` means that it ends with a bar."""
 
     printer: Printer
     ts: int | None
@@ -73,11 +76,11 @@ class Row:
     odd_parts: int
     is_closed: bool
     is_whole: bool
-    """Whether its last part is a key with a value: so ends a row of a dialect that sets no bar behind it."""
+    """True if the last part is a key with a value: some dialects print no bar after the last part."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of its parts, in their order."""
+        """The keys of the parts, in order."""
         return tuple(key for key, _ in self.parts)
 
 
@@ -87,12 +90,12 @@ def clean(text: str) -> str:
 
 
 def has_head(text: str) -> bool:
-    """Return whether a row begins somewhere in `text`."""
+    """Return whether `text` contains the beginning of a row."""
     return _HEAD.search(text) is not None
 
 
 def parse_rows(text: str) -> list[Row]:
-    """Return the rows in one line of a log, in order; a row that another one interrupts is not closed."""
+    """Return the rows in one line of a log, in order. A row that another row interrupts is not closed."""
     heads = list(_HEAD.finditer(text))
     rows = []
     for position, head in enumerate(heads):
@@ -111,7 +114,7 @@ def parse_rows(text: str) -> list[Row]:
 
 
 def last_time(prefix: str) -> str | None:
-    """Return the last time in what stands before a row: loggers put theirs in front of other labels."""
+    """Return the last time in the text before a row: loggers print theirs before other labels."""
     found = _TIME.findall(prefix)
     return found[-1] if found else None
 
@@ -136,7 +139,7 @@ def _row(head: re.Match[str], before: re.Match[str] | None, moment: str | None, 
 
 
 def split_part(piece: str) -> tuple[str, str] | None:
-    """Return key and value of ` lm loss: 2.1E+00 `, or of ` lm loss 2.1E+00 `; None where one of the two is missing."""
+    """Return key and value of ` lm loss: 2.1E+00 ` or ` lm loss 2.1E+00 `; None if one of them is missing."""
     key, colon, value = piece.rpartition(":")
     key, value = key.strip(), value.strip()
     if colon and ":" in key and (clock := _CLOCK.fullmatch(piece.strip())):
@@ -147,20 +150,17 @@ def split_part(piece: str) -> tuple[str, str] | None:
 
 
 def number(text: str) -> float | None:
-    """Return a number of a log, NaN and Inf included; None for anything else."""
+    """Return a number of a log, including NaN and Inf; None for other text.
+
+    Numbers such as `1,234.5`, `0,5` and the NaN of other C libraries are accepted. `1,234` may be 1234 or 1.234 and is
+    rejected: a wrong number is worse than a part that is reported as unreadable.
+    """
     if "_" in text:
         return None
     try:
         return float(text)
     except ValueError:
-        return _oddly_written(text.strip())
-
-
-def _oddly_written(text: str) -> float | None:
-    """Return a number with `1,234.5` thousands, a `0,5` comma, or the NaN of another C library.
-
-    `1,234` may be either, and is none: a wrong number is worse than a part that is told not to make sense.
-    """
+        text = text.strip()
     if _SPELLED_NAN.fullmatch(text):
         return math.nan
     if infinite := _SPELLED_INF.fullmatch(text):
@@ -173,14 +173,14 @@ def _oddly_written(text: str) -> float | None:
 
 
 def _is_odd(key: str, text: str) -> bool:
-    """Return whether a value that looks like a number cannot be read as one."""
+    """Return whether a value begins like a number and cannot be read as one."""
     return number(text) is None and _LIKE_A_NUMBER.match(text) is not None and not values(key, text)
 
 
 def values(key: str, text: str) -> list[tuple[str, bool, float, str | None]]:
     """Return (key, is an average, value, unit) for each number in a value: one, `current/average`, or one per key.
 
-    `hip mem usage/free/total: 144.89GB/47.10GB/191.98GB` names its numbers in the key.
+    The key names the numbers in `hip mem usage/free/total: 144.89GB/47.10GB/191.98GB`.
     """
     single = number(text)
     if single is not None:
@@ -203,9 +203,6 @@ def values(key: str, text: str) -> list[tuple[str, bool, float, str | None]]:
     return []
 
 
-_WITH_UNIT: Final = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?nan|[-+]?inf)\s*([A-Za-z%]{1,8})?")
-
-
 def _with_unit(text: str) -> tuple[float, str | None] | None:
     found = _WITH_UNIT.fullmatch(text.strip())
     if found is None:
@@ -216,7 +213,7 @@ def _with_unit(text: str) -> tuple[float, str | None] | None:
 
 @functools.lru_cache(maxsize=65_536)
 def printer(labels: str) -> Printer:
-    """Return who the prefixes of a row name: `node-1: [default7]:`, `[node-1:7]:`, `3:`."""
+    """Return the process that the prefixes of a row identify: `node-1: [default7]:`, `[node-1:7]:`, `3:`."""
     rank = local = task = host = None
     for label in _LABEL.findall(labels):
         text = label.strip()
@@ -234,15 +231,100 @@ def printer(labels: str) -> Printer:
 
 @functools.lru_cache(maxsize=1024)
 def micros(text: str) -> int | None:
-    """Return a time as UTC µs; a log that does not say its zone is taken for UTC."""
-    found = _MOMENT.fullmatch(text)
+    """Return a time as UTC µs. A time without a zone is taken as UTC."""
+    found = _DATE_AND_TIME.fullmatch(text)
     if found is None:
         return None
     year, month, day, clock, fraction, zone = found.groups()
-    try:
-        moment = dt.datetime.fromisoformat(
-            f"{year}-{month}-{day} {clock}.{(fraction or '0').ljust(6, '0')}{zone or 'Z'}"
-        )
-    except ValueError:
-        return None
-    return (moment - _EPOCH) // dt.timedelta(microseconds=1)
+    return iso_micros(f"{year}-{month}-{day} {clock}.{(fraction or '0').ljust(6, '0')}{zone or 'Z'}")
+
+
+LOSS: Final = "loss"
+
+_STORED_NAMES: Final = {
+    "number_of_skipped_iterations": ("skipped_iterations", "iterations"),
+    "number_of_nan_iterations": ("nan_iterations", "iterations"),
+    "global_batch_size": ("global_batch_size", "samples"),
+    "actual_seqlen": ("sequence_length", "tokens"),
+    "train_step_timing_in_s": ("step_seconds", "seconds"),
+    "curriculum_seqlen": ("curriculum_sequence_length", "tokens"),
+}
+_MAIN_LOSSES: Final = ("lm_loss", "loss", "total_loss", "train_loss", "reduced_train_loss", "sft_loss")
+_AFTER_LOSS: Final = frozenset({
+    "loss_scale", "grad_norm", "num_zeros", "params_norm", "number_of_skipped_iterations", "number_of_nan_iterations",
+})  # fmt: skip
+_SOME_LOSS: Final = re.compile(r"(?:.*[_/])?loss")
+_SIDE_LOSS: Final = re.compile(r"mtp|balanc|aux|(?:^|_)z_loss|router|indexer|moe|(?:^|_)kd_|seq_")
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """The scalar for a key: `value x factor` is in `unit`."""
+
+    name: str
+    unit: str | None
+    factor: float
+    labels: str | None
+
+    def average(self) -> Meaning:
+        """Return the meaning of the second of two values `current/average`."""
+        return replace(self, name=f"{self.name}_average")
+
+
+@functools.lru_cache(maxsize=256)
+def meanings(keys: tuple[str, ...]) -> tuple[Meaning, ...]:
+    """Return the meaning of each key of one row. At most one loss is named `loss`; other losses keep their names."""
+    main = main_loss(keys)
+    return tuple(meaning(key, is_main=key == main) for key in keys)
+
+
+@functools.lru_cache(maxsize=256)
+def main_loss(keys: tuple[str, ...]) -> str | None:
+    """Return the key of the training loss, None if the row has none."""
+    folded = {fold(key): key for key in reversed(keys)}
+    for name in _MAIN_LOSSES:
+        if name in folded:
+            return folded[name]
+    return next((key for key in keys if _SOME_LOSS.fullmatch(fold(key)) and not _SIDE_LOSS.search(fold(key))), None)
+
+
+@functools.lru_cache(maxsize=256)
+def may_be_cut(keys: tuple[str, ...]) -> bool:
+    """Return whether a row has neither a loss nor a key that Megatron prints after the loss."""
+    return main_loss(keys) is None and _AFTER_LOSS.isdisjoint(map(fold, keys))
+
+
+def is_cut(keys: tuple[str, ...], known: Iterable[tuple[str, ...]]) -> bool:
+    """Return whether a row is the beginning of a row with the keys in `known` and was cut at a bar before the loss.
+
+    A complete row without a loss still has the keys that follow the loss.
+    """
+    if not may_be_cut(keys):
+        return False
+    longer = [other for other in known if len(other) > len(keys) + 1 and other[: len(keys)] == keys]
+    return any(main_loss(other) not in {None, other[-1]} for other in longer)
+
+
+@functools.lru_cache(maxsize=4096)
+def meaning(key: str, *, is_main: bool = False) -> Meaning:
+    """Return the meaning of one key: `elapsed time per iteration (ms)` is `step_seconds` with the factor 0.001."""
+    alias = canonical(key)
+    name, unit = alias.name, alias.unit
+    if is_main:
+        name = LOSS
+    elif name == LOSS:
+        name = fold(key)
+    else:
+        name, own_unit = _STORED_NAMES.get(fold(name), (name.replace(" ", "_"), None))
+        unit = unit or own_unit
+    labels = {}
+    if fold(key) != name.lower():
+        labels[SOURCE_NAME] = key
+    if alias.source_unit is not None:
+        labels[SOURCE_UNIT] = alias.source_unit
+    return Meaning(name, unit, alias.factor, canonical_labels(labels))
+
+
+def fold(key: str) -> str:
+    """Return a key in lower case, without its unit, with words joined by underscores."""
+    return re.sub(r"[\s_-]+", "_", key.split("(", 1)[0].strip().lower())

@@ -1,44 +1,43 @@
-"""Output of the msprobe training monitor: folders of CSV files, anomaly records, model structure and call stacks.
+"""Import the output of msprobe's monitor: folders of CSV files, anomaly records, module structure, call stacks.
 
-Steps and Adam's moments are converted (see `rankscope_contract.msprobe.csv_layout`), `nan` is taken apart into
-absent and not finite (see `statistics`). A time stands only in the names of folders, without a year: rows have none.
+Steps and Adam's moments are converted as `rankscope_contract.msprobe.csv_layout` describes. `tables` distinguishes
+absent values from values that are not finite; msprobe writes `nan` for both. msprobe stores times only in the names of
+folders and without a year, so rows have no time.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final
 
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported, ImportedRun
-from rankscope_ingest.importers.msprobe.anomalies import read_anomalies
 from rankscope_ingest.importers.msprobe.discovery import Folder, Found, find, rank_of
-from rankscope_ingest.importers.msprobe.json_files import read_stacks, read_structure
+from rankscope_ingest.importers.msprobe.json_files import read_anomalies, read_stacks, read_structure
 from rankscope_ingest.importers.msprobe.tables import FamilyReader
 
-_CSV_HEAD: Final = re.compile(rb"(?:\xef\xbb\xbf)?vpp_stage,name,step,")
-_STACKS_HEAD: Final = re.compile(rb"(?:\xef\xbb\xbf)?module_name,stack_info\r?\n")
-_SECOND_MONITOR: Final = re.compile(rb"(?:\xef\xbb\xbf)?vpp_stage,step,module_name,scope,")
+_HEADS: Final = (
+    (re.compile(rb"(?:\xef\xbb\xbf)?vpp_stage,name,step,"), 0.99, "the columns of msprobe's monitor"),
+    (re.compile(rb"(?:\xef\xbb\xbf)?module_name,stack_info\r?\n"), 0.95, "the call stacks that msprobe writes"),
+    (re.compile(rb"(?:\xef\xbb\xbf)?vpp_stage,step,module_name,scope,"), 0.9, "the columns of msprobe's monitor_v2"),
+)
 
 
 class Msprobe:
-    """The importer."""
+    """The importer of msprobe's output."""
 
     name = "msprobe"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Say what of the tool's output `path` is."""
+        """Return the kind of msprobe's output at `path`."""
         if path.is_dir():
             return _detect_folder(find(path))
-        if _CSV_HEAD.match(head):
-            return Detection(0.99, "the columns of msprobe's monitor")
-        if _STACKS_HEAD.match(head):
-            return Detection(0.95, "the call stacks that msprobe writes")
-        if _SECOND_MONITOR.match(head):
-            return Detection(0.9, "the columns of msprobe's monitor_v2")
+        for pattern, confidence, because in _HEADS:
+            if pattern.match(head):
+                return Detection(confidence, because)
         if b'"tag_name"' in head and b'"call_id"' in head:
             return Detection(0.98, "anomaly records of msprobe")
         if b'"config"' in head and b'"input"' in head and b"size=(" in head:
@@ -46,27 +45,23 @@ class Msprobe:
         return NOT_MINE
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield launch after launch, then structures and anomalies, then what is known of the run."""
+        """Yield the records of one launch after another, then structures and anomalies, then facts about the run."""
         found = find(path)
         if found.is_empty:
             raise IngestError(
-                f"{path} holds nothing that msprobe's monitor (not monitor_v2) writes: actv_0-9.csv, anomaly.json, …"
+                f"{path} contains no file of msprobe's monitor (monitor_v2 is not supported): "
+                "expected files such as actv_0-9.csv or anomaly.json"
             )
         attempt = 0
         for launch in found.launches:
-            deepest = 0
+            repeats = 0
             for folder in launch:
-                for item in _read_folder(folder, faults, attempt):
-                    if isinstance(item, int):
-                        deepest = max(deepest, item)
-                    else:
-                        yield item
-            attempt += 1 + deepest
-        last = max(0, attempt - 1)
+                repeats = max(repeats, (yield from _read_folder(folder, faults, attempt)))
+            attempt += 1 + repeats
         for file in found.structures:
             yield from read_structure(file, faults, rank=rank_of(file), source=_source(path, file))
         for file in found.anomalies:
-            yield from read_anomalies(file, faults, attempt=last, source=_source(path, file))
+            yield from read_anomalies(file, faults, attempt=max(0, attempt - 1), source=_source(path, file))
         yield _run(found)
 
 
@@ -81,16 +76,18 @@ def _detect_folder(found: Found) -> Detection:
     )
 
 
-def _read_folder(folder: Folder, faults: Faults, attempt: int) -> Iterator[Imported | int]:
-    """Yield what the files of one rank say, and behind each family how often its steps were repeated."""
+def _read_folder(folder: Folder, faults: Faults, attempt: int) -> Generator[Imported, None, int]:
+    """Yield the records in the files of one rank. Return how often a family repeats its steps at most."""
+    repeats = 0
     for family, files in folder.families.items():
         reader = FamilyReader(family, rank=folder.rank, attempt=attempt, source=folder.source)
         for _, path in files:
             yield from reader.blocks(path, faults)
-        yield reader.deepest
+        repeats = max(repeats, reader.repeats)
     if folder.stacks:
         source = f"{folder.source}/{folder.stacks.name}"
         yield from read_stacks(folder.stacks, faults, rank=folder.rank, attempt=attempt, source=source)
+    return repeats
 
 
 def _source(root: Path, file: Path) -> str:
@@ -108,7 +105,7 @@ def _run(found: Found) -> ImportedRun:
 
 
 def _started(folder: Folder) -> dt.datetime | None:
-    """Return when the first folder was made: its name says all but the year, and its files are not older than that."""
+    """Return the creation time of the first folder. Its name has no year; its files are at least as new."""
     named = folder.named.time if folder.named else None
     files = [path for listed in folder.families.values() for _, path in listed]
     if named is None or not files:

@@ -1,7 +1,7 @@
-"""What stands where in a folder of msprobe output: rank folders in the order of their launches, and JSON files.
+"""Find the files in a folder of msprobe output and interpret the names of folders, files and rows.
 
-The tool gives no run id, and the time in a folder's name has no year. A launch begins where a rank that has a folder
-already gets another; across a turn of the year the order is the one that spans the shortest time.
+msprobe stores no run id, and the time in the name of a folder has no year. A launch begins where a rank that has a
+folder already gets another one. Across the end of a year, the order is the one that covers the shortest time.
 """
 
 from __future__ import annotations
@@ -9,25 +9,35 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.msprobe.csv_layout import FamilyFile, RankFolder, parse_file, parse_folder
-
-STACKS: Final = "stack_info.csv"
-STRUCTURE: Final = "module_struct.json"
-ANOMALIES: Final = "anomaly.json"
-RANKED_ANOMALIES: Final = "anomaly_analyse.json"
+from rankscope_contract.msprobe.csv_layout import (
+    CALLS,
+    FEATURES,
+    KIND_OF_FAMILY,
+    SLOTS,
+    FamilyFile,
+    RankFolder,
+    parse_call,
+    parse_file,
+    parse_folder,
+)
+from rankscope_contract.msprobe.files import ANOMALY_FILE, RANKED_ANOMALY_FILE, STACKS_FILE, STRUCTURE_FILE
 
 _DEPTH: Final = 5
 _NO_TIME: Final = dt.datetime.min.replace(tzinfo=dt.UTC)
+_SLOT: Final = re.compile(r"(?P<module>.*)\.(?P<slot>input|output)(?:_(?P<index>\d{1,9}))?", re.DOTALL)
+_ENDING: Final = re.compile(r"(?P<module>.*)(?P<ending>\.[a-z_]+?)(?:_(?P<index>\d{1,9}))?", re.DOTALL)
+_KINDS_OF_SLOTS: Final = frozenset(kind for slots in SLOTS.values() for kind in slots.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """The files of one rank. `source` names the folder within what is imported."""
+    """The files of one rank. `source` is the path of the folder within the imported folder."""
 
     source: str
     named: RankFolder | None
@@ -36,13 +46,13 @@ class Folder:
 
     @property
     def rank(self) -> int | None:
-        """Return the rank, if the folder's name says it."""
+        """The rank, if the name of the folder contains it."""
         return None if self.named is None else self.named.rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Everything of msprobe under a path. `launches` are in order, each with the folders of its ranks."""
+    """All msprobe files below a path. `launches` are in order; each consists of the folders of its ranks."""
 
     launches: list[list[Folder]]
     structures: list[Path]
@@ -50,22 +60,22 @@ class Found:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to read."""
+        """True if there is no file to read."""
         return not (self.launches or self.structures or self.anomalies)
 
 
 def find(path: Path) -> Found:
-    """Return what of msprobe's output is at `path`, a folder or one of its files."""
+    """Return the msprobe files at `path`, a folder or one of its files."""
     if not path.is_dir():
         return _collect(path.parent, [(path.parent, [path.name])])
     found = _collect(path, _walk(path))
-    # The file of the ranked ones repeats what the ranks' own files say.
-    own = [file for file in found.anomalies if file.name == ANOMALIES]
+    # The file of ranked anomalies repeats entries of the ranks' own files.
+    own = [file for file in found.anomalies if file.name == ANOMALY_FILE]
     return Found(launches=found.launches, structures=found.structures, anomalies=own or found.anomalies)
 
 
 def rank_of(path: Path) -> int | None:
-    """Return the rank that the folder of `path` is named after."""
+    """Return the rank in the name of the folder of `path`."""
     named = parse_folder(path.absolute().parent.name)
     return None if named is None else named.rank
 
@@ -85,8 +95,8 @@ def _collect(root: Path, listed: Iterable[tuple[Path, list[str]]]) -> Found:
         own = _folder(root, folder, names)
         if own.families or own.stacks:
             folders.append(own)
-        structures += [folder / name for name in names if name == STRUCTURE]
-        anomalies += [folder / name for name in names if name in {ANOMALIES, RANKED_ANOMALIES}]
+        structures += [folder / name for name in names if name == STRUCTURE_FILE]
+        anomalies += [folder / name for name in names if name in {ANOMALY_FILE, RANKED_ANOMALY_FILE}]
     return Found(launches=_launches(folders), structures=structures, anomalies=anomalies)
 
 
@@ -100,7 +110,7 @@ def _folder(root: Path, folder: Path, names: Sequence[str]) -> Folder:
         source=folder.relative_to(root).as_posix(),
         named=parse_folder(folder.absolute().name),
         families={family: sorted(files) for family, files in sorted(families.items())},
-        stacks=folder / STACKS if STACKS in names else None,
+        stacks=folder / STACKS_FILE if STACKS_FILE in names else None,
     )
 
 
@@ -117,11 +127,11 @@ def _launches(folders: Iterable[Folder]) -> list[list[Folder]]:
 
 
 def _in_order(folders: Iterable[Folder]) -> list[Folder]:
-    ordered = sorted(folders, key=_key)
+    ordered = sorted(folders, key=_order)
     times = [folder.named.time for folder in ordered if folder.named and folder.named.time]
     if len(times) < len(ordered) or len(times) < 2:
         return ordered
-    # The year is a circle: it is cut where nothing happened for longest.
+    # The times lie on a circle of one year. The first folder follows the longest gap.
     year = dt.timedelta(days=366)
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     gaps.append(times[0] + year - times[-1])
@@ -129,8 +139,57 @@ def _in_order(folders: Iterable[Folder]) -> list[Folder]:
     return ordered[start:] + ordered[:start]
 
 
-def _key(folder: Folder) -> tuple[dt.datetime, str, int, str]:
+def _order(folder: Folder) -> tuple[dt.datetime, str, int, str]:
     named = folder.named
     if named is None:
         return (_NO_TIME, "", -1, folder.source)
     return (named.time or _NO_TIME, named.tail, named.rank, folder.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The kind and the tensor or module of a row. `kind` is empty for features: there it depends on the column."""
+
+    kind: str
+    tensor: str
+    index: int | None = None
+    call_seq: int | None = None
+
+    @property
+    def described(self) -> tuple[str, str, int | None]:
+        """The key under which the tensor is described once, for all its calls."""
+        return self.kind, self.tensor, self.index
+
+    @property
+    def module(self) -> str | None:
+        """The module of a slot, or the owner of a parameter; None for a call."""
+        if self.kind in CALLS:
+            return None
+        if self.kind in _KINDS_OF_SLOTS:
+            return self.tensor
+        return self.tensor.rpartition(".")[0] or None
+
+
+def is_tensor_family(family: str) -> bool:
+    """Return whether `family` is a known family of tensor statistics."""
+    return family in SLOTS or family in CALLS or family in KIND_OF_FAMILY
+
+
+def parse_name(family: str, name: str) -> Named | None:
+    """Return the meaning of `name`, a row of a known family; None if it is no name of that family."""
+    if family in SLOTS:
+        match = _SLOT.fullmatch(name)
+        return None if match is None else Named(str(SLOTS[family][match["slot"]]), match["module"], _index(match))
+    if family in FEATURES:
+        match = _ENDING.fullmatch(name)
+        if match is None or match["ending"] != FEATURES[family].suffix:
+            return Named("", name)
+        return Named("", match["module"], _index(match))
+    if family in CALLS:
+        tensor, call_seq, index = parse_call(name)
+        return Named(family, tensor, index, call_seq)
+    return Named(str(KIND_OF_FAMILY[family]), name)
+
+
+def _index(match: re.Match[str]) -> int | None:
+    return int(match["index"]) if match["index"] else None

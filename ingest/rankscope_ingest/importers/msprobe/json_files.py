@@ -1,4 +1,8 @@
-"""What modules look like and where they are called from: `module_struct.json` and `stack_info.csv`."""
+"""Read msprobe's `module_struct.json` (module structure), `stack_info.csv` (call stacks) and anomaly records.
+
+The key of an anomaly record does not contain the statistic. If several statistics of a tensor are anomalous, the file
+has only the last one, which the message names. `micro_step` of a record is always 0; the tag has the true value.
+"""
 
 from __future__ import annotations
 
@@ -9,85 +13,84 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from rankscope_contract.model.events import EventType, Severity
+from rankscope_contract.msprobe.csv_layout import SLOTS, our_step
+from rankscope_contract.msprobe.files import (
+    KINDS_OF_TASKS,
+    STACKS_COLUMNS,
+    parse_anomaly_message,
+    parse_anomaly_tag,
+)
 from rankscope_ingest.importers.common.importer import Faults, ImportedRecord
-from rankscope_ingest.importers.common.json_text import Cut, JsonWindow, Malformed
-from rankscope_ingest.importers.common.lines import read_lines, refuse_no_text
+from rankscope_ingest.importers.common.lines import read_chunks, read_lines
+from rankscope_ingest.importers.common.values import Cut, JsonWindow, Malformed, whole
+from rankscope_ingest.importers.msprobe.discovery import Named, parse_name
 
 _CHUNK_BYTES: Final = 1 << 20
-
-
-def members(path: Path, faults: Faults) -> Iterator[tuple[int, str, Any]]:
-    """Yield (line, key, value) of the object in the file at `path`; of a cut or damaged one what stands before that."""
-    window = JsonWindow(_chunks(path, faults))
-    try:
-        window.take("{")
-        while window.peek() != "}":
-            line = window.line_here
-            key = window.value()
-            window.take(":")
-            value = window.value()
-            yield line, str(key), value
-            if window.peek() == ",":
-                window.take(",")
-    except Cut:
-        faults.add(window.line_here, f"{path.name}: the file ends in the middle")
-    except Malformed as error:
-        faults.add(window.line_here, f"{path.name}: {error}")
-
-
-def _chunks(path: Path, faults: Faults) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            if file.tell() <= _CHUNK_BYTES:
-                refuse_no_text(path, chunk[:4096])
-            faults.read_bytes += len(chunk)
-            yield chunk
-
-
 _NAME: Final = re.compile(r"(?:(?P<vpp>\d{1,9}):)?(?P<module>.*)", re.DOTALL)
 _TENSOR: Final = re.compile(r"size=\((?P<shape>[\d,\s]*)\), dtype=(?:torch\.)?(?P<dtype>\w+)")
-_HEADER: Final = ["module_name", "stack_info"]
 _MAX_STACK: Final = 1 << 20
+_SMALL_LIMIT: Final = 1 << 31
+
+
+def _members(path: Path, faults: Faults) -> Iterator[tuple[int, str, Any]]:
+    """Yield (line, key, value) of the object in the file at `path`. Of a damaged file, the part before the damage."""
+    with path.open("rb") as file:
+        window = JsonWindow(read_chunks(file, path, faults, _CHUNK_BYTES))
+        try:
+            window.take("{")
+            while window.peek() != "}":
+                line = window.line_here
+                key = window.value()
+                window.take(":")
+                value = window.value()
+                yield line, str(key), value
+                if window.peek() == ",":
+                    window.take(",")
+        except Cut:
+            faults.add(window.line_here, f"{path.name}: the file is truncated")
+        except Malformed as error:
+            faults.add(window.line_here, f"{path.name}: {error}")
 
 
 def read_structure(path: Path, faults: Faults, *, rank: int | None, source: str) -> Iterator[ImportedRecord]:
     """Yield a row for each module that the file at `path` describes."""
-    for line, name, described in members(path, faults):
+    for line, name, described in _members(path, faults):
         if not isinstance(described, dict):
             faults.add(line, f"{path.name}: {name[:80]!r} is no module")
             continue
         row = {"inputs": _tensors(described.get("input")), "outputs": _tensors(described.get("output"))}
-        yield _record(name, row, rank=rank, attempt=0, source=source)
+        yield _module_record(name, row, rank=rank, attempt=0, source=source)
 
 
 def read_stacks(path: Path, faults: Faults, *, rank: int | None, attempt: int, source: str) -> Iterator[ImportedRecord]:
-    """Yield a row for each module whose call stack stands in the file at `path`."""
+    """Yield a row for each module with a call stack in the file at `path`."""
     limit = csv.field_size_limit(_MAX_STACK)
     try:
         reader = csv.reader(f"{line.decode(errors='replace')}\n" for _, line in read_lines(path, faults))
         for fields in reader:
-            if fields == _HEADER or not fields:
+            if fields == [*STACKS_COLUMNS] or not fields:
                 continue
-            if len(fields) != len(_HEADER):
-                faults.add(reader.line_num, f"{path.name}: {len(fields)} fields where two belong")
+            if len(fields) != len(STACKS_COLUMNS):
+                faults.add(reader.line_num, f"{path.name}: {len(fields)} fields, expected 2")
                 continue
-            yield _record(fields[0], {"stack": fields[1]}, rank=rank, attempt=attempt, source=source)
+            yield _module_record(fields[0], {"stack": fields[1]}, rank=rank, attempt=attempt, source=source)
     except csv.Error as error:
         faults.add(reader.line_num, f"{path.name}: {error}")
     finally:
         csv.field_size_limit(limit)
 
 
-def _record(name: str, row: Mapping[str, Any], *, rank: int | None, attempt: int, source: str) -> ImportedRecord:
+def _module_record(name: str, row: Mapping[str, Any], *, rank: int | None, attempt: int, source: str) -> ImportedRecord:
     match = _NAME.fullmatch(name)
-    assert match is not None  # it takes any text
+    assert match is not None  # the expression matches any text
     vpp = None if match["vpp"] is None else int(match["vpp"])
     own = {"module": match["module"], "vpp_stage": vpp, **row}
     return ImportedRecord(rows={"modules": [own]}, rank=rank, attempt=attempt, source=source)
 
 
 def _tensors(slots: Any) -> str | None:
-    """Return shape and dtype of each slot as JSON; null for what is no tensor."""
+    """Return shape and dtype of each slot as JSON, null for a slot that is no tensor."""
     if not isinstance(slots, dict):
         return None
     return json.dumps([_tensor(text) for slot, text in slots.items() if slot != "config"])
@@ -98,3 +101,65 @@ def _tensor(text: Any) -> dict[str, Any] | None:
     if not match:
         return None
     return {"shape": [int(size[:20]) for size in match["shape"].split(",") if size.strip()], "dtype": match["dtype"]}
+
+
+def read_anomalies(path: Path, faults: Faults, *, attempt: int, source: str) -> Iterator[ImportedRecord]:
+    """Yield an event for each entry of the file of anomalies at `path`."""
+    for line, key, entry in _members(path, faults):
+        step = whole(entry.get("step")) if isinstance(entry, dict) else None
+        if not isinstance(entry, dict) or step is None:
+            faults.add(line, f"{path.name}: {key[:80]!r} is no anomaly record of msprobe")
+            continue
+        yield _anomaly_record(entry, step, attempt=attempt, source=source)
+
+
+def _anomaly_record(entry: Mapping[str, Any], step: int, *, attempt: int, source: str) -> ImportedRecord:
+    tag_name = str(entry.get("tag_name", ""))
+    tag = parse_anomaly_tag(tag_name)
+    text = str(entry.get("message", ""))
+    message = parse_anomaly_message(text)
+    if tag.task in SLOTS:
+        named = parse_name(tag.task, tag.name) or Named("", tag.name)
+    else:
+        named = Named(str(KINDS_OF_TASKS.get(tag.task, "")), tag.name)
+    details = {
+        "group_mates": entry.get("group_mates"),
+        "index": named.index,
+        "tag_name": str(entry.get("tag_name", "")),
+    }
+    event = {
+        "type": EventType.ANOMALY,
+        "severity": Severity.CRITICAL if message and message.rule == "AnomalyNan" else Severity.WARNING,
+        "rule": message.rule if message else None,
+        "kind": named.kind or None,
+        "tensor": named.tensor,
+        "op": message.op if message else None,
+        "value": _float(message.value) if message else None,
+        "baseline": _float(message.baseline) if message else None,
+        "pp_stage": _small(entry.get("pp_stage")),
+        "vpp_stage": _small(entry.get("vpp_stage")),
+        "call_id": _small(entry.get("call_id")),
+        "message": text,
+        "details": json.dumps(details),
+    }
+    return ImportedRecord(
+        rows={"events": [event]},
+        step=our_step(named.kind, step),
+        rank=_small(entry.get("rank")),
+        attempt=attempt,
+        micro_step=_small(tag.micro_step),
+        source=source,
+    )
+
+
+def _float(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _small(value: Any) -> int | None:
+    """Return a number from 0 to 2**31 - 1; None for other values, such as msprobe's -1 for unknown."""
+    number = whole(value)
+    return number if number is not None and 0 <= number < _SMALL_LIMIT else None

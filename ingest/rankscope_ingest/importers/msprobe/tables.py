@@ -1,9 +1,22 @@
-"""Rows of a family as tables of the store's datasets. Pure, but for what has been described already."""
+"""Convert the rows of a family's files into tables of the store, with msprobe's statistics in the terms of Rankscope.
+
+msprobe computes norm, min, max and mean over *all* elements, so one NaN makes them `nan`. It also writes `nan` for a
+tensor that was absent. Rankscope computes statistics over finite elements and counts NaN and Inf. Therefore:
+
+- If a row consists of `nan` only, and its shape is `nan` too, the tensor was absent, and no row is stored. In a file
+  without shapes, the count of NaN decides instead. In a file with neither column, the row is taken as NaN: a false
+  alarm is better than an undetected NaN.
+- A statistic that is not finite becomes null, because its value without the NaN is unknown.
+- `nans` is msprobe's count. If it was not collected, a finite norm means 0, and a norm that is not finite means at
+  least 1; the lower bound is stored. The same holds for Inf, which msprobe never counts.
+- msprobe's `zeros` is the share of elements below 1e-8. The store has their number: share times elements, rounded.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -11,81 +24,179 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from rankscope_contract.msprobe.csv_layout import DIRECTION, FEATURES, OTHER, our_step
+from rankscope_contract.model.kinds import VALUE_OPS
+from rankscope_contract.msprobe.csv_layout import DIRECTION, FEATURES, OPS, OTHER, our_step
+from rankscope_contract.msprobe.files import CSV_KEYS
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.importer import RECORD_COLUMN, Faults, ImportedBlock
-from rankscope_ingest.importers.msprobe.csv_cells import Complain, read_cells, read_header
-from rankscope_ingest.importers.msprobe.naming import Named, naming
-from rankscope_ingest.importers.msprobe.rows import KEYS, Passes, Rows, read_rows
-from rankscope_ingest.importers.msprobe.statistics import shapes, statistics
+from rankscope_ingest.importers.msprobe.csv_rows import (
+    Floats,
+    Integers,
+    Mask,
+    Passes,
+    Report,
+    Rows,
+    read_cells,
+    read_header,
+    read_rows,
+)
+from rankscope_ingest.importers.msprobe.discovery import Named, is_tensor_family, parse_name
 
-MISALIGNED: Final = "a communication row of the tool, whose name, step and statistics are misaligned: it is of no use"
+MISALIGNED: Final = "a row of msprobe about communication, whose name, step and statistics are misaligned: not usable"
 
 _PREFIXES: Final = ("torch.", "mindspore.")
-_SAME: Final = ("norm", "min", "max", "mean")
+_EQUAL_COLUMNS: Final = ("norm", "min", "max", "mean")
+_SHAPE: Final = re.compile(r"(?:torch\.Size\()?[\[(]([\d,\s]*)[\])]\)?")
+_MAX_DIMENSIONS: Final = 64
+_MAX_ELEMENTS: Final = 1 << 62
+_UNKNOWN: Final = -1
 
 Tables = dict[str, pa.Table]
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Whose rows these are; `attempt` is that of the first pass."""
+class FamilyReader:
+    """The files of one family of one rank, which must be read in the order of their steps.
 
-    rank: int | None
-    attempt: int
+    `repeats` is the largest number of times that steps were repeated: the next launch needs higher attempts.
+    """
 
-
-Tabling = Callable[[Rows, Origin, Complain], Tables]
-
-
-def tabling(family: str) -> Tabling | None:
-    """Return how rows of `family` become tables; None for a family that the tool does not have."""
-    if family == OTHER:
-        return _directions
-    if family in FEATURES:
-        return lambda rows, origin, complain: _features(family, rows, origin, complain)
-    return _Statistics(family) if naming(family) else None
-
-
-class _Statistics:
-    """Tensor statistics of one family; each tensor is described once, with its first shape."""
-
-    def __init__(self, family: str) -> None:
-        self._naming = naming(family)
+    def __init__(self, family: str, *, rank: int | None, attempt: int, source: str) -> None:
+        self.repeats = 0
+        self._family = family
+        self._rank = rank
+        self._attempt = attempt
+        self._last = 0  # pass at the end of the previous file
+        self._source = source
         self._described: set[tuple[str, str, int | None]] = set()
 
-    def __call__(self, rows: Rows, origin: Origin, complain: Complain) -> Tables:
-        assert self._naming is not None  # `tabling` asked
-        rows, named = _known(rows, [self._naming(name) for name in rows.names], complain)
-        shaped = shapes(rows.texts.get("shape"), len(rows))
-        said = statistics(rows.numbers, "shape" in rows.texts, shaped)
-        steps = rows.steps + our_step(named[0].kind, 0) if named else rows.steps
+    def blocks(self, path: Path, faults: Faults) -> Iterator[ImportedBlock]:
+        """Yield the rows of the file at `path`."""
+
+        def report(line: int, text: str) -> None:
+            faults.add(line, f"{path.parent.name}/{path.name}: {text}")
+
+        def report_row(line: int, text: str) -> None:
+            report(line, f"{text}: {MISALIGNED}" if self._family == OTHER else text)
+
+        header = read_header(path)
+        if missing := [name for name in CSV_KEYS if name not in header]:
+            report(1, f"no column {', '.join(missing)}: not a file of msprobe's monitor")
+            return
+        if self._family != OTHER and self._family not in FEATURES and not is_tensor_family(self._family):
+            report(1, f"msprobe has no family {self._family}: the file is skipped")
+            return
+        # If a run continued after repeated steps, the following files belong to the same attempt.
+        first = max(0, self._last - _repeats(path)) if self._last else 0
+        passes = Passes()
+        for cells in read_cells(path, faults, report_row):
+            rows = read_rows(cells, passes, report_row)
+            yield ImportedBlock(
+                records=len(rows),
+                tables=self._tables(rows, self._attempt + first, report),
+                source=f"{self._source}/{path.name}",
+            )
+        self._last = first + passes.current
+        self.repeats = max(self.repeats, self._last)
+
+    def _tables(self, rows: Rows, attempt: int, report: Report) -> Tables:
+        if self._family == OTHER:
+            return self._directions(rows, attempt, report)
+        named = [parse_name(self._family, name) for name in rows.names]
+        known = np.array([found is not None for found in named], np.bool_)[rows.codes]
+        for line, code in zip(rows.lines[~known].tolist(), rows.codes[~known].tolist(), strict=True):
+            report(line, f"{rows.names[code]!r} names neither an input nor an output")
+        tables = self._features if self._family in FEATURES else self._statistics
+        return tables(rows.keep(known), [found or Named("", "") for found in named], attempt)
+
+    def _statistics(self, rows: Rows, named: Sequence[Named], attempt: int) -> Tables:
+        """Return tensor statistics. Each tensor is described once, with its first shape."""
+        shapes = Shapes.of(rows.texts.get("shape"), len(rows))
+        present, statistics = statistics_of(rows.numbers, shapes, has_shape="shape" in rows.texts)
         columns = {
-            **_common(rows, origin),
-            "step": pa.array(steps),
-            "kind": rows.spread([one.kind for one in named], pa.string()),
-            "tensor": rows.spread([one.tensor for one in named], pa.string()),
-            "index": rows.spread([one.index for one in named], pa.int32()),
-            "call_seq": rows.spread([one.call_seq for one in named], pa.int64()),
-            **said.columns,
+            **self._common(rows, attempt, named[0].kind if named else None),
+            "kind": rows.spread([found.kind for found in named], pa.string()),
+            "tensor": rows.spread([found.tensor for found in named], pa.string()),
+            "index": rows.spread([found.index for found in named], pa.int32()),
+            "call_seq": rows.spread([found.call_seq for found in named], pa.int64()),
+            **statistics,
         }
-        tables = {"tensor_stats": pa.table(columns).filter(pa.array(said.present))}
-        fresh = [position for position, one in enumerate(named) if one.described not in self._described]
-        described = said.present & (shaped.codes >= 0) & np.isin(rows.codes, fresh)
-        if described.any():
-            codes, first = np.unique(rows.codes[described], return_index=True)
-            positions = np.sort(np.flatnonzero(described)[first])
-            self._described |= {named[code].described for code in codes.tolist()}
-            firsts = {named[rows.codes[row]].described: int(row) for row in positions[::-1]}
-            positions = np.array(sorted(firsts.values()), np.int64)
-            chosen = [(row, named[rows.codes[row]], shaped.of(row)) for row in positions.tolist()]
+        tables = {"tensor_stats": pa.table(columns).filter(pa.array(present))}
+        new = [code for code, found in enumerate(named) if found.described not in self._described]
+        describing = np.flatnonzero(present & (shapes.codes >= 0) & np.isin(rows.codes, new))
+        first_rows: dict[tuple[str, str, int | None], int] = {}
+        for row in describing[np.sort(np.unique(rows.codes[describing], return_index=True)[1])].tolist():
+            first_rows.setdefault(named[rows.codes[row]].described, row)
+        if first_rows:
+            self._described |= first_rows.keys()
+            positions = sorted(first_rows.values())
+            chosen = [(row, named[rows.codes[row]], shapes.at(row)) for row in positions]
             dtypes = rows.texts["dtype"].take(pa.array(positions)) if "dtype" in rows.texts else None
-            tables["tensors"] = _dimension(chosen, columns, dtypes)
+            tables["tensors"] = _descriptions(chosen, columns, dtypes)
         return tables
 
+    def _features(self, rows: Rows, named: Sequence[Named], attempt: int) -> Tables:
+        """Return one row for each column of the family. NaN is a value, because msprobe writes computed rows only."""
+        common = {
+            **self._common(rows, attempt, None),
+            "module": rows.spread([found.tensor for found in named], pa.string()),
+            "index": rows.spread([found.index for found in named], pa.int32()),
+        }
+        parts = []
+        for column, kind in FEATURES[self._family].columns.items():
+            if column in rows.numbers:
+                value = pa.array(rows.numbers[column], pa.float32())
+                parts.append(pa.table({**common, "kind": _repeated(kind, len(rows)), "value": value}))
+        if len(parts) > 1:
+            parts = [pa.concat_tables(parts, promote_options="default").sort_by(RECORD_COLUMN)]
+        return {"features": parts[0]} if parts else {}
 
-def _dimension(
-    chosen: Sequence[tuple[int, Named, tuple[int, ...] | None]], columns: dict[str, pa.Array], dtypes: pa.Array | None
+    def _directions(self, rows: Rows, attempt: int, report: Report) -> Tables:
+        """Return the agreement of gradient and momentum. The family `other` has this number in every column."""
+        values = [rows.numbers[op] for op in _EQUAL_COLUMNS if op in rows.numbers]
+        if not values:
+            return {}
+        with np.errstate(invalid="ignore"):
+            same = np.all([(value == values[0]) | (np.isnan(value) & np.isnan(values[0])) for value in values], axis=0)
+        for line in rows.lines[~same].tolist():
+            report(line, MISALIGNED)
+        rows = rows.keep(same)
+        columns = {
+            **self._common(rows, attempt, None),
+            "kind": _repeated(DIRECTION, len(rows)),
+            "module": rows.spread(rows.names, pa.string()),
+            "value": pa.array(values[0][same], pa.float32()),
+        }
+        return {"features": pa.table(columns)}
+
+    def _common(self, rows: Rows, attempt: int, kind: str | None) -> dict[str, pa.Array]:
+        columns = {
+            RECORD_COLUMN: pa.array(rows.records, pa.int32()),
+            "step": pa.array(rows.steps + our_step(kind, 0)),
+            "attempt": pa.array((attempt + rows.passes).astype(np.int32)),
+            "vpp_stage": pa.array(rows.vpp.astype(np.int32), mask=rows.vpp < 0),
+            "micro_step": pa.array(rows.micro.astype(np.int32), mask=rows.micro < 0),
+        }
+        if self._rank is not None:
+            columns["rank"] = pa.array(np.full(len(rows), self._rank, np.int32))
+        return columns
+
+
+def _repeats(path: Path) -> int:
+    """Return how often the steps of the file are repeated."""
+    passes = Passes()
+    for cells in read_cells(path, Faults(), _ignore):
+        read_rows(cells, passes, _ignore)
+    return passes.current
+
+
+def _ignore(_line: int, _text: str) -> None:
+    """Ignore an unreadable line, which is reported when the rows are stored."""
+
+
+def _descriptions(
+    chosen: Sequence[tuple[int, Named, tuple[int, ...] | None]],
+    columns: Mapping[str, pa.Array],
+    dtypes: pa.Array | None,
 ) -> pa.Table:
     """Return a row of `tensors` for each (row, name, shape) of `chosen`."""
     schema = table_schema("tensors")
@@ -101,72 +212,8 @@ def _dimension(
     return pa.table({**taken, **{name: pa.array(values, schema.field(name).type) for name, values in own.items()}})
 
 
-def _features(family: str, rows: Rows, origin: Origin, complain: Complain) -> Tables:
-    """One row for each column of the family; NaN is a value here, since a row is there only when it was computed."""
-    read = naming(family)
-    assert read is not None  # `tabling` asked
-    rows, named = _known(rows, [read(name) for name in rows.names], complain)
-    common = {
-        **_common(rows, origin),
-        "step": pa.array(rows.steps + our_step(None, 0)),
-        "module": rows.spread([one.tensor for one in named], pa.string()),
-        "index": rows.spread([one.index for one in named], pa.int32()),
-    }
-    parts = [
-        pa.table({**common, "kind": _repeated(kind, len(rows)), "value": pa.array(rows.numbers[column], pa.float32())})
-        for column, kind in FEATURES[family].columns.items()
-        if column in rows.numbers
-    ]
-    return {"features": _by_record(parts)} if parts else {}
-
-
-def _directions(rows: Rows, origin: Origin, complain: Complain) -> Tables:
-    """`other` holds the agreement of gradient and momentum, one number written under every statistic."""
-    values = [rows.numbers[op] for op in _SAME if op in rows.numbers]
-    if not values:
-        return {}
-    with np.errstate(invalid="ignore"):
-        same = np.all([(value == values[0]) | (np.isnan(value) & np.isnan(values[0])) for value in values], axis=0)
-    for line in rows.lines[~same].tolist():
-        complain(line, MISALIGNED)
-    rows = rows.keep(same)
-    columns = {
-        **_common(rows, origin),
-        "step": pa.array(rows.steps + our_step(None, 0)),
-        "kind": _repeated(DIRECTION, len(rows)),
-        "module": rows.spread(rows.names, pa.string()),
-        "value": pa.array(values[0][same], pa.float32()),
-    }
-    return {"features": pa.table(columns)}
-
-
-def _common(rows: Rows, origin: Origin) -> dict[str, pa.Array]:
-    columns = {
-        RECORD_COLUMN: pa.array(rows.records, pa.int32()),
-        "attempt": pa.array((origin.attempt + rows.passes).astype(np.int32)),
-        "vpp_stage": pa.array(rows.vpp.astype(np.int32), mask=rows.vpp < 0),
-        "micro_step": pa.array(rows.micro.astype(np.int32), mask=rows.micro < 0),
-    }
-    if origin.rank is not None:
-        columns["rank"] = pa.array(np.full(len(rows), origin.rank, np.int32))
-    return columns
-
-
-def _known(rows: Rows, named: Sequence[Named | None], complain: Complain) -> tuple[Rows, list[Named]]:
-    """Return the rows whose name could be read, and the names; of the others, say so."""
-    known = np.array([one is not None for one in named], np.bool_)[rows.codes]
-    for line, code in zip(rows.lines[~known].tolist(), rows.codes[~known].tolist(), strict=True):
-        complain(line, f"{rows.names[code]!r} names neither an input nor an output")
-    return rows.keep(known), [one or Named("", "") for one in named]
-
-
 def _repeated(text: str, rows: int) -> pa.StringArray:
     return pa.array([text], pa.string()).take(pa.array(np.zeros(rows, np.int32)))
-
-
-def _by_record(parts: Sequence[pa.Table]) -> pa.Table:
-    joined = pa.concat_tables(parts, promote_options="default")
-    return joined if len(parts) == 1 else joined.sort_by(RECORD_COLUMN)
 
 
 def _dtype(text: str) -> str | None:
@@ -175,59 +222,106 @@ def _dtype(text: str) -> str | None:
     return None if text in {"nan", ""} else text
 
 
-class FamilyReader:
-    """Reads the files of one family, to be given in the order of their steps.
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The shapes of rows: for each row an index into `known`, or -1 without a shape."""
 
-    `deepest` is the greatest pass met, so that what follows can number its attempts behind it.
+    codes: Integers
+    known: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, column: pa.StringArray | None, rows: int) -> Shapes:
+        """Return the shapes in `column`, which repeats few texts many times."""
+        if column is None:
+            return cls(np.full(rows, _UNKNOWN, np.int64), ())
+        encoded = column.dictionary_encode()
+        parsed = [_shape(text) for text in encoded.dictionary.to_pylist()]
+        known = tuple(shape for shape in parsed if shape is not None)
+        numbers = iter(range(len(known)))
+        codes = np.array([_UNKNOWN if shape is None else next(numbers) for shape in parsed], np.int64)
+        return cls(codes[encoded.indices.to_numpy()], known)
+
+    def at(self, row: int) -> tuple[int, ...] | None:
+        """Return the shape of `row`."""
+        code = int(self.codes[row])
+        return None if code == _UNKNOWN else self.known[code]
+
+    def elements(self) -> Integers:
+        """Return the number of elements of each row, -1 without a shape."""
+        counts = np.array([*(math.prod(shape) for shape in self.known), _UNKNOWN], np.int64)
+        return np.asarray(counts[self.codes])
+
+
+def _shape(text: str | None) -> tuple[int, ...] | None:
+    match = _SHAPE.fullmatch((text or "").strip())
+    if not match:
+        return None
+    sizes = tuple(int(size[:20]) for size in match[1].replace(" ", "").split(",") if size)
+    return sizes if len(sizes) <= _MAX_DIMENSIONS and math.prod(sizes) < _MAX_ELEMENTS else None
+
+
+def statistics_of(given: Mapping[str, Floats], shapes: Shapes, *, has_shape: bool) -> tuple[Mask, dict[str, pa.Array]]:
+    """Return which rows are present, and their columns of `tensor_stats`.
+
+    `given` contains the collected statistics; `has_shape` is whether the file has a column of shapes.
     """
-
-    def __init__(self, family: str, *, rank: int | None, attempt: int, source: str) -> None:
-        self.deepest = 0
-        self._family = family
-        self._tabling = tabling(family)
-        self._rank = rank
-        self._attempt = attempt
-        self._last = 0  # pass at the end of the file before
-        self._source = source
-
-    def blocks(self, path: Path, faults: Faults) -> Iterator[ImportedBlock]:
-        """Yield the rows of the file at `path`."""
-
-        def complain(line: int, text: str) -> None:
-            faults.add(line, f"{path.parent.name}/{path.name}: {text}")
-
-        def misfit(line: int, text: str) -> None:
-            complain(line, f"{text}: {MISALIGNED}" if self._family == OTHER else text)
-
-        header = read_header(path)
-        if missing := [name for name in KEYS if name not in header]:
-            complain(1, f"no column {', '.join(missing)}: not a file of the tool's monitor")
-            return
-        if self._tabling is None:
-            complain(1, f"the tool has no family {self._family}: the file is left out")
-            return
-        # A run that went on after steps it repeated is still that attempt in the files behind them.
-        first = max(0, self._last - _repeats(path)) if self._last else 0
-        origin = Origin(self._rank, self._attempt + first)
-        passes = Passes()
-        for cells in read_cells(path, faults, misfit):
-            rows = read_rows(cells, misfit).told_apart_by(passes)
-            yield ImportedBlock(
-                records=len(rows),
-                tables=self._tabling(rows, origin, complain),
-                source=f"{self._source}/{path.name}",
-            )
-        self._last = first + passes.current
-        self.deepest = max(self.deepest, self._last)
+    known = {op: values for op, values in given.items() if op in OPS}
+    values = [known[op] for op in VALUE_OPS if op in known]
+    numel = shapes.elements()
+    nans, nans_known = _nans(known, values, numel)
+    infs, infs_known = _infs(known, values, nans, numel)
+    columns = {
+        op: pa.array(column.astype(np.float32), mask=~np.isfinite(column) | (numel == 0))
+        for op, column in known.items()
+        if op in VALUE_OPS
+    }
+    columns["nans"] = pa.array(nans, mask=~nans_known)
+    columns["infs"] = pa.array(infs, mask=~infs_known)
+    if "zeros" in known:
+        usable = np.isfinite(known["zeros"]) & (numel >= 0)
+        zeros = np.rint(np.where(usable, known["zeros"], 0) * np.maximum(numel, 0)).astype(np.int64)
+        columns["zeros"] = pa.array(zeros, mask=~usable)
+    columns["numel"] = pa.array(numel, mask=numel < 0)
+    has_number = _any(known.values(), lambda column: ~np.isnan(column), len(numel))
+    if has_shape:
+        return has_number | (numel >= 0), columns
+    return has_number if "nans" in known else np.ones(len(numel), np.bool_), columns
 
 
-def _repeats(path: Path) -> int:
-    """Return how often the file was begun again."""
-    passes = Passes()
-    for cells in read_cells(path, Faults(), _ignore):
-        read_rows(cells, _ignore).told_apart_by(passes)
-    return passes.current
+def _nans(known: Mapping[str, Floats], values: Sequence[Floats], numel: Integers) -> tuple[Integers, Mask]:
+    """Return lower bounds of the counts of NaN, and where they are known.
+
+    One NaN makes every statistic NaN, so another value of a statistic means a count of 0.
+    """
+    none = _any(values, lambda column: ~np.isnan(column), len(numel)) | (numel == 0)
+    least = np.where(none, 0, 1)
+    sure = none | bool(values)
+    counted = known.get("nans")
+    if counted is None:
+        return least, np.asarray(sure)
+    usable = np.isfinite(counted) & (counted >= 0) & (counted < _MAX_ELEMENTS)
+    return np.where(usable, counted, least).astype(np.int64), np.asarray(usable | sure)
 
 
-def _ignore(_line: int, _text: str) -> None:
-    """Take a complaint that is made when the rows are read."""
+def _infs(
+    known: Mapping[str, Floats], values: Sequence[Floats], nans: Integers, numel: Integers
+) -> tuple[Integers, Mask]:
+    """Return lower bounds of the counts of Inf, and where they are known."""
+    finite: Mask = numel == 0  # where the statistics show that every element is finite
+    for op in ("norm", "mean"):
+        if op in known:
+            finite = finite | np.isfinite(known[op])
+    seen = _any(values, np.isinf, len(numel))
+    both: Mask | bool = False
+    if {"min", "max"} <= known.keys():
+        finite = finite | (np.isfinite(known["min"]) & np.isfinite(known["max"]))
+        both = seen & np.isneginf(known["min"]) & np.isposinf(known["max"])
+    # If there is a NaN, every statistic is NaN, and the count of Inf is unknown.
+    return np.where(seen, 1 + both, 0).astype(np.int64), np.asarray(seen | (finite & (nans == 0)))
+
+
+def _any(columns: Iterable[Floats], predicate: Callable[[Floats], Mask], rows: int) -> Mask:
+    found = np.zeros(rows, np.bool_)
+    for column in columns:
+        found |= predicate(column)
+    return found

@@ -1,21 +1,30 @@
-"""OpenMetrics text, pages of exporters, and dumps of a Prometheus: `promtool tsdb dump` and `dump-openmetrics`.
+"""Import OpenMetrics text, pages of exporters, and the output of `promtool tsdb dump` and `dump-openmetrics`.
 
-Metrics of other exporters become `samples`. Ours (`rankscope_loss`, `rankscope_tensor_value`, …) go back into the
-columns they were made from, with the step that their rank told at the same moment. A dump of several runs is not taken
-apart: all of it stays samples; dump one run with promtool's `--match '{run="…"}'` instead.
+Metrics of other exporters become `samples`. Rankscope's metrics (`rankscope_loss`, `rankscope_tensor_value`, …) become
+rows of the datasets that they were made from, with the step of their rank at the same time. A dump of several runs is
+not separated: everything becomes samples. Dump one run with promtool's `--match '{run="…"}'` instead.
+
+Samples come series by series, and rows are needed in order of time. The samples are therefore stored in a temporary
+DuckDB database, which uses disk space above its memory limit: memory use does not depend on the size of the file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
+import duckdb
 import pyarrow as pa
 
 from rankscope_contract.metrics import catalogue
+from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.importer import (
     FROM_FILE,
@@ -28,41 +37,101 @@ from rankscope_ingest.importers.common.importer import (
     ImportedRun,
 )
 from rankscope_ingest.importers.common.lines import read_lines, shown
-from rankscope_ingest.importers.openmetrics.lines import LineError, meaning, parse_series, parse_value, split_series
-from rankscope_ingest.importers.openmetrics.pivot import Pivot
+from rankscope_ingest.importers.openmetrics.lines import (
+    LineError,
+    Meaning,
+    Role,
+    meaning,
+    parse_series,
+    parse_value,
+    split_series,
+)
 
 _COMMENT: Final = re.compile(r"#\s*(HELP|TYPE|UNIT|EOF)\b")
 _END: Final = "# EOF"
 _KNOWN_SERIES: Final = 200_000
-_LINES_LOOKED_AT: Final = 200
+_SAMPLED_LINES: Final = 200
 _MAX_INT32: Final = (1 << 31) - 1
+
+MEMORY_LIMIT: Final = "512MB"
+CHUNK_ROWS: Final = 100_000
+BATCH_ROWS: Final = 100_000
+
+_NUMBERS: Final = frozenset({"rank", "index", "vpp_stage", "micro_step", "call_seq"})
+_SERIES_COLUMNS: Final = tuple(field.name for field in fields(Meaning))
+_SERIES_SCHEMA: Final = pa.schema(
+    [("id", pa.uint64()), *((name, pa.int64() if name in _NUMBERS else pa.string()) for name in _SERIES_COLUMNS)]
+)
+_SAMPLE_SCHEMA: Final = pa.schema({"id": pa.uint64(), "line": pa.int64(), "ts": pa.int64(), "value": pa.float64()})
+_TENSOR_KEY: Final = (
+    "rank", "kind", "tensor", '"index"', "vpp_stage", "micro_step", "call_seq", "placement", "shard_group",
+)  # fmt: skip
+_OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
+
+_TIMED: Final = "samples JOIN series USING (id) WHERE ts IS NOT NULL"
+_CLOCKS: Final = f"""\
+CREATE TABLE series AS SELECT DISTINCT ON (id) * FROM series_seen;
+CREATE TABLE step_at AS
+  SELECT coalesce(rank, -1) AS rank_key, ts, any_value(value)::BIGINT AS step
+  FROM {_TIMED} AND role = '{Role.STEP}' AND abs(value) < 9e15 GROUP BY ALL;
+CREATE TABLE kind_step_at AS
+  SELECT coalesce(rank, -1) AS rank_key, kind, ts, any_value(value)::BIGINT AS step
+  FROM {_TIMED} AND role = '{Role.KIND_STEP}' AND abs(value) < 9e15 GROUP BY ALL;
+CREATE TABLE attempt_at AS
+  SELECT coalesce(rank, -1) AS rank_key, ts, any_value(value)::INTEGER AS attempt
+  FROM {_TIMED} AND role = '{Role.ATTEMPT}' AND value BETWEEN 0 AND 2e9 GROUP BY ALL;
+"""
+
+# Only an export of a store has attempts. In other dumps, a decreasing step begins the next attempt.
+_ATTEMPTS_BY_STEP: Final = """\
+INSERT INTO attempt_at
+SELECT rank_key, ts, sum(falls) OVER (PARTITION BY rank_key ORDER BY ts) AS attempt
+FROM (SELECT rank_key, ts, (step < lag(step) OVER (PARTITION BY rank_key ORDER BY ts))::INTEGER AS falls FROM step_at);
+UPDATE attempt_at SET attempt = 0 WHERE attempt IS NULL;
+"""
+
+_PLACED: Final = """\
+SELECT value.*, step_at.step, attempt_at.attempt
+FROM ({values}) value
+{join} JOIN step_at ON step_at.rank_key = value.rank_key AND value.ts {at} step_at.ts
+{join} JOIN attempt_at ON attempt_at.rank_key = value.rank_key AND value.ts {at} attempt_at.ts
+"""
+
+# A scraped value is repeated at each scrape: consecutive samples with equal value and step are one observation.
+_ONCE: Final = "QUALIFY {same} IS DISTINCT FROM lag({same}) OVER (PARTITION BY {series} ORDER BY ts)"
+
+
+_OLDEST_FIRST: Final = "ts NULLS FIRST, CASE WHEN ts IS NULL THEN line END, id, line"
+"""Rows with a time are not ordered by line: a later dump may have more lines in between."""
 
 
 class OpenMetrics:
-    """The importer."""
+    """The importer of OpenMetrics text."""
 
     name = "openmetrics"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the share of lines that are samples, more where the format says what it is."""
+        """Count the lines that are samples, and the TYPE and HELP lines, which raise the confidence."""
         if path.is_dir():
             return NOT_MINE
         text = head.decode("utf-8-sig", "replace")
-        # Not splitlines(): a label may have any character but a newline, and some others end a line for Python.
-        lines = [line.rstrip("\r") for line in text.split("\n")[:_LINES_LOOKED_AT] if line.strip()]
+        # Not splitlines(): a label may contain other characters that Python treats as line ends.
+        lines = [line.rstrip("\r") for line in text.split("\n")[:_SAMPLED_LINES] if line.strip()]
         whole = lines[:-1] or lines
-        told = sum(bool(_COMMENT.match(line)) for line in whole)
+        described = sum(bool(_COMMENT.match(line)) for line in whole)
         samples = sum(_is_sample(line) for line in whole if not line.startswith("#"))
-        # Many a text has lines of a word and a number; only where TYPE says what it is may others stand between.
-        if not samples + told or samples + told < (0.5 if told else 0.9) * len(whole):
+        # Many texts have lines of a word and a number, so other lines are accepted only in a file with TYPE lines.
+        if not samples + described or samples + described < (0.5 if described else 0.9) * len(whole):
             return NOT_MINE
-        if told:
-            return Detection(0.95, f"{told} TYPE or HELP lines and {samples} samples in its first {len(whole)} lines")
+        if described:
+            return Detection(
+                0.95, f"{described} TYPE or HELP lines and {samples} samples in its first {len(whole)} lines"
+            )
         return Detection(0.85, f"{samples} of its first {len(whole)} lines are samples of metrics")
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield rows oldest first, whatever the order of the file: what was added later comes behind."""
-        with Pivot() as pivot:
+        """Yield rows in order of time, whatever the order of the file: a grown file yields the same rows first."""
+        with Pivot.temporary() as pivot:
             _fill(pivot, path, faults)
             pivot.close()
             runs = pivot.runs()
@@ -70,7 +139,7 @@ class OpenMetrics:
             if len(runs) <= 1:
                 yield from _blocks("scalars", pivot.scalars())
                 yield from _blocks("tensor_stats", pivot.tensors())
-            yield from _blocks("samples", pivot.samples(with_ours=len(runs) > 1))
+            yield from _blocks("samples", pivot.samples(with_rankscope=len(runs) > 1))
 
 
 def _fill(pivot: Pivot, path: Path, faults: Faults) -> None:
@@ -83,13 +152,13 @@ def _fill(pivot: Pivot, path: Path, faults: Faults) -> None:
             continue
         if ended:
             ended = False
-            faults.add(number, f"text goes on behind {_END}; it is read all the same")
+            faults.add(number, f"text after {_END}; it is read nevertheless")
         try:
             series, rest = split_series(line)
             value, ts = parse_value(rest)
             if series not in known:
                 if len(known) >= _KNOWN_SERIES:
-                    known.clear()  # ids come from the text: one that returns gets the same
+                    known.clear()  # ids are derived from the text, so a series that returns gets the same id
                 known[series] = pivot.series(series, meaning(parse_series(series)))
         except LineError as error:
             faults.add(number, f"{error}: {shown(raw)}")
@@ -98,7 +167,7 @@ def _fill(pivot: Pivot, path: Path, faults: Faults) -> None:
 
 
 def _blocks(dataset: str, batches: Iterable[pa.RecordBatch]) -> Iterator[ImportedBlock]:
-    """Yield the rows of one dataset as blocks; each dataset is a source, so that one may grow without the others."""
+    """Yield the rows of one dataset as blocks. Each dataset is a source, because it may grow independently."""
     schema = table_schema(dataset)
     for batch in batches:
         columns = {RECORD_COLUMN: pa.array(range(batch.num_rows), pa.int32())}
@@ -112,7 +181,7 @@ def _blocks(dataset: str, batches: Iterable[pa.RecordBatch]) -> Iterator[Importe
 def _facts(pivot: Pivot, runs: list[str]) -> ImportedRun:
     if len(runs) > 1:
         some = ", ".join(runs[:5])
-        return ImportedRun(reason=f"holds metrics of {len(runs)} runs ({some}): kept as samples, not taken apart")
+        return ImportedRun(reason=f"contains metrics of {len(runs)} runs ({some}): stored as samples, not separated")
     planned = pivot.greatest(catalogue.STEPS_PLANNED.name)
     worlds = [_world_size(labels) for labels in pivot.label_sets(catalogue.RUN_INFO.name)]
     return ImportedRun(
@@ -134,6 +203,139 @@ def _is_sample(line: str) -> bool:
     except LineError:
         return False
     return True
+
+
+class Pivot:
+    """A temporary database of the samples of one file. `temporary` creates it and deletes it at the end of a block."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection, folder: str) -> None:
+        self._duckdb = connection
+        columns = ", ".join(f'"{name}" {"BIGINT" if name in _NUMBERS else "VARCHAR"}' for name in _SERIES_COLUMNS)
+        self._duckdb.execute(
+            f"SET memory_limit = '{MEMORY_LIMIT}'; SET temp_directory = '{folder}'; SET TimeZone = 'UTC'; "
+            f"CREATE TABLE series_seen (id UBIGINT, {columns}); "
+            "CREATE TABLE samples (id UBIGINT, line BIGINT, ts BIGINT, value DOUBLE)"
+        )
+        self._series: list[tuple[int, Meaning]] = []
+        self._samples: list[tuple[int, int, int | None, float]] = []
+
+    @classmethod
+    @contextmanager
+    def temporary(cls) -> Iterator[Self]:
+        """Provide a new database, and delete it at the end of the block."""
+        with (
+            tempfile.TemporaryDirectory(prefix="rankscope-import-") as folder,
+            duckdb.connect(str(Path(folder, "samples.duckdb"))) as connection,
+        ):
+            yield cls(connection, folder)
+
+    def series(self, text: str, meaning: Meaning) -> int:
+        """Store the meaning of the series with the name `text`, and return its id, which is the same in every file."""
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+        number = int.from_bytes(digest, "little")
+        self._series.append((number, meaning))
+        return number
+
+    def add(self, series: int, line: int, ts: int | None, value: float) -> None:
+        """Add one sample."""
+        self._samples.append((series, line, ts, value))
+        if len(self._samples) >= CHUNK_ROWS:
+            self._flush()
+
+    def close(self) -> None:
+        """End the input. Rows can be read afterwards."""
+        self._flush()
+        self._duckdb.execute(_CLOCKS)
+        if not self.is_export:
+            self._duckdb.execute(_ATTEMPTS_BY_STEP)
+
+    @property
+    def is_export(self) -> bool:
+        """True if the file is an export of a store, in which every sample is a row."""
+        return bool(self._duckdb.sql(f"SELECT 1 FROM series WHERE role = '{Role.EXPORT}' LIMIT 1").fetchall())
+
+    def runs(self) -> list[str]:
+        """Return the runs in the labels of Rankscope metrics."""
+        rows = self._duckdb.sql("SELECT DISTINCT run FROM series WHERE run IS NOT NULL ORDER BY run").fetchall()
+        return [run for (run,) in rows]
+
+    def greatest(self, metric: str) -> float | None:
+        """Return the greatest finite value of a metric that is stored as samples."""
+        query = "SELECT max(value) FROM samples JOIN series USING (id) WHERE metric = ? AND isfinite(value)"
+        rows = self._duckdb.execute(query, [metric]).fetchall()
+        return None if rows[0][0] is None else float(rows[0][0])
+
+    def label_sets(self, metric: str) -> list[str]:
+        """Return the labels of every series of a metric that is stored as samples."""
+        query = "SELECT DISTINCT labels FROM series WHERE metric = ? AND labels IS NOT NULL"
+        return [labels for (labels,) in self._duckdb.execute(query, [metric]).fetchall()]
+
+    def scalars(self) -> Iterator[pa.RecordBatch]:
+        """Return rows of `scalars`, oldest first."""
+        values = (
+            "SELECT id, line, ts, value, coalesce(rank, -1) AS rank_key, "
+            "rank, name, unit, labels, vpp_stage, micro_step "
+            f"FROM samples JOIN series USING (id) WHERE role = '{Role.SCALAR}'"
+        )
+        once = "" if self.is_export else _ONCE.format(same="(step, value)", series="id")
+        return self._rows(
+            f"SELECT step, rank, attempt, ts, vpp_stage, micro_step, name, unit, labels, value "
+            f"FROM ({self._placed(values)}) {once} ORDER BY {_OLDEST_FIRST}"
+        )
+
+    def tensors(self) -> Iterator[pa.RecordBatch]:
+        """Return rows of `tensor_stats`, oldest first."""
+        key = ", ".join(_TENSOR_KEY)
+        ops = ", ".join(f"any_value(value) FILTER (op = '{op}') AS \"{op}\"" for op in _OPS)
+        values = (
+            f"SELECT min(id) AS id, ts, coalesce(rank, -1) AS rank_key, {key}, {ops} "
+            f"FROM samples JOIN series USING (id) WHERE role = '{Role.TENSOR}' GROUP BY ts, {key}"
+        )
+        placed, once = self._placed(values), ""
+        if not self.is_export:
+            # The values of a kind that was not sampled at the latest step belong to an earlier step.
+            placed = (
+                "SELECT value.* EXCLUDE (step), coalesce(kind_step_at.step, value.step) AS step "
+                f"FROM ({placed}) value ASOF LEFT JOIN kind_step_at ON kind_step_at.rank_key = value.rank_key "
+                "AND kind_step_at.kind = value.kind AND value.ts >= kind_step_at.ts"
+            )
+            once = _ONCE.format(same="coalesce(step::VARCHAR, ts::VARCHAR)", series=key)
+        listed = ", ".join(f'"{op}"' for op in _OPS)
+        counts = ", ".join(f'CASE WHEN abs("{op}") < 9e18 THEN "{op}"::BIGINT END AS "{op}"' for op in COUNT_OPS)
+        return self._rows(
+            f"SELECT step, attempt, ts, {key}, {listed} FROM "
+            f"(SELECT * REPLACE ({counts}) FROM ({placed}) {once}) ORDER BY ts NULLS FIRST, id, {key}"
+        )
+
+    def samples(self, *, with_rankscope: bool) -> Iterator[pa.RecordBatch]:
+        """Return rows of `samples`, oldest first. `with_rankscope` includes Rankscope metrics, labelled by run."""
+        roles = "true" if with_rankscope else f"role = '{Role.SAMPLE}'"
+        return self._rows(
+            f"SELECT ts, target, metric, labels, value FROM samples JOIN series USING (id) WHERE {roles} "
+            f"ORDER BY {_OLDEST_FIRST}"
+        )
+
+    def _placed(self, values: str) -> str:
+        """Return a query that adds steps and attempts to `values`: those of the same time, or the latest before it."""
+        join, at = ("LEFT", "=") if self.is_export else ("ASOF LEFT", ">=")
+        return _PLACED.format(values=values, join=join, at=at)
+
+    def _rows(self, query: str) -> Iterator[pa.RecordBatch]:
+        yield from self._duckdb.sql(query).to_arrow_reader(BATCH_ROWS)
+
+    def _flush(self) -> None:
+        if self._series:
+            columns = {"id": [number for number, _ in self._series]}
+            meanings = [asdict(meaning) for _, meaning in self._series]
+            columns |= {name: [meaning[name] for meaning in meanings] for name in _SERIES_COLUMNS}
+            seen = pa.table(columns, schema=_SERIES_SCHEMA)
+            self._duckdb.from_arrow(seen).insert_into("series_seen")
+            self._series = []
+        if self._samples:
+            arrays = map(pa.array, zip(*self._samples, strict=True), _SAMPLE_SCHEMA.types)
+            rows = pa.Table.from_arrays(list(arrays), schema=_SAMPLE_SCHEMA)
+            self._duckdb.from_arrow(rows).insert_into("samples")
+            self._samples = []
 
 
 IMPORTER = OpenMetrics()

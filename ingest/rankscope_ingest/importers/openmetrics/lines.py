@@ -1,11 +1,13 @@
-"""One line of OpenMetrics, of Prometheus' older text format, or of `promtool tsdb dump`. Pure.
+"""Parse one line of OpenMetrics, of Prometheus' older text format, or of `promtool tsdb dump`. No I/O.
 
 A sample is `name{label="value"} number [time]`; dumps write `{__name__="name", label="value"} number time`, and
-Prometheus 3 `{"name",label="value"} …`. Escapes are those of all three, since dumps quote as Go does.
+Prometheus 3 `{"name",label="value"} …`. The escapes of all three are accepted; dumps quote strings as Go does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import math
 import re
 from dataclasses import dataclass
@@ -27,38 +29,38 @@ _NUMBER: Final = re.compile(r"[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-
 _ESCAPE: Final = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _SINGLE: Final = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", '"': '"', "\\": "\\"}
 _MILLIS_FROM: Final = 1e11
-"""Seconds of the year 5138: a greater time counts milliseconds, as the older format and dumps do."""
+"""The year 5138 in seconds. A greater time is in milliseconds, as in the older format and in dumps."""
 
 _MAX_MICROS: Final = 253_402_300_799_999_999
 _NAME_LABEL: Final = "__name__"
 
 
 class LineError(ValueError):
-    """A line that is no sample; the text says why."""
+    """A line that is no sample. The text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Name and labels."""
+    """The name and the labels of a series."""
 
     metric: str
     labels: dict[str, str]
 
 
 def split_series(line: str) -> tuple[str, str]:
-    """Return the text of the series, and value and time behind it. Raises LineError."""
+    """Return the text of the series and the text after it (value and time). Raises LineError."""
     brace = line.find("{")
-    blank = _first_blank(line)
+    blank = min((place for place in (line.find(" "), line.find("\t")) if place >= 0), default=-1)
     if brace < 0 or 0 <= blank < brace:
         if blank < 0:
-            raise LineError("no value behind the name")
+            raise LineError("no value after the name")
         return line[:blank], line[blank:]
     end = _end_of_labels(line, brace)
     return line[:end], line[end:]
 
 
 def parse_series(text: str) -> Series:
-    """Return name and labels of what `split_series` cut off. Raises LineError."""
+    """Return name and labels of the text that `split_series` returned. Raises LineError."""
     head, brace, rest = text.partition("{")
     metric = head.strip()
     labels: dict[str, str] = {}
@@ -66,13 +68,13 @@ def parse_series(text: str) -> Series:
     while brace and rest[position:].strip() != "}":
         found = _LABEL.match(rest, position)
         if found is None or len(labels) >= MAX_LABELS:
-            raise LineError("its labels cannot be read")
+            raise LineError("unreadable labels")
         key, equals, value, end = found.groups()
         position = found.end()
         if equals:
             name = unescape(key[1:-1]) if key.startswith('"') else key
             if name in labels:
-                raise LineError(f"label {name!r} stands twice in it")
+                raise LineError(f"label {name!r} is repeated")
             labels[name] = unescape(value)
         elif not metric:
             metric = unescape(value)
@@ -82,28 +84,28 @@ def parse_series(text: str) -> Series:
             break
     metric = metric or labels.pop(_NAME_LABEL, "")
     if not metric or (head.strip() and not _NAME.fullmatch(metric)):
-        raise LineError("no name of a metric")
+        raise LineError("no metric name")
     return Series(metric, labels)
 
 
 def parse_value(rest: str) -> tuple[float, int | None]:
-    """Return value and time (UTC µs) from what follows a series. Raises LineError."""
+    """Return value and time (UTC µs) of the text after a series. Raises LineError."""
     parts = rest.split("#", 1)[0].split()  # an exemplar may follow
     if not 1 <= len(parts) <= 2:
-        raise LineError("no value and time behind the labels")
+        raise LineError("no value and time after the labels")
     value = parse_number(parts[0])
     return value, None if len(parts) == 1 else parse_time(parts[1])
 
 
 def parse_number(text: str) -> float:
-    """Return the number; too great a one becomes infinite. Raises LineError."""
+    """Return the number, infinite if it is out of range. Raises LineError."""
     if not _NUMBER.fullmatch(text):
         raise LineError(f"{text[:30]!r} is no number")
     return float(text)
 
 
 def parse_time(text: str) -> int:
-    """Return seconds, or milliseconds where they can be nothing else, as UTC µs. Raises LineError."""
+    """Return a time in seconds, or in milliseconds if it is too large for seconds, as UTC µs. Raises LineError."""
     moment = parse_number(text)
     scale = 1e3 if abs(moment) >= _MILLIS_FROM else 1e6
     if not math.isfinite(moment) or abs(moment * scale) > _MAX_MICROS:
@@ -112,7 +114,7 @@ def parse_time(text: str) -> int:
 
 
 def unescape(text: str) -> str:
-    r"""Return the text that stands between quotes; `\x` of an unknown x is that x."""
+    r"""Return the text between quotes with its escapes replaced; an unknown escape `\x` is kept."""
     if "\\" not in text:
         return text
     octets = bytearray()
@@ -134,12 +136,8 @@ def _escaped(code: str) -> bytes:
     return chr(number).encode("utf-8", "replace") if number < 0x110000 else "\N{REPLACEMENT CHARACTER}".encode()
 
 
-def _first_blank(line: str) -> int:
-    return min((place for place in (line.find(" "), line.find("\t")) if place >= 0), default=-1)
-
-
 def _end_of_labels(line: str, brace: int) -> int:
-    """Return the place behind the closing brace; braces within quotes do not count."""
+    """Return the position after the closing brace. Braces within quotes are skipped."""
     position, quoted = brace + 1, False
     while position < len(line):
         character = line[position]
@@ -150,16 +148,20 @@ def _end_of_labels(line: str, brace: int) -> int:
         elif character == "}" and not quoted:
             return position + 1
         position += 1
-    raise LineError("its labels have no end")
+    raise LineError("no closing brace after the labels")
 
 
-SCALAR: Final = "scalar"
-TENSOR: Final = "tensor"
-STEP: Final = "step"
-KIND_STEP: Final = "kind_step"
-ATTEMPT: Final = "attempt"
-OWN: Final = "own"
-SAMPLE: Final = "sample"
+class Role(enum.StrEnum):
+    """The use of a series: a dataset for its values, or a fact about other series."""
+
+    SCALAR = enum.auto()
+    TENSOR = enum.auto()
+    STEP = enum.auto()
+    KIND_STEP = enum.auto()
+    ATTEMPT = enum.auto()
+    EXPORT = enum.auto()  # of the metric that marks an export of a store
+    SAMPLE = enum.auto()
+
 
 _TENSOR_LABELS: Final = frozenset({"kind", "tensor", "op", "run", "rank", "job", "instance", *names.TENSOR_EXTRAS})
 _INT32: Final = 1 << 31
@@ -167,9 +169,9 @@ _INT32: Final = 1 << 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """Where the values of a series go. The fields are columns of the datasets; `role` says of which."""
+    """The columns of the rows of a series. The fields are columns of the datasets; `role` selects the dataset."""
 
-    role: str
+    role: Role
     run: str | None = None
     rank: int | None = None
     metric: str = ""
@@ -189,22 +191,19 @@ class Meaning:
 
 
 def meaning(series: Series) -> Meaning:
-    """Return what `series` is; one of ours that is not as we write it stays a sample."""
+    """Return the meaning of `series`. A Rankscope series in an unknown form is a sample."""
     if series.metric.startswith("rankscope_") and "run" in series.labels:
-        try:
-            found = _ours(series)
-        except ValueError:
-            found = None
-        if found is not None:
-            return found
+        with contextlib.suppress(ValueError):  # a label that is no number
+            if (found := _own_series(series)) is not None:
+                return found
     return sample(series)
 
 
 def sample(series: Series) -> Meaning:
-    """Return `series` as what any exporter may have said."""
+    """Return the meaning of `series` as a sample, whatever its name."""
     rest = {name: value for name, value in series.labels.items() if name != "instance"}
     return Meaning(
-        role=SAMPLE,
+        role=Role.SAMPLE,
         metric=series.metric,
         target=series.labels.get("instance", ""),
         labels=canonical_labels(rest),
@@ -212,24 +211,24 @@ def sample(series: Series) -> Meaning:
     )
 
 
-def _ours(series: Series) -> Meaning | None:
+def _own_series(series: Series) -> Meaning | None:
     labels = series.labels
-    who: dict[str, Any] = {"run": labels["run"], "rank": _whole(labels, "rank", lowest=0)}
-    roles = {catalogue.STEP.name: STEP, names.ATTEMPT: ATTEMPT, names.EXPORT_INFO: OWN}
+    common: dict[str, Any] = {"run": labels["run"], "rank": _whole(labels, "rank", lowest=0)}
+    roles = {catalogue.STEP.name: Role.STEP, names.ATTEMPT: Role.ATTEMPT, names.EXPORT_INFO: Role.EXPORT}
     if series.metric in roles:
-        return Meaning(role=roles[series.metric], **who)
+        return Meaning(role=roles[series.metric], **common)
     if series.metric == catalogue.KIND_STEP.name:
-        return Meaning(role=KIND_STEP, kind=labels.get("kind"), **who)
+        return Meaning(role=Role.KIND_STEP, kind=labels.get("kind"), **common)
     if series.metric in {catalogue.TENSOR_VALUE.name, catalogue.TENSOR_BASELINE.name}:
-        return _tensor(series, who)
+        return _tensor(series, common)
     scalar = names.read_scalar(series.metric, labels)
     if scalar is None:
         return None
     stages: dict[str, Any] = {name: _whole(labels, name) for name in names.STAGE_EXTRAS}
-    return Meaning(role=SCALAR, name=scalar.name, unit=scalar.unit, labels=scalar.labels, **who, **stages)
+    return Meaning(role=Role.SCALAR, name=scalar.name, unit=scalar.unit, labels=scalar.labels, **common, **stages)
 
 
-def _tensor(series: Series, who: dict[str, Any]) -> Meaning | None:
+def _tensor(series: Series, common: dict[str, Any]) -> Meaning | None:
     labels = series.labels
     baseline = series.metric == catalogue.TENSOR_BASELINE.name
     op = labels.get("op", "") + (names.BASELINE_SUFFIX if baseline else "")
@@ -239,7 +238,7 @@ def _tensor(series: Series, who: dict[str, Any]) -> Meaning | None:
     placement = labels.get("placement", PLACEMENT)
     numbers: dict[str, Any] = {name: _whole(labels, name) for name in ("index", "vpp_stage", "micro_step")}
     return Meaning(
-        role=TENSOR,
+        role=Role.TENSOR,
         kind=labels["kind"],
         tensor=labels["tensor"],
         op=op,
@@ -247,12 +246,12 @@ def _tensor(series: Series, who: dict[str, Any]) -> Meaning | None:
         shard_group=labels.get("shard_group"),
         call_seq=_whole(labels, "call_seq", bound=1 << 63),
         **numbers,
-        **who,
+        **common,
     )
 
 
 def _whole(labels: dict[str, str], name: str, *, lowest: int = -_INT32, bound: int = _INT32) -> int | None:
-    """Return a label that is a whole number; raises ValueError for one that is none."""
+    """Return a label that is an integer; None without the label. Raises ValueError for other text."""
     text = labels.get(name)
     if text is None:
         return None

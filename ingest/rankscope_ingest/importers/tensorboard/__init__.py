@@ -1,8 +1,8 @@
-"""TensorBoard event files: one file, or a folder of them, such as `runs/` of a training or our own export.
+"""Import TensorBoard event files: one file, or a folder of them, such as `runs/` of a training or a Rankscope export.
 
-Numbers become scalars under our names, tags of the existing tool's pattern become rows of `tensor_stats`, texts become
-notes. Pictures, sound, graphs and histograms have no place in a table and are passed over. Files of one folder continue
-each other; a tag whose step goes back, or a session that restarts at a step already seen, opens the next attempt.
+Numbers become scalars under stored names. Tags in msprobe's format become rows of `tensor_stats`, texts become notes.
+Images, audio, graphs and histograms have no column and are skipped. The files of one folder continue each other. The
+next attempt begins where the step of a tag decreases, or where a session restarts at an earlier step.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from typing import TYPE_CHECKING, Final
 
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.common.restarts import Place, Rewinds
 
 if TYPE_CHECKING:
-    from rankscope_ingest.importers.tensorboard.rows import EventRows
+    from rankscope_ingest.importers.tensorboard.rows import EventRows, Place
 
 MARK: Final = "tfevents"
 SETTLED_SECONDS: Final = 600.0
-"""A file untouched for so long is finished: its last step is taken as complete."""
+"""If a file has not changed for this number of seconds, its last step is complete."""
 
 _VERSION_MARK: Final = b"brain.Event:"
-_LOOKED_AT: Final = 2_000
+_SAMPLED_FILES: Final = 2_000
 _FOLDER_RANK: Final = re.compile(r"(?:.*-)?rank[_-]?(\d{1,9})(?:-attempt(\d{1,9})|-[0-9a-f]{8})?")
 
 
 class TensorBoard:
-    """The importer. `clock` tells seconds, as files' times do."""
+    """The importer of event files. `clock` returns seconds since 1970, as modification times do."""
 
     name = "tensorboard"
 
@@ -40,19 +39,19 @@ class TensorBoard:
         self._clock = clock
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Look for the version that begins an event file, or for event files in a folder."""
+        """Look for the version record at the beginning of an event file, or for event files in a folder."""
         if path.is_dir():
             return _detect_folder(path)
         if _VERSION_MARK in head[:64]:
             return Detection(1.0, "its first record names the version of an event file")
         if MARK in path.name and head[4:8] == bytes(4):
-            return Detection(0.8, f"{MARK} in its name, and a record's length first")
+            return Detection(0.8, f"{MARK} in its name, and the length of a record at the beginning")
         return NOT_MINE
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield blocks of rows, file by file; each file is a source of its own."""
+        """Yield blocks of rows, file by file. Each file is a separate source."""
         _require_libraries()
-        from rankscope_ingest.importers.tensorboard.rows import EventRows  # noqa: PLC0415 - needs the extra
+        from rankscope_ingest.importers.tensorboard.rows import EventRows, Rewinds  # noqa: PLC0415 - needs the extra
 
         if not path.is_dir():
             yield from self._read_file(path, faults, EventRows("", Rewinds(), _place(path.parent)))
@@ -87,7 +86,7 @@ def _detect_folder(path: Path) -> Detection:
     events = others = 0
     for file in _walk(path):
         events, others = events + (MARK in file.name), others + (MARK not in file.name)
-        if events + others >= _LOOKED_AT:
+        if events + others >= _SAMPLED_FILES:
             break
     if not events:
         return NOT_MINE
@@ -98,28 +97,30 @@ def _detect_folder(path: Path) -> Detection:
 
 
 def _walk(path: Path) -> Iterator[Path]:
-    # Links are not followed: they may lead in circles, or out of the folder that was named.
+    # Links are not followed: they may form a cycle or lead out of the folder.
     for folder, folders, files in os.walk(path):
         folders.sort()
         yield from (Path(folder, name) for name in sorted(files))
 
 
 def _event_files(path: Path) -> Iterable[Path]:
-    """Yield the event files below `path`, folder by folder, in the order in which they were begun."""
+    """Return the event files below `path`, folder by folder, in the order in which they were created."""
     return (file for file in _walk(path) if MARK in file.name and file.is_file() and not file.is_symlink())
 
 
 def _place(folder: Path) -> Place:
-    """Return what the names of the folders say: rank and attempt, and the family in the tool's conversion."""
+    """Return rank and attempt from the names of the folders, and the family in the output of msprobe's conversion."""
+    from rankscope_ingest.importers.tensorboard.rows import Place  # noqa: PLC0415 - needs the extra
+
     resolved = folder.absolute()
-    for own, family in ((resolved, None), (resolved.parent, resolved.name)):
-        if match := _FOLDER_RANK.fullmatch(own.name):
+    for rank_folder, family in ((resolved, None), (resolved.parent, resolved.name)):
+        if match := _FOLDER_RANK.fullmatch(rank_folder.name):
             return Place(rank=int(match[1]), attempt=int(match[2] or 0), family=family)
     return Place()
 
 
 def _labels(relative: Path) -> dict[str, str]:
-    """Return the label that keeps `train/` and `validation/` apart; ranks and attempts have columns of their own."""
+    """Return the label that distinguishes `train/` from `validation/`. Ranks and attempts have separate columns."""
     parts = [part for part in relative.parts if not _FOLDER_RANK.fullmatch(part)]
     return {"folder": "/".join(parts)} if parts else {}
 

@@ -1,4 +1,7 @@
-"""Turns events of one TensorBoard file into rows. Pure: bytes of an event in, blocks out."""
+"""Convert the events of one TensorBoard file into rows of the store. The module performs no I/O.
+
+The bytes of events come from `rankscope_storage.tensorboard.frames`; their meaning is decided here.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,19 @@ from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.aliases import canonical
 from rankscope_ingest.importers.common.importer import FROM_FILE, RECORD_COLUMN, ImportedBlock
-from rankscope_ingest.importers.common.restarts import MAX_TAGS, Place, Rewinds
 from rankscope_storage.tensorboard.events import DESCRIBED, PLACEMENT, WRITER
 from rankscope_storage.tensorboard.messages import SESSION_START, DecodeError, Event, scalar_value, text_value
-from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, parse_tree_tag
+from rankscope_storage.tensorboard.tags import OPS, parse_tensor_tag, parse_tree_tag
 
 BLOCK_ROWS: Final = 50_000
+MAX_TAGS: Final = 1_000_000
+"""Further tags are read, but neither their descriptions nor their restarts are kept."""
 MAX_TAGS_BYTES: Final = 128 << 20
 MAX_TAG_BYTES: Final = 4_096
 _TEXT_CHARACTERS: Final = 16_384
 
 _OTHER_AXES: Final = (" vs samples", " vs steps", " vs tokens")
-"""Megatron repeats its curves over these axes: the step of such a tag is no step."""
+"""Megatron repeats its curves over these axes. The step of such a tag is a number of samples or tokens."""
 
 _DAYS_10000: Final = 253_402_300_800
 _COMMON: Final = ("step", "rank", "ts", "ts_origin", "attempt")
@@ -36,15 +40,51 @@ _COLUMNS: Final = {
     "features": (*_COMMON, *DESCRIBED["features"], "value"),
     "events": (*_COMMON, "type", "severity", "message", "details"),
 }
+_TENSOR_COLUMNS: Final = ("kind", "tensor", "index", "vpp_stage", "micro_step", "call_seq")
 _INT32: Final = 1 << 31
 _MAX_COUNT: Final = float(1 << 63)
 
 Row = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Rank, attempt and msprobe family of a file, according to the names of its folders."""
+
+    rank: int | None = None
+    attempt: int = 0
+    family: str | None = None
+
+
+class Rewinds:
+    """The restarts in the files of one folder. They are counted per tag, because tags have different intervals."""
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self._last: dict[int, tuple[int, int]] = {}
+        self._highest: int | None = None
+
+    def attempt_of(self, tag: bytes, step: int) -> int:
+        """Return the attempt to which `step` of `tag` belongs."""
+        key = hash(tag)
+        last = self._last.get(key)
+        if last is not None and last[0] == self.attempt and step < last[1]:
+            self.attempt += 1
+        if last is not None or len(self._last) < MAX_TAGS:
+            self._last[key] = (self.attempt, step)
+        self._highest = step if self._highest is None else max(self._highest, step)
+        return self.attempt
+
+    def restart(self, step: int) -> None:
+        """Count a session that starts at `step` as a restart if there are steps from `step` on: it replaces them."""
+        if self._highest is not None and step <= self._highest:
+            self.attempt += 1
+            self._highest = None
+
+
 @dataclass(slots=True)
 class _Series:
-    """What a tag means: rows of which dataset, with which columns."""
+    """The meaning of a tag: the dataset of its rows and the values of their columns."""
 
     dataset: str
     columns: Row
@@ -55,64 +95,62 @@ class _Series:
 
 
 class EventRows:
-    """The rows of one event file."""
+    """The rows of one event file, collected from its events in order."""
 
     def __init__(self, source: str, rewinds: Rewinds, place: Place, labels: Mapping[str, str] | None = None) -> None:
-        self.passed_over = 0  # pictures, sound, histograms
+        self.passed_over = 0  # images, audio, histograms
         self._source = source
         self._rewinds = rewinds
-        self._rank = place.rank
-        self._attempt = place.attempt
-        self._family = place.family
+        self._rank, self._attempt, self._family = place.rank, place.attempt, place.family
         self._labels = dict(labels or {})
-        self._ours = False
+        self._is_export = False
         self._series: dict[bytes, _Series | None] = {}
-        self._open: dict[tuple[Any, ...], Row] = {}  # rows of the step at hand, which several events make up
+        self._open: dict[tuple[Any, ...], Row] = {}  # rows of the current step, which consist of several events
         self._open_step: tuple[int, int] | None = None
         self._rows: dict[str, list[Row]] = {}
         self._count = 0
         self._records = 0
-        self._record: int | None = None  # of the event at hand, once it has a row
+        self._record: int | None = None  # of the current event, once it has a row
         self._tag_bytes = 0
 
     @property
     def is_full(self) -> bool:
-        """Whether a block is worth storing."""
+        """True if there are enough rows or records for a block."""
         return self._count >= BLOCK_ROWS or self._records >= BLOCK_ROWS
 
     def take(self, data: bytes) -> str | None:
-        """Take one event; return what is wrong with it, or None."""
+        """Add the rows of one event. Return the reason if its bytes cannot be decoded, else None."""
         try:
             event = Event.FromString(data)
         except DecodeError:
-            return "no event: its bytes cannot be decoded"
+            return "not an event: its bytes cannot be decoded"
         if event.source_metadata.writer.startswith(WRITER):
             self._take_own_header(event.source_metadata.writer)
-        what = event.WhichOneof("what")
-        if what == "session_log" and event.session_log.status == SESSION_START:
+        kind = event.WhichOneof("what")
+        if kind == "session_log" and event.session_log.status == SESSION_START:
             self._rewinds.restart(event.step)
-        elif what == "summary":
+        elif kind == "summary":
             self._take_summary(event)
         return None
 
     def blocks(self) -> Iterator[ImportedBlock]:
-        """Yield what has been collected, and begin the next block."""
+        """Yield the collected rows as a block, and begin the next block."""
         if self._records:
             tables = {dataset: _table(dataset, rows) for dataset, rows in self._rows.items() if rows}
             yield ImportedBlock(records=self._records, tables=tables, source=self._source)
         self._rows, self._count, self._records = {}, 0, 0
 
     def finish(self, *, settled: bool) -> Iterator[ImportedBlock]:
-        """Yield the rest. The last step of a file that is still being written waits for the next import."""
+        """Yield the rest. The last step of a file that is not `settled` may be incomplete and is left out."""
         if settled:
             self._close_step()
         yield from self.blocks()
 
     def _take_own_header(self, writer: bytes) -> None:
-        self._ours = True
+        self._is_export = True
         try:
-            said = json.loads(writer[len(WRITER) :])
-            rank, attempt = said["rank"], said["attempt"]
+            header = json.loads(writer[len(WRITER) :])
+            rank, attempt = header["rank"], header["attempt"]
         except (ValueError, KeyError, TypeError, RecursionError):
             return
         self._rank = rank if _is_int32(rank) else None
@@ -133,19 +171,19 @@ class EventRows:
                     self._add_note(common, value.tag, text)
                 continue
             row = {**common, "rank": self._rank if series.rank is None else series.rank, **series.columns}
-            if self._ours:
+            if self._is_export:
                 row["attempt"] = self._attempt
             elif not self._place(row, value.tag, series):
                 row["step"] = None
             if series.dataset != "tensor_stats":
                 self._add(series.dataset, {**row, "value": number * series.factor})
-            elif self._ours:
+            elif self._is_export:
                 self._add_own_statistic(begun, row, series, number)
             else:
                 self._add_foreign_statistic(row, series, number)
 
     def _place(self, row: Row, tag: bytes, series: _Series) -> bool:
-        """Give `row` its attempt, and close the step that came before; return whether its step is one."""
+        """Set the attempt of `row`, and close the previous step. Return whether the axis of the tag is the step."""
         if not series.axis_is_step:
             row["attempt"] = self._attempt + self._rewinds.attempt
             return False
@@ -156,7 +194,7 @@ class EventRows:
         return True
 
     def _add_own_statistic(self, begun: dict[tuple[Any, ...], Row], row: Row, series: _Series, number: float) -> None:
-        """Add a statistic to the row of this event that lacks it."""
+        """Add a statistic to the row of this event that does not have it yet."""
         key = tuple(series.columns.values())
         if key not in begun or series.op in begun[key]:
             begun[key] = row
@@ -164,7 +202,7 @@ class EventRows:
         begun[key][series.op] = _statistic(series.op, number)
 
     def _add_foreign_statistic(self, row: Row, series: _Series, number: float) -> None:
-        """Add a statistic to the row of this step, which other events may have begun: they carry one number each."""
+        """Add a statistic to the row of this step. Each event has one number, so the row may exist already."""
         key = (row["rank"], *series.columns.values())
         if series.op in self._open.get(key, ()):
             opened = self._open_step
@@ -173,7 +211,7 @@ class EventRows:
         self._open.setdefault(key, row)[series.op] = _statistic(series.op, number)
 
     def _close_step(self) -> None:
-        """Store the tensors of the step that is over, as a record of their own."""
+        """Store the tensors of the completed step as a separate record."""
         current, self._record = self._record, None
         for row in self._open.values():
             self._add("tensor_stats", row)
@@ -183,7 +221,7 @@ class EventRows:
     def _add_note(self, common: Row, tag: bytes, text: str) -> None:
         note = {
             "rank": self._rank,
-            "attempt": self._attempt + (0 if self._ours else self._rewinds.attempt),
+            "attempt": self._attempt + (0 if self._is_export else self._rewinds.attempt),
             "type": EventType.NOTE,
             "severity": Severity.INFO,
             "message": text[:_TEXT_CHARACTERS],
@@ -192,7 +230,7 @@ class EventRows:
         self._add("events", {**common, **note})
 
     def _add(self, dataset: str, row: Row) -> None:
-        """Add a row to the record at hand, which begins with its first row."""
+        """Add a row to the current record, which begins with its first row."""
         if self._record is None:
             self._record = self._records
             self._records += 1
@@ -202,7 +240,7 @@ class EventRows:
         self._count += 1
 
     def _series_of(self, value: Any) -> _Series | None:
-        """Return what the tag of `value` means; its first value may describe it."""
+        """Return the meaning of the tag of `value`. The first value of a tag may describe it."""
         tag: bytes = value.tag
         if tag in self._series:
             return self._series[tag]
@@ -217,48 +255,42 @@ class EventRows:
         if plugin not in (b"", b"scalars") or len(value.tag) > MAX_TAG_BYTES:
             return None
         tag = _text(value.tag)
-        described = _described(value.metadata.summary_description) if self._ours else None
+        described = _described(value.metadata.summary_description) if self._is_export else None
         if described is not None:
             return described
         found = parse_tensor_tag(tag) or (parse_tree_tag(tag, self._family, self._rank) if self._family else None)
         if found is not None:
-            return self._tensor(found)
+            columns = {name: getattr(found, name) for name in _TENSOR_COLUMNS}
+            columns["placement"] = PLACEMENT if self._is_export else None
+            return _Series("tensor_stats", columns, found.op, rank=None if self._is_export else found.rank)
         alias = canonical(tag)
         columns = {"name": alias.name, "unit": alias.unit, "labels": alias.labels(tag, self._labels)}
         return _Series("scalars", columns, factor=alias.factor, axis_is_step=not tag.endswith(_OTHER_AXES))
 
-    def _tensor(self, found: TensorTag) -> _Series:
-        names = ("kind", "tensor", "index", "vpp_stage", "micro_step", "call_seq")
-        columns: Row = {name: getattr(found, name) for name in names}
-        columns["placement"] = PLACEMENT if self._ours else None
-        return _Series("tensor_stats", columns, found.op, rank=None if self._ours else found.rank)
-
 
 def _described(description: bytes) -> _Series | None:
-    """Return what our own exporter says of a tag."""
+    """Return the meaning of a tag from the description that a Rankscope export stores; None for other text."""
     try:
-        said = json.loads(description)
-        dataset = said.pop("dataset")
-        op = said.pop("op", "")
+        columns = json.loads(description)
+        dataset = columns.pop("dataset")
+        op = columns.pop("op", "")
         known = DESCRIBED[dataset]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     schema = table_schema(dataset)
-    fits = all(name in known and _fits(value, schema.field(name).type) for name, value in said.items())
-    required = all(schema.field(name).nullable or name in said for name in known)
+    fits = all(name in known and _fits(value, schema.field(name).type) for name, value in columns.items())
+    required = all(schema.field(name).nullable or name in columns for name in known)
     if not fits or not required or (op not in OPS if dataset == "tensor_stats" else op):
         return None
-    return _Series(dataset, {name: said.get(name) for name in known}, op)
+    return _Series(dataset, {name: columns.get(name) for name in known}, op)
 
 
 def _fits(value: Any, type_: pa.DataType) -> bool:
     if pa.types.is_string(type_):
         return isinstance(value, str) and _text(value.encode("utf-8", "replace")) == value
-    return (
-        _is_int32(value)
-        if type_ == pa.int32()
-        else isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
-    )
+    if type_ == pa.int32():
+        return _is_int32(value)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
 
 
 def _is_int32(value: Any) -> bool:
@@ -272,7 +304,7 @@ def _statistic(op: str, number: float) -> float | int | None:
 
 
 def _micros(wall_time: float) -> int | None:
-    """Return seconds as UTC µs; 0 and what no calendar has mean that nobody said."""
+    """Return seconds as UTC µs; None for 0 and for times after the year 9999, which mean that the time is unknown."""
     if not math.isfinite(wall_time) or wall_time == 0 or not 0 < wall_time < _DAYS_10000:
         return None
     return round(wall_time * 1e6)

@@ -1,4 +1,4 @@
-"""Nothing of the machine's environment reaches these tests, and what they write stays in their folder."""
+"""Fixtures that isolate these tests from environment variables and keep their output in a temporary folder."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.exporter.compat.msprobe.tool_runs import Run, train
+from tests.exporter.compat.msprobe.monitored_runs import Run, train
 
 
 @pytest.fixture(autouse=True)
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder that MONITOR_OUTPUT_DIR names."""
+    """Return the folder in MONITOR_OUTPUT_DIR."""
     folder = tmp_path / "out"
     monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(folder))
     monkeypatch.delenv("DYNAMIC_MONITOR", raising=False)
@@ -21,7 +21,7 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Callable[..., Run]:
-    """Return `train` in this test's folder, with the tool's keys as arguments and those of `train` in `how`."""
+    """Return `train` in this test's folder, with msprobe's keys as arguments and the arguments of `train` in `how`."""
 
     def run(how: dict[str, object] | None = None, /, **document: object) -> Run:
         return train(tmp_path, document, **(how or {}))  # type: ignore[arg-type]  # a test's own words

@@ -1,4 +1,4 @@
-"""`anomaly.json` in the tool's words, whole after every step, whatever happens to the file."""
+"""Tests of `anomaly.json`: msprobe's format, complete after every step, whatever happens to the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import anomaly_file
 from rankscope_exporter.sinks.anomaly_file import Anomalies, AnomalyOptions
 from rankscope_ingest.importers.common.importer import Faults
-from rankscope_ingest.importers.msprobe.anomalies import read_anomalies
+from rankscope_ingest.importers.msprobe.json_files import read_anomalies
 
 RECORDED = Path(__file__).parents[3] / "data/msprobe/single_rank/anomaly_detected/rank0/anomaly.json"
 
@@ -50,7 +50,7 @@ def read(folder: Path, rank: int = 3) -> dict[str, dict[str, Any]]:
     return document
 
 
-def test_an_entry_has_the_tools_fields_key_and_message(tmp_path):
+def test_entry_has_msprobes_fields_key_and_message(tmp_path):
     sink(tmp_path).put(record(5, anomaly()))
     (key, entry), = read(tmp_path).items()  # fmt: skip
     name = "0:head.weight/rank3/post_grad"
@@ -71,14 +71,14 @@ def test_an_entry_has_the_tools_fields_key_and_message(tmp_path):
     } == entry
 
 
-def test_several_statistics_of_a_tensor_are_all_there(tmp_path):
+def test_all_anomalous_statistics_of_a_tensor_are_written(tmp_path):
     events = [anomaly(op=op) for op in ("norm", "mean", "norm")]
     sink(tmp_path).put(record(1, *events))
 
     assert ["norm", "mean", "norm"] == [entry["message"].split("'")[3] for entry in read(tmp_path).values()]
 
 
-def test_our_import_reads_back_what_was_found(tmp_path):
+def test_importer_restores_the_anomalies(tmp_path):
     found = [
         (2, anomaly("layers.0", kind="act_out", micro_step=1, op="nans", rule="AnomalyNan", baseline=None)),
         (3, anomaly("w", kind="exp_avg")),
@@ -97,7 +97,7 @@ def test_our_import_reads_back_what_was_found(tmp_path):
     assert math.isnan(rows[0][2]["baseline"])
 
 
-def test_the_file_is_whole_after_every_step_and_a_new_run_begins_anew(tmp_path):
+def test_file_is_complete_after_every_step_and_replaced_by_a_new_run(tmp_path):
     first = sink(tmp_path)
     for step in range(1, 6):
         first.put(record(step, anomaly(), anomaly("b")))
@@ -111,7 +111,7 @@ def test_the_file_is_whole_after_every_step_and_a_new_run_begins_anew(tmp_path):
     assert 1 == len(read(tmp_path))
 
 
-def test_a_file_that_was_taken_away_is_begun_again(tmp_path):
+def test_removed_file_is_created_again(tmp_path):
     written = sink(tmp_path)
     written.put(record(1, anomaly()))
     (tmp_path / "anomaly_detected/rank3/anomaly.json").unlink()
@@ -120,7 +120,7 @@ def test_a_file_that_was_taken_away_is_begun_again(tmp_path):
     assert [1] == [entry["step"] for entry in read(tmp_path).values()]
 
 
-def test_a_disk_that_takes_half_a_write_leaves_the_file_whole(tmp_path, monkeypatch):
+def test_partial_write_leaves_the_file_complete(tmp_path, monkeypatch):
     written = sink(tmp_path)
     written.put(record(1, anomaly()))
     pwrite, sizes = os.pwrite, iter([20])
@@ -133,29 +133,29 @@ def test_a_disk_that_takes_half_a_write_leaves_the_file_whole(tmp_path, monkeypa
     assert [0, 2] == [entry["step"] for entry in read(tmp_path).values()]
 
 
-def test_the_file_has_a_bound(tmp_path, monkeypatch):
+def test_file_size_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(anomaly_file, "MOST_BYTES", 600)
     written = sink(tmp_path)
     written.put(record(1, anomaly()))
-    with pytest.raises(OSError, match="takes no more"):
+    with pytest.raises(OSError, match="limit of"):
         written.put(record(2, anomaly()))
 
     assert 1 == len(read(tmp_path))
 
 
-def test_what_is_no_anomaly_of_a_tensor_is_left_out(tmp_path):
+def test_events_without_a_tensor_are_omitted(tmp_path):
     sink(tmp_path).put(record(1, Event(type=EventType.NOTE), anomaly(None, op="loss"), anomaly(kind=None)))  # type: ignore[arg-type]
 
     assert not list(tmp_path.iterdir())
 
 
-def test_names_of_any_kind_stay_names(tmp_path):
+def test_any_name_is_a_valid_json_key(tmp_path):
     name = 'a"b\\c\n☃\ud800'
     sink(tmp_path).put(record(1, anomaly(name)))
 
     assert 1 == len(read(tmp_path))
 
 
-def test_a_wrong_folder_is_refused():
+def test_invalid_folder_is_rejected():
     with pytest.raises(ConfigError, match=r"sinks\.anomalies: folder is a path, not 3"):
         MonitorConfig(sinks={"anomalies": {"folder": 3}})

@@ -1,4 +1,4 @@
-"""Both orders of arguments that scripts use, told apart by type; wrong ones answered with the right one."""
+"""Tests of both argument orders, which are distinguished by type, and of the errors for wrong arguments."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DATA, TENSOR = object(), object()
 
 
 class Group:
-    """A process group, as far as it is looked at."""
+    """A process group with the methods that the check calls."""
 
     def rank(self) -> int:
         return 0
 
 
 class Wrapper:
-    """An optimizer around another, as DeepSpeed's and Accelerate's are."""
+    """An optimizer around another one, as in DeepSpeed and Accelerate."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -34,7 +34,7 @@ class Wrapper:
 
 
 class Index:
-    """A whole number of another kind, as numpy's are."""
+    """An integer type other than int, as in numpy."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -59,7 +59,7 @@ MEANT = Attachment(model=NET, optimizer=SGD, grad_acc_steps=8, dp_group=DATA, tp
               "start_iteration": 5}),
     ],
 )  # fmt: skip
-def test_the_manuals_order_and_the_tools_own_mean_the_same(positional, named):
+def test_manual_and_code_argument_orders_are_equivalent(positional, named):
     given = Attachment.of("set_monitor", positional, named)
     given.check("set_monitor")
 
@@ -67,7 +67,7 @@ def test_the_manuals_order_and_the_tools_own_mean_the_same(positional, named):
 
 
 @pytest.mark.parametrize("steps", [Index(8), torch.tensor(8), 8.0])
-def test_a_number_of_any_kind_tells_the_orders_apart(steps):
+def test_any_number_type_decides_the_argument_order(steps):
     given = Attachment.of("set_monitor", (NET, steps, SGD), {})
     given.check("set_monitor")
 
@@ -75,7 +75,7 @@ def test_a_number_of_any_kind_tells_the_orders_apart(steps):
     assert [] == hints(grad_acc_steps=Index(8), start_iteration=torch.tensor(3))
 
 
-def test_what_is_not_given_has_the_tools_defaults():
+def test_missing_arguments_have_msprobes_defaults():
     given = Attachment.of("set_monitor", (NET, SGD), {})
 
     assert (1, None, None, 0) == (given.grad_acc_steps, given.dp_group, given.tp_group, given.start_iteration)
@@ -86,7 +86,7 @@ def test_what_is_not_given_has_the_tools_defaults():
     [
         ((NET,), {}, "needs the optimizer"),
         ((), {"optimizer": SGD}, "needs the model"),
-        ((SGD, NET), {}, "the other way round"),
+        ((SGD, NET), {}, "are exchanged"),
         ((5, SGD), {}, "model is a torch module or a list of its chunks, not a int"),
         (([NET, 3], SGD), {}, "model is a torch module or a list of its chunks, not a list of Linear, int"),
         (([], SGD), {}, "a list of nothing"),
@@ -96,7 +96,7 @@ def test_what_is_not_given_has_the_tools_defaults():
         ((NET, 8, SGD, None, None, 0, 1), {}, "takes 6 arguments by position, not 7"),
     ],
 )
-def test_a_mistake_is_answered_with_what_would_be_right(positional, named, words):
+def test_wrong_argument_is_rejected_with_the_correct_form(positional, named, words):
     with pytest.raises(ConfigError, match=words):
         Attachment.of("set_monitor", positional, named).check("set_monitor")
 
@@ -113,7 +113,7 @@ GROUP = Group()
         ((), {"process_group": GROUP, "param_have_main_grad": False, "opt_ty": "Megatron_DistributedOptimizer"}),
     ],
 )
-def test_the_constructor_takes_old_and_new_orders(positional, named):
+def test_constructor_accepts_old_and_new_orders(positional, named):
     meant = Construction(process_group=GROUP, params_have_main_grad=False, opt_ty="Megatron_DistributedOptimizer")
 
     assert meant == Construction.of(positional, named)
@@ -122,14 +122,14 @@ def test_the_constructor_takes_old_and_new_orders(positional, named):
 @pytest.mark.parametrize(
     ("positional", "named", "words"),
     [
-        ((7,), {}, "process_group is the pipeline's group of ranks or None, not 7"),
+        ((7,), {}, "process_group must be the process group of the pipeline or None, not 7"),
         ((), {"params_have_main_grad": "no"}, "params_have_main_grad is True or False, not 'no'"),
         ((), {"main_grad": True}, "no argument 'main_grad'; there are process_group"),
         ((None, True, "x", 4), {}, "TrainerMon takes config_file_path, process_group"),
         ((True,), {"params_have_main_grad": True}, "by position and by name"),
     ],
 )
-def test_a_wrong_constructor_argument_is_answered(positional, named, words):
+def test_wrong_constructor_argument_is_rejected(positional, named, words):
     with pytest.raises(ConfigError, match=words):
         Construction.of(positional, named)
 
@@ -138,12 +138,12 @@ def hints(*, said: Construction | None = None, **given: Any) -> list[str]:
     return list(wrong_hints(said or Construction(), Attachment(**{"model": NET, "optimizer": SGD, **given})))
 
 
-def test_right_hints_and_hints_that_were_not_given_are_not_named():
+def test_correct_and_missing_hints_are_not_reported():
     assert [] == hints()
     assert [] == hints(said=Construction(params_have_main_grad=False), grad_acc_steps=4, start_iteration=7)
 
 
-def test_wrong_hints_are_named_and_nothing_is_raised():
+def test_wrong_hints_are_reported_without_an_error():
     assert ["params_have_main_grad=True, but no parameter has a main_grad: gradients are read from .grad"] == hints(
         said=Construction(params_have_main_grad=True)
     )
@@ -155,7 +155,7 @@ def test_wrong_hints_are_named_and_nothing_is_raised():
     assert "start_iteration='3' is no number of a step" in hints(start_iteration="3")[0]
 
 
-def test_main_grad_that_is_there_is_named_when_it_was_denied():
+def test_hint_that_denies_an_existing_main_grad_is_reported():
     net = nn.Linear(2, 2)
     net.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]  # as Megatron does
 
@@ -163,7 +163,7 @@ def test_main_grad_that_is_there_is_named_when_it_was_denied():
     assert 1 == len(hints(said=Construction(params_have_main_grad=False), model=[net]))
 
 
-def test_the_optimizer_is_looked_for_inside_its_wrappers():
+def test_wrapped_optimizer_class_is_found():
     class DistributedOptimizer(Wrapper):
         pass
 
@@ -176,5 +176,5 @@ def test_the_optimizer_is_looked_for_inside_its_wrappers():
     ("given", "step"),
     [(0, 1), (41, 42), (torch.tensor(41), 42), (Index(41), 42), (-1, 1), (1.0, 1), (None, 1), (True, 1), (10**30, 1)],
 )
-def test_steps_go_on_one_behind_the_tools(given, step):
+def test_first_step_is_one_more_than_msprobes(given, step):
     assert step == first_step(Attachment(model=NET, start_iteration=given))

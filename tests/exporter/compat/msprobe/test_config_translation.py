@@ -1,4 +1,4 @@
-"""The tool's configuration is taken as it is wherever a configuration is taken; what is wrong in it is named."""
+"""Tests that msprobe's configuration is accepted wherever a configuration is, and of the errors for wrong values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FROM_THE_MANUAL = """{
 """  # noqa: E501 - as the manual prints it
 
 
-def test_the_example_of_the_manual_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_example_of_the_manual_is_accepted_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "monitor_config.json"
     path.write_text(FROM_THE_MANUAL)
     config = MonitorConfig.from_file(path)
@@ -65,7 +65,7 @@ def test_the_example_of_the_manual_is_taken_as_it_is(tmp_path: Path) -> None:
     assert config == TrainerMon(path)._config
 
 
-def test_a_mapping_and_a_document_that_switches_are_taken_too() -> None:
+def test_mapping_and_watched_document_are_accepted() -> None:
     asked = {"wg_distribution": True, "step_interval": 3, "collect_times": 7, "dynamic_on": True, "start_step": 9}
     config = Monitor(asked).config
     switched = sampling_config_from(asked, MonitorConfig(), on=False)
@@ -75,7 +75,7 @@ def test_a_mapping_and_a_document_that_switches_are_taken_too() -> None:
     assert (("gradients",), 3, 7) == (switched.config.quantities, switched.config.every, switched.config.times)
 
 
-def test_what_is_ours_alone_may_stand_beside_the_tools_keys() -> None:
+def test_monitor_only_settings_may_be_combined_with_msprobes_keys() -> None:
     config = MonitorConfig.from_mapping(
         {"wg_distribution": True, "run": "pretraining", "serve": {"ring_records": 512}, "remarks": ["hello"]}
     )
@@ -83,24 +83,24 @@ def test_what_is_ours_alone_may_stand_beside_the_tools_keys() -> None:
     assert ("pretraining", 512, ("hello",)) == (config.run, config.serve.ring_records, config.remarks)
 
 
-def test_our_own_configurations_stay_what_they_are() -> None:
+def test_monitor_configurations_are_not_translated() -> None:
     for ours in ({}, {"dynamic_on": True}, {"every": 2}, {"ops": ["norm"]}, {"quantities": ["gradients"]}):
         assert MonitorConfig(**ours) == MonitorConfig.from_mapping(ours)
 
 
-def test_what_is_not_said_has_the_tools_defaults() -> None:
+def test_missing_keys_have_msprobes_defaults() -> None:
     config = MonitorConfig.from_mapping({"wg_distribution": True})
 
     assert ({"csv"}, (), ("norm",), 1e-8) == (set(config.sinks), config.rules, config.ops, config.zero_below)
 
 
-def test_a_null_is_what_is_not_said() -> None:
+def test_null_means_the_default() -> None:
     assert MonitorConfig.from_mapping({"wg_distribution": True}) == MonitorConfig.from_mapping(
         {"wg_distribution": True, "start_step": None, "collect_times": None, "targets": None}
     )
 
 
-def test_rules_keep_their_order_and_have_names_of_their_own() -> None:
+def test_rules_keep_their_order_and_get_unique_names() -> None:
     rules = [
         {"rule_name": "AnomalyNan", "args": {"threshold": 5}},
         {"rule_name": "AnomalyTurbulence", "args": {"threshold": 0.5}},
@@ -119,8 +119,8 @@ def test_rules_keep_their_order_and_have_names_of_their_own() -> None:
     [
         ({"wg_distributon": True}, "unknown setting wg_distributon.*Did you mean wg_distribution?"),
         ({"xy_distribution": True, "all_xyz": True}, "Did you mean all_xy?"),
-        ({"wg_distribution": True, "every": 2}, "every cannot stand beside wg_distribution: .* step_interval"),
-        ({"wg_distribution": True, "quantities": ["gradients"]}, "quantities cannot stand beside wg_distribution"),
+        ({"wg_distribution": True, "every": 2}, "every is not allowed together with wg_distribution: .* step_interval"),
+        ({"wg_distribution": True, "quantities": ["gradients"]}, "quantities is not allowed together with wg"),
         ({"quantities": ["gradients"], "target": ["a"]}, "unknown setting target; there are"),
         ({"wg_distribution": 1}, "wg_distribution is true or false, not 1"),
         ({"targets": ["a"]}, 'targets is a table such as {"layers.0"'),
@@ -160,12 +160,12 @@ def test_rules_keep_their_order_and_have_names_of_their_own() -> None:
         ({"squash_name": "yes"}, "squash_name is true or false"),
     ],
 )  # fmt: skip
-def test_a_wrong_key_or_value_is_named_with_what_would_be_right(document: dict[str, Any], words: str) -> None:
+def test_wrong_key_or_value_is_rejected_with_the_correct_form(document: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace("?", "[?]")):
         MonitorConfig.from_mapping(document)
 
 
-def test_a_wrong_file_is_named_in_the_error(tmp_path: Path) -> None:
+def test_error_for_a_wrong_file_contains_its_path(tmp_path: Path) -> None:
     path = tmp_path / "monitor_config.json"
     for text, words in (
         ("{", "monitor_config.json: "),
@@ -180,13 +180,13 @@ def test_a_wrong_file_is_named_in_the_error(tmp_path: Path) -> None:
         TrainerMon(path)
 
 
-def test_settings_in_python_are_refused_with_where_they_belong() -> None:
+def test_settings_as_a_mapping_are_rejected_by_trainer_mon() -> None:
     with pytest.raises(ConfigError, match="path of a JSON file, not a dict: settings in Python go to rankscope"):
         TrainerMon({"wg_distribution": True})  # type: ignore[arg-type]
 
 
-def test_the_translation_of_a_document_is_json(tmp_path: Path) -> None:
-    """A watched file is compared with what other ranks read by its text."""
+def test_translation_of_a_document_is_json(tmp_path: Path) -> None:
+    """The text of a watched file is compared with the text that other ranks read."""
     path = tmp_path / "monitor_config.json"
     path.write_text(FROM_THE_MANUAL)
 

@@ -1,6 +1,6 @@
-"""Every key of the tool's configuration, by what it does to the training of a small model: one test at least for each.
+"""Tests of the effect of each key of msprobe's configuration on the training of a small model.
 
-Steps are ours, from 1; the tool's step s is step s + 1.
+Steps are those of Rankscope, from 1; msprobe's step s is step s + 1.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.exporter.compat.msprobe.tool_runs import Net, Run, batch, model
+from tests.exporter.compat.msprobe.monitored_runs import Net, Run, batch, model
 
-from rankscope_exporter.compat.msprobe.tool_config import KEYS
+from rankscope_exporter.compat.msprobe.settings import KEYS
 from rankscope_exporter.statistics.selection import ALL_OPS
 
 GRADIENTS = {"grad_unreduced", "grad_reduced"}
@@ -23,11 +23,11 @@ ACTIVATIONS = {"act_in", "act_out", "act_grad_in", "act_grad_out"}
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_has_a_test_here(key):
+def test_every_key_has_a_test_in_this_module(key):
     assert [name for name in globals() if name.startswith(f"test_{key}_")]
 
 
-# What is measured.
+# Quantities.
 
 
 def test_wg_distribution_measures_gradients(trained):
@@ -59,7 +59,7 @@ def test_mg_direction_measures_agreement_of_gradient_and_moment(trained):
     assert ("direction_agreement", "head.weight") in run.features()
 
 
-def test_monitor_mbs_grad_measures_each_micro_batch_by_itself(trained):
+def test_monitor_mbs_grad_measures_each_micro_batch(trained):
     run = trained({"micro_batches": 2}, wg_distribution=True, monitor_mbs_grad=True)
     alone = trained({"micro_batches": 2}, wg_distribution=True)
     micro = [row.entry.micro_step for row in run.rows if row.entry.tensor == "head.bias" and row.step == 1]
@@ -68,7 +68,7 @@ def test_monitor_mbs_grad_measures_each_micro_batch_by_itself(trained):
     assert {None} == {row.entry.micro_step for row in alone.rows}
 
 
-def test_monitor_mbs_grad_alone_is_said_to_have_no_effect(trained):
+def test_monitor_mbs_grad_alone_is_reported_as_ineffective(trained):
     run = trained(monitor_mbs_grad=True, param_distribution=True)
 
     assert ["monitor_mbs_grad has no effect without wg_distribution"] == run.said()
@@ -83,22 +83,22 @@ def test_xy_distribution_measures_all_modules_without_targets(trained):
     assert set() == trained(xy_distribution=False, wg_distribution=True).kinds() & ACTIVATIONS
 
 
-def test_forward_only_leaves_gradients_out(trained):
+def test_forward_only_omits_gradients(trained):
     assert {"act_in", "act_out"} == trained(xy_distribution=True, forward_only=True).kinds()
 
 
-def test_backward_only_leaves_values_out(trained):
+def test_backward_only_omits_activations(trained):
     assert {"act_grad_in", "act_grad_out"} == trained(xy_distribution=True, backward_only=True).kinds()
 
 
-def test_backward_only_beside_forward_only_measures_nothing_and_says_so(trained):
+def test_backward_only_with_forward_only_measures_nothing(trained):
     run = trained(xy_distribution=True, forward_only=True, backward_only=True)
 
     assert set() == run.kinds()
     assert 1 == len([said for said in run.said() if "forward_only and backward_only exclude each other" in said])
 
 
-def test_all_xy_measures_the_modules_that_targets_do_not_name_as_a_whole(trained):
+def test_all_xy_measures_the_modules_without_a_target(trained):
     targets = {"layers.0": {"output": "tuple[2]:1"}}
     some = trained(xy_distribution=True, targets=targets)
     every = trained(xy_distribution=True, targets=targets, all_xy=True)
@@ -108,17 +108,17 @@ def test_all_xy_measures_the_modules_that_targets_do_not_name_as_a_whole(trained
     assert ("layers.0", 0) not in every.slots("act_out")
 
 
-# Of what.
+# Targets.
 
 
-def test_targets_name_parameters_by_the_module_that_holds_them(trained):
+def test_targets_select_parameters_by_module(trained):
     run = trained(wg_distribution=True, targets={"0:module.layers.1": {}, "head.bias": {}})
 
     assert {"layers.1.first.weight", "layers.1.first.bias", "layers.1.second.weight", "layers.1.second.bias",
             "head.bias"} == run.names("grad_reduced")  # fmt: skip
 
 
-def test_targets_choose_tensors_of_a_modules_objects(trained):
+def test_targets_select_tensors_in_a_modules_objects(trained):
     spec = {"input": "tensor", "output": "tuple[2]:0", "input_grad": "tensor", "output_grad": "tuple[2]:1"}
     run = trained(xy_distribution=True, targets={"layers.1": spec})
 
@@ -138,17 +138,17 @@ def test_targets_choose_tensors_of_a_modules_objects(trained):
         ({}, ACTIVATIONS),
     ],
 )
-def test_targets_measure_only_the_objects_that_they_name(trained, spec, kinds):
+def test_targets_measure_only_the_named_objects(trained, spec, kinds):
     assert kinds == trained(xy_distribution=True, targets={"layers.1": spec}).kinds()
 
 
-def test_targets_that_match_nothing_name_the_nearest(trained):
+def test_target_without_a_match_names_the_nearest(trained):
     said = trained(wg_distribution=True, xy_distribution=True, targets={"layers.7": {}}).said()
 
     assert any("layers.7" in sentence and "layers.1" in sentence for sentence in said)
 
 
-def test_module_ranks_leaves_other_ranks_out(trained, monkeypatch):
+def test_module_ranks_excludes_other_ranks(trained, monkeypatch):
     assert [1, 2] == trained(wg_distribution=True, module_ranks=[0]).steps()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -158,7 +158,7 @@ def test_module_ranks_leaves_other_ranks_out(trained, monkeypatch):
     assert [1, 2] == trained(wg_distribution=True, module_ranks=[]).steps()
 
 
-# When.
+# Schedule.
 
 
 def test_start_step_is_the_first_step_counted_from_0(trained):
@@ -169,21 +169,21 @@ def test_step_interval_measures_every_nth_step_from_start_step_on(trained):
     assert [2, 5] == trained({"steps": 6}, wg_distribution=True, start_step=1, step_interval=3).steps()
 
 
-def test_collect_times_ends_measuring(trained):
+def test_collect_times_limits_the_number_of_measured_steps(trained):
     assert [2, 3] == trained({"steps": 5}, wg_distribution=True, start_step=1, collect_times=2).steps()
     assert [] == trained(wg_distribution=True, collect_times=0).steps()
     assert [] == trained(stack_info=True, collect_times=0).dataset("modules")
     assert [1, 2] == trained(wg_distribution=True, collect_times=100_000_000).steps()
 
 
-def test_dynamic_on_says_nothing_without_the_variable(trained):
+def test_dynamic_on_has_no_effect_without_the_variable(trained):
     assert [1, 2] == trained(wg_distribution=True, dynamic_on=False).steps()
 
 
 # Features and structure.
 
 
-def test_recording_l2_features_is_needed_for_l2_targets(trained):
+def test_recording_l2_features_is_required_by_l2_targets(trained):
     on = trained(recording_l2_features=True, l2_targets={"linear_hook": ["head"]})
     off = trained(l2_targets={"linear_hook": ["head"]}, wg_distribution=True)
 
@@ -192,7 +192,7 @@ def test_recording_l2_features_is_needed_for_l2_targets(trained):
     assert ["l2_targets has no effect without recording_l2_features"] == off.said()
 
 
-def test_l2_targets_choose_attention_linear_layers_and_routers(trained):
+def test_l2_targets_select_attention_linear_and_router_modules(trained):
     run = trained(
         recording_l2_features=True,
         l2_targets={
@@ -216,7 +216,7 @@ def test_l2_targets_choose_attention_linear_layers_and_routers(trained):
     } == run.features()
 
 
-def test_l2_targets_that_are_empty_mean_every_linear_layer_and_no_attention(trained):
+def test_empty_l2_targets_mean_all_linear_layers_and_no_attention(trained):
     run = trained(recording_l2_features=True, l2_targets={"attention_hook": [], "linear_hook": []})
 
     assert {"spectral_norm", "stable_rank"} == {kind for kind, _ in run.features()}
@@ -233,7 +233,7 @@ def causal_entropy(length: int, scores: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("order", "equation"), [("s,b,h,d", "sbhd,tbhd->bhst"), ("b,s,h,d", "bshd,bthd->bhst")])
-def test_sa_order_says_how_query_and_key_lie(trained, order, equation):
+def test_sa_order_gives_the_layout_of_query_and_key(trained, order, equation):
     run = trained(recording_l2_features=True, l2_targets={"attention_hook": ["layers.0.core"]}, sa_order=order)
     heads = batch(1).view(5, 3, 2, 2)
     scores = torch.einsum(equation, heads, heads) / math.sqrt(2)
@@ -249,25 +249,25 @@ def test_sa_order_says_how_query_and_key_lie(trained, order, equation):
     assert expected == pytest.approx([found[0], found[1]], rel=1e-5)
 
 
-def test_stack_info_stores_where_modules_are_called_from(trained):
+def test_stack_info_stores_the_call_stacks_of_modules(trained):
     rows = {row["module"]: row for row in trained(stack_info=True).dataset("modules")}
 
     assert {"", "layers.0.core", "head"} <= set(rows)
-    assert "tool_runs.py" in rows["head"]["stack"]
+    assert "monitored_runs.py" in rows["head"]["stack"]
 
 
-def test_print_struct_writes_the_structure_and_training_goes_on(trained, output):
+def test_print_struct_writes_the_structure_and_training_continues(trained, output):
     run = trained({"steps": 3}, print_struct=True)
     document = json.loads((output / "module_struct/rank0/module_struct.json").read_text())
 
     assert {"config": "tuple[2]", "0": "size=(5, 3, 4), dtype=torch.float32",
             "1": "size=(5, 3, 6), dtype=torch.float32"} == document["0:layers.0"]["output"]  # fmt: skip
     assert {1, 2, 3} <= {record.step for record in run.records}
-    assert ["print_struct: training goes on once the structure is printed"] == run.said()
+    assert ["print_struct: training continues after the structure is printed"] == run.said()
 
 
-def test_cc_distribution_listens_to_the_scripts_collectives_while_it_measures(trained):
-    """What each of its keys does on two ranks is in test_ranks.py."""
+def test_cc_distribution_hooks_collectives_at_measured_steps(trained):
+    """The effect of each of its keys on two ranks is tested in test_ranks.py."""
     original, listened = dist.all_reduce, []
     document = {"cc_distribution": {"enable": True}, "wg_distribution": True, "collect_times": 1}
     during = {"during": lambda *_: listened.append(dist.all_reduce is not original)}
@@ -284,11 +284,11 @@ def test_cc_distribution_listens_to_the_scripts_collectives_while_it_measures(tr
 
 
 def spoiled(step: int) -> torch.Tensor:
-    """Return a batch whose gradients are a thousand times as large in step 3, and NaN in step 4."""
+    """Return a batch whose gradients are 1,000 times as large in step 3 and NaN in step 4."""
     return batch() * (1000.0 if step == 3 else math.nan if step == 4 else 1.0)
 
 
-def test_alert_rules_fire_as_in_the_tool(trained):
+def test_alert_rules_fire_as_in_msprobe(trained):
     how = {"steps": 4, "inputs": spoiled, "net": torch.nn.Linear(4, 2)}
     rules = [{"rule_name": "AnomalyTurbulence", "args": {"threshold": 0.5}}, {"rule_name": "AnomalyNan"}]
     run = trained(how, wg_distribution=True, ops=["norm"], alert={"rules": rules})
@@ -298,15 +298,15 @@ def test_alert_rules_fire_as_in_the_tool(trained):
     assert {3, 4} == {step for step, _, _ in found}
 
 
-def test_alert_without_rules_judges_nothing(trained):
+def test_alert_without_rules_fires_nothing(trained):
     how = {"steps": 4, "inputs": spoiled, "net": torch.nn.Linear(4, 2)}
 
     assert [] == trained(how, wg_distribution=True).anomalies()
 
 
-def test_alert_rule_nan_takes_an_inf_only_for_a_magnitude_above_its_threshold(trained):
+def test_anomaly_nan_fires_for_inf_only_above_its_threshold(trained):
     net = torch.nn.Linear(4, 2)
-    torch.nn.init.ones_(net.weight)  # so that all products have one sign, and infinities do not cancel out to NaN
+    torch.nn.init.ones_(net.weight)  # all products have one sign, so infinities do not add up to NaN
     how = {"net": net, "inputs": lambda step: torch.ones(5, 3, 4) * (1e25 if step == 2 else 1.0)}
     args = {"threshold": 1e10}
     plain = trained(how, wg_distribution=True, alert={"rules": [{"rule_name": "AnomalyNan"}]}, ops=["infs"])
@@ -334,15 +334,15 @@ def test_alert_without_dump_writes_nothing(trained, output):
     assert not output.exists()
 
 
-# What is published, and where it goes.
+# Published statistics and output formats.
 
 
 def published(run: Run) -> set[str]:
-    """Return the names of all statistics that left the rank."""
+    """Return the names of all published statistics."""
     return {op for row in run.rows for op in ALL_OPS if row.numbers[op] is not None}
 
 
-def test_ops_choose_the_statistics_that_leave_the_rank(trained):
+def test_ops_select_the_published_statistics(trained):
     run = trained(wg_distribution=True, ops=["norm", "nans", "shape", "dtype"])
 
     assert {"norm", "nans", "numel"} == published(run)
@@ -355,7 +355,7 @@ def test_ops_without_a_valid_name_are_norm(trained, document):
     assert {"norm", "numel"} == published(run)
 
 
-def test_eps_is_the_magnitude_below_which_an_element_counts_as_zero(trained):
+def test_eps_is_the_limit_below_which_an_element_is_zero(trained):
     inputs = {"inputs": lambda _step: torch.full((5, 3, 4), 1e-3), "net": Net()}
     counts = {
         eps: {row.numbers["zeros"] for row in trained(inputs, ops=["zeros"], xy_distribution=True, eps=eps).rows
@@ -367,11 +367,11 @@ def test_eps_is_the_magnitude_below_which_an_element_counts_as_zero(trained):
 
 
 def files(output: Path) -> dict[str, list[dict[str, str]]]:
-    """Return the rows of each CSV file, by its name."""
+    """Return the rows of each CSV file by its name."""
     return {path.name: list(csv.DictReader(path.open())) for path in output.rglob("*.csv")}
 
 
-def test_format_csv_writes_the_tools_files_below_monitor_output_dir(trained, output):
+def test_format_csv_writes_msprobes_files(trained, output):
     trained(wg_distribution=True, format="csv", ops=["min", "norm"])
     found = files(output)
 
@@ -417,7 +417,7 @@ def test_append_output_continues_the_folder_of_its_window(trained, output):
     assert (old / "grad_reduced_0-0.csv").exists()
 
 
-def test_squash_name_cuts_names_in_files_and_finds_targets_that_are_cut(trained, output):
+def test_squash_name_shortens_names_in_files_and_targets(trained, output):
     wrapped = torch.nn.Sequential()
     wrapped.add_module("decoder", model())
     document = {"wg_distribution": True, "format": "csv", "targets": {"layers.0": {}}}

@@ -1,4 +1,4 @@
-"""The page for those who come from the tool names every key, call, variable and file of it."""
+"""Tests that the migration page names every key, call, variable and file of msprobe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from rankscope_exporter.compat.msprobe import TrainerMon
 from rankscope_exporter.compat.msprobe.argument_checks import AS_IN_THE_CODE
-from rankscope_exporter.compat.msprobe.tool_config import CC_KEYS, FORMATS, KEYS, L2_HOOKS
+from rankscope_exporter.compat.msprobe.settings import CC_KEYS, FORMATS, KEYS, L2_HOOKS
 from rankscope_exporter.model.pytree import OBJECTS
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -17,19 +17,19 @@ PAGE = (DOCS / "migration.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("key", [*KEYS, *CC_KEYS, *L2_HOOKS, *OBJECTS, "rules", "dump"])
-def test_every_key_has_its_place(key):
+def test_page_names_every_key(key):
     keys = PAGE.split("## Keys of the configuration")[1].split("## Calls")[0]
 
     assert re.search(rf"^\|[^|]*`{key}`", keys, re.MULTILINE)
 
 
 @pytest.mark.parametrize("call", [name for name in dir(TrainerMon) if not name.startswith("_")])
-def test_every_call_has_its_place(call):
+def test_page_names_every_call(call):
     assert call in PAGE.split("## Calls")[1].split("## Environment")[0] or call == "faults"
 
 
 @pytest.mark.parametrize("argument", [*AS_IN_THE_CODE, "process_group", "params_have_main_grad", "opt_ty"])
-def test_every_argument_has_its_place(argument):
+def test_page_names_every_argument(argument):
     assert re.search(rf"^\|[^|]*`{argument}`", PAGE, re.MULTILINE)
 
 
@@ -40,10 +40,10 @@ def test_every_argument_has_its_place(argument):
         "stack_info.csv", "csv2tensorboard_by_step", "csv2db", "anomaly_processor", *FORMATS,
     ],
 )  # fmt: skip
-def test_every_variable_file_and_program_has_its_place(word):
+def test_page_names_every_variable_file_and_program(word):
     assert word in PAGE
 
 
 @pytest.mark.parametrize("page", ["docs/index.md", "README.md"])
-def test_the_page_is_found(page):
+def test_migration_page_is_linked(page):
     assert "migration.md" in (DOCS.parent / page).read_text(encoding="utf-8")

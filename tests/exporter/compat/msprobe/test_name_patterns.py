@@ -1,4 +1,4 @@
-"""Names of the tool's targets, as patterns that find what is meant here."""
+"""Tests of msprobe's target names as patterns of modules and parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARAMETERS = (
         ("layersX1", False, set()),
     ],
 )
-def test_a_module_is_named_exactly_without_what_wrappers_add(target, squashed, found):
+def test_module_target_matches_the_name_without_wrappers(target, squashed, found):
     targets = Targets((module_pattern(target, squashed=squashed),))
 
     assert found == {name for name in NAMES if targets.selects(name)}
@@ -54,13 +54,13 @@ def test_a_module_is_named_exactly_without_what_wrappers_add(target, squashed, f
         ("layer", False, set()),
     ],
 )
-def test_a_parameter_is_named_by_itself_or_by_a_module_that_holds_it_and_never_by_half_a_name(target, squashed, found):
+def test_parameter_target_matches_a_parameter_or_its_module(target, squashed, found):
     targets = Targets((parameter_pattern(target, squashed=squashed),))
 
     assert found == {name for name in PARAMETERS if targets.selects(name)}
 
 
-def test_a_target_that_matches_nothing_is_told_as_a_name_with_the_nearest():
+def test_target_without_a_match_is_reported_with_the_nearest_name():
     parameters = Targets(tuple(map(parameter_pattern, ["0:layer.1.weight", "hed.weight"])))
     modules = Targets((module_pattern("0:module.layer.1"),))
     told = [*target_notices(parameters, PARAMETERS, "parameter"), *target_notices(modules, NAMES, "module")]
@@ -72,6 +72,6 @@ def test_a_target_that_matches_nothing_is_told_as_a_name_with_the_nearest():
     ] == [sentence.partition(",")[0] for sentence in told]
 
 
-def test_a_name_may_have_signs_of_regular_expressions():
+def test_name_may_contain_regex_characters():
     for name in ("head[0].weight", "a(b).weight", "a).weight", "(?#x).weight"):
         assert Targets((parameter_pattern(name),)).selects(name)

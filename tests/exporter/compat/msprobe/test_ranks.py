@@ -1,4 +1,4 @@
-"""Two ranks under DDP with the tool's configuration: names of wrapped models, groups, a folder for each rank."""
+"""Tests with msprobe's configuration on two DDP ranks: names of wrapped models, groups, a folder per rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.exporter.compat.msprobe.tool_runs import LONG_SECONDS, QUIET, adam, batch, left, model, train, write
+from tests.exporter.compat.msprobe.monitored_runs import LONG_SECONDS, QUIET, adam, batch, left, model, train, write
 from tests.programs import warm_processes
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,7 +43,7 @@ COLLECTIVES: dict[str, dict[str, Any]] = {
 
 
 def collectives(rank: int, folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Return what the script's own calls leave with each key of cc_distribution."""
+    """Return the rows of the script's own collective calls with each key of cc_distribution."""
 
     def during(_step: int, _monitor: TrainerMon) -> None:
         all_reduced(rank, 0)
@@ -96,21 +96,21 @@ def ranks(tmp_path_factory: Any) -> tuple[Path, dict[int, tuple[Any, ...]]]:
     return folder, {rank: tuple(told) for rank, told in found.items()}
 
 
-def test_targets_with_the_wrappers_level_are_found_on_every_rank(ranks):
+def test_targets_with_a_ddp_prefix_match_on_every_rank(ranks):
     for unreduced, _, _, faults, _ in ranks[1].values():
         assert (NAMES, 0) == (unreduced, faults)
 
 
-def test_reduced_gradients_are_those_of_the_first_rank_of_the_group(ranks):
+def test_reduced_gradients_are_written_by_the_first_rank_of_the_group(ranks):
     assert [NAMES, set()] == [ranks[1][rank][1] for rank in range(WORLD)]
 
 
-def test_getters_name_the_rank(ranks):
+def test_tags_of_getters_contain_the_rank(ranks):
     for rank, (_, _, tags, _, _) in ranks[1].items():
         assert {f"0:{name}/rank{rank}/acc_grad" for name in NAMES} == tags
 
 
-def test_each_rank_has_a_folder(ranks):
+def test_each_rank_writes_its_own_folder(ranks):
     rows = {
         path.parent.name.split("-rank")[1][0]: {row["name"] for row in csv.DictReader(path.open())}
         for path in ranks[0].glob("out/*/grad_unreduced_1-1.csv")
@@ -120,7 +120,7 @@ def test_each_rank_has_a_folder(ranks):
 
 
 def norm(rank: int | None, number: int) -> float:
-    """Return the norm of what a rank sends, or of the sum over ranks."""
+    """Return the norm of the tensor that a rank sends, or of the sum over ranks."""
     parts = [given(one, number) for one in range(WORLD)]
     return float((sum(parts, torch.zeros(4)) if rank is None else parts[rank]).norm())
 
@@ -139,31 +139,31 @@ def expected(rank: int, *, inputs: bool = False, broadcast: bool = True) -> dict
     ("case", "choice"),
     [("enable", {}), ("cc_pre_hook", {"inputs": True}), ("cc_codeline", {"broadcast": False})],
 )
-def test_cc_distribution_has_the_numbers_of_the_calls_that_its_keys_choose(case, choice, ranks):
+def test_cc_distribution_measures_the_selected_calls(case, choice, ranks):
     for rank, (*_, calls) in ranks[1].items():
         assert (expected(rank, **choice), [], 0) == calls[case]
 
 
-def test_cc_distribution_that_is_not_enabled_measures_nothing(ranks):
+def test_disabled_cc_distribution_measures_nothing(ranks):
     for *_, calls in ranks[1].values():
         norms, said, faults = calls["off"]
 
         assert ({}, 0) == (norms, faults)
-        assert ["nothing is measured: switch on wg_distribution, xy_distribution or another of its kind"] == said
+        assert ["no quantity is measured: enable wg_distribution, xy_distribution or a similar setting"] == said
 
 
-def test_cc_log_only_tells_the_calls_of_the_first_step_and_training_goes_on(ranks):
+def test_cc_log_only_logs_the_calls_of_the_first_step(ranks):
     for *_, calls in ranks[1].values():
         norms, (remark, *told), faults = calls["cc_log_only"]
 
         assert ({}, 0) == (norms, faults)
-        assert "cc_log_only: training goes on once the calls of the first step are told" == remark
+        assert "cc_log_only: training continues after the calls of the first step are logged" == remark
         assert ["all_reduce", "broadcast"] == [text.removeprefix("collectives: ").split("@")[0] for text in told]
         assert "float32[4] -> float32[4], group default_pg of 2 ranks, called from" in told[0]
         assert told[0].endswith("all_reduced")
 
 
-def test_calls_have_files_of_their_own_with_a_row_for_each(ranks):
+def test_calls_have_separate_files_with_a_row_per_call(ranks):
     for rank in range(WORLD):
         (path,) = ranks[0].glob(f"cc_pre_hook{rank}/out/*-rank{rank}-*/comm_out_0-0.csv")
         rows = {row["name"].split("@")[0]: row for row in csv.DictReader(path.open())}

@@ -1,4 +1,4 @@
-"""`TrainerMon`: what scripts of the existing tool call, and that none of it gets in training's way."""
+"""Tests of `TrainerMon`: the calls of msprobe scripts work, and none of them disturbs training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.exporter.compat.msprobe.tool_runs import LONG_SECONDS, QUIET, Run, adam, batch, left, model, train, write
+from tests.exporter.compat.msprobe.monitored_runs import (
+    LONG_SECONDS,
+    QUIET,
+    Run,
+    adam,
+    batch,
+    left,
+    model,
+    train,
+    write,
+)
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -25,13 +35,13 @@ from rankscope_exporter.compat.msprobe import TrainerMon
 EVERYTHING = {"wg_distribution": True, "xy_distribution": True, "ops": ["norm", "nans"]}
 
 
-def test_the_front_door_has_it():
+def test_trainer_mon_is_exported_by_the_package():
     assert TrainerMon is rankscope.TrainerMon
 
 
 @pytest.fixture
 def group() -> Iterator[Any]:
-    """A process group of this process alone."""
+    """A process group that contains this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield dist.group.WORLD
@@ -53,7 +63,7 @@ def attached(folder: Path, *arguments: Any, net: nn.Module, construction: tuple[
     return left(monitor.monitor, net, folder, monitor.faults)
 
 
-def test_both_orders_attach(tmp_path, group):
+def test_both_argument_orders_attach(tmp_path, group):
     for as_in_the_manual in (True, False):
         net = model()
         optimizer = adam(net)
@@ -64,7 +74,7 @@ def test_both_orders_attach(tmp_path, group):
         assert 0 == run.faults
 
 
-def test_chunks_in_a_list_of_one_and_wrapped_optimizers_are_detected(tmp_path):
+def test_single_chunk_list_and_wrapped_optimizer_are_accepted(tmp_path):
     class Wrapper:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.optimizer = optimizer
@@ -83,7 +93,7 @@ def test_chunks_in_a_list_of_one_and_wrapped_optimizers_are_detected(tmp_path):
 
 
 def test_chunks_of_a_virtual_pipeline_are_monitored_together(tmp_path, monkeypatch):
-    """A stand-in for Megatron's wrapper tells what is a chunk; `make test-frameworks` has the real one."""
+    """A substitute for Megatron's wrapper marks the chunks; `make test-frameworks` uses the real one."""
 
     class DistributedDataParallel(nn.Module):
         def __init__(self, module: nn.Module) -> None:
@@ -107,7 +117,7 @@ def test_chunks_of_a_virtual_pipeline_are_monitored_together(tmp_path, monkeypat
     monitor.detach()
 
 
-def test_of_several_models_the_first_is_monitored_and_it_is_said(tmp_path):
+def test_first_of_several_models_is_monitored_with_a_remark(tmp_path):
     net = model()
     optimizer = adam(net)
     run = attached(tmp_path, [net, nn.Linear(2, 2)], optimizer, net=net)
@@ -117,7 +127,7 @@ def test_of_several_models_the_first_is_monitored_and_it_is_said(tmp_path):
     assert "the 2 models are no chunks" in said
 
 
-def test_wrong_hints_are_told_once_and_the_numbers_are_right_all_the_same(tmp_path):
+def test_wrong_hints_are_reported_once_and_change_no_number(tmp_path):
     net = model()
     optimizer = adam(net)
     run = attached(tmp_path, net, optimizer, net=net, construction=(None, True, "Megatron_DistributedOptimizer"))
@@ -129,14 +139,14 @@ def test_wrong_hints_are_told_once_and_the_numbers_are_right_all_the_same(tmp_pa
     assert [1, 2] == run.steps("grad_reduced")
 
 
-def test_mistakes_at_attach_are_raised_before_training_begins(tmp_path):
+def test_attach_errors_are_raised_before_training(tmp_path):
     monitor = TrainerMon(write(tmp_path / "c.json", {**QUIET, "wg_distribution": True}))
     with pytest.raises(ConfigError, match="set_monitor needs the optimizer"):
         monitor.set_monitor(model())
     assert monitor.monitor is None
 
 
-def test_old_names_work_with_one_line_each(tmp_path):
+def test_old_names_work_with_one_deprecation_line_each(tmp_path):
     net = model()
     optimizer = adam(net)
     monitor = TrainerMon(write(tmp_path / "c.json", {**QUIET, "format": "api", "wg_distribution": True}))
@@ -159,20 +169,22 @@ def test_old_names_work_with_one_line_each(tmp_path):
     assert 0 == run.faults
 
 
-def test_the_older_call_says_when_no_optimizer_was_given(tmp_path):
+def test_monitor_gnorm_with_ad_reports_a_missing_optimizer(tmp_path):
     monitor = TrainerMon(write(tmp_path / "c.json", {**QUIET, "wg_distribution": True}))
     with pytest.raises(ConfigError, match="monitor_gnorm_with_ad needs the optimizer"):
         monitor.monitor_gnorm_with_ad(model())
 
 
-def test_a_second_model_is_refused_in_words(tmp_path):
+def test_second_model_is_rejected_with_a_remark(tmp_path):
     def again(_step: int, monitor: TrainerMon) -> None:
         other = model()
         monitor.set_monitor(other, adam(other))
 
     run = train(tmp_path, {"wg_distribution": True}, during=again)
 
-    assert ["set_monitor was called before, and the first model stays: make a TrainerMon for each model"] == run.said()
+    assert [
+        "set_monitor was called before, and the first model remains attached: create a TrainerMon for each model"
+    ] == run.said()
 
 
 # The getters.
@@ -182,7 +194,7 @@ def reference(tensor: torch.Tensor) -> float:
     return float(tensor.double().norm())
 
 
-def test_getters_return_the_numbers_of_the_step_under_way(tmp_path):
+def test_getters_return_the_statistics_of_the_current_step(tmp_path):
     seen = []
 
     def look(step: int, monitor: TrainerMon) -> None:
@@ -206,7 +218,7 @@ def test_getters_return_the_numbers_of_the_step_under_way(tmp_path):
     assert ([1, 2], 0) == (seen, run.faults)
 
 
-def test_getters_leave_what_is_published_and_trained_as_it_is(tmp_path):
+def test_getters_change_neither_records_nor_training(tmp_path):
     def look(_step: int, monitor: TrainerMon) -> None:
         monitor.generate_wgrad_metrics()
         monitor.generate_xy_metrics()
@@ -220,7 +232,7 @@ def test_getters_leave_what_is_published_and_trained_as_it_is(tmp_path):
     assert all(map(torch.equal, alone.net.parameters(), looked.net.parameters()))
 
 
-def test_training_is_bit_identical_with_and_without_it(tmp_path):
+def test_training_is_bit_identical_with_trainer_mon(tmp_path):
     watched = train(tmp_path, {**EVERYTHING, "mv_distribution": True, "param_distribution": True}, steps=3)
     net = model()
     optimizer = adam(net)
@@ -232,7 +244,7 @@ def test_training_is_bit_identical_with_and_without_it(tmp_path):
     assert all(map(torch.equal, net.parameters(), watched.net.parameters()))
 
 
-def test_a_getter_between_measured_steps_returns_the_last_measured_one(tmp_path, monkeypatch):
+def test_getter_returns_the_last_measured_step(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "CATCH_UP_SECONDS", LONG_SECONDS)
     norms = []
 
@@ -248,7 +260,7 @@ def test_a_getter_between_measured_steps_returns_the_last_measured_one(tmp_path,
     assert [None, measured, measured] == norms
 
 
-def test_getters_say_nan_beside_a_nan_and_a_share_for_zeros(tmp_path):
+def test_getters_return_nan_with_a_nan_and_zeros_as_a_share(tmp_path):
     found: dict[str, float] = {}
 
     def look(_step: int, monitor: TrainerMon) -> None:
@@ -264,7 +276,7 @@ def test_getters_say_nan_beside_a_nan_and_a_share_for_zeros(tmp_path):
     assert math.isnan(found["mean"])
 
 
-def test_getters_return_nothing_where_nothing_is_measured_or_attached(tmp_path):
+def test_getters_are_empty_without_model_or_measurement(tmp_path):
     monitor = TrainerMon(write(tmp_path / "c.json", {**QUIET, "wg_distribution": True}))
     assert ({}, {}) == monitor.generate_wgrad_metrics() == monitor.generate_xy_metrics()
 
@@ -273,7 +285,7 @@ def test_getters_return_nothing_where_nothing_is_measured_or_attached(tmp_path):
     assert [({}, {})] * 2 == got
 
 
-def test_a_getter_that_fails_returns_nothing_and_is_counted(tmp_path, monkeypatch):
+def test_failing_getter_returns_nothing_and_is_counted(tmp_path, monkeypatch):
     def fails(_step: int, monitor: TrainerMon) -> None:
         monkeypatch.setattr(monitor.monitor, "current", lambda *_: 1 / 0, raising=True)
         assert ({}, {}) == monitor.generate_wgrad_metrics({})
@@ -284,7 +296,7 @@ def test_a_getter_that_fails_returns_nothing_and_is_counted(tmp_path, monkeypatc
 # Changes while training runs.
 
 
-def test_ops_change_what_leaves_the_rank_from_the_next_step_on(tmp_path):
+def test_new_ops_are_published_from_the_next_step_on(tmp_path):
     def change(step: int, monitor: TrainerMon) -> None:
         assert (["norm", "nans"] if step == 1 else ["max"]) == monitor.ops
         monitor.ops = ["max"]
@@ -300,7 +312,7 @@ def test_ops_change_what_leaves_the_rank_from_the_next_step_on(tmp_path):
     assert {1: {"norm", "nans"}, 2: {"max"}} == known
 
 
-def test_ops_that_cannot_be_meant_are_told_and_nothing_is_raised(tmp_path):
+def test_invalid_ops_are_reported_without_an_error(tmp_path):
     def change(_step: int, monitor: TrainerMon) -> None:
         monitor.ops = ["norm", "nons"]
         monitor.ops = "norm"  # type: ignore[assignment]  # a mistake
@@ -312,14 +324,14 @@ def test_ops_that_cannot_be_meant_are_told_and_nothing_is_raised(tmp_path):
     assert 1 == len([sentence for sentence in said if "ops is a list of statistics, not 'norm'" in sentence])
 
 
-def test_ops_before_attaching_are_those_of_the_first_step(tmp_path):
+def test_ops_set_before_attach_apply_to_the_first_step(tmp_path):
     monitor = TrainerMon(write(tmp_path / "c.json", {**QUIET, "wg_distribution": True}))
     monitor.ops = ["max"]
 
     assert (["max"], ("max",)) == (monitor.ops, monitor._config.ops)
 
 
-def test_reload_xy_switches_activations_with_the_targets_of_the_configuration(tmp_path):
+def test_reload_xy_switches_activations_with_the_configured_targets(tmp_path):
     def reload(step: int, monitor: TrainerMon) -> None:
         monitor.reload_xy(xy_distribution=step == 1)
 
@@ -332,10 +344,10 @@ def test_reload_xy_switches_activations_with_the_targets_of_the_configuration(tm
     assert {"act_out"} == run.kinds() - {"grad_reduced", "grad_unreduced"}
 
 
-# Places of ranks.
+# Pipeline stages of ranks.
 
 
-def test_the_pipelines_group_says_stage_and_mates(tmp_path, group, output):
+def test_pipeline_group_gives_stage_and_group_mates(tmp_path, group, output):
     net = nn.Linear(4, 2)
     document = {"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}}
     net.weight.data.fill_(math.nan)
@@ -347,7 +359,7 @@ def test_the_pipelines_group_says_stage_and_mates(tmp_path, group, output):
     assert {0} == {event.pp_stage for record in run.records for event in record.events if event.type == "anomaly"}
 
 
-def test_a_stage_of_a_pipeline_says_itself_which_one_it_is(group):
+def test_pipeline_module_gives_its_own_stage(group):
     stage = PipelineStage(nn.Linear(4, 2), 0, 1, torch.device("cpu"))
 
     assert 0 == framework_of(stage).pp_stage

@@ -1,4 +1,4 @@
-"""The tool's configuration as a file that is watched: `DYNAMIC_MONITOR=True`, comments, keys and all."""
+"""Tests of msprobe's configuration as a watched file: `DYNAMIC_MONITOR=True`, comments and keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.compat.msprobe.tool_runs import QUIET, Run, adam, batch, left, model, wait_for
+from tests.exporter.compat.msprobe.monitored_runs import QUIET, Run, adam, batch, left, model, wait_for
 
 from rankscope_exporter import Monitor
 from rankscope_exporter.compat.msprobe import TrainerMon
@@ -23,7 +23,7 @@ def write(path: Path, **document: Any) -> None:
 
 
 class Training:
-    """A model that is trained while its file is edited."""
+    """A model in training while its configuration file is edited."""
 
     def __init__(self, path: Path, attach: Callable[[torch.nn.Module, torch.optim.Optimizer], Monitor]) -> None:
         self.path, self.net = path, model()
@@ -64,7 +64,7 @@ def attach(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     return request.param
 
 
-def test_dynamic_on_switches_and_the_end_is_written_into_the_file(tmp_path, attach):
+def test_dynamic_on_switches_and_the_end_is_written_to_the_file(tmp_path, attach):
     path = tmp_path / "monitor_config.json"
     write(path, wg_distribution=True, dynamic_on=False)
     training = Training(path, attach(path))
@@ -105,7 +105,7 @@ def test_getters_follow_the_ops_of_an_edit(tmp_path, monkeypatch):
     assert {("max", "nans")} == {tuple(numbers) for numbers in reduced.values()}
 
 
-def test_on_from_the_beginning_begins_with_the_tools_step_1(tmp_path, attach):
+def test_dynamic_on_at_start_measures_from_msprobes_step_1(tmp_path, attach):
     path = tmp_path / "monitor_config.json"
     write(path, wg_distribution=True, dynamic_on=True)
     training = Training(path, attach(path))
@@ -114,7 +114,7 @@ def test_on_from_the_beginning_begins_with_the_tools_step_1(tmp_path, attach):
     assert [2, 3] == training.finish().steps()
 
 
-def test_a_broken_edit_keeps_what_was_measured_and_says_why(tmp_path, attach):
+def test_invalid_edit_keeps_the_settings_and_reports_the_reason(tmp_path, attach):
     path = tmp_path / "monitor_config.json"
     write(path, wg_distribution=True, dynamic_on=True)
     training = Training(path, attach(path))

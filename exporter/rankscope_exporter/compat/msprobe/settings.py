@@ -1,7 +1,7 @@
-"""msprobe's JSON configuration, every key of it, checked; and its `alert` as rules. Pure.
+"""Validate msprobe's JSON configuration, and translate its `alert` into rules. No I/O.
 
-Defaults are those of its current release (26.2.0). A wrong type is rejected where msprobe would warn and continue: a
-configuration that silently means something else costs a training run.
+Defaults are those of msprobe 26.2.0. A wrong type is rejected, whereas msprobe logs a warning and continues: a
+configuration with another effect than intended costs a training run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RULES: Final = ("AnomalyTurbulence", "AnomalyNan")
 
 
 def rules_of(alert: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rules of `alert` as the setting `rules` takes them. Raises ConfigError."""
+    """Return the rules of `alert` as values of the setting `rules`. Raises ConfigError."""
     rules = alert.get("rules") or []
     if not isinstance(rules, list):
         raise ConfigError(f"alert.rules is a list of rules, not {rules!r}")
@@ -29,7 +29,7 @@ def rules_of(alert: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = [rule["rule_name"] for rule in made]
     for place, rule in enumerate(made):
         earlier = names[:place].count(rule["rule_name"])
-        if earlier:  # every rule has a name of its own, by which alerts are told apart
+        if earlier:  # every rule needs a unique name, which identifies its alerts
             rule["args"]["name"] = f"{rule['rule_name']}_{earlier + 1}"
     return made
 
@@ -45,7 +45,7 @@ def _rule(entry: Any) -> dict[str, Any]:
     threshold = _threshold(name, entry.get("args"))
     if name == "AnomalyTurbulence":
         return {"rule_name": name, "args": {"threshold": threshold}}
-    # There an Inf is only found as a magnitude above a threshold.
+    # msprobe finds an Inf only as a value above the threshold.
     limited = {} if threshold is None else {"threshold": threshold}
     return {"rule_name": name, "args": {**limited, "infs": threshold is not None}}
 
@@ -68,7 +68,7 @@ SA_ORDERS: Final = ("s,b,h,d", "b,s,h,d")
 L2_HOOKS: Final = ("attention_hook", "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook")
 CC_KEYS: Final = ("enable", "cc_codeline", "cc_pre_hook", "cc_log_only")
 WITHOUT_END: Final = 100_000_000
-"""`collect_times` of the tool, by which it means always."""
+"""The value of `collect_times` that means no limit in msprobe."""
 
 _MOST_DIGITS: Final = 20
 _LEAST: Final = {"step_interval": 1, "step_count_per_record": 1, "ndigits": 1}
@@ -76,8 +76,8 @@ _MOST: Final = {"step_count_per_record": 1_000_000, "ndigits": _MOST_DIGITS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolSettings:
-    """One configuration. Construct it by `of`, which names what is wrong."""
+class MsprobeSettings:
+    """One configuration of msprobe. `of` creates and validates it."""
 
     targets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     dynamic_on: bool = False
@@ -112,7 +112,7 @@ class ToolSettings:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Return `settings`, whose keys are known, with their defaults. Raises ConfigError."""
+        """Return `settings`, which must have known keys only, with defaults. Raises ConfigError."""
         made = cls(**settings)
         made._check_simple()
         made._check_targets()
@@ -144,7 +144,7 @@ class ToolSettings:
         targets, hooks = self.targets, self.l2_targets
         right = isinstance(targets, Mapping) and all(isinstance(item, Mapping) for item in targets.values())
         _expect(right, "targets", 'a table such as {"layers.0": {"output": "tensor"}}', targets)
-        for name, parts in targets.items():  # also where no activations are asked for yet
+        for name, parts in targets.items():  # also without xy_distribution, which can be enabled later
             try:
                 parse_specs(name, parts)
             except ValueError as error:
@@ -171,13 +171,13 @@ class ToolSettings:
         _expect(isinstance(self.alert.get("dump", False), bool), "alert.dump", "true or false", self.alert.get("dump"))
 
 
-KEYS: Final = tuple(item.name for item in fields(ToolSettings))
-"""Every key of the tool's configuration."""
+KEYS: Final = tuple(item.name for item in fields(MsprobeSettings))
+"""All keys of msprobe's configuration."""
 
 
-def _expect(right: bool, name: str, what: str, value: Any) -> None:  # noqa: FBT001 - reads as a sentence
+def _expect(right: bool, name: str, expected: str, value: Any) -> None:  # noqa: FBT001 - reads as a sentence
     if not right:
-        raise ConfigError(f"{name} is {what}, not {value!r}")
+        raise ConfigError(f"{name} is {expected}, not {value!r}")
 
 
 def _is_expression(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""A small model trained under `TrainerMon`, and everything that the run left: rows, features, events, files."""
+"""Train a small model under `TrainerMon` and collect its results: rows, features, events, files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks.memory import Row, rows_of
 
 QUIET: dict[str, Any] = {"console": False, "exit_wait_seconds": 0, "statistics": "torch", "switch_poll_seconds": 0.01}
-"""Settings of ours that may stand beside the tool's."""
+"""Settings of a monitor that may be combined with msprobe's keys."""
 
 LONG_SECONDS = 60.0
 
 
 class Core(nn.Module):
-    """Attention over `s,b,h,d` (or `b,s,h,d`), without weights; causal, as the tool takes it."""
+    """Causal attention over `s,b,h,d` or `b,s,h,d`, as msprobe expects it, without weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def adam(net: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass
 class Run:
-    """What a run left."""
+    """The results of a run."""
 
     records: Sequence[StepRecord]
     net: nn.Module
@@ -135,7 +135,7 @@ def train(
     during: Callable[[int, TrainerMon], None] = lambda _step, _monitor: None,
     **attaching: Any,
 ) -> Run:
-    """Train `steps` steps under the tool's `document`; `during` is called in each step, before the optimizer."""
+    """Train `steps` steps under msprobe's `document`; `during` is called in each step, before the optimizer."""
     net = model() if net is None else net
     own = optimizer(net)
     monitor = TrainerMon(write(folder / "monitor_config.json", {**QUIET, "format": "api", **document}))
@@ -151,11 +151,11 @@ def train(
 
 
 def left(monitor: Monitor, net: nn.Module, folder: Path, faults: int = 0) -> Run:
-    """Detach, and return what the run left."""
+    """Detach, and return the results of the run."""
     session = monitor._session
     assert session is not None
     monitor.end_step()
-    assert session.publisher.catch_up(LONG_SECONDS)  # detaching itself waits for no more than seconds
+    assert session.publisher.catch_up(LONG_SECONDS)  # `detach` waits for a few seconds only
     monitor.detach()
     return Run(session.channel.ring.after(-1, 1 << 40).records, net, faults + monitor.faults, folder)
 

@@ -1,0 +1,307 @@
+"""Read the lines of a family's CSV file into columns of text, and the text into numbers, step by step.
+
+Unreadable lines are reported with their numbers. Each line is first checked for content that would make a parser join
+it with the next line: an open quote, or bytes that are no text. Arrow's CSV reader parses the rest in batches. The
+meaning of the rows is left to `tables`.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv as pa_csv
+
+from rankscope_contract.msprobe.csv_layout import plain
+from rankscope_contract.msprobe.files import CSV_KEYS, MICRO_STEP
+from rankscope_ingest.importers.common.importer import Faults
+from rankscope_ingest.importers.common.lines import read_lines, shown, torn_size
+
+BATCH_LINES: Final = 50_000
+BATCH_BYTES: Final = 1 << 24
+MAX_PASSES: Final = 1_000
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Report = Callable[[int, str], None]
+"""Called with the number of an unreadable line and the reason."""
+
+_TEXTS: Final = ("shape", "dtype")
+_STEP_LIMIT: Final = 1 << 50
+_SMALL_LIMIT: Final = 1 << 31
+_WHOLE: Final = r"^-?\d{1,15}(\.0+)?$"
+_TRUTH: Final = {"true": 1.0, "false": 0.0}
+_CELL: Final = rb'(?:[^",\r]*+|"(?:[^"\r]|"")*+")'
+_LINE: Final = re.compile(_CELL + b"(?:," + _CELL + b")*+")
+_DTYPES: Final = frozenset(
+    b"float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128".split()
+)
+
+
+class Cells(NamedTuple):
+    """Rows of one file as columns of text. `lines` has the line number of each row."""
+
+    columns: dict[str, pa.StringArray]
+    lines: Integers
+
+
+def read_cells(path: Path, faults: Faults, report: Report) -> Iterator[Cells]:
+    """Yield the rows of the file at `path`. A last line without line end is a row only if it is complete."""
+    header: list[str] = []
+    waiting: list[bytes] = []
+    numbers: list[int] = []
+    held = 0
+    for number, line in _lines(path, faults, report):
+        if not header:
+            header = _fields(line)
+            continue
+        if not line.strip():
+            continue
+        if line.count(b'"') % 2 or not _is_text(line):
+            report(number, f"incomplete or no text: {shown(line)}")
+            continue
+        waiting.append(line)
+        numbers.append(number)
+        held += len(line)
+        if len(waiting) > BATCH_LINES or held > BATCH_BYTES:
+            # One line is kept for the next batch: only the last line of the file can be incomplete.
+            yield _parse(header, waiting[:-1], numbers[:-1], report)
+            waiting, numbers, held = waiting[-1:], numbers[-1:], len(line)
+    if waiting and torn_size(path) is not None and not _is_whole(header, waiting[-1]):
+        report(numbers.pop(), f"incomplete: {shown(waiting.pop())}")
+    if waiting:
+        yield _parse(header, waiting, numbers, report)
+
+
+def read_header(path: Path) -> list[str]:
+    """Return the column names of the file at `path`, none for an empty file."""
+    first = next(read_lines(path, Faults()), None)
+    return [] if first is None else _fields(first[1])
+
+
+def _lines(path: Path, faults: Faults, report: Report) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of the file. Lines that `read_lines` skips are reported, because `report` adds the file name."""
+    own = Faults(read_bytes=faults.read_bytes)
+    for numbered in itertools.chain(read_lines(path, own), [None]):
+        faults.read_bytes = own.read_bytes
+        for fault in own.first:
+            report(fault.line, fault.text)
+        own.first.clear()
+        if numbered is not None:
+            yield numbered
+
+
+def _parse(header: Sequence[str], lines: Sequence[bytes], numbers: Sequence[int], report: Report) -> Cells:
+    parsed = _parsed(header, lines)
+    if parsed is None:
+        good = [_LINE.fullmatch(line) is not None for line in lines]
+        for number, line, is_good in zip(numbers, lines, good, strict=True):
+            if not is_good:
+                report(number, f"not a line of a CSV file: {shown(line)}")
+        lines, numbers = list(itertools.compress(lines, good)), list(itertools.compress(numbers, good))
+        parsed = _parsed(header, lines)
+    if parsed is None:
+        for number in numbers:
+            report(number, "its batch of lines cannot be split into rows")
+        return Cells({name: pa.array([], pa.string()) for name in header}, np.array([], np.int64))
+    table, misfits = parsed
+    for row in misfits:
+        report(numbers[row.number - 1], f"{row.actual_columns} fields, but the header has {row.expected_columns}")
+    columns = {
+        name: column.chunk(0) if column.num_chunks == 1 else pa.array([], pa.string())
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    }
+    return Cells(columns, np.delete(np.array(numbers, np.int64), [row.number - 1 for row in misfits]))
+
+
+def _parsed(header: Sequence[str], lines: Sequence[bytes]) -> tuple[pa.Table, list[pa_csv.InvalidRow]] | None:
+    """Return the rows that fit `header`, and the rows that do not; None if the rows do not match the lines."""
+    misfits: list[pa_csv.InvalidRow] = []
+
+    def skip(row: pa_csv.InvalidRow) -> str:
+        misfits.append(row)
+        return "skip"
+
+    text = b"\n".join(lines) + b"\n"
+    if not lines or b"\r" in text:
+        return None
+    try:
+        table = pa_csv.read_csv(
+            io.BytesIO(text),
+            read_options=pa_csv.ReadOptions(use_threads=False, column_names=list(header), block_size=len(text) + 1),
+            parse_options=pa_csv.ParseOptions(invalid_row_handler=skip),
+            convert_options=pa_csv.ConvertOptions(
+                column_types=dict.fromkeys(header, pa.string()),
+                strings_can_be_null=False,
+                quoted_strings_can_be_null=False,
+            ),
+        ).combine_chunks()
+    except pa.ArrowInvalid:
+        return None
+    # Quotes inside cells may join lines even if each line has an even number of quotes.
+    return (table, misfits) if len(table) + len(misfits) == len(lines) else None
+
+
+def _fields(line: bytes) -> list[str]:
+    """Return the column names in a header, none if it is no text or a name is repeated."""
+    try:
+        names = [name.strip().strip('"') for name in line.decode().split(",")]
+    except UnicodeDecodeError:
+        return []
+    return names if len(set(names)) == len(names) else []
+
+
+def _is_text(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in line
+
+
+def _is_whole(header: Sequence[str], line: bytes) -> bool:
+    """Return whether a line without line end ends in a dtype: a number at the end may be incomplete."""
+    last = line.rpartition(b",")[2]
+    return header[-1] == "dtype" and (last == b"nan" or last.removeprefix(b"torch.") in _DTYPES)
+
+
+class Passes:
+    """The passes of one file: each begins where the first row of a step occurs again. Batches come in order."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self._first: dict[int, tuple[str, int, int]] = {}  # step: name, virtual stage and micro step of its first row
+
+    def of(self, steps: Integers, names: Integers, texts: list[str], vpp: Integers, micro: Integers) -> Integers:
+        """Return the pass of each row, from 0, in ascending order. `names` are indices into `texts`."""
+        passes = np.full(len(steps), self.current, np.int64)
+        code_of = {text: code for code, text in enumerate(texts)}
+        starts = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)] if len(steps) else []
+        for start, end in itertools.pairwise(starts):
+            step = int(steps[start])
+            begins = start
+            if step not in self._first:
+                self._first[step] = (texts[names[start]], int(vpp[start]), int(micro[start]))
+                begins += 1
+            first = self._first[step]
+            same = (names[begins:end] == code_of.get(first[0], -1)) & (vpp[begins:end] == first[1])
+            for position in (np.flatnonzero(same & (micro[begins:end] == first[2])) + begins).tolist():
+                if self.current < MAX_PASSES:
+                    self.current += 1
+                    self._first = {step: first}
+                    passes[position:] = self.current
+        return passes
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows as columns of equal length. `codes` are indices into `names`; -1 in `vpp` and `micro` means none.
+
+    `records` are the numbers of the rows, which do not change when other rows are removed.
+    """
+
+    lines: Integers
+    records: Integers
+    passes: Integers
+    steps: Integers
+    vpp: Integers
+    micro: Integers
+    codes: Integers
+    names: list[str]
+    numbers: dict[str, Floats]
+    texts: dict[str, pa.StringArray]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def keep(self, mask: Mask) -> Rows:
+        """Return the rows of `mask` only."""
+        if mask.all():
+            return self
+        chosen = pa.array(mask)
+        arrays = {item.name: getattr(self, item.name)[mask] for item in fields(self)[:7]}
+        return Rows(
+            **arrays,
+            names=self.names,
+            numbers={name: column[mask] for name, column in self.numbers.items()},
+            texts={name: column.filter(chosen) for name, column in self.texts.items()},
+        )
+
+    def spread(self, values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
+        """Return the column that has, for each row, the value of its name; `values` has one value per name."""
+        return pa.array(values, arrow_type).take(pa.array(self.codes))
+
+
+def read_rows(cells: Cells, passes: Passes, report: Report) -> Rows:
+    """Return the rows of `cells` with readable keys and statistics, and report the others with the reason."""
+    count = len(cells.lines)
+    steps, bad_step = _whole_numbers(cells.columns["step"], _STEP_LIMIT)
+    vpp, bad_vpp = _whole_numbers(cells.columns["vpp_stage"], _SMALL_LIMIT)
+    micro, bad_micro = np.full(count, -1, np.int64), np.zeros(count, np.bool_)
+    if MICRO_STEP in cells.columns:
+        micro, bad_micro = _whole_numbers(cells.columns[MICRO_STEP], _SMALL_LIMIT)
+    reasons = [
+        (bad_vpp, "vpp_stage is no number"),
+        (bad_step | (steps < 0), "step is no number from 0"),
+        (bad_micro, "micro_step is no number"),
+    ]
+    numbers = {}
+    for name in cells.columns:
+        if name not in {*CSV_KEYS, MICRO_STEP, *_TEXTS}:
+            numbers[name], bad = _floats(cells.columns[name])
+            reasons.append((bad, f"{name} is no number"))
+    good = np.ones(count, np.bool_)
+    for bad, reason in reasons:
+        for line in cells.lines[bad & good].tolist():
+            report(line, reason)
+        good &= ~bad
+    encoded = pc.dictionary_encode(cells.columns["name"])
+    texts = {str(text): cells.columns[text] for text in _TEXTS if text in cells.columns}
+    codes = encoded.indices.to_numpy().astype(np.int64)
+    names = [plain(cell) for cell in encoded.dictionary.to_pylist()]
+    rows = Rows(cells.lines, steps, steps, steps, vpp, micro, codes, names, numbers, texts).keep(good)
+    found = passes.of(rows.steps, rows.codes, names, rows.vpp, rows.micro)
+    return replace(rows, records=np.arange(len(rows)), passes=found)
+
+
+def _floats(column: pa.StringArray) -> tuple[Floats, Mask]:
+    """Return the numbers of `column` and a mask of the cells that are no number. "nan" and empty cells are NaN."""
+    none = np.zeros(len(column), np.bool_)
+    try:
+        return np.asarray(pc.cast(column, pa.float64()).fill_null(math.nan).to_numpy(zero_copy_only=False)), none
+    except pa.ArrowInvalid:
+        values = [_float(cell) for cell in column.to_pylist()]
+    bad = np.array([value is None for value in values])
+    return np.array([math.nan if value is None else value for value in values], np.float64), bad
+
+
+def _float(cell: str | None) -> float | None:
+    text = (cell or "").strip()
+    if not text:
+        return math.nan
+    if text.lower() in _TRUTH:
+        return _TRUTH[text.lower()]
+    try:
+        return float(text) if "_" not in text else None
+    except ValueError:
+        return None
+
+
+def _whole_numbers(column: pa.StringArray, limit: int) -> tuple[Integers, Mask]:
+    """Return the integers of `column` and a mask of the cells that are no integer with a magnitude below `limit`."""
+    matched = pc.match_substring_regex(column, _WHOLE).fill_null(False)
+    texts = pc.replace_substring_regex(pc.if_else(matched, column, "0"), r"\.0+$", "")
+    values = np.asarray(pc.cast(texts, pa.int64()))
+    bad = ~np.asarray(matched.to_numpy(zero_copy_only=False)) | (np.abs(values) >= limit)
+    return np.where(bad, 0, values), np.asarray(bad)

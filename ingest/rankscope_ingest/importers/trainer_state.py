@@ -1,0 +1,353 @@
+"""Import the Hugging Face Trainer's `trainer_state.json`: a file, a checkpoint, a run with its checkpoints, or a zip.
+
+Each entry of `log_history` is a record. The other values become the run's `config`, `planned_steps` and state. A file
+of any size is read through a window. Of a truncated file, the complete entries are imported and the truncation is a
+fault. A bare list of entries, NaN and Infinity are accepted. The Trainer logs no time, so records have none; the run
+ended when its newest file was written.
+
+Every checkpoint repeats the history, so only new entries of a file are imported. The histories of the checkpoints form
+a tree: those of one training agree up to the shorter one. A checkpoint of an earlier training in the same folder
+disagrees at some entry and is a branch from there on.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import zipfile
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath, PurePosixPath
+from typing import IO, Any, Final
+
+from rankscope_contract.model.events import EventType, RunState, Severity
+from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.importer import (
+    NOT_MINE,
+    BlockBuilder,
+    Detection,
+    Faults,
+    Imported,
+    ImportedRun,
+)
+from rankscope_ingest.importers.common.lines import read_chunks
+from rankscope_ingest.importers.common.objects import ObjectReader
+from rankscope_ingest.importers.common.values import Cut, JsonWindow, Malformed, clean_text, json_text, whole
+
+HISTORY: Final = "log_history"
+STATE_FILE: Final = "trainer_state.json"
+
+_CHUNK_BYTES: Final = 1 << 16  # after an error, the whole window is searched
+_MAX_FACTS: Final = 200
+_FACT_CHARACTERS: Final = 8192
+_LISTED_FILES: Final = 20
+_NEXT_ENTRY: Final = re.compile(r"\}\s*(?:,\s*(?=\{)|(?=\]))")
+_NEXT_KEY: Final = re.compile(r",\s*(?=\"\w{1,64}\"\s*:)")
+_CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
+_MAX_DEPTH: Final = 3
+_FINAL: Final = 1 << 62  # the run's own file follows its checkpoints
+
+
+class TrainerState:
+    """The importer of `trainer_state.json`."""
+
+    name = "trainer_state"
+
+    def detect(self, path: Path, head: bytes) -> Detection:
+        """Look for `log_history`, for the file name, or for a list of entries."""
+        if path.is_dir():
+            return Detection(0.9, f"a folder with {STATE_FILE}") if any(_walk(path)) else NOT_MINE
+        if head.startswith(b"PK\x03\x04"):
+            return Detection(0.9, f"an archive with {STATE_FILE}") if _is_archive(path) else NOT_MINE
+        text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+        if text.startswith(b"{") and b'"log_history"' in head:
+            return Detection(0.98, 'a JSON object with "log_history"')
+        if text.startswith(b"{") and path.name == STATE_FILE:
+            return Detection(0.9, f"the name {STATE_FILE}")
+        if text.startswith(b"[") and _begins_with_entry(head):
+            return Detection(0.85, "a JSON list of logged entries")
+        return NOT_MINE
+
+    def identity(self, path: Path) -> str | None:
+        """Return a text derived from the first entry: each checkpoint repeats it, though the file is rewritten."""
+        states = find_states(path)
+        if not states:
+            return None
+        with states[0].open() as file:
+            try:
+                first = next(_entries(JsonWindow(read_chunks(file, path, Faults(), _CHUNK_BYTES)), {}, Faults()), None)
+            except Cut:
+                return None
+        branch = None if first is None else _Follower([], is_last=True).new(first)
+        return None if branch is None else f"{self.name}/{branch.source}"
+
+    def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
+        """Yield each entry of the states at `path` once, in order, then the facts about the run."""
+        states = find_states(path)
+        reading = _Reading(faults)
+        for position, state in enumerate(states, 1):
+            yield from reading.file(state, is_last=position == len(states))
+        yield reading.run()
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        return bool(find_states(path))
+    except (IngestError, OSError):
+        return False
+
+
+class _Reading:
+    """The reading of one run, with the state between its files."""
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+        self._branches: list[_Branch] = []
+        self._objects = ObjectReader()
+        self._entries = 0
+        self._facts: dict[str, Any] = {}
+        self._files: list[str] = []
+        self._cut: list[str] = []
+        self._modified: float | None = None
+
+    def file(self, state: StateFile, *, is_last: bool) -> Iterator[Imported]:
+        """Yield the entries of `state` that no file before it has."""
+        self._files.append(state.label)
+        if state.modified is not None:
+            self._modified = max(self._modified or 0.0, state.modified)
+        follower = _Follower(self._branches, is_last=is_last)
+        builder: BlockBuilder | None = None
+        with state.open() as file:
+            for entry in self._entries_of(file, state):
+                branch = follower.new(entry)
+                if branch is None:
+                    continue
+                is_first = builder is None
+                builder = builder or BlockBuilder(branch.source)
+                self._objects.add(entry, builder, attempt=branch.attempt)
+                if is_first and follower.has_branched:
+                    message = f"{state.label} differs from earlier checkpoints from here on: attempt {branch.attempt}"
+                    builder.event(EventType.NOTE, Severity.WARNING, clean_text(message))
+                if builder.is_full and (block := builder.take()):
+                    yield block
+        if builder and (block := builder.take()):
+            yield block
+
+    def run(self) -> ImportedRun:
+        """Return the facts of the newest file about the run."""
+        about = {"entries": self._entries, "cut": bool(self._cut), "files": self._files[-_LISTED_FILES:]}
+        found = self._objects.run(about, trainer_state=self._facts)
+        step, planned = whole(self._facts.get("global_step")), whole(self._facts.get("max_steps"))
+        is_planned = planned is not None and planned > 0
+        reached = is_planned and not self._cut and step is not None and step >= (planned or 0)
+        return replace(
+            found,
+            state=RunState.COMPLETED if reached else found.state,
+            reason="global_step has reached max_steps" if reached else found.reason,
+            planned_steps=planned if is_planned else None,
+            ended_at=None if self._modified is None else int(self._modified * 1e6),
+        )
+
+    def _entries_of(self, file: IO[bytes], state: StateFile) -> Iterator[Mapping[str, Any]]:
+        is_first = not self._faults.read_bytes
+        chunks = read_chunks(file, Path(state.label), self._faults, _CHUNK_BYTES, checks_text=is_first)
+        window = JsonWindow(chunks)
+        count = 0
+        try:
+            for entry in _entries(window, self._facts, self._faults):
+                count += 1
+                yield entry
+        except Cut:
+            self._cut.append(state.label)
+            self._faults.add(window.line_here, f"{state.label} ends inside a value, after {count:,} whole entries")
+        self._entries = max(self._entries, count)
+
+
+def _entries(window: JsonWindow, facts: MutableMapping[str, Any], faults: Faults) -> Iterator[Mapping[str, Any]]:
+    """Yield the entries of a state; its other values are stored in `facts`. Raises Cut where the text ends."""
+    if window.peek() == "[":
+        yield from _items(window, faults)
+        return
+    if window.peek() != "{":
+        raise IngestError(f"not a trainer_state.json: it begins with {window.peek()!r}")
+    window.take("{")
+    while window.peek() != "}":
+        try:
+            key = window.value()
+            window.take(":")
+            if key == HISTORY and window.peek() == "[":
+                yield from _items(window, faults)
+            elif isinstance(key, str):
+                value = window.value()
+                if len(facts) < _MAX_FACTS:
+                    facts[clean_text(key)] = json.loads(json_text(value, limit=_FACT_CHARACTERS))
+            if window.peek() != "}":
+                window.take(",")
+        except Malformed as error:
+            faults.add(window.line_here, f"invalid JSON: {error}")
+            window.resume_at(_NEXT_KEY)
+
+
+def _items(window: JsonWindow, faults: Faults) -> Iterator[Mapping[str, Any]]:
+    window.take("[")
+    while window.peek() != "]":
+        try:
+            entry = window.value()
+            if isinstance(entry, dict):
+                yield entry
+            else:
+                faults.add(window.line_here, "an entry that is no object")
+            if window.peek() != "]":
+                window.take(",")
+        except Malformed as error:
+            faults.add(window.line_here, f"an entry with invalid JSON: {error}")
+            window.resume_at(_NEXT_ENTRY)
+    window.take("]")
+
+
+def _begins_with_entry(head: bytes) -> bool:
+    """Return whether `head` is the beginning of a list of objects with a step."""
+    window = JsonWindow(iter((head,)))
+    try:
+        window.take("[")
+        first = window.value()
+    except (Cut, Malformed):
+        return False
+    return isinstance(first, dict) and "step" in first
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    """One file to read. `label` is its name in messages."""
+
+    label: str
+    open: Callable[[], AbstractContextManager[IO[bytes]]]
+    modified: float | None = None  # seconds since 1970
+
+
+def find_states(path: Path) -> list[StateFile]:
+    """Return the states at `path` (a file, a checkpoint, a run, or an archive of one), with the newest checkpoint last.
+
+    Raises IngestError if there are several runs. A folder name without a number is not a checkpoint.
+    """
+    if path.is_dir():
+        return [_on_disk(Path(found)) for found in _in_order(path, list(_walk(path)))]
+    if zipfile.is_zipfile(path):
+        return _in_archive(path)
+    return [_on_disk(path)]
+
+
+def _on_disk(path: Path) -> StateFile:
+    return StateFile(label=_label(path), open=lambda: path.open("rb"), modified=path.stat().st_mtime)
+
+
+def _in_archive(path: Path) -> list[StateFile]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except zipfile.BadZipFile as error:
+        raise IngestError(f"{path} is a damaged archive: {error}") from error
+    members = [PurePosixPath(name) for name in names if PurePosixPath(name).name == STATE_FILE]
+    return [
+        StateFile(label=_label(name), open=functools.partial(_member, path, str(name)))
+        for name in _in_order(PurePosixPath(), members)
+    ]
+
+
+@contextmanager
+def _member(path: Path, name: str) -> Iterator[IO[bytes]]:
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open(name) as file:
+            yield file
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
+        raise IngestError(f"{name} in {path} cannot be unpacked: {error}") from error
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Yield the states below `root`, down to three levels. Links to folders are not followed."""
+    for folder, below, files in os.walk(root):
+        here = Path(folder)
+        if len(here.relative_to(root).parts) >= _MAX_DEPTH:
+            below.clear()
+        if STATE_FILE in files and (here / STATE_FILE).is_file():
+            yield here / STATE_FILE
+
+
+def _in_order(root: PurePath, found: Sequence[PurePath]) -> list[PurePath]:
+    """Return the states of one run in order: those of the run at `root`, or else of the only run below it."""
+    runs: dict[PurePath, list[PurePath]] = {}
+    for state in found:
+        folder = state.parent
+        is_checkpoint = _CHECKPOINT.fullmatch(folder.name) is not None and folder != root
+        runs.setdefault(folder.parent if is_checkpoint else folder, []).append(state)
+    if root in runs:
+        runs = {root: runs[root]}
+    if len(runs) > 1:
+        listed = ", ".join(sorted(str(run) for run in runs)[:5])
+        raise IngestError(f"{root} holds {len(runs)} runs ({listed}): import them one at a time")
+    return sorted((state for states in runs.values() for state in states), key=_number)
+
+
+def _number(state: PurePath) -> int:
+    found = _CHECKPOINT.fullmatch(state.parent.name)
+    return int(found[1]) if found else _FINAL
+
+
+def _label(state: PurePath) -> str:
+    return f"{state.parent.name}/{state.name}" if state.name == STATE_FILE else state.name
+
+
+@dataclass(slots=True)
+class _Branch:
+    """One branch of the history, identified by its first own entry. Its records are numbered from there."""
+
+    source: str
+    attempt: int
+    digests: array[int] = field(default_factory=lambda: array("Q"))
+
+
+class _Follower:
+    """The comparison of the entries of one file with the branches of the files before it."""
+
+    def __init__(self, branches: list[_Branch], *, is_last: bool) -> None:
+        self.has_branched = False
+        """True if the file disagrees with an earlier file."""
+        self._branches = branches
+        self._is_last = is_last  # no file will be compared with this one
+        self._agreeing = list(branches)
+        self._prefix: array[int] = array("Q")
+        self._own: _Branch | None = None
+
+    def new(self, entry: Any) -> _Branch | None:
+        """Return the branch to which `entry`, the next entry of the file, is added; None if the entry is known."""
+        if self._own is not None and self._is_last:
+            return self._own
+        digest = int.from_bytes(hashlib.blake2b(repr(entry).encode(errors="replace"), digest_size=8).digest())
+        if self._own is None:
+            at = len(self._prefix)
+            agreeing = [other for other in self._agreeing if len(other.digests) > at and other.digests[at] == digest]
+            if agreeing:
+                self._agreeing = agreeing
+                self._prefix.append(digest)
+                return None
+            # A branch that ends exactly here continues with this file.
+            ended = (other for other in self._agreeing if len(other.digests) == at)
+            self._own = next(ended, None) or self._open(digest)
+        self._own.digests.append(digest)
+        return self._own
+
+    def _open(self, digest: int) -> _Branch:
+        source = f"history-{len(self._prefix)}-{digest:016x}"
+        branch = _Branch(source, len(self._branches), array("Q", self._prefix))
+        self.has_branched = branch.attempt > 0
+        self._branches.append(branch)
+        return branch
+
+
+IMPORTER = TrainerState()
