@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_storage.base.errors import (
-    ClaimError,
     ConflictError,
     NotAStoreError,
+    ShardLockError,
     StoreError,
     UnwritableError,
     local_folder,
@@ -71,7 +71,7 @@ class Store:
 
         A claim wins over every older one: the predecessor may have been killed a moment ago, and if it lives on
         another machine it stops at its next append. Only an owner that demonstrably lives (it holds the shard's lock
-        file, which the system frees at its death) or that claims in the same moment wins over us: ClaimError names it.
+        file, which the system frees at its death) or that claims in the same moment wins over us: ShardLockError names it.
         `owner` is how others will be told of us: host and pid.
         """
         _check_shard(shard)
@@ -90,7 +90,7 @@ class Store:
             log.commit(Change(transactions={shard_transaction(shard): number}, info=owner_info(shard, owner)))
         except ConflictError as error:
             log.refresh()
-            raise ClaimError(
+            raise ShardLockError(
                 f"shard {shard} of {self.root} was claimed in the same moment by {current_owner(log, shard)}: "
                 "stop that service, or give this one another shard"
             ) from error
@@ -109,7 +109,7 @@ class Store:
 def _check_shard(shard: str) -> None:
     match = _SHARD.fullmatch(shard)
     if not match or not int(match[1]) < int(match[2]):
-        raise ClaimError(f"shard {shard!r} must be i/N with 0 <= i < N, as in 0/1 or 2/4")
+        raise ShardLockError(f"shard {shard!r} must be i/N with 0 <= i < N, as in 0/1 or 2/4")
 
 
 def _prepare_folder(root: Path) -> None:

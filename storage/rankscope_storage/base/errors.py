@@ -34,7 +34,7 @@ class BatchError(StoreError):
     """The rows of a batch do not match the schema of their dataset."""
 
 
-class ClaimError(StoreError):
+class ShardLockError(StoreError):
     """Another running process holds the lock of the shard; the message names that process."""
 
 

@@ -23,8 +23,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection.pool import Engine, acquire, is_full, keep_log, kept_log, release, replacement
 from rankscope_storage.connection.view_binding import BoundViews
 from rankscope_storage.log.delta import Log
-from rankscope_storage.log.file_filter import FileFilter
-from rankscope_storage.log.snapshot import Snapshot
+from rankscope_storage.log.snapshot import FileFilter, Snapshot
 from rankscope_storage.query.statements import check_selects, only_selects
 from rankscope_storage.sql.views import files_select
 

@@ -26,7 +26,7 @@ from rankscope_storage.log.entries import entry
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.query import file_facts
 from rankscope_storage.query.loss_facts import NOTHING_KNOWN, LossFacts
-from rankscope_storage.query.pruning import Mention
+from rankscope_storage.query.pruning import ViewReference
 from rankscope_storage.query.statements import Definition, definitions
 from rankscope_storage.sql.views import empty_view
 
@@ -55,7 +55,7 @@ class Engine:
     """By dataset: whether its raw view is empty, and what it selects from files of one shape."""
     defined: dict[str, str] = field(default_factory=dict)
     """By view or macro: the statement that made it."""
-    understood: dict[str, tuple[Mention, ...] | None] = field(default_factory=dict)
+    understood: dict[str, tuple[ViewReference, ...] | None] = field(default_factory=dict)
     footers: set[str] = field(default_factory=set)
     footers_looked_through: int = 0
     """How many there were when it was last found out how many files are gone."""

@@ -17,11 +17,10 @@ import pyarrow as pa
 
 from rankscope_storage.base.schema import sql_type
 from rankscope_storage.connection.pool import DEFINITIONS, RAW, WITHOUT_FILES, Engine, skip_file_validation
-from rankscope_storage.log.file_filter import Bounds
-from rankscope_storage.log.snapshot import Snapshot
+from rankscope_storage.log.snapshot import RowRanges, Snapshot
 from rankscope_storage.query import file_facts, loss_facts
 from rankscope_storage.query.file_facts import absent_keys
-from rankscope_storage.query.pruning import Mention, bounds, mentions
+from rankscope_storage.query.pruning import ViewReference, bounds, mentions
 from rankscope_storage.query.statements import needed_definitions
 from rankscope_storage.sql.scalar_curve import raw_curve, scalar_curve, sole_attempt_curve
 from rankscope_storage.sql.scalar_history import LOSS_OF_SOLE_ATTEMPT, LOSS_SAID_ONCE
@@ -48,7 +47,7 @@ class ViewRewrites:
         self._engine = engine
         self._cursor = cursor
 
-    def find_newest_steps(self, wanted: Sequence[Bounds], snapshot: Snapshot) -> list[Bounds]:
+    def find_newest_steps(self, wanted: Sequence[RowRanges], snapshot: Snapshot) -> list[RowRanges]:
         """Tell `tensor_latest` the newest steps in the files of `wanted`, and return where their rows lie."""
         files = self._files("tensor_stats", wanted, snapshot)
         found = file_facts.newest_steps(files, self._table)
@@ -62,7 +61,7 @@ class ViewRewrites:
             self._engine.newest_of = files
         return lie
 
-    def find_extents(self, wanted: Sequence[Bounds], snapshot: Snapshot) -> None:
+    def find_extents(self, wanted: Sequence[RowRanges], snapshot: Snapshot) -> None:
         """Tell `scalar_curve` where the scalars of the runs that are `wanted` begin and end."""
         files, runs = self._files("scalars", wanted, snapshot), _runs(wanted)
         if (files, runs) != self._engine.extents_of:
@@ -71,7 +70,7 @@ class ViewRewrites:
             self._fill(file_facts.EXTENTS_TABLE, found)
             self._engine.extents_of = files, runs
 
-    def find_loss_facts(self, wanted: Sequence[Bounds], snapshot: Snapshot) -> None:
+    def find_loss_facts(self, wanted: Sequence[RowRanges], snapshot: Snapshot) -> None:
         """Find out how much of its work `loss_curve` can leave out for the runs that are `wanted`."""
         if snapshot.may_hold("scalar_rollups", wanted):
             self._engine.losses, self._engine.losses_of = loss_facts.NOTHING_KNOWN, None
@@ -101,7 +100,7 @@ class ViewRewrites:
         """Return what makes `bucket_deviations` of these files."""
         return bucket_deviations(absent_keys(files, self._table))
 
-    def _files(self, dataset: str, wanted: Sequence[Bounds], snapshot: Snapshot) -> list[str]:
+    def _files(self, dataset: str, wanted: Sequence[RowRanges], snapshot: Snapshot) -> list[str]:
         """Return the files that can hold such rows; their footers will be remembered."""
         files = snapshot.within(dataset, wanted)
         self._engine.footers.update(files)
@@ -116,7 +115,7 @@ class ViewRewrites:
         return self._cursor.sql(question).to_arrow_table()
 
 
-def _runs(wanted: Sequence[Bounds]) -> frozenset[str] | None:
+def _runs(wanted: Sequence[RowRanges]) -> frozenset[str] | None:
     """Return the runs that are wanted, None where it may be any."""
     needed_definitions = [bounds.runs for bounds in wanted if bounds.runs is not None]
     return frozenset().union(*needed_definitions) if len(needed_definitions) == len(wanted) else None
@@ -160,7 +159,9 @@ class BoundViews:
         needed = self.engine.defined.keys() | (DEFINITIONS if query is None else needed_definitions(query, DEFINITIONS))
         self._define([name for name in DEFINITIONS if name in needed], None, snapshot)
 
-    def _define(self, names: Iterable[str], reading: Mapping[str, Sequence[Bounds]] | None, snapshot: Snapshot) -> None:
+    def _define(
+        self, names: Iterable[str], reading: Mapping[str, Sequence[RowRanges]] | None, snapshot: Snapshot
+    ) -> None:
         """Let the views and macros called `names`, which come in order of need, show the files of `reading`."""
         for name in names:
             definition = DEFINITIONS[name]
@@ -185,7 +186,7 @@ class BoundViews:
             return self._shortcuts.buckets(self.files["tensor_stats"])
         return DEFINITIONS[name].statement
 
-    def _show(self, dataset: str, wanted: Sequence[Bounds] | None, snapshot: Snapshot) -> None:
+    def _show(self, dataset: str, wanted: Sequence[RowRanges] | None, snapshot: Snapshot) -> None:
         """Let the view of raw rows read the files of the snapshot that hold what is `wanted`, or all."""
         files = snapshot.within(dataset, wanted)
         if files == self.files.get(dataset):
@@ -198,10 +199,12 @@ class BoundViews:
             self.cursor.execute(f"CREATE OR REPLACE VIEW {RAW}{dataset} AS {select}")
         self.files[dataset], self.engine.shapes[dataset] = files, shape
 
-    def _wanted(self, read: Iterable[Mention], parameters: object, snapshot: Snapshot) -> dict[str, list[Bounds]]:
+    def _wanted(
+        self, read: Iterable[ViewReference], parameters: object, snapshot: Snapshot
+    ) -> dict[str, list[RowRanges]]:
         """Return by dataset the rows that the mentions of views and macros need of it, one way or another."""
-        wanted: dict[str, list[Bounds]] = {}
-        asked: dict[str, list[Bounds]] = {LATEST: [], CURVE: [], LOSS: []}
+        wanted: dict[str, list[RowRanges]] = {}
+        asked: dict[str, list[RowRanges]] = {LATEST: [], CURVE: [], LOSS: []}
         for mention in read:
             needed = bounds(mention, parameters)
             for name in asked.keys() & _closure(mention.name):
@@ -217,7 +220,7 @@ class BoundViews:
             self._shortcuts.find_loss_facts(asked[LOSS], snapshot)
         return wanted
 
-    def _mentioned(self, query: str) -> tuple[Mention, ...] | None:
+    def _mentioned(self, query: str) -> tuple[ViewReference, ...] | None:
         """Return what `query` reads of our views and macros, None when it may read anything."""
         remembered = self.engine.understood
         if query not in remembered:
@@ -228,7 +231,7 @@ class BoundViews:
         return remembered[query]
 
 
-def _read(tree: str) -> tuple[Mention, ...] | None:
+def _read(tree: str) -> tuple[ViewReference, ...] | None:
     try:
         return mentions(json.loads(tree).get("statements", ()), DEFINITIONS)
     except RecursionError:  # deeper than Python reads, though not than DuckDB does

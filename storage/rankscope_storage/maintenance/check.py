@@ -13,8 +13,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.files.parquet import STAGING
 from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
-from rankscope_storage.log.entries import LOG_FOLDER
-from rankscope_storage.log.fsck import empty_entries, entries, torn_entries
+from rankscope_storage.log.entries import LOG_FOLDER, empty_entries, entries, torn_entries
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.maintenance.file_check import CheckReport, Fault, Finding, check_file, size_of
 from rankscope_storage.sql.rollups import NUMBERS

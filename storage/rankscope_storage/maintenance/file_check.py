@@ -103,7 +103,7 @@ def _differences(metadata: pq.FileMetaData, file: Mapping[str, Any]) -> Iterator
     if own.get(DATASET_KEY.encode()) != file["dataset"].encode():
         yield f"does not say that it holds {file['dataset']}"
     if schema_version(own) > SCHEMA_VERSION:
-        yield f"has schema version {schema_version(own)}, and this Rankscope knows up to {SCHEMA_VERSION}"
+        yield f"has schema version {schema_version(own)}, and this Rankscope supports up to {SCHEMA_VERSION}"
     if metadata.num_rows != file["rows"]:
         yield f"has {metadata.num_rows} rows, {file['rows']} in the log"
     for column in _RANGES:

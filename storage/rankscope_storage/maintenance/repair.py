@@ -17,8 +17,7 @@ from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import Sync, make_folders
 from rankscope_storage.files.parquet import DataFile
 from rankscope_storage.log.delta import Log
-from rankscope_storage.log.entries import LOG_FOLDER
-from rankscope_storage.log.fsck import entries, torn_checkpoint_files, torn_entries
+from rankscope_storage.log.entries import LOG_FOLDER, entries, torn_checkpoint_files, torn_entries
 from rankscope_storage.log.shard_lock import all_shards
 from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.file_check import Fault, Finding, check_file, describe_rows
@@ -54,7 +53,7 @@ def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False,
     """Move a torn newest log entry or checkpoint away, and take files that cannot be read out of the log.
 
     Files that may come back, with a disk or a mount, stay in it, unless with `force`.
-    Raises ClaimError while a service of this machine writes, and StoreError for what no program should decide.
+    Raises ShardLockError while a service of this machine writes, and StoreError for what no program should decide.
     """
     with all_shards(root, "rankscope store repair"):
         checkpoint = _shorten(root, sync, dry_run=dry_run)

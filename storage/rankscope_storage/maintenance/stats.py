@@ -14,7 +14,7 @@ from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_storage.files.encoding import coarsest
 from rankscope_storage.log.delta import Log
-from rankscope_storage.log.fsck import entries, log_files
+from rankscope_storage.log.entries import LOG_FOLDER, entries
 from rankscope_storage.maintenance.file_check import size_of
 from rankscope_storage.maintenance.retention_policy import RAW
 
@@ -61,7 +61,7 @@ def store_stats(log: Log, *, by: str) -> StoreStats:
         rows=sum(file["rows"] for file in files),
         size_bytes=size,
         log_entries=len(entries(log.root)),
-        log_bytes=sum(map(size_of, log_files(log.root))),
+        log_bytes=sum(map(size_of, (log.root / LOG_FOLDER).iterdir())),
         unused_bytes=max(0, on_disk - size),
         oldest=pc.min(snapshot.files["ts_min"]).as_py(),
         newest=pc.max(snapshot.files["ts_max"]).as_py(),

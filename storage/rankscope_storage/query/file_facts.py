@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.security.escaping import sql_identifier, sql_string
-from rankscope_storage.log.file_filter import Bounds
+from rankscope_storage.log.snapshot import RowRanges
 from rankscope_storage.sql.tensor_macros import OPTIONAL_KEYS
 from rankscope_storage.sql.views import empty_select
 
@@ -184,17 +184,17 @@ def has_single_record_per_rank(newest: pa.Table, files: Sequence[str], ask: Ask)
     return not repeated.num_rows
 
 
-def rows_of(newest: pa.Table) -> list[Bounds]:
+def rows_of(newest: pa.Table) -> list[RowRanges]:
     """Return where in the store the rows of these steps lie; of many runs just that it is these runs."""
     runs = pc.unique(newest.column("run")).to_pylist()
     if len(runs) > _FEW_RUNS:
-        return [Bounds(frozenset(runs))]
+        return [RowRanges(frozenset(runs))]
     return [_rows_of_run(run, newest.filter(pc.equal(newest.column("run"), run))) for run in runs]
 
 
-def _rows_of_run(run: str, newest: pa.Table) -> Bounds:
+def _rows_of_run(run: str, newest: pa.Table) -> RowRanges:
     low, high = pc.min_max(newest.column("step")).values()
-    return Bounds(frozenset([run]), steps=(low.as_py(), high.as_py()))
+    return RowRanges(frozenset([run]), steps=(low.as_py(), high.as_py()))
 
 
 def _highest(rows: pa.Table, keys: Sequence[str]) -> pa.Table:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_contract.model.schema import DATASETS, DIMENSIONS
-from rankscope_storage.log.file_filter import Bounds
+from rankscope_storage.log.snapshot import RowRanges
 
 Node = Mapping[str, Any]
 Term = str | int | None
@@ -55,7 +55,7 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
-class Mention:
+class ViewReference:
     """A view or macro, and conditions that all its rows which can matter fulfil."""
 
     name: str
@@ -66,7 +66,7 @@ class _NotUnderstoodError(Exception):
     """The statement reads something else, or in a way that is not known here."""
 
 
-def mentions(statements: Sequence[Node], known: Iterable[str]) -> tuple[Mention, ...] | None:
+def mentions(statements: Sequence[Node], known: Iterable[str]) -> tuple[ViewReference, ...] | None:
     """Return what the one statement reads, each mention apart; None when it is not understood.
 
     `statements` are what DuckDB's `json_serialize_sql` made of the text; `known` are our views and macros.
@@ -81,7 +81,7 @@ def mentions(statements: Sequence[Node], known: Iterable[str]) -> tuple[Mention,
     return tuple(reader.found)
 
 
-def bounds(mention: Mention, parameters: object) -> Bounds:
+def bounds(mention: ViewReference, parameters: object) -> RowRanges:
     """Return the rows that `mention` can need with these `parameters`; what its dataset does not tell is any."""
     runs: frozenset[str] | None = None
     ranges = dict.fromkeys(_INTEGERS, (-math.inf, math.inf))
@@ -94,8 +94,10 @@ def bounds(mention: Mention, parameters: object) -> Bounds:
         elif condition.column in ranges and all(_is_integer(value) for value in values):
             ranges[condition.column] = _narrowed(ranges[condition.column], condition.comparison, values)
     if mention.name not in DATASETS or mention.name in DIMENSIONS:
-        return Bounds(runs)  # what such a view shows of one step may come from rows of others, but never of other runs
-    return Bounds(runs, ranges["attempt"], ranges["step"])
+        return RowRanges(
+            runs
+        )  # what such a view shows of one step may come from rows of others, but never of other runs
+    return RowRanges(runs, ranges["attempt"], ranges["step"])
 
 
 def _narrowed(range_: tuple[float, float], comparison: str, values: Sequence[Any]) -> tuple[float, float]:
@@ -128,7 +130,7 @@ class _Reader:
     def __init__(self, known: frozenset[str]) -> None:
         self._known = known
         self._named: set[str] = set()
-        self.found: list[Mention] = []
+        self.found: list[ViewReference] = []
 
     def read(self, tree: Node) -> None:
         self._named = {name.casefold() for name in _with_names(tree)}
@@ -175,7 +177,7 @@ class _Reader:
         called = table.get("alias", path[0]).casefold()
         plain = not {"sample", "column_name_alias", "at_clause"} & table.keys()
         self.found.append(
-            Mention(
+            ViewReference(
                 path[0],
                 tuple(
                     condition for owner, condition in where if plain and (owner == (called,) or (not owner and alone))
@@ -197,11 +199,11 @@ class _Reader:
             raise _NotUnderstoodError
         if name in RUN_MACROS:
             term = _term(arguments[0]["expression"]) if "name" not in arguments[0] else None
-            self.found.append(Mention(name, () if term is None else (Condition(_RUN, "=", (term,)),)))
+            self.found.append(ViewReference(name, () if term is None else (Condition(_RUN, "=", (term,)),)))
         elif name in RELATION_MACROS:
             if "name" in arguments[0]:
                 raise _NotUnderstoodError  # the relation may be another one
-            self.found.append(Mention(name))
+            self.found.append(ViewReference(name))
             self._relation(arguments[0]["expression"])
         elif name not in _PURE_FUNCTIONS:
             raise _NotUnderstoodError
@@ -212,7 +214,7 @@ class _Reader:
             raise _NotUnderstoodError
         name = expression["column_names"][0].casefold()
         if name in self._known:
-            self.found.append(Mention(name))
+            self.found.append(ViewReference(name))
         elif name not in self._named:
             raise _NotUnderstoodError
 

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import RunState
 from rankscope_contract.model.schema import DATASETS
 from rankscope_contract.protocol.channel import NOTHING
-from rankscope_storage.base.errors import ClaimError, ConflictError, StoreError
+from rankscope_storage.base.errors import ConflictError, ShardLockError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform
 from rankscope_storage.connection import connect
@@ -27,8 +27,8 @@ from rankscope_storage.files.parquet import DataFile, discard, open_file, write_
 from rankscope_storage.files.partitioning import SHARED_PREFIX, file_mantissa_bits, own_part
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import watermark_transaction
-from rankscope_storage.log.file_filter import FileFilter
 from rankscope_storage.log.shard_lock import all_shards
+from rankscope_storage.log.snapshot import FileFilter
 from rankscope_storage.log.translation import Change
 
 _RETRIES: Final = 5
@@ -217,7 +217,7 @@ def merge(root: Path, run: str, into: str, sync: Sync) -> RewriteReport:
 def _quiet(root: Path, *runs: str) -> Iterator[None]:
     """Keep services from the store meanwhile if any of `runs` still goes on, as far as the store knows.
 
-    Raises ClaimError while one lives: what it appends would keep its old name.
+    Raises ShardLockError while one lives: what it appends would keep its old name.
     """
     with connect(root) as connection:
         states = connection.query("SELECT run, state FROM runs WHERE list_contains($runs, run)", {"runs": list(runs)})
@@ -226,8 +226,8 @@ def _quiet(root: Path, *runs: str) -> Iterator[None]:
         try:
             if live:  # or its service is gone
                 held.enter_context(all_shards(root, "rankscope runs"))
-        except ClaimError as error:
-            raise ClaimError(
+        except ShardLockError as error:
+            raise ShardLockError(
                 f"run {live[0]['run']!r} is {live[0]['state']}: wait until it has ended, or stop the service. {error}"
             ) from error
         yield

@@ -20,9 +20,9 @@ from deltalake import DeltaTable, Schema
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import (
-    ClaimError,
     NotAStoreError,
     SchemaVersionError,
+    ShardLockError,
     ShardLostError,
     StoreError,
     TornLogError,
@@ -194,7 +194,7 @@ def test_an_unreadable_log_tells_one_line_and_no_trace_of_rust(store):
 
 
 def test_two_live_writers_on_one_shard_one_wins_and_the_other_says_who(store, writer):
-    with pytest.raises(ClaimError, match="host-a pid 1, which is alive"):
+    with pytest.raises(ShardLockError, match="host-a pid 1, which is alive"):
         store.claim(owner="host-b pid 2")
 
 
@@ -260,7 +260,7 @@ def test_of_two_claims_in_one_moment_the_loser_names_the_winner(store, monkeypat
         return genuine(log, change)
 
     monkeypatch.setattr(Log, "commit", overtaken)
-    with pytest.raises(ClaimError, match="rival pid 9"):
+    with pytest.raises(ShardLockError, match="rival pid 9"):
         store.claim(owner="me")
     monkeypatch.undo()
 
@@ -281,7 +281,7 @@ def test_a_file_system_without_locks_leaves_the_decision_to_the_log(store, monke
 
 @pytest.mark.parametrize("shard", ["", "1", "1/1", "a/b", "-1/2", "0/0", "../x"])
 def test_a_shard_must_be_one_of_n(store, shard):
-    with pytest.raises(ClaimError, match="i/N"):
+    with pytest.raises(ShardLockError, match="i/N"):
         store.claim(shard, owner="me")
 
 
@@ -347,7 +347,7 @@ def test_a_shard_that_was_taken_a_moment_ago_is_told_by_the_name_of_who_has_it(s
         fcntl.flock(file, fcntl.LOCK_EX)
         naming = threading.Timer(0.03, path.write_text, ["host-b pid 2"])
         naming.start()
-        with pytest.raises(ClaimError, match="host-b pid 2, which is alive"):
+        with pytest.raises(ShardLockError, match="host-b pid 2, which is alive"):
             store.claim(owner="me")
         naming.join()
 
@@ -359,7 +359,7 @@ def test_a_full_disk_takes_no_name_but_the_lock_holds(folder, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.pwrite", refuse)
-    with store.claim(owner="first"), pytest.raises(ClaimError, match="an unnamed process"):
+    with store.claim(owner="first"), pytest.raises(ShardLockError, match="an unnamed process"):
         store.claim(owner="second")
 
 

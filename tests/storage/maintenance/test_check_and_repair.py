@@ -16,7 +16,7 @@ from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_contract.model.schema import DATASETS, DIMENSIONS
 from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.base.errors import ClaimError, StoreError
+from rankscope_storage.base.errors import ShardLockError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
@@ -338,7 +338,7 @@ def _add(root, path) -> None:
 def test_repair_refuses_while_a_service_lives_and_names_it(store, writer, batch):
     writer.append(batch(range(3)))
     data_files(store.root)[0].unlink()
-    with pytest.raises(ClaimError, match="host-a pid 1, which is alive"):
+    with pytest.raises(ShardLockError, match="host-a pid 1, which is alive"):
         repair(store.root, sync_to_disk)
 
     assert not check(store.root).is_intact
@@ -435,4 +435,4 @@ def test_a_file_of_a_newer_schema_is_told(left, monkeypatch):
     monkeypatch.setattr(file_check, "SCHEMA_VERSION", 0)
     texts = [finding.text for finding in check(left).findings]
 
-    assert 3 == sum("and this Rankscope knows up to 0" in text for text in texts)
+    assert 3 == sum("and this Rankscope supports up to 0" in text for text in texts)

@@ -17,10 +17,10 @@ from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.connection.pool import DEFINITIONS
-from rankscope_storage.log.file_filter import Bounds
+from rankscope_storage.log.snapshot import RowRanges
 from rankscope_storage.query.pruning import bounds, mentions
 
-ANY = Bounds()
+ANY = RowRanges()
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +29,13 @@ def parser():
         yield database
 
 
-def read(parser, query: str, parameters: object = None) -> dict[str, list[Bounds]] | None:
+def read(parser, query: str, parameters: object = None) -> dict[str, list[RowRanges]] | None:
     sql = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
     [(tree,)] = parser.execute(sql, [query]).fetchall()
     found = mentions(json.loads(tree).get("statements", ()), DEFINITIONS)
     if found is None:
         return None
-    said: dict[str, list[Bounds]] = {}
+    said: dict[str, list[RowRanges]] = {}
     for mention in found:
         said.setdefault(mention.name, []).append(bounds(mention, parameters))
     return said
@@ -47,8 +47,8 @@ class Named(str, enum.Enum):  # noqa: UP042 - not a StrEnum, of which str() is t
     RUN = "b"
 
 
-def of(*runs: str, steps: tuple[float, float] = ANY.steps, attempts: tuple[float, float] = ANY.attempts) -> Bounds:
-    return Bounds(frozenset(runs), attempts, steps)
+def of(*runs: str, steps: tuple[float, float] = ANY.steps, attempts: tuple[float, float] = ANY.attempts) -> RowRanges:
+    return RowRanges(frozenset(runs), attempts, steps)
 
 
 @pytest.mark.parametrize(

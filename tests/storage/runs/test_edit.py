@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.base.errors import ClaimError, ConflictError, StoreError
+from rankscope_storage.base.errors import ConflictError, ShardLockError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
@@ -94,7 +94,7 @@ def test_a_name_that_is_taken_or_missing_is_refused(root):
 def test_a_run_that_goes_on_is_left_alone_as_long_as_its_service_lives(store, writer, batch):
     writer.append(batch(range(3)))
     writer.append(run_version("r", "running"))
-    with pytest.raises(ClaimError, match=r"'r' is running: .* host-a pid 1, which is alive"):
+    with pytest.raises(ShardLockError, match=r"'r' is running: .* host-a pid 1, which is alive"):
         edit.remove(store.root, "r", sync_to_disk)
     writer.close()
 
@@ -120,7 +120,7 @@ def test_no_service_begins_on_a_run_that_died_while_it_is_being_renamed(store, w
     genuine = edit.write_file
 
     def meanwhile(*arguments, **options):
-        with pytest.raises(ClaimError, match="rankscope runs, which is alive"):
+        with pytest.raises(ShardLockError, match="rankscope runs, which is alive"):
             store.claim(owner="b")
         tried.append(1)
         return genuine(*arguments, **options)
