@@ -92,14 +92,14 @@ def check_tiers(found, old, new, where):
 
 
 @pytest.mark.parametrize(("operation", "at"), A_FEW)
-def test_a_kill_at_a_few_moments_loses_and_doubles_nothing(killer, before, tmp_path, operation, at):
+def test_kill_at_some_calls_neither_loses_nor_doubles_rows(killer, before, tmp_path, operation, at):
     assert die(killer, before, operation, at, tmp_path / "store")
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not os.environ.get("RANKSCOPE_CRASHES"), reason="make test-crashes")
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_kill_at_any_moment_loses_and_doubles_nothing(killer, before, tmp_path, operation):
+def test_kill_at_every_call_neither_loses_nor_doubles_rows(killer, before, tmp_path, operation):
     moments = itertools.takewhile(lambda at: die(killer, before, operation, at, tmp_path / f"{at}"), itertools.count(1))
 
     points = len(list(moments))

@@ -46,7 +46,7 @@ print(rounds, 0)
 """
 
 
-def test_two_compactors_a_cleaner_and_an_appender_keep_every_row_once(store, tmp_path):
+def test_concurrent_compactors_vacuum_and_appends_keep_every_row_once(store, tmp_path):
     done = tmp_path / "done"
     arguments = [str(store.root), str(done)]
     rivals = [
