@@ -23,7 +23,7 @@ from rankscope_storage.query.file_facts import absent_keys
 from rankscope_storage.query.pruning import ViewReference, bounds, mentions
 from rankscope_storage.query.statements import needed_definitions
 from rankscope_storage.sql.scalar_curve import raw_curve, scalar_curve, sole_attempt_curve
-from rankscope_storage.sql.scalar_history import LOSS_OF_SOLE_ATTEMPT, LOSS_SAID_ONCE
+from rankscope_storage.sql.scalar_history import LOSS_LOGGED_ONCE, LOSS_OF_SOLE_ATTEMPT
 from rankscope_storage.sql.tensor_macros import bucket_deviations, tensor_latest
 from rankscope_storage.sql.views import common_columns, raw_select
 
@@ -94,7 +94,7 @@ class ViewRewrites:
         """Return what makes `loss_curve` with less work, once the losses were looked at; None where nothing does."""
         if not self._engine.losses.are_said_once:
             return None
-        return LOSS_OF_SOLE_ATTEMPT if self._engine.losses.are_of_attempt_0 else LOSS_SAID_ONCE
+        return LOSS_OF_SOLE_ATTEMPT if self._engine.losses.are_of_attempt_0 else LOSS_LOGGED_ONCE
 
     def buckets(self, files: Sequence[str]) -> str:
         """Return what makes `bucket_deviations` of these files."""

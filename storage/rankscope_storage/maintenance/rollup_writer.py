@@ -31,7 +31,7 @@ from rankscope_storage.files.parquet import STAGING, DataFile, discard, open_fil
 from rankscope_storage.files.partitioning import SHARED_PREFIX, file_mantissa_bits
 from rankscope_storage.files.sorting import SORT_KEYS
 from rankscope_storage.maintenance.retention_plan import File
-from rankscope_storage.sql.rollups import bucket, look_through, moment, rolled_up, what_holds
+from rankscope_storage.sql.rollups import bucket, facts_query, rollup_query, row_facts, time_bucket
 from rankscope_storage.sql.views import empty_select, files_select
 
 MEMORY_LIMIT: Final = "1GiB"
@@ -47,13 +47,13 @@ SLICE_ROWS: Final = 2_500_000
 # A bucket goes when the youngest row that the file has of it, of whatever rank, is too old.
 _STAYING: Final = f"""\
 CREATE TEMP TABLE staying AS
-SELECT run, attempt, {bucket()} AS bucket, {moment()} AS moment FROM {{rows}}
+SELECT run, attempt, {bucket()} AS bucket, {time_bucket()} AS time_bucket FROM {{rows}}
 GROUP BY ALL HAVING coalesce(max(ts) >= TIMESTAMPTZ '{{before}}', true)
 """
 _OF_BUCKET: Final = f"""\
 JOIN staying ON row.run = staying.run AND row.attempt IS NOT DISTINCT FROM staying.attempt
   AND {bucket("row.")} IS NOT DISTINCT FROM staying.bucket
-  AND {moment("row.")} IS NOT DISTINCT FROM staying.moment"""
+  AND {time_bucket("row.")} IS NOT DISTINCT FROM staying.time_bucket"""
 
 
 def roll_up(root: Path, files: Sequence[File], sync: Sync) -> list[DataFile]:
@@ -82,7 +82,7 @@ def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFil
         if len(places) < file["rows"]:
             if dataset in ROLLUPS:
                 going = f"(SELECT row.* FROM ({files_select(dataset, [path])}) AS row ANTI {_OF_BUCKET})"
-                written.extend(_rollups(engine, [rolled_up(dataset, going)], root, [file], sync))
+                written.extend(_rollups(engine, [rollup_query(dataset, going)], root, [file], sync))
             if len(places):
                 rest, bits = conform(_read(path, dataset, places), dataset), file_mantissa_bits(file["path"])
                 written.append(write_file(root, dataset, file["part"], rest, sync, mantissa_bits=bits))
@@ -127,9 +127,9 @@ def _first_names(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[str, 
 
 def _cheapest(engine: duckdb.DuckDBPyConnection, dataset: str, source: str) -> str:
     """Return the query for the rollups of `source` that sums up only what may differ; to look takes a tenth of it."""
-    looked = engine.sql(look_through(dataset, source))
+    looked = engine.sql(facts_query(dataset, source))
     [row] = looked.fetchall()
-    return rolled_up(dataset, source, what_holds(dict(zip(looked.columns, row, strict=True))))
+    return rollup_query(dataset, source, row_facts(dict(zip(looked.columns, row, strict=True))))
 
 
 def _rollups(
