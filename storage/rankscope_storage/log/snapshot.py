@@ -9,13 +9,15 @@ from __future__ import annotations
 import datetime as dt
 import math
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+T = TypeVar("T")
 
 _ALL: Final = (-math.inf, math.inf)
 LOG_TIME_STEP: Final = dt.timedelta(milliseconds=1)
@@ -156,3 +158,18 @@ class Snapshot:
             self._rows[dataset] = self.of(FileFilter(dataset)).select(_RANGES).to_pylist()
             self._lists[dataset] = [f"{self.root}/{row['path']}" for row in self._rows[dataset]]
         return self._rows[dataset]
+
+
+def divided(items: Iterable[T], weight: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield `items`, in order, as lists whose total weight is at most `most`; an item above it is a separate list."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        added = weight(item)
+        if batch and total + added > most:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += added
+    if batch:
+        yield batch
