@@ -35,7 +35,7 @@ from rankscope_storage.log.delta import Log
 from rankscope_storage.log.shard_lock import ShardLock, shard_transaction
 from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.check import check
-from rankscope_storage.maintenance.file_check import Fault
+from rankscope_storage.maintenance.file_check import FindingKind
 from rankscope_storage.maintenance.repair import repair
 
 NO_LINKS = Path(__file__).with_name("no_links.py")
@@ -167,8 +167,8 @@ def test_empty_last_entry_is_a_commit_without_actions(store, batch):
         writer.append(batch(range(3)))
         writer.append(batch(range(3, 6)))
     newest_entry(store.root).write_bytes(b"")
-    assert [Fault.EMPTY_ENTRY] == [
-        finding.fault for finding in check(store.root).findings if "_delta_log" in finding.path
+    assert [FindingKind.EMPTY_ENTRY] == [
+        finding.kind for finding in check(store.root).findings if "_delta_log" in finding.path
     ]
     with Store.open(store.root).claim(owner="me") as writer, connect(store.root) as connection:
         writer.append(batch(range(6)))
@@ -177,7 +177,7 @@ def test_empty_last_entry_is_a_commit_without_actions(store, batch):
     # Later commits build on it, and it is no damage that needs a repair.
     report = check(store.root)
 
-    assert Fault.EMPTY_ENTRY in [finding.fault for finding in report.findings]
+    assert FindingKind.EMPTY_ENTRY in [finding.kind for finding in report.findings]
     assert report.is_intact
     assert None is repair(store.root, sync_to_disk).torn_entry
 

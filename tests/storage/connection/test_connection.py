@@ -178,7 +178,7 @@ def test_snapshot_with_deleted_files_raises_files_gone_error(connection, writer,
     with connection.snapshot() as pinned:
         for path in connection.files("scalars"):
             Path(path).unlink()
-        with pytest.raises(FilesGoneError, match="of a newer version"):
+        with pytest.raises(FilesGoneError, match="query a newer version"):
             pinned.sql("SELECT sum(value) FROM scalars")
 
 

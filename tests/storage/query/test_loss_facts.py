@@ -43,7 +43,7 @@ def facts_of(tmp_path, connection):
             pq.write_table(table, paths[-1], row_group_size=4)
         return find_loss_facts(paths, runs, lambda question: connection.sql(question).to_arrow_table())
 
-    return look
+    return read
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
