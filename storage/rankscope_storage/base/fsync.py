@@ -19,7 +19,7 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-_durable: set[Path] = set()  # folders whose entry in their parent this process has fsynced
+_durable: set[Path] = set()  # folders with an entry in their parent that this process has fsynced
 
 
 def make_folders(folder: Path, root: Path, sync: Sync) -> None:

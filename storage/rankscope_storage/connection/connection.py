@@ -1,4 +1,4 @@
-"""A DuckDB connection to a store whose views always show the newest version.
+"""A DuckDB connection to a store. Its views always show the newest version.
 
 Each query first refreshes the handle on the log. If the version has changed, the views get new lists of files. Files
 that a query provably does not need are omitted. A view or macro is created when a query first names it. If a file was
@@ -138,8 +138,8 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
     ) -> str:
         """Return an SQL expression for FROM that reads `dataset` only from files within `run`, `steps` and `times`.
 
-        It is faster than the view if there are many files, whose footers DuckDB would open. The statement still needs
-        its WHERE clause, because the files also contain other rows.
+        It is faster than the view if there are many files, because DuckDB opens the footers of all files of a view. The
+        statement still needs its WHERE clause, because the files also contain other rows.
         """
         self._refresh()
         return f"({files_select(dataset, self._snapshot.paths(FileFilter(dataset, run, steps, times)))})"

@@ -39,7 +39,7 @@ SOLE_ATTEMPT_CURVE: Final = sole_attempt_curve(file_facts.EXTENTS_TABLE)
 
 _TREE: Final = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
 _MOST_PARSED: Final = 256
-"""Largest number of statements whose analysis is cached; above it, the cache is cleared."""
+"""Largest number of statements with a cached analysis; above it, the cache is cleared."""
 
 
 class BoundViews:
@@ -194,7 +194,7 @@ class BoundViews:
         self.files[dataset], self.instance.shapes[dataset] = files, shape
 
     def _files(self, dataset: str, wanted: Sequence[RowRanges] | None, snapshot: Snapshot) -> list[str]:
-        """Return the files that can contain such rows, whose footers DuckDB will cache."""
+        """Return the files that can contain such rows. DuckDB will cache their footers."""
         files = snapshot.within(dataset, wanted)
         self.instance.footers.update(files)
         return files

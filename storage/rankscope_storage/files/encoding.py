@@ -47,7 +47,7 @@ _SMALL_DICTIONARY: Final = 4096
 """Up to this size, a dictionary is written without a check of which of its texts the row group uses."""
 
 _BYTE_CODES: Final = 256
-"""Largest dictionary whose codes fit into one byte.
+"""Number of texts in the largest dictionary with one-byte codes.
 
 For byte codes, Arrow finds the range of a row group by lookup (4 ns per row), otherwise by hashing (8 ns)."""
 
@@ -57,13 +57,13 @@ _FREE_TEXT: Final = ("message", "details", "config", "reason", "stack")
 """Text columns that seldom repeat a value: a dictionary would only add bytes."""
 
 _IN_RUNS: Final = {"tensor_stats": ("rank",)}
-"""Integer columns whose value is equal in many consecutive rows: their differences need almost no space.
+"""Integer columns with equal values in many consecutive rows: their differences need almost no space.
 
 The other integers of these datasets are split into bytes: 0.3 instead of 0.5 ms per row group for as few bytes.
 Datasets that are not listed are small and have long series with equal differences."""
 
 _UNSEARCHED: Final = ("incarnation", "labels", "ts_origin", "placement", "shard_group")
-"""Text columns whose range per row group lets no query skip data, while finding the range is expensive."""
+"""Text columns for which a range per row group is expensive to find and lets no query skip data."""
 
 
 def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa_bits: int | None = None) -> None:
@@ -172,7 +172,7 @@ def _options(dataset: str, constant: Sequence[str]) -> dict[str, Any]:
 
 @functools.cache
 def counted_columns(dataset: str) -> tuple[str, ...]:
-    """Return the columns whose range may be in the footer: all except floats, whose range ignores NaN.
+    """Return the columns that may have a range in the footer: all except floats, because a range ignores NaN.
 
     DuckDB trusts such a range: `WHERE isnan(value)` would find nothing among finite numbers.
     """

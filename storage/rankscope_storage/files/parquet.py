@@ -27,7 +27,7 @@ from rankscope_storage.files.sorting import one_chunk
 
 STAGING: Final = "_staging"
 STATISTICS_COLUMNS: Final = ("run", "attempt", "rank", "step", "ts")
-"""Columns whose minimum and maximum are in the log. None is a float, because NaN fits into no range."""
+"""Columns with minimum and maximum in the log. None is a float, because NaN fits into no range."""
 
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _MICROSECOND: Final = dt.timedelta(microseconds=1)
@@ -134,4 +134,5 @@ def _range(column: pa.Array) -> tuple[Any, Any]:
         return low, high
     if low < _FIRST_MICROSECOND or high > _LAST_MICROSECOND:  # the clock of a rank is outside of the calendar
         return None, None
-    return tuple(f"{_EPOCH + dt.timedelta(microseconds=end):%Y-%m-%dT%H:%M:%S.%fZ}" for end in (low, high))
+    first, last = (_EPOCH + dt.timedelta(microseconds=end) for end in (low, high))
+    return f"{first:%Y-%m-%dT%H:%M:%S.%fZ}", f"{last:%Y-%m-%dT%H:%M:%S.%fZ}"

@@ -33,7 +33,7 @@ SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {
 """Sort keys by dataset. Rows with equal keys keep their order of arrival."""
 
 LAID_TOGETHER: Final = {"samples": ("labels",)}
-"""Keys whose equal values are adjacent but not sorted.
+"""Keys with adjacent equal values that are not sorted.
 
 They have hundreds of thousands of texts, which are expensive to sort and which no query compares by range."""
 

@@ -39,7 +39,7 @@ class Entry:
     text: bytes
 
     def holds(self, transactions: Mapping[str, int], paths: Sequence[str]) -> bool:
-        """Return whether the entry moved `transactions` and contains the files at `paths`, whose names are unique."""
+        """Return whether the entry moved `transactions` and contains the files at `paths`; file names are unique."""
         named = all(path.rpartition("/")[2].encode() in self.text for path in paths)
         return named and transactions.items() <= self.transactions.items()
 
@@ -55,7 +55,7 @@ def read_entry(path: Path) -> Entry | None:
 
 
 def watermark_transaction(incarnation: str) -> str:
-    """Return the name of the transaction whose number is the watermark of `incarnation`."""
+    """Return the name of the transaction that stores the watermark of `incarnation`."""
     return f"{_WATERMARK}{incarnation}"
 
 

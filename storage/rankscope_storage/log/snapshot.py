@@ -47,7 +47,7 @@ class FileFilter:
 
 @dataclass(frozen=True, slots=True)
 class RowRanges:
-    """Selects rows of any of `runs` (None: all) whose attempt and step, if they have one, are in closed ranges."""
+    """Selects rows of any of `runs` (None: all) with attempt and step in closed ranges, if they have these."""
 
     runs: frozenset[str] | None = None
     attempts: tuple[float, float] = _ALL
@@ -161,7 +161,7 @@ class Snapshot:
 
 
 def divided(items: Iterable[T], weight: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield `items`, in order, as lists whose total weight is at most `most`; an item above it is a separate list."""
+    """Yield `items`, in order, as lists with a total weight of at most `most`; an item above it is a separate list."""
     batch: list[T] = []
     total = 0
     for item in items:

@@ -84,7 +84,7 @@ _PAST: Final = f"{SHARED_PREFIX}past"
 
 
 def _territory(part: str, now: dt.datetime) -> str:
-    """Return the part, or one name for the shared parts of all past days, whose files may become one."""
+    """Return the part, or one name for the shared parts of all past days: their files may become one."""
     return _PAST if part.startswith(SHARED_PREFIX) and part < shared_part(now.date()) else part
 
 

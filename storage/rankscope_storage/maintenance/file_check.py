@@ -70,7 +70,7 @@ class CheckReport:
 
 
 _RANGES: Final = ("run", "attempt", "step")
-"""Columns whose ranges in the log select files: a wrong range hides rows."""
+"""Columns with ranges in the log that select files: a wrong range hides rows."""
 
 
 def check_file(root: Path, file: Mapping[str, Any], *, deep: bool) -> Finding | None:

@@ -25,10 +25,10 @@ from rankscope_storage.maintenance.vacuum import delete_orphan_files, find_orpha
 DAMAGED: Final = "_damaged"
 
 _LOST: Final = (FindingKind.MISSING, FindingKind.UNREADABLE, FindingKind.OTHER_SIZE, FindingKind.OUT_OF_REACH)
-"""Findings whose files no reader can use.
+"""Findings about files that no reader can use.
 
-A file with other content is readable: an operator has to decide. A file that cannot be read now, or whose whole dataset
-is missing, is removed only with `force`, by which an operator confirms that it is lost."""
+A file with other content is readable: an operator has to decide. A file that cannot be read now, or a missing
+file of a completely missing dataset, is removed only with `force`: an operator confirms that it is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,8 @@ def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False,
     with all_shards(root, "rankscope store repair"):
         checkpoint = _remove_torn_checkpoint(root, sync, dry_run=dry_run)
         torn = _torn_entry(root)
-        entry, lost = torn and torn.name, ()
+        entry = torn.name if torn else None
+        lost: tuple[str, ...] = ()
         if not ((torn or checkpoint) and dry_run):
             if torn is not None:
                 _move_to_damaged(root, torn, sync)

@@ -33,8 +33,8 @@ class RetentionReport:
     """The result of a retention run, or of a dry run; `groups` has a row per dataset, part and action.
 
     Rows that remain of divided files do not count as removed; a dry run does not read these files and counts them
-    completely. `left` counts jobs that were not started, `refused` those whose files another process replaced; `failed`
-    has the reasons of the others that failed, such as an unreadable file.
+    completely. `left` counts jobs that were not started, `refused` those with files that another process replaced;
+    `failed` has the reasons of the others that failed, such as an unreadable file.
     """
 
     files: int = 0

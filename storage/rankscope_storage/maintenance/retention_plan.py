@@ -20,7 +20,7 @@ WORK_ROWS: Final = 50_000_000
 """Largest number of rows that one commit rolls up: half a minute, for which a stopping service may have to wait."""
 
 _BY_DAY: Final = frozenset({"samples"})
-"""Datasets whose files never contain rows of two days."""
+"""Datasets without rows of two days in one file."""
 
 
 File = Mapping[str, Any]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import stat
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,6 +19,7 @@ from rankscope_storage.base.fsync import Sync
 from rankscope_storage.files.parquet import STAGING
 from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
 from rankscope_storage.log.entries import staged_entries
+from rankscope_storage.maintenance.file_check import size_of
 from rankscope_storage.query.sql_script import write_sql_script
 
 _log = logging.getLogger(__name__)
@@ -39,9 +40,10 @@ class OrphanFiles:
 def find_orphan_files(log: Log) -> OrphanFiles:
     """Return the files in the store of `log` that no process needs, above their ages."""
     unused = tuple(log.unused_files(REMOVED_FILES_HOURS))
-    unfinished = (*(log.root / STAGING).glob("*"), *staged_entries(log.root))
-    staged = tuple(path for path in unfinished if _age_seconds(path) > STAGED_SECONDS)
-    return OrphanFiles(data_files=unused, staged_files=staged, size_bytes=sum(map(_size, (*unused, *staged))))
+    unfinished = {path: _age_and_size(path) for path in (*(log.root / STAGING).glob("*"), *staged_entries(log.root))}
+    staged = {path: size for path, (age, size) in unfinished.items() if age > STAGED_SECONDS}
+    size_bytes = sum(map(size_of, unused)) + sum(staged.values())
+    return OrphanFiles(data_files=unused, staged_files=tuple(staged), size_bytes=size_bytes)
 
 
 def delete_orphan_files(orphans: OrphanFiles) -> None:
@@ -54,27 +56,19 @@ def delete_orphan_files(orphans: OrphanFiles) -> None:
         _log.info("deleted unused file", extra={"path": str(path)})
 
 
-def _age_seconds(path: Path) -> float:
-    """Return the time since the last modification of `path`; of a folder, of any file in it."""
-    return time.time() - max((_modified(entry) for entry in (path, *_within(path))), default=time.time())
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # another process has just renamed it
-        return time.time()
-
-
-def _size(path: Path) -> int:
-    try:
-        return sum(entry.stat().st_size for entry in (path, *_within(path)) if entry.is_file())
-    except FileNotFoundError:
-        return 0
-
-
-def _within(path: Path) -> Iterable[Path]:
-    return path.rglob("*") if path.is_dir() else ()
+def _age_and_size(path: Path) -> tuple[float, int]:
+    """Return seconds since the last modification of `path`, or of any file in this folder, and its bytes."""
+    now = time.time()
+    newest, size = 0.0, 0
+    for entry in (path, *path.rglob("*")):
+        try:
+            status = entry.stat()
+        except FileNotFoundError:  # another process has just renamed it
+            newest = now
+        else:
+            newest = max(newest, status.st_mtime)
+            size += 0 if stat.S_ISDIR(status.st_mode) else status.st_size
+    return now - newest, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

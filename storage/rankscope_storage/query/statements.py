@@ -31,7 +31,7 @@ _EXPLAIN: Final = re.compile(r"\s*explain(\s+analyze)?\s", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A view or macro: its statement, the datasets whose raw rows it reads, and the definitions that it reads."""
+    """A view or macro: its statement, the datasets of the raw rows that it reads, and the definitions that it reads."""
 
     statement: str
     datasets: tuple[str, ...]

@@ -188,7 +188,7 @@ def rename(root: Path, run: str, name: str, sync: Sync) -> RewriteReport:
 def merge(root: Path, run: str, into: str, sync: Sync) -> RewriteReport:
     """Join `run` to `into`: its attempts are numbered after those of `into`."""
     if run == into:
-        raise StoreError(f"{run!r} cannot be rows_of_merged to itself")
+        raise StoreError(f"{run!r} cannot be joined to itself")
 
     def rows_of_merged(version: int) -> RowChange:
         last = _highest(root, version, into)

@@ -19,7 +19,7 @@ def incarnations(tables: Mapping[str, pa.Table]) -> set[str]:
 
 
 def _distinct(column: pa.ChunkedArray) -> set[str]:
-    if pa.types.is_dictionary(column.type):  # may include incarnations without rows, whose watermarks are read in vain
+    if pa.types.is_dictionary(column.type):  # may include incarnations without rows
         values = {value for chunk in column.chunks for value in chunk.dictionary.to_pylist()}
     elif column.null_count == len(column):  # rows of exporters, by the hundred thousand
         return set()

@@ -65,7 +65,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PendingCommit:
-    """One commit that is being written, or whose result is not known yet."""
+    """One commit that is being written, or that has no known result."""
 
     batch: Batch
     change: Change

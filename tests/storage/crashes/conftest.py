@@ -1,4 +1,4 @@
-"""The process whose forks are killed, started once for all tests of this folder."""
+"""The process that forks the killed processes, started once for all tests of this folder."""
 
 from __future__ import annotations
 

@@ -54,7 +54,9 @@ class Killer:
         lines = self._notes.read_text().splitlines()
         return Life(
             calls=[line for line in lines if not line.startswith("acknowledged ")],
-            acknowledged=[int(line.removeprefix("acknowledged ")) for line in lines if line.startswith("acknowledged ")],
+            acknowledged=[
+                int(line.removeprefix("acknowledged ")) for line in lines if line.startswith("acknowledged ")
+            ],
             killed=status == -signal.SIGKILL,
         )
 

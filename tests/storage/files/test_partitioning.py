@@ -145,7 +145,7 @@ _KEYS = ("run", "tensor", "step")
 
 @st.composite
 def _keyed_rows(draw: st.DrawFn) -> pa.Table:
-    """Generate mostly sorted rows whose dictionaries are unsorted, have unused texts or contain a text twice."""
+    """Generate mostly sorted rows; the dictionaries are unsorted, have unused texts or contain a text twice."""
     row = st.tuples(st.sampled_from(["a", "b", None]), st.sampled_from(["x", "y"]), st.integers(0, 3) | st.none())
     rows = draw(st.lists(row, max_size=8))
     if draw(st.booleans()):

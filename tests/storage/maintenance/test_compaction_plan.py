@@ -81,7 +81,7 @@ def test_thirty_days_of_flushes_leave_few_files():
 
 
 def slowly(first: int, steps: int, rows: int, **more: object) -> dict:
-    """Return a file whose rows arrived over two days and ended two days ago."""
+    """Return a file with rows that arrived over two days and ended two days ago."""
     when = {"ts_min": NOW - dt.timedelta(days=4), "ts_max": NOW - dt.timedelta(days=2)}
     return {"step_min": first, "step_max": first + steps - 1, "rows": rows, **when, **more}
 

@@ -14,8 +14,9 @@ from rankscope_storage.api import summaries
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.connection import connect
+from rankscope_storage.files.parquet import write_file
 from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
@@ -65,34 +66,31 @@ def test_service_writes_its_run_without_removing_tags(root, writer, batch):
     assert [("completed", '{"keep":"yes"}', "done")] == shown(root)
 
 
-def test_concurrent_tag_does_not_restore_an_older_state(root, writer, monkeypatch):
+def test_concurrent_tag_does_not_restore_an_older_state(root, writer):
     """The service stores the end of the run between the read and the commit of the edit."""
-    written = tags._written
 
-    def late(*arguments):
+    def late(known: TagsAndNote) -> TagsAndNote:
         writer.append(version("failed", 2))
-        return written(*arguments)
+        return set_tags({"a": "1"})(known)
 
-    monkeypatch.setattr(tags, "_written", late)
-    edit_tags(root, "r", set_tags({"a": "1"}), sync_to_disk)
+    edit_tags(root, "r", late, sync_to_disk)
 
     assert [("failed", '{"a":"1"}', None)] == shown(root)
 
 
-def test_concurrent_edits_of_tags_are_both_stored(root, monkeypatch):
+def test_concurrent_edits_of_tags_are_both_stored(root):
     """Both read the same version: the second commit is refused, and repeated on top of the first."""
-    written, refused = tags._written, []
+    others = iter([set_tags({"other": "2"})])
 
-    def second(*arguments):
-        monkeypatch.setattr(tags, "_written", written)
-        edit_tags(root, "r", set_tags({"other": "2"}), sync_to_disk)
-        refused.append(written(*arguments))
-        return refused[0]
+    def mine(known: TagsAndNote) -> TagsAndNote:
+        for other in others:
+            edit_tags(root, "r", other, sync_to_disk)
+        return set_tags({"mine": "1"})(known)
 
-    monkeypatch.setattr(tags, "_written", second)
-    edit_tags(root, "r", set_tags({"mine": "1"}), sync_to_disk)
+    edit_tags(root, "r", mine, sync_to_disk)
 
-    assert not (root / refused[0].path).exists()  # the refused commit left no file
+    with connect(root) as connection:
+        assert len(connection.files("runs")) == len(list(root.glob("dataset=runs/part=*/*.parquet")))  # none refused
     assert [("running", '{"mine":"1","other":"2"}', None)] == shown(root)
 
 
@@ -115,11 +113,12 @@ def test_tags_survive_compaction(root, writer, monkeypatch):
     assert [("stalled", '{"a":"1"}', None)] == shown(root)
 
 
-def test_clock_set_back_does_not_restore_older_tags(root, monkeypatch):
-    later = tags._version(tags._known(root, "r"), TagsAndNote({"a": "old"}))
+def test_clock_set_back_does_not_restore_older_tags(root):
+    later = tags._new_version(tags._known(root, "r"), TagsAndNote({"a": "old"}))
     ahead = pa.array([MOMENT.replace(year=2090)], later.schema.field("ts").type)
     later = later.set_column(later.schema.get_field_index("ts"), "ts", ahead)
-    tags.Log.open(root, sync_to_disk).commit(Change(added=[tags._written(root, later, sync_to_disk)]))
+    file = write_file(root, "runs", "_shared-2090-01-01", conform(later, "runs"), sync_to_disk)
+    tags.Log.open(root, sync_to_disk).commit(Change(added=[file]))
     edit_tags(root, "r", set_tags({"a": "new"}), sync_to_disk)
 
     assert [("running", '{"a":"new"}', None)] == shown(root)
@@ -173,7 +172,7 @@ def test_full_disk_raises_store_error_for_tags(root, monkeypatch):
         edit_tags(root, "r", set_note("x"), sync_to_disk)
 
 
-# A store whose files lack these columns.
+# A store with files that lack these columns.
 
 
 @pytest.fixture
