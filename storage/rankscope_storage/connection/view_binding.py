@@ -17,7 +17,7 @@ import pyarrow as pa
 from rankscope_storage.base.schema import sql_type
 from rankscope_storage.connection.pool import DEFINITIONS, RAW, WITHOUT_FILES, DuckDBInstance, skip_file_validation
 from rankscope_storage.log.snapshot import RowRanges, Snapshot
-from rankscope_storage.query import file_facts, loss_facts
+from rankscope_storage.query import file_facts
 from rankscope_storage.query.pruning import ViewReference, row_ranges, view_references
 from rankscope_storage.query.statements import needed_definitions
 from rankscope_storage.sql.scalar_curve import raw_curve, scalar_curve, sole_attempt_curve
@@ -147,7 +147,7 @@ class BoundViews:
             self.instance.facts.pop(LOSS, None)
             return
         files, runs = self._files("scalars", wanted, snapshot), _runs(wanted)
-        self._find(LOSS, (files, runs), lambda: loss_facts.find_loss_facts(files, runs, self._table))
+        self._find(LOSS, (files, runs), lambda: file_facts.find_loss_facts(files, runs, self._table))
 
     def _define(
         self, names: Iterable[str], reading: Mapping[str, Sequence[RowRanges]] | None, snapshot: Snapshot

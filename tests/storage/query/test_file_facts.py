@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.query import file_facts
-from rankscope_storage.query.loss_facts import LossFacts, find_loss_facts
+from rankscope_storage.query.file_facts import LossFacts, find_loss_facts
 
 ROWS = st.fixed_dictionaries(
     {
