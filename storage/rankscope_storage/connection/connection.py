@@ -72,7 +72,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
     """
 
     def __init__(self, instance: DuckDBInstance, snapshot: Snapshot, log: Log | None) -> None:
-        """Query `snapshot` permanently, or with `log` its newest version."""
+        """Query always the newest version of `log`; without a `log`, always `snapshot`."""
         self._views = BoundViews(instance)
         self._log = log
         self._pinned = log is None

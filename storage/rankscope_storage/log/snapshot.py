@@ -109,8 +109,9 @@ class Snapshot:
     root: Path
     version: int
     files: pa.Table
-    _rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict, compare=False, repr=False)
-    _lists: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)
+    _by_dataset: dict[str, tuple[list[str], list[dict[str, Any]]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def of(self, wanted: FileFilter) -> pa.Table:
         """Return the files that can contain rows which `wanted` selects. Files without statistics always can."""
@@ -126,8 +127,7 @@ class Snapshot:
         None instead of ranges selects all files. If no file can, one of the dataset's files is returned, because DuckDB
         gets the columns of a view from a file.
         """
-        rows = self._rows_of(dataset)
-        every = self._lists[dataset]
+        every, rows = self._files_of(dataset)
         if wanted is None:
             return every
         pairs = zip(every, rows, strict=True)
@@ -135,11 +135,11 @@ class Snapshot:
 
     def may_hold(self, dataset: str, wanted: Sequence[RowRanges]) -> bool:
         """Return whether any file can contain a row of `dataset` in one of the ranges."""
-        return any(ranges.may_hold(row) for row in self._rows_of(dataset) for ranges in wanted)
+        return any(ranges.may_hold(row) for row in self._files_of(dataset)[1] for ranges in wanted)
 
     def is_of_attempt_0(self, dataset: str, paths: Sequence[str]) -> bool:
         """Return whether the log proves that all rows in these files, from `within`, are of attempt 0."""
-        rows = dict(zip(self._lists[dataset], self._rows[dataset], strict=True))
+        rows = dict(zip(*self._files_of(dataset), strict=True))
         return all((rows[path]["attempt_min"], rows[path]["attempt_max"]) == (0, 0) for path in paths)
 
     def contains(self, paths: Sequence[str]) -> bool:
@@ -153,11 +153,12 @@ class Snapshot:
     def _absolute(self, files: pa.Table) -> list[str]:
         return [f"{self.root}/{path}" for path in files.column("path").to_pylist()]
 
-    def _rows_of(self, dataset: str) -> list[dict[str, Any]]:
-        if dataset not in self._rows:
-            self._rows[dataset] = self.of(FileFilter(dataset)).select(_RANGES).to_pylist()
-            self._lists[dataset] = [f"{self.root}/{row['path']}" for row in self._rows[dataset]]
-        return self._rows[dataset]
+    def _files_of(self, dataset: str) -> tuple[list[str], list[dict[str, Any]]]:
+        """Return absolute paths and ranges of the files of `dataset`, cached."""
+        if dataset not in self._by_dataset:
+            rows = self.of(FileFilter(dataset)).select(_RANGES).to_pylist()
+            self._by_dataset[dataset] = [f"{self.root}/{row['path']}" for row in rows], rows
+        return self._by_dataset[dataset]
 
 
 def divided(items: Iterable[T], weight: Callable[[T], int], most: int) -> Iterator[list[T]]:

@@ -1,7 +1,7 @@
 """Select files that are too old, and the action for each. Pure: uses only the statistics of the log.
 
 A file waits for its rollup until its last bucket is complete, so that buckets seldom have several rollup rows. A file
-across the limit is divided once enough of it is too old. Both wait at most for `slack`.
+with old and newer rows is divided once enough of its rows are too old. Both wait at most for `slack`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _rolling(group: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
 
 
 def _in_part(action: RetentionAction, files: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
-    """Yield the jobs for files across the limit; compaction merges many days into one file if rows are few."""
+    """Yield the jobs for files with old and newer rows: compaction merges many days into one file if rows are few."""
     for file in files:
         if not _is_old(file, limit) and file["ts_min"] is not None and file["ts_min"] < limit.before - limit.slack:
             yield RetentionJob(action=action, files=(file,), before=limit.before)

@@ -238,7 +238,7 @@ def _named(rows: pa.Table, name: str) -> pa.Table:
 
 
 def _shifted(rows: pa.Table, last: Mapping[str, int]) -> pa.Table:
-    """Return `rows` with the columns in `last` increased to continue after these values."""
+    """Return `rows` with the values of the columns in `last` increased, so that they continue after these values."""
     for column, value in last.items():
         position = rows.schema.get_field_index(column)
         moved = pc.add(rows.column(column), pa.scalar(value + 1, rows.schema.field(column).type))
