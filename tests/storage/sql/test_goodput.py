@@ -68,10 +68,10 @@ def parts(row: dict[str, Any]) -> dict[str, float]:
 
 @pytest.fixture
 def killed() -> History:
-    """Killed at 160 after step 8, of which the checkpoint behind step 5 remembers five; goes on at 200.
+    """Return a run that was killed at 160 s, after step 8, and restarted at 200 s from the checkpoint after step 5.
 
-    12 s to the first step, which takes 20; then steps of 10, with a checkpoint of 8 behind step 5 and an evaluation of
-    5 behind step 3.
+    The first step begins at 12 s and takes 20 s. Later steps take 10 s, with a checkpoint of 8 s after step 5 and an
+    evaluation of 5 s after step 3.
     """
     history = History()
     history.launch(0, 0, 160)

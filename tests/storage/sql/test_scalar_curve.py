@@ -77,7 +77,7 @@ def test_curve_has_at_most_32767_points(writer, connection):
 def test_shorter_macro_is_used_if_all_files_are_of_attempt_0(writer, connection, attempts):
     append(writer, [{"attempt": attempt, "step": 1} for attempt in attempts] or [{"run": "s", "attempt": 3, "step": 1}])
     connection.sql("FROM scalar_curve('r')").fetchall()
-    made_of = connection._views.engine.defined["scalar_curve"]
+    made_of = connection._views.instance.defined["scalar_curve"]
 
     assert (made_of == SOLE_ATTEMPT_CURVE) == (attempts in ([0], [0, None]))
 

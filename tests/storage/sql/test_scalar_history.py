@@ -122,7 +122,7 @@ def test_every_loss_uses_the_extent_of_all_losses_of_its_run(writer, connection,
     drawn_of_b = "SELECT step FROM scalar_curve('r', of_labels := '{\"of\":\"b\"}') ORDER BY step"
 
     assert [(step,) for step in range(5)] == connection.sql(asked).fetchall()
-    assert is_said_again != (connection._views.engine.defined["loss_curve"] == LOSS_LOGGED_ONCE)
+    assert is_said_again != (connection._views.instance.defined["loss_curve"] == LOSS_LOGGED_ONCE)
     assert [(step,) for step in range(5)] == connection.sql(drawn_of_b).fetchall()
 
 
@@ -249,7 +249,7 @@ def test_cheaper_loss_curves_equal_the_general_view(writer, connection, said, at
     for run in ("r", "s"):
         asked = f"FROM loss_curve WHERE run = '{run}' ORDER BY ALL"
         sooner = connection.sql(asked)
-        made_of = connection._views.engine.defined["loss_curve"]
+        made_of = connection._views.instance.defined["loss_curve"]
         in_a_text = asked.replace("'", "''")
         plain = connection.sql(f"FROM query('{in_a_text}')")
 
@@ -279,7 +279,7 @@ def test_rollups_of_one_run_do_not_change_another(writer, connection):
     found, made_of = {}, {}
     for asked in ("WHERE run = 'r'", "WHERE run = 's'", ""):
         found[asked] = connection.sql(f"SELECT run, loss FROM loss_curve {asked} ORDER BY ALL").fetchall()
-        made_of[asked] = connection._views.engine.defined["loss_curve"] == LOSS_OF_SOLE_ATTEMPT
+        made_of[asked] = connection._views.instance.defined["loss_curve"] == LOSS_OF_SOLE_ATTEMPT
 
     of_r, of_s = [("r", 1.0), ("r", 1.0)], [("s", 2.0)]
     assert [of_r, of_s, of_r + of_s] == list(found.values())

@@ -205,7 +205,7 @@ def test_search_for_repeated_rows_starts_with_the_first_repetition(writer, conne
                  [row(5, step=2)], [row(6, step=3, incarnation="j")]):  # fmt: skip
         append(writer, rows, watermarks={row["incarnation"]: row["seq"] for row in rows})
         norms = connection.sql("SELECT norm FROM tensor_latest ORDER BY ALL").fetchall()
-        seen.append((connection._views.engine.measured_once, [norm for (norm,) in norms]))
+        seen.append((connection._views.instance.facts["tensor_latest"][1], [norm for (norm,) in norms]))
 
     once, again = True, False
     assert [(once, [1, 1]), (once, [2, 3]), (once, [2, 3, 4]), (again, [2, 3, 5]), (once, [6])] == seen
