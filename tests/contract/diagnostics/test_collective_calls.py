@@ -104,7 +104,7 @@ def test_ranks_that_went_apart_before_are_told_first_where_they_did():
     ]
 
 
-def test_sizes_may_differ_for_uneven_ops():
+def test_sizes_may_differ_where_ranks_have_different_parts():
     records = {
         rank: record(entry(41, pending=True, op="gather", bytes=(rank + 1) * MIB), ranks="0-1") for rank in (0, 1)
     }
