@@ -1,4 +1,4 @@
-"""A service in small: appends records 0 … N-1 of two ranks, from wherever the store stands. Killed by test_writer.
+"""Append records 0 to N-1 of two ranks like a service, after the stored ones. test_writer kills this process.
 
 Usage: python appending.py STORE N
 """
@@ -16,7 +16,7 @@ RANKS, TENSORS = 2, 4
 
 
 def tables(first: int, count: int) -> dict[str, pa.Table]:
-    """Rows of `count` records of each rank."""
+    """Return the rows of `count` records of each rank."""
     rows = [(rank, seq) for rank in range(RANKS) for seq in range(first, first + count)]
     common = {"run": "r", "attempt": 0, "ts_origin": "rank"}
     scalars = [
@@ -40,7 +40,7 @@ def tables(first: int, count: int) -> dict[str, pa.Table]:
 
 
 def main(path: str, records: int) -> None:
-    """Append until all records are stored, saying so after each commit."""
+    """Append until all records are stored, and print a line after each commit."""
     with Store.open(path).claim(owner=f"pid {os.getpid()}") as writer:
         seq = min(writer.watermark(f"i{rank}") for rank in range(RANKS)) + 1
         while seq < records:

@@ -1,4 +1,4 @@
-"""A store in a temporary folder, and rows to put into it."""
+"""A store in a temporary folder, and rows for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rankscope_storage.connection import Connection, connect
 def make_scalars(
     seqs: Iterable[int], *, run: str = "r", rank: int = 0, incarnation: str | None = "i0", value: float = 1.0
 ) -> pa.Table:
-    """One scalar per seq; step is seq, ts is seq seconds."""
+    """Return one scalar per seq; step is seq, ts is seq seconds."""
     listed = list(seqs)
     return pa.table(
         {

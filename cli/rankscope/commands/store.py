@@ -118,11 +118,11 @@ def _check(root: Path, *, deep: bool) -> None:
 
 def _print_check(report: CheckReport) -> None:
     for finding in report.findings:
-        print(f"{'damage' if finding.fault.is_damage else 'note'}: {finding.fault}: {finding.path}: {finding.text}")
+        print(f"{'damage' if finding.kind.is_damage else 'note'}: {finding.kind}: {finding.path}: {finding.text}")
     if report.version is None:
         print("the log cannot be read: files were not checked")
         return
-    damage = sum(finding.fault.is_damage for finding in report.findings)
+    damage = sum(finding.kind.is_damage for finding in report.findings)
     verdict = "no damage" if report.is_intact else f"damaged in {damage} place{'' if damage == 1 else 's'}"
     print(
         f"version {report.version}: {report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes; {verdict}"

@@ -1,4 +1,4 @@
-"""What people ask a store first: which runs there are, how one went, and what went wrong in it, first cause first."""
+"""Answer the first questions about a store: its runs, a summary of one run, and its anomalies, first cause first."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rankscope_storage.connection import Connection
 from rankscope_storage.sql.views import files_select
 
 INCIDENT_GAP_STEPS: Final = 20
-"""Anomalies of an attempt belong to one incident as long as no more steps than this lie between them."""
+"""Anomalies of one attempt belong to one incident if at most this many steps are between them."""
 
-# An import says when it was made, which is nothing about the run.
+# The time of an import event is not a time of the run.
 _RUNS: Final = """\
 WITH known AS (
   SELECT run, max(attempt) + 1 AS attempts, count(DISTINCT rank) AS ranks, max(step) AS last_step,
@@ -47,7 +47,7 @@ FROM (SELECT attempt, rank, step FROM {scalars} WHERE run = $run
       UNION ALL SELECT attempt, rank, step FROM {tensor_stats} WHERE run = $run)
 """
 
-# Ranks log the same step each: their mean is its loss. Without labels is the training's main one.
+# Every rank logs each step: their mean is the loss. The loss without labels is the main one of the training.
 _LOSS: Final = """\
 WITH loss AS (
   SELECT attempt, step, avg(value) AS value FROM {scalars}
@@ -60,7 +60,7 @@ SELECT first(value ORDER BY attempt, step) AS loss_first, last(value ORDER BY at
 FROM loss
 """
 
-# The counter starts anew in every process; importers bring a rate instead.
+# Every process counts from 0; importers store a rate instead.
 _TOKENS: Final = """\
 SELECT coalesce(
   (SELECT sum(tokens) / nullif(sum(seconds), 0) FROM (
@@ -85,7 +85,7 @@ FROM (
 
 _EVENTS: Final = """\
 SELECT count(*) FILTER (begins) AS incidents,
-  coalesce(sum(coalesce(TRY_CAST(details->>'$.records' AS BIGINT),  -- negative where lost ones were found again
+  coalesce(sum(coalesce(TRY_CAST(details->>'$.records' AS BIGINT),  -- negative if lost records were recovered
     TRY_CAST(details->>'$.last' AS BIGINT) - TRY_CAST(details->>'$.first' AS BIGINT) + 1))
     FILTER (type = 'gap'), 0)::BIGINT AS lost_records
 FROM (
@@ -106,7 +106,7 @@ QUALIFY rank() OVER (ORDER BY attempt NULLS FIRST, step NULLS LAST) <= $top
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """How a run went. None where the store does not know."""
+    """Summary of a run; None for a value that the store does not have."""
 
     run: str
     state: str | None
@@ -118,21 +118,21 @@ class RunSummary:
     planned_steps: int | None
     rows: Mapping[str, int]  # by dataset, only those that have any
     loss_first: float | None
-    loss_last: float | None  # NaN when the run ended with one
-    loss_min: float | None  # of the finite ones
+    loss_last: float | None  # NaN if the run ended with NaN
+    loss_min: float | None  # of finite losses
     tokens_per_second: float | None
-    goodput: float | None  # time in steps that count over all time since the run first began
+    goodput: float | None  # time in useful steps / time since the first start of the run
     wall_seconds: float | None
-    git_commit: str | None  # of the newest launch that knew one
-    command: str | None  # how it was started, secrets masked
+    git_commit: str | None  # of the newest launch that reported one
+    command: str | None  # command line, secrets masked
     incidents: int
     lost_records: int
-    bytes_on_disk: int  # with its share of files that hold several runs
+    bytes_on_disk: int  # including its share of files with several runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnomalyRow:
-    """One firing of a rule, with what orders it by cause."""
+    """One firing of a rule, with the columns that order firings by cause."""
 
     attempt: int | None
     rank: int | None
@@ -154,27 +154,27 @@ class AnomalyRow:
 
 
 def runs(connection: Connection) -> pa.Table:
-    """Return a row per run, the latest first; a run that nobody registered is told by its rows alone."""
+    """Return a row per run, the latest first. A run without registration is described by its rows only."""
     with connection.pinned():
         return connection.query(_RUNS.format(tensor_runs=_tensor_runs(connection)))
 
 
 def _tensor_runs(connection: Connection) -> str:
-    """Return a query for run and last step of the runs in `tensor_stats`, mostly answered by the log's statistics."""
+    """Return a query for run and last step of the runs in `tensor_stats`, mostly from statistics in the log."""
     files = connection.files_table("tensor_stats").to_pylist()
-    own = {(file["run_min"], file["step_max"]) for file in files if _holds_one_run(file)}
-    shared = [f"{connection.path}/{file['path']}" for file in files if not _holds_one_run(file)]
+    own, shared = set(), []
+    for file in files:
+        if file["run_min"] is not None and file["run_min"] == file["run_max"]:
+            own.add((file["run_min"], file["step_max"]))
+        else:
+            shared.append(f"{connection.path}/{file['path']}")
     rows = [f"SELECT {sql_string(run)} AS run, {'NULL' if step is None else step} AS last_step" for run, step in own]
     rows.append(f"SELECT run, step AS last_step FROM ({files_select('tensor_stats', shared)})")
     return " UNION ALL ".join(rows)
 
 
-def _holds_one_run(file: Mapping[str, Any]) -> bool:
-    return file["run_min"] is not None and file["run_min"] == file["run_max"]
-
-
 def summary(connection: Connection, run: str) -> RunSummary:
-    """Return how `run` went; a run the store does not know has zero rows everywhere."""
+    """Return the summary of `run`; a run that the store does not contain has no rows in any dataset."""
     with connection.pinned():
         return _summary(connection, run)
 
@@ -216,7 +216,7 @@ def anomalies(connection: Connection, run: str, *, top: int, steps: tuple[int, i
 
 
 def _order(row: AnomalyRow) -> tuple[float, ...]:
-    """Sort by attempt, cause, rank: what an earlier attempt saw cannot follow from a later one."""
+    """Return the sort key: attempt, cause, rank. Anomalies of an earlier attempt have no cause in a later one."""
     key = causal_key(
         step=row.step,
         micro_step=row.micro_step,
@@ -241,11 +241,12 @@ def _bytes_on_disk(connection: Connection, rows: Mapping[str, int], run: str) ->
     for dataset, own_rows in rows.items():
         files = connection.files_table(dataset, run=run)
         own = files.filter((pc.field("run_min") == run) & (pc.field("run_max") == run))
-        shared_rows = (pc.sum(files["rows"]).as_py() or 0) - (pc.sum(own["rows"]).as_py() or 0)
-        own_bytes = pc.sum(own["size_bytes"]).as_py() or 0
-        shared_bytes = (pc.sum(files["size_bytes"]).as_py() or 0) - own_bytes
-        in_shared = own_rows - (pc.sum(own["rows"]).as_py() or 0)
-        total += own_bytes + (shared_bytes * in_shared / shared_rows if shared_rows else 0)
+        (all_rows, all_bytes), (exclusive_rows, exclusive_bytes) = (
+            (pc.sum(table["rows"]).as_py() or 0, pc.sum(table["size_bytes"]).as_py() or 0) for table in (files, own)
+        )
+        shared_rows, shared_bytes = all_rows - exclusive_rows, all_bytes - exclusive_bytes
+        share = (own_rows - exclusive_rows) / shared_rows if shared_rows else 0
+        total += exclusive_bytes + shared_bytes * share
     return round(total)
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a store, one class per remedy. Every text names the fix; nothing of delta-rs leaks out."""
+"""Errors of a store, one class per remedy. Every message names the remedy and hides details of delta-rs."""
 
 from __future__ import annotations
 
@@ -7,63 +7,63 @@ from pathlib import Path
 from typing import Final
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""The beginning of a URL, also after `Path`, which merges the two slashes."""
+"""The start of a URL. `Path` reduces the two slashes to one."""
 
 
 class StoreError(Exception):
-    """The store cannot do what was asked; the text says what to change."""
+    """A store operation failed; the message states what to change."""
 
 
 class NotAStoreError(StoreError):
-    """The folder holds no Rankscope store."""
+    """The folder contains no Rankscope store."""
 
 
 class UnwritableError(StoreError):
-    """The folder cannot be written, or lacks what a durable commit needs."""
+    """The folder is not writable, or its file system lacks a feature that durable commits need."""
 
 
 class SchemaVersionError(StoreError):
-    """The store was written by a newer Rankscope than this one."""
+    """A newer version of Rankscope wrote the store."""
 
 
 class TornLogError(StoreError):
-    """An entry of the log is incomplete, as after a loss of power."""
+    """An entry of the log is incomplete, for example after a power failure."""
 
 
 class BatchError(StoreError):
-    """The rows of a batch do not fit their dataset."""
+    """The rows of a batch do not match the schema of their dataset."""
 
 
-class ClaimError(StoreError):
-    """Another live service holds the shard; the text names it."""
+class ShardLockError(StoreError):
+    """Another running process holds the lock of the shard; the message names that process."""
 
 
 class ShardLostError(StoreError):
-    """A newer claim exists: this writer is the old one and must stop."""
+    """Another service has taken over the shard: this writer must stop."""
 
 
 class ConflictError(StoreError):
-    """A commit was refused because the table moved; nothing of it was stored. Reload and try again."""
+    """A commit was refused because the table changed; nothing was stored. Refresh and retry."""
 
 
 class FilesGoneError(StoreError):
-    """Files of a pinned version were vacuumed: the version is older than the store keeps."""
+    """Vacuum deleted files of a pinned version, which is older than the store keeps."""
 
 
 class QueryError(StoreError):
-    """A statement is not allowed on a locked connection, or DuckDB refused it."""
+    """A locked connection does not permit the statement, or DuckDB rejected it."""
 
 
 class LimitError(StoreError):
-    """The answer would be larger than allowed; the text says what to narrow."""
+    """The result would exceed a limit; the message states how to narrow the request."""
 
 
 class ExportError(StoreError):
-    """A run cannot be written in the format, or to the place, that was asked for."""
+    """A run cannot be exported in the requested format or to the requested path."""
 
 
 def is_url(path: str | Path) -> bool:
-    """Return whether `path` begins as a URL does, such as s3://bucket/store."""
+    """Return whether `path` starts like a URL, such as s3://bucket/store."""
     return _URL.match(str(path)) is not None
 
 

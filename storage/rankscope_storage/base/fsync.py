@@ -1,4 +1,4 @@
-"""Making bytes and names outlive a loss of power: the one place that calls fsync. delta-rs never does."""
+"""Make files and folder entries survive a power failure. No other module calls fsync, and delta-rs never does."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 Sync = Callable[[Path], None]
-"""Brings one file, or the names in one folder, to the disk. Tests pass a recorder."""
+"""Flush one file, or the entries of one folder, to the disk. Tests pass a function that records the calls."""
 
 
 def sync_to_disk(path: Path) -> None:
-    """Return when the content of the file, or the entries of the folder, are on the disk."""
+    """Flush the content of the file, or the entries of the folder, at `path` to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -19,19 +19,20 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-_named: set[Path] = set()  # folders whose names this process has brought to the disk
+_durable: set[Path] = set()  # folders with an entry in their parent that this process has fsynced
 
 
 def make_folders(folder: Path, root: Path, sync: Sync) -> None:
-    """Create `folder` below `root`; each name is synced in its parent, so that no synced file loses its path.
+    """Create `folder` and its missing parents below `root`, and fsync each parent: a durable file keeps its path.
 
-    Also that of a folder which is there, once in a process: who made it may have been killed before it was synced.
+    A parent of an existing folder is fsynced too, once per process. The process that created the folder may have been
+    killed before its fsync.
     """
-    unsure = []
-    while folder != root and not (folder in _named and folder.is_dir()):
-        unsure.append(folder)
+    missing = []
+    while folder != root and not (folder in _durable and folder.is_dir()):
+        missing.append(folder)
         folder = folder.parent
-    for new in reversed(unsure):
+    for new in reversed(missing):
         new.mkdir(exist_ok=True)
         sync(new.parent)
-        _named.add(new)
+        _durable.add(new)

@@ -1,4 +1,4 @@
-"""Arrow schemas of the datasets and of the Delta table, fingerprints of file shapes, and DuckDB's names of types."""
+"""Arrow schemas of the datasets and of the Delta table, fingerprints of file schemas, and names of DuckDB types."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ from rankscope_storage.base.errors import BatchError
 VERSION_KEY: Final = "rankscope_schema"
 DATASET_KEY: Final = "rankscope_dataset"
 _LARGE_DICTIONARY: Final = 1000
-"""Texts from which on comparing them costs more than some that stand there twice."""
+"""From this mean size, comparing the texts of dictionaries costs more than storing some texts twice."""
 _WIDEST_BITS: Final = 64
 PARTITION_COLUMNS: Final = ("dataset", "part")
 UNWRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "samples": ("attempt", "rank", "incarnation", "seq", "ordinal", "step", "micro_step", "vpp_stage")
 }
-"""Columns that are null in all rows of a dataset as a rule, and are written where they are not.
+"""Columns that are usually null in all rows of a dataset. A file contains them only if they have a value.
 
-To write that a column is null takes 6 ns a row, of all that a sample of an exporter costs a fifteenth for these eight.
-Readers of Delta tables take a column that a file does not have for null, and so do our views."""
+Writing a null column costs 6 ns per row; for these eight columns that is a fifteenth of the total cost of a sample.
+Delta readers and the views of this package read a column that is absent from a file as null."""
 
 
 @functools.cache
 def dataset_schema(name: str) -> pa.Schema:
-    """Return all columns of dataset `name`, in the order of the contract; files carry its metadata in their footer."""
+    """Return all columns of dataset `name` in the order of the contract, with the metadata of its file footers.
+
+    Raises BatchError for an unknown name.
+    """
     if name not in DATASETS:
-        raise BatchError(f"there is no dataset {name!r}: known are {', '.join(DATASETS)}")
+        raise BatchError(f"unknown dataset {name!r}: the datasets are {', '.join(DATASETS)}")
     return arrow_schema(pa, DATASETS[name], {VERSION_KEY: str(SCHEMA_VERSION), DATASET_KEY: name})
-
-
-def empty_table(name: str) -> pa.Table:
-    """Return dataset `name` with no rows."""
-    return dataset_schema(name).empty_table()
 
 
 @functools.cache
 def fingerprint(name: str, *, whole: bool = False) -> str:
-    """Return eight hex digits that change whenever a column of a usual file of `name` does, or of a `whole` one.
+    """Return eight hex digits that identify the column names and types of a file of dataset `name`.
 
-    It stands in every file name, so that a reader knows from the log alone whether all files have one shape.
+    The default is a file without the UNWRITTEN columns; with `whole` it contains them. Every file name starts with its
+    fingerprint: a reader can detect from the log that all files have the same columns.
     """
     unwritten = () if whole else UNWRITTEN.get(name, ())
     text = ";".join(f"{field.name}:{field.type}" for field in dataset_schema(name) if field.name not in unwritten)
@@ -58,17 +57,17 @@ def fingerprint(name: str, *, whole: bool = False) -> str:
 
 
 def written(table: pa.Table, name: str) -> pa.Table:
-    """Return the columns of `table`, rows of dataset `name`, that its file has."""
+    """Return `table`, rows of dataset `name`, without its UNWRITTEN columns if these are null in all rows."""
     unwritten = UNWRITTEN.get(name, ())
     is_usual = all(table.column(column).null_count == table.num_rows for column in unwritten)
     return table.drop_columns(list(unwritten)) if unwritten and is_usual else table
 
 
 def table_schema() -> pa.Schema:
-    """Return the schema of the Delta table: partition columns, then every column of every dataset, all nullable.
+    """Return the schema of the Delta table: the partition columns, then the columns of all datasets, all nullable.
 
-    Where datasets disagree on a type (`value` is float32 in features, float64 elsewhere) the wider one stands;
-    files keep their own, and readers widen.
+    If datasets disagree on a type (`value` is float32 in features, float64 elsewhere), the table has the wider type.
+    Files keep the type of their dataset, and readers widen it. Raises TypeError for types without a wider one.
     """
     columns: dict[str, pa.DataType] = {name: pa.string() for name in PARTITION_COLUMNS}
     for dataset in DATASETS:
@@ -77,48 +76,43 @@ def table_schema() -> pa.Schema:
     return pa.schema([pa.field(name, type_) for name, type_ in columns.items()])
 
 
-def _wider(one: pa.DataType, other: pa.DataType, name: str) -> pa.DataType:
-    if one == other:
-        return one
-    if {one, other} == {pa.float32(), pa.float64()}:
-        return pa.float64()
-    if {one, other} == {pa.int32(), pa.int64()}:
-        return pa.int64()
-    raise TypeError(f"column {name} is {one} in one dataset and {other} in another: give one of them another name")
+def _wider(first: pa.DataType, second: pa.DataType, name: str) -> pa.DataType:
+    for narrow, wide in ((pa.float32(), pa.float64()), (pa.int32(), pa.int64())):
+        if {first, second} <= {narrow, wide}:
+            return wide if wide in (first, second) else narrow
+    if first != second:
+        raise TypeError(f"column {name} is {first} in one dataset and {second} in another: rename one of them")
+    return first
 
 
 def conform(table: pa.Table, name: str) -> pa.Table:
-    """Return `table` with exactly the columns of dataset `name`, in order, in one chunk each.
+    """Return `table` with exactly the columns of dataset `name`, in order, each in one chunk.
 
-    Absent nullable columns become null; text may come, and stays, dictionary-encoded. Raises BatchError otherwise.
+    An absent nullable column becomes null. Text may be dictionary-encoded and keeps that encoding. Raises BatchError
+    for unknown columns, values that do not fit their type, and nulls in required columns.
     """
     schema = dataset_schema(name)
     unknown = sorted(set(table.column_names) - set(schema.names))
     if unknown:
         raise BatchError(f"{name} has no column {', '.join(unknown)}: its columns are {', '.join(schema.names)}")
-    absent = _Absent(table.num_rows)
+    absent, columns = _Absent(table.num_rows), {}
     try:
-        columns = {field.name: _conform_column(table, field, name, absent) for field in schema}
-    except pa.ArrowMemoryError:  # which says nothing of the rows
+        for field in schema:
+            is_absent = field.name not in table.column_names
+            column = absent.column(field.type) if is_absent else _cast(_one_chunk(table[field.name]), field, name)
+            if not field.nullable and column.null_count:
+                raise BatchError(f"{name}.{field.name} is null in {column.null_count} rows: it must have a value")
+            columns[field.name] = column
+    except pa.ArrowMemoryError:  # unrelated to the content of the rows
         raise
     except pa.ArrowException as error:
-        raise BatchError(f"rows of {name} cannot be brought into the form of the store: {error}") from error
+        raise BatchError(f"rows of {name} cannot be converted to the schema of the store: {error}") from error
     return pa.table(columns)
-
-
-def _conform_column(table: pa.Table, field: pa.Field, dataset: str, absent: _Absent) -> pa.Array:
-    if field.name not in table.column_names:
-        column = absent.column(field.type)
-    else:
-        column = _cast(_one_chunk(table.column(field.name)), field, dataset)
-    if not field.nullable and column.null_count:
-        raise BatchError(f"{dataset}.{field.name} is null in {column.null_count} rows: it must have a value")
-    return column
 
 
 @dataclass(slots=True)
 class _Absent:
-    """Columns of so many nulls, over one piece of memory that nobody ever looks at: most datasets have several."""
+    """Factory of null columns with `rows` rows that share one block of zeros, since most datasets have several."""
 
     rows: int
     _zeros: pa.Buffer | None = None
@@ -137,7 +131,7 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
     if pa.types.is_dictionary(column.type):
         try:
             column = _unified(column)
-        except pa.ArrowException:  # a null in a dictionary itself and not in the codes: Arrow joins no such two
+        except pa.ArrowException:  # Arrow does not unify dictionaries that contain null themselves
             column = column.cast(column.type.value_type)
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
@@ -145,29 +139,26 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
 def _unified(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return `column` with one dictionary for all chunks.
 
-    Each page of an exporter brings the dictionary of the one before it: the same memory, tens of thousands of labels.
-    What is known to be the same is not compared, and large dictionaries are put behind one another, so that a text may
-    stand in the result twice.
+    All chunks from one exporter refer to the same dictionary in memory, with tens of thousands of labels. Identical
+    dictionaries are not compared. Large ones are concatenated, so the result may contain a text twice.
     """
-    places: dict[tuple[int, ...], int] = {}
-    shared: list[pa.Array] = []
-    of_chunk = []
-    for chunk in column.chunks:
-        texts = chunk.dictionary
-        key = (*(0 if buffer is None else buffer.address for buffer in texts.buffers()), texts.offset, len(texts))
-        if key not in places:
-            places[key] = len(shared)
-            shared.append(texts)
-        of_chunk.append(places[key])
-    if len(shared) == len(column.chunks) or sum(map(len, shared)) < _LARGE_DICTIONARY * len(shared):
+    keys = [_memory_of(chunk.dictionary) for chunk in column.chunks]
+    shared = {key: chunk.dictionary for key, chunk in zip(keys, column.chunks, strict=True)}
+    sizes = list(map(len, shared.values()))
+    if len(shared) == len(column.chunks) or sum(sizes) < _LARGE_DICTIONARY * len(shared):
         return column.unify_dictionaries()
-    starts = np.cumsum([0, *map(len, shared)])
-    joined = pa.concat_arrays(shared)
+    starts = dict(zip(shared, np.cumsum([0, *sizes]).tolist(), strict=False))
+    joined = pa.concat_arrays(shared.values())
     codes = (
-        pc.add(chunk.indices, pa.scalar(int(starts[place]), pa.int32()))
-        for place, chunk in zip(of_chunk, column.chunks, strict=True)
+        pc.add(chunk.indices, pa.scalar(starts[key], pa.int32()))
+        for key, chunk in zip(keys, column.chunks, strict=True)
     )
     return pa.chunked_array([pa.DictionaryArray.from_arrays(code, joined) for code in codes])
+
+
+def _memory_of(array: pa.Array) -> tuple[int, ...]:
+    """Return addresses, offset and length of the memory of `array`; arrays with equal ones have equal values."""
+    return (*(0 if one is None else one.address for one in array.buffers()), array.offset, len(array))
 
 
 def _cast(column: pa.Array, field: pa.Field, dataset: str) -> pa.Array:
@@ -184,7 +175,7 @@ def _cast(column: pa.Array, field: pa.Field, dataset: str) -> pa.Array:
 
 
 def schema_version(metadata: Mapping[bytes, bytes] | None) -> int:
-    """Return the schema version in a file's metadata; 0 for a file that is not ours."""
+    """Return the schema version in the metadata of a file; 0 for a file that Rankscope did not write."""
     return int((metadata or {}).get(VERSION_KEY.encode(), b"0"))
 
 
@@ -199,7 +190,7 @@ _NAMES: Final = {
 
 
 def sql_type(type_: pa.DataType) -> str:
-    """Return the DuckDB name of an Arrow type of the contract."""
+    """Return the name of the DuckDB type for an Arrow type of the contract."""
     if pa.types.is_list(type_):
         return f"{sql_type(type_.value_type)}[]"
     if pa.types.is_timestamp(type_):
@@ -208,5 +199,5 @@ def sql_type(type_: pa.DataType) -> str:
 
 
 def sql_null(field: pa.Field) -> str:
-    """Return what to select for a column that is null in all rows."""
+    """Return the SELECT expression of a column that is null in all rows."""
     return f"NULL::{sql_type(field.type)} AS {sql_identifier(field.name)}"

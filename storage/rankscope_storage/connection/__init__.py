@@ -1,6 +1,6 @@
-"""Querying a store in SQL: `connect` opens it, and a `Connection` shows its newest version in every statement.
+"""Query a store in SQL: `connect` opens it, and a `Connection` shows its newest version in every statement.
 
-Below it are the pool of DuckDB instances and the views that show each statement only the files that it can need.
+Internally, a pool keeps DuckDB instances, and views are bound per statement to the files that it can need.
 """
 
 from __future__ import annotations

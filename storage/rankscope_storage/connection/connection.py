@@ -1,9 +1,9 @@
-"""Asking a store in SQL: a DuckDB connection whose views always show the newest version.
+"""A DuckDB connection to a store. Its views always show the newest version.
 
-Each question first refreshes the handle on the log. Only when the version has moved the lists of files are set anew;
-the views follow them. What a question provably does not concern is left off its lists. A view or macro is made when a
-question first names it. A file that compaction replaced long ago may be gone when an old list is read: then the
-question is asked once more, with a new list. A `Connection` belongs to one thread.
+Each query first refreshes the handle on the log. If the version has changed, the views get new lists of files. Files
+that a query provably does not need are omitted. A view or macro is created when a query first names it. If a file was
+deleted after its list was made, because compaction had replaced it hours before, the query is repeated once with a new
+list. A `Connection` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import datetime as dt
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Never, Self, TypeVar
 
 import duckdb
@@ -20,11 +19,18 @@ import pyarrow as pa
 
 from rankscope_storage.base.errors import FilesGoneError, QueryError, local_folder
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.connection.pool import Engine, acquire, is_full, keep_log, kept_log, release, replacement
+from rankscope_storage.connection.pool import (
+    DuckDBInstance,
+    acquire,
+    cache_log,
+    cached_log,
+    is_full,
+    release,
+    replacement,
+)
 from rankscope_storage.connection.view_binding import BoundViews
 from rankscope_storage.log.delta import Log
-from rankscope_storage.log.file_filter import FileFilter
-from rankscope_storage.log.snapshot import Snapshot
+from rankscope_storage.log.snapshot import FileFilter, Snapshot
 from rankscope_storage.query.statements import check_selects, only_selects
 from rankscope_storage.sql.views import files_select
 
@@ -34,44 +40,44 @@ T = TypeVar("T")
 def connect(
     path: str | Path, *, locked: bool = False, version: int | None = None, single_threaded: bool = False
 ) -> Connection:
-    """Open the store at `path` for questions. With `locked`, SQL can only select, and can reach nothing but the store.
+    """Open the store at `path` for queries. With `locked`, SQL can only select, and only from the store.
 
-    With `version`, all questions see that version, as on a `snapshot`. With `single_threaded`, a question takes the
-    thread that asks it and no other. Otherwise DuckDB takes all processors through threads of its own, which, half a
-    second after each question, also give free memory of the whole process back to the system (where glibc allocates).
+    With `version`, all queries read that version, as on a `snapshot`. With `single_threaded`, a query runs only on the
+    calling thread. Otherwise DuckDB uses all processors with its own threads. These return free memory of the whole
+    process to the system half a second after each query (with glibc).
 
     Views: one per dataset (`tensor_stats`, `scalars`, `events`, …); `runs`, `attempts` and `tensors` show the latest
     version of each, `runs_history` and so on all versions; `tensor_global` combines shards.
     """
     root = local_folder(path)
-    engine = acquire(root, locked=locked, single_threaded=single_threaded)
+    instance = acquire(root, locked=locked, single_threaded=single_threaded)
     try:
         if version is not None:
-            return Connection(engine, Log.open(root, sync_to_disk, version=version).snapshot(), None)
-        log = kept_log(engine)
+            return Connection(instance, Log.open(root, sync_to_disk, version=version).snapshot(), None)
+        log = cached_log(instance)
         if log is None:
             log = Log.open(root, sync_to_disk)
         else:
             log.refresh()
-        return Connection(engine, keep_log(engine, log), log)
+        return Connection(instance, cache_log(instance, log), log)
     except BaseException:
-        release(engine)
+        release(instance)
         raise
 
 
-class Connection:
-    """A DuckDB connection with fresh views of a store. Use as a context manager, or `close()` it.
+class Connection(contextlib.AbstractContextManager["Connection"]):
+    """A DuckDB connection with fresh views of a store. Use it as a context manager, or call `close`.
 
-    A copy, also a pickled one, is a closed connection: it has `path` and `version`, and raises QueryError when asked.
+    A copy, also by pickle, is a closed connection: it has `path` and `version`, and raises QueryError for queries.
     """
 
-    def __init__(self, engine: Engine, snapshot: Snapshot, log: Log | None) -> None:
-        """Ask `snapshot`, or without being pinned to it whatever is the newest version of `log`."""
-        self._views = BoundViews(engine)
+    def __init__(self, instance: DuckDBInstance, snapshot: Snapshot, log: Log | None) -> None:
+        """Query always the newest version of `log`; without a `log`, always `snapshot`."""
+        self._views = BoundViews(instance)
         self._log = log
         self._pinned = log is None
-        self._locked = engine.locked
-        self._single_threaded = engine.single_threaded
+        self._locked = instance.locked
+        self._single_threaded = instance.single_threaded
         self._snapshot = snapshot
         self._reads_only = True
         self._closed = False
@@ -83,42 +89,42 @@ class Connection:
 
     @property
     def version(self) -> int:
-        """Return the version that the last question saw."""
+        """Return the version that the last query read."""
         return self._snapshot.version
 
     def sql(self, query: str, params: object = None) -> duckdb.DuckDBPyRelation:
-        """Return the relation of `query`, already executed: what it holds does not change any more."""
+        """Return the relation of `query`, already executed: its rows do not change any more."""
 
         def run() -> duckdb.DuckDBPyRelation:
-            relation = self._duckdb.sql(query, params=params)
+            relation = self._views.cursor.sql(query, params=params)
             return relation if relation is None else relation.materialize()
 
         return self._fresh(query, params, run)
 
     def execute(self, query: str, parameters: object = None) -> duckdb.DuckDBPyConnection:
-        """Execute `query` as DuckDB's own `execute` does, and return DuckDB's connection to fetch from.
+        """Execute `query` like DuckDB's `execute`, and return DuckDB's connection to fetch from.
 
-        What is not fetched before the next question is gone.
+        Rows that are not fetched before the next query are lost.
         """
-        return self._fresh(query, parameters, lambda: self._duckdb.execute(query, parameters))
+        return self._fresh(query, parameters, lambda: self._views.cursor.execute(query, parameters))
 
     def query(self, query: str, parameters: object = None) -> pa.Table:
         """Return the rows of `query` as an Arrow table."""
-        return self._fresh(query, parameters, lambda: self._duckdb.sql(query, params=parameters).to_arrow_table())
+        return self._fresh(query, parameters, lambda: self._views.cursor.sql(query, params=parameters).to_arrow_table())
 
     def stream(self, query: str, parameters: object = None, *, batch_rows: int = 100_000) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of `query` in batches, however many they are; no other question may be asked meanwhile."""
+        """Yield any number of rows of `query` in batches; run no other query before the end."""
         yield from self._fresh(
-            query, parameters, lambda: self._duckdb.sql(query, params=parameters).to_arrow_reader(batch_rows)
+            query, parameters, lambda: self._views.cursor.sql(query, params=parameters).to_arrow_reader(batch_rows)
         )
 
     def files(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> list[str]:
-        """Return the Parquet files that can hold rows of `dataset`, of `run`, of the closed range `steps`."""
+        """Return the Parquet files that can contain rows of `dataset`, of `run` and of the closed range `steps`."""
         self._refresh()
         return self._snapshot.paths(FileFilter(dataset, run, steps))
 
     def files_table(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> pa.Table:
-        """Return the same files as `files`, with part, rows, bytes, and the ranges of run and step in each."""
+        """Return the files of `files`, with their part, rows, bytes, and ranges of run and step."""
         self._refresh()
         return self._snapshot.of(FileFilter(dataset, run, steps))
 
@@ -130,26 +136,26 @@ class Connection:
         steps: tuple[int, int] | None = None,
         times: tuple[dt.datetime, dt.datetime] | None = None,
     ) -> str:
-        """Return an SQL expression for FROM: `dataset` from only those files that `run`, `steps` and `times` can be in.
+        """Return an SQL expression for FROM that reads `dataset` only from files within `run`, `steps` and `times`.
 
-        Worth it where there are many files: unlike the view, DuckDB then does not open the footer of each of them.
-        The rows still need their WHERE.
+        It is faster than the view if there are many files, because DuckDB opens the footers of all files of a view. The
+        statement still needs its WHERE clause, because the files also contain other rows.
         """
         self._refresh()
         return f"({files_select(dataset, self._snapshot.paths(FileFilter(dataset, run, steps, times)))})"
 
     def snapshot(self) -> Connection:
-        """Return another connection, pinned to the newest version: all its questions see the same rows.
+        """Return another connection, pinned to the newest version: all its queries read the same rows.
 
-        The files of a version stay for two hours after compaction replaced them.
+        Files of a version remain for two hours after compaction replaced them.
         """
         self._refresh()
-        engine = acquire(self._snapshot.root, locked=self._locked, single_threaded=self._single_threaded)
-        return Connection(engine, self._snapshot, None)
+        instance = acquire(self._snapshot.root, locked=self._locked, single_threaded=self._single_threaded)
+        return Connection(instance, self._snapshot, None)
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[Self]:
-        """Let all questions inside see one version, the newest of now; for a few questions cheaper than `snapshot`."""
+        """Make all queries in the context read the version that is newest now. Cheaper than a `snapshot`."""
         self._refresh()
         pinned, self._pinned = self._pinned, True
         try:
@@ -158,59 +164,50 @@ class Connection:
             self._pinned = pinned
 
     def close(self) -> None:
-        """Let go of the store; idempotent. A DuckDB that did nothing but read waits for the next connection."""
+        """Close the connection; idempotent. The pool keeps its DuckDB instance if no statement modified it."""
         if self._closed:
             return
         self._closed = True
-        self._duckdb.close()
+        self._views.cursor.close()
         if self._reads_only:
-            release(self._views.engine)
+            release(self._views.instance)
         else:
-            self._views.engine.database.close()
+            self._views.instance.database.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Closed, (self.path, self.version)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
-
-    @property
-    def _duckdb(self) -> duckdb.DuckDBPyConnection:
-        return self._views.cursor
 
     def _refresh(self) -> None:
         if self._pinned or self._log is None:
             return
         self._log.refresh()
         if self._log.version != self._snapshot.version:
-            self._snapshot = keep_log(self._views.engine, self._log)
-            if self._reads_only and is_full(self._views.engine):
-                self._views = BoundViews(replacement(self._views.engine))
+            self._snapshot = cache_log(self._views.instance, self._log)
+            if self._reads_only and is_full(self._views.instance):
+                self._views = BoundViews(replacement(self._views.instance))
 
     def _fresh(self, query: str, parameters: object, run: Callable[[], T]) -> T:
         if self._locked:
-            check_selects(self._duckdb, query)
+            check_selects(self._views.cursor, query)
         elif self._reads_only:
-            self._reads_only = only_selects(self._duckdb, query)
-        self._duckdb.abort()  # an answer not fetched to its end would block every other statement
+            self._reads_only = only_selects(self._views.cursor, query)
+        self._views.cursor.abort()  # a result that was not fetched completely would block all other statements
         self._refresh()
         try:
             return self._complete(query, parameters, run)
         except duckdb.IOException as error:
             if self._pinned:
                 raise FilesGoneError(
-                    f"version {self.version} of {self.path} lost files to maintenance: ask again, of a newer version"
+                    f"version {self.version} of {self.path} lost files to vacuum: query a newer version"
                 ) from error
             self._refresh()
             return self._complete(query, parameters, run)
 
     def _complete(self, query: str, parameters: object, run: Callable[[], T]) -> T:
-        """Run `query` with what it names; once more with all there is when it misses a name, as one in a parameter."""
+        """Run `query` with the views that it names; with all views if a name is missing, as one in a parameter."""
         if not self._reads_only or not self._views.bind(query, parameters, self._snapshot):
             self._views.bind_all_files(query, self._snapshot)
         try:
@@ -223,7 +220,7 @@ class Connection:
 
 
 class _Closed(Connection):
-    """A copy of a connection: DuckDB and the handle on the log belong to one process and one thread."""
+    """A copy of a connection, which is closed: DuckDB and the log handle belong to one process and thread."""
 
     def __init__(self, path: Path, version: int) -> None:
         self._path = path
@@ -236,7 +233,7 @@ class _Closed(Connection):
 
     @property
     def version(self) -> int:
-        """Return the version that the last question saw."""
+        """Return the version that the last query read."""
         return self._version
 
     def close(self) -> None:

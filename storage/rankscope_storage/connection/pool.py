@@ -1,8 +1,8 @@
-"""DuckDB instances that outlive a connection: the next question to the same store finds its views and footers there.
+"""DuckDB instances that outlive a connection: the next connection to the store reuses their views and footers.
 
-An instance costs 25 ms CPU and a view up to 20, more than most questions. So when a connection that did nothing but
-read is closed, its instance waits for the next one to the same store. One connection has it at a time, through a cursor
-of its own; a locked one is never lent to a connection that is not, nor to another store.
+An instance costs 25 ms of CPU time and a view up to 20 ms, more than most queries. If a connection that only read is
+closed, its instance is therefore kept for the next connection to the same store. One connection uses an instance at a
+time, through its own cursor. A locked instance is never given to an unlocked connection, or to another store.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import duckdb
 import pyarrow as pa
@@ -25,121 +25,115 @@ from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import entry
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.query import file_facts
-from rankscope_storage.query.loss_facts import NOTHING_KNOWN, LossFacts
-from rankscope_storage.query.pruning import Mention
+from rankscope_storage.query.pruning import ViewReference
 from rankscope_storage.query.statements import Definition, definitions
 from rankscope_storage.sql.views import empty_view
 
 RAW: Final = "rankscope_raw."
 DEFINITIONS: Final[Mapping[str, Definition]] = definitions(prefix=RAW)
-"""Views and macros that are right whatever they read, and for whatever statement."""
+"""Views and macros that are correct for any files and any statement."""
 WITHOUT_FILES: Final = {name: empty_view(name) for name in ROLLUPS.values()}
-"""What makes views of datasets that have no files; to plan sums over nothing took 30 ms."""
+"""Views of datasets without files; planning aggregates over nothing took 30 ms."""
 
 IDLE: Final = 4
-"""Instances that wait at most, over all stores; the one that has waited longest is closed first."""
+"""Largest number of unused instances, over all stores; the one unused for longest is closed first."""
 FOOTERS: Final = 250
-"""Files that are gone whose footers an instance may remember, beyond a quarter of those that are there: DuckDB forgets
-none, and one takes 20 to 400 kB. With thousands of them, a service that looks at its store grew by 140 MB an hour."""
+"""Cached footers of deleted files that an instance may have, in addition to a quarter of the existing files.
+
+DuckDB never drops a footer, and one takes 20 to 400 kB. With thousands of them, a service with a status page grew by
+140 MB per hour."""
 
 
 @dataclass(slots=True, eq=False)
-class Engine:
-    """One instance of DuckDB, and what was made in it."""
+class DuckDBInstance:
+    """One instance of DuckDB, and the state of the views and facts in it."""
 
     root: Path
     locked: bool
     single_threaded: bool
     database: duckdb.DuckDBPyConnection
     shapes: dict[str, tuple[bool, str | None]] = field(default_factory=dict)
-    """By dataset: whether its raw view is empty, and what it selects from files of one shape."""
+    """By dataset: whether its raw view is empty, and its select list if all files have the same columns."""
     defined: dict[str, str] = field(default_factory=dict)
-    """By view or macro: the statement that made it."""
-    understood: dict[str, tuple[Mention, ...] | None] = field(default_factory=dict)
+    """By view or macro: the statement that created it."""
+    parsed: dict[str, tuple[ViewReference, ...] | None] = field(default_factory=dict)
+    """By statement: the references of it to views, None if it was not understood."""
     footers: set[str] = field(default_factory=set)
-    footers_looked_through: int = 0
-    """How many there were when it was last found out how many files are gone."""
-    newest_of: Sequence[str] | None = None
-    """The files that the table of newest steps was made of."""
-    extents_of: tuple[Sequence[str], frozenset[str] | None] | None = None
-    """The files and runs that the table of extents was made of."""
-    losses_of: tuple[Sequence[str], frozenset[str] | None] | None = None
-    """The files and runs that were looked at for what is known of losses."""
-    losses: LossFacts = NOTHING_KNOWN
-    """What is known of them, on which `loss_curve`, as it is defined, relies."""
-    measured_once: bool = False
-    """Whether `tensor_latest`, as it is defined, relies on nothing being measured twice at these steps."""
+    footers_checked: int = 0
+    """Number of footers when deleted files were last counted."""
+    facts: dict[str, tuple[object, Any]] = field(default_factory=dict)
+    """By view or macro: files and runs of which facts were found, and these facts. Its definition relies on them."""
     skips_file_validation: bool = False
-    """Whether files count as unchanged since they were first opened, as those of a store are."""
+    """True if DuckDB assumes that opened files never change, which is correct for files of a store."""
     log: Log | None = None
     snapshot: Snapshot | None = None
     stamp: tuple[int, ...] | None = None
 
 
-def acquire(root: Path, *, locked: bool, single_threaded: bool = False) -> Engine:
-    """Return an instance for the store at `root` that waited, or a new one."""
-    for engine in reversed(tuple(_idle)):
-        if (engine.root, engine.locked, engine.single_threaded) == (root, locked, single_threaded):
-            with contextlib.suppress(ValueError):  # another thread was faster
-                _idle.remove(engine)
-                return engine
+def acquire(root: Path, *, locked: bool, single_threaded: bool = False) -> DuckDBInstance:
+    """Return an unused instance for the store at `root`, or a new one."""
+    for instance in reversed(tuple(_idle)):
+        if (instance.root, instance.locked, instance.single_threaded) == (root, locked, single_threaded):
+            with contextlib.suppress(ValueError):  # another thread took it
+                _idle.remove(instance)
+                return instance
     database = _database(root, locked=locked, single_threaded=single_threaded)
-    return Engine(root, locked, single_threaded, database, skips_file_validation=locked)
+    return DuckDBInstance(root, locked, single_threaded, database, skips_file_validation=locked)
 
 
-def release(engine: Engine) -> None:
-    """Let `engine`, in which nothing was changed but by us, wait for the next connection."""
-    if is_full(engine):
-        engine.database.close()
+def release(instance: DuckDBInstance) -> None:
+    """Keep `instance`, which only this package modified, for the next connection."""
+    if is_full(instance):
+        instance.database.close()
         return
-    _idle.append(engine)
+    _idle.append(instance)
     with contextlib.suppress(IndexError):
         while len(_idle) > IDLE:
             _idle.pop(0).database.close()
 
 
-def is_full(engine: Engine) -> bool:
-    """Whether `engine` remembers so many footers of files that are gone that it is better begun anew."""
-    known = len(engine.footers)
-    if engine.snapshot is None or known < engine.footers_looked_through + FOOTERS // 2:
+def is_full(instance: DuckDBInstance) -> bool:
+    """Return whether `instance` caches so many footers of deleted files that a new instance is better."""
+    known = len(instance.footers)
+    if instance.snapshot is None or known < instance.footers_checked + FOOTERS // 2:
         return False
-    engine.footers_looked_through = known
-    there = len(engine.footers.intersection(engine.snapshot.every_path()))
+    instance.footers_checked = known
+    there = len(instance.footers.intersection(instance.snapshot.every_path()))
     return known - there > FOOTERS + there // 4
 
 
-def replacement(engine: Engine) -> Engine:
-    """Return another instance in place of `engine`, which lives as long as its last answer."""
-    fresh = acquire(engine.root, locked=engine.locked, single_threaded=engine.single_threaded)
-    fresh.log, fresh.snapshot, fresh.stamp = engine.log, engine.snapshot, engine.stamp
+def replacement(instance: DuckDBInstance) -> DuckDBInstance:
+    """Return another instance in place of `instance`, which exists as long as its last result."""
+    fresh = acquire(instance.root, locked=instance.locked, single_threaded=instance.single_threaded)
+    fresh.log, fresh.snapshot, fresh.stamp = instance.log, instance.snapshot, instance.stamp
     return fresh
 
 
-def keep_log(engine: Engine, log: Log) -> Snapshot:
-    """Let `engine` keep `log`, and return the version that it stands at now."""
-    if log is not engine.log or engine.snapshot is None or engine.snapshot.version != log.version:
-        engine.log, engine.snapshot, engine.stamp = log, log.snapshot(), _stamp(log)
-    return engine.snapshot
+def cache_log(instance: DuckDBInstance, log: Log) -> Snapshot:
+    """Store `log` in `instance`, and return the snapshot of its version."""
+    if log is not instance.log or instance.snapshot is None or instance.snapshot.version != log.version:
+        instance.log, instance.snapshot, instance.stamp = log, log.snapshot(), _stamp(log)
+    return instance.snapshot
 
 
-def kept_log(engine: Engine) -> Log | None:
-    """Return the handle on the log that `engine` kept, None when it has none, or of a table that is gone by now."""
-    log = engine.log
-    return log if log is not None and engine.stamp is not None and _stamp(log) == engine.stamp else None
+def cached_log(instance: DuckDBInstance) -> Log | None:
+    """Return the cached handle of `instance` on the log; None without one, or if its table was deleted since."""
+    log = instance.log
+    return log if log is not None and instance.stamp is not None and _stamp(log) == instance.stamp else None
 
 
-def skip_file_validation(engine: Engine, *, skip: bool) -> None:
-    """Set whether DuckDB trusts its cache of file footers: files of a store never change, others may."""
-    if skip != engine.skips_file_validation and not engine.locked:
-        engine.database.execute(f"SET GLOBAL validate_external_file_cache = '{_VALIDATION[skip]}'")
-        engine.skips_file_validation = skip
+def skip_file_validation(instance: DuckDBInstance, *, skip: bool) -> None:
+    """Set whether DuckDB trusts its cached footers: files of a store never change, other files may."""
+    if skip != instance.skips_file_validation and not instance.locked:
+        instance.database.execute(f"SET GLOBAL validate_external_file_cache = '{_VALIDATION[skip]}'")
+        instance.skips_file_validation = skip
 
 
 _VALIDATION: Final = {True: "NO_VALIDATION", False: "VALIDATE_ALL"}
 
 
 _GROUPS_IN_AN_ARRAY_BITS: Final = 17
-"""Of numbers of 16 bits, or null, like those of the buckets of `scalar_curve`; by itself DuckDB stops at 12."""
+"""Enough for nullable 16-bit numbers, such as the buckets of `scalar_curve`; DuckDB's default is 12."""
 
 
 def _database(root: Path, *, locked: bool, single_threaded: bool) -> duckdb.DuckDBPyConnection:
@@ -151,8 +145,8 @@ def _database(root: Path, *, locked: bool, single_threaded: bool) -> duckdb.Duck
         f"CREATE TABLE {file_facts.EXTENTS_TABLE} ({_columns(file_facts.EXTENTS_SCHEMA)})"
     )
     if locked:
-        # The order matters: nothing can be changed after the last line. Writing into the store is still possible
-        # for DuckDB, so a locked connection also looks at the kind of every statement.
+        # The order matters: no setting can change after the last line. DuckDB could still write into the store, so a
+        # locked connection also checks the kind of every statement.
         database.execute(f"SET GLOBAL validate_external_file_cache = '{_VALIDATION[True]}'")
         database.execute(f"SET allowed_directories = [{sql_string(f'{root}/')}]")
         database.execute("SET enable_external_access = false; SET lock_configuration = true")
@@ -164,7 +158,7 @@ def _columns(schema: pa.Schema, *, prefix: str = "") -> str:
 
 
 def _stamp(log: Log) -> tuple[int, ...] | None:
-    """Return what tells the table of `log` from another one at the same place: the entry its version stands in."""
+    """Return values that distinguish the table of `log` from another one at its path: its entry's version and inode."""
     try:
         status = entry(log.root, log.version).stat()
     except OSError:
@@ -172,12 +166,12 @@ def _stamp(log: Log) -> tuple[int, ...] | None:
     return log.version, status.st_ino, status.st_mtime_ns, status.st_size
 
 
-_idle: list[Engine] = []  # no lock: a forked child would inherit it locked; what is done to it is atomic
-_inherited: list[Sequence[Engine]] = []
+_idle: list[DuckDBInstance] = []  # no lock, which a forked child could inherit locked: all operations on it are atomic
+_inherited: list[Sequence[DuckDBInstance]] = []
 
 
 def _forget() -> None:
-    """Start with none in a forked child: threads of DuckDB do not come along, and closing would wait for them."""
+    """Start without instances in a forked child: DuckDB's threads do not exist there, and close would wait for them."""
     _inherited.append(tuple(_idle))
     _idle.clear()
 

@@ -1,12 +1,12 @@
-"""The encoding of a data file: sorted rows, each column in its best form, statistics optionally rounded.
+"""Write a data file: sorted rows, one encoding per column, statistics optionally rounded.
 
-A column that has one value in all rows is neither copied nor compared, and one without nulls is written as required,
-so that no reader counts nulls.
+A column with one value in all rows is neither copied nor compared. A column without nulls is written as required, so
+that readers need not count nulls.
 
-Rounding to k bits of mantissa makes a store six tenths of the size: most of a statistic's bytes are the noise in its
-last bits, which no encoding compresses. A rounded value differs from the one that the rank sent by at most 2^-(k+1) of
-itself. NaN, infinities, zeros, subnormal numbers and those at the end of the range keep all bits. Rounding keeps order
-(min <= mean <= max) and is idempotent. Baselines, counts, events, scalars, hashes and samples are never rounded.
+Rounding to k bits of mantissa reduces a store to 60 % of its size: most bytes of a statistic are noise in its last
+bits, which no encoding compresses. A rounded value differs from the original by at most 2^-(k+1) of itself. NaN,
+infinities, zeros, subnormal numbers and numbers at the end of the range keep all bits. Rounding preserves order (min <=
+mean <= max) and is idempotent. Baselines, counts, events, scalars, hashes and samples are never rounded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,57 +29,64 @@ from rankscope_storage.files.partitioning import file_mantissa_bits
 from rankscope_storage.files.sorting import LAID_TOGETHER, SORT_KEYS, is_constant, is_sorted, one_chunk, sort_order
 
 ROW_GROUP_ROWS: Final = 65_536
-"""Also the rows of a page. BYTE_STREAM_SPLIT makes four streams of it: bytes of one kind get a code of their own, the
-better the longer they are. With twice as many rows files are 1.7 % smaller, and one tensor takes a sixth longer to
-find, whose rows lie in one row group of each file."""
+"""Rows of a row group, and also of a page.
+
+BYTE_STREAM_SPLIT divides the numbers of a page into streams of equal byte positions, which compress better when they
+are longer. With twice as many rows, files are 1.7 % smaller. But finding one tensor takes a sixth longer, because its
+rows are in one row group of each file."""
 
 MANTISSA_BITS_KEY: Final = "rankscope_mantissa_bits"
-"""In the metadata of a file whose statistics were rounded: to how many bits of mantissa, to nearest, ties to even."""
+"""Key in the metadata of a file with rounded statistics; the value is the number of mantissa bits."""
 
 _PAGE_BYTES: Final = 1 << 26
-"""More than a row group of numbers has, so that its rows alone end a page, and no dictionary is given up half way."""
+"""Larger than the numbers of a row group.
+
+A page therefore ends only at the row limit, and the writer never abandons a dictionary in the middle of a page."""
 
 _SMALL_DICTIONARY: Final = 4096
-"""Texts that are written without a look at which of them a row group has."""
+"""Up to this size, a dictionary is written without a check of which of its texts the row group uses."""
 
 _BYTE_CODES: Final = 256
-"""Texts whose codes fit into a byte. For the range of a row group it is looked up then which of them it has, and
-otherwise hashed: 4 and 8 ns a row."""
+"""Number of texts in the largest dictionary with one-byte codes.
 
-_SHORT_BATCH: Final = 1024  # Arrow's own
+For byte codes, Arrow finds the range of a row group by lookup (4 ns per row), otherwise by hashing (8 ns)."""
+
+_SHORT_BATCH: Final = 1024  # Arrow's default
+_DICTIONARY: Final = "dictionary"
 _FREE_TEXT: Final = ("message", "details", "config", "reason", "stack")
-"""Text that seldom repeats: a dictionary of it would only be in the way."""
+"""Text columns that seldom repeat a value: a dictionary would only add bytes."""
 
 _IN_RUNS: Final = {"tensor_stats": ("rank",)}
-"""Integers that stay the same for many rows: as differences they are hardly anything. All others of these datasets are
-split into their bytes, in 0.3 ms a row group in place of 0.5, for as few bytes. The other datasets are small, and have
-long series whose differences are all the same."""
+"""Integer columns with equal values in many consecutive rows: their differences need almost no space.
+
+The other integers of these datasets are split into bytes: 0.3 instead of 0.5 ms per row group for as few bytes.
+Datasets that are not listed are small and have long series with equal differences."""
 
 _UNSEARCHED: Final = ("incarnation", "labels", "ts_origin", "placement", "shard_group")
-"""Text of which a range per row group lets no query skip anything; finding it is dear."""
+"""Text columns for which a range per row group is expensive to find and lets no query skip data."""
 
 
 def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa_bits: int | None = None) -> None:
-    """Write `table`, columns as `dataset` has them, as the file at or in `path`, sorted by the keys of the dataset."""
-    columns = [_Column.of(table.column(name)) for name in table.column_names]
-    fields = zip(table.column_names, columns, strict=True)
-    schema = pa.schema([pa.field(name, column.values.type, nullable=column.has_nulls) for name, column in fields])
+    """Write `table`, with the columns of `dataset`, to `path`, sorted by the keys of the dataset.
+
+    `mantissa_bits` is stored in the metadata; this function does not round.
+    """
+    columns = {name: _Column.of(table.column(name)) for name in table.column_names}
+    schema = pa.schema([pa.field(name, one.values.type, nullable=one.has_nulls) for name, one in columns.items()])
     together = LAID_TOGETHER.get(dataset, ())
     order = None
     if not is_sorted(table, SORT_KEYS[dataset], together=together):
-        order = pa.array(_narrow(sort_order(table, SORT_KEYS[dataset], together=together)))
-    same = [name for name, column in zip(table.column_names, columns, strict=True) if column.is_constant]
-    with _writer(path, schema, dataset, same) as writer:
-        # Sorted one row group at a time: a sorted copy of the whole would cost more than the sorting itself.
+        rows = sort_order(table, SORT_KEYS[dataset], together=together)
+        # Reading the row numbers is a large part of moving four bytes per row: halve their size if they fit.
+        order = pa.array(rows.astype(np.uint32) if len(rows) <= 1 << 32 else rows)
+    constant = [name for name, column in columns.items() if column.is_constant]
+    with pq.ParquetWriter(path, schema, **_options(dataset, constant)) as writer:
+        # One row group at a time: a sorted copy of the whole table would cost more than the sorting.
         for start in range(0, table.num_rows, ROW_GROUP_ROWS):
-            rows = min(ROW_GROUP_ROWS, table.num_rows - start)
-            if order is None:
-                arrays = [column.slice(start, rows) for column in columns]
-            else:
-                places = order.slice(start, rows)
-                arrays = [column.take(places) for column in columns]
-            group = pa.Table.from_arrays(arrays, schema=schema)
-            writer.write_table(group, row_group_size=ROW_GROUP_ROWS)
+            count = min(ROW_GROUP_ROWS, table.num_rows - start)
+            places = None if order is None else order.slice(start, count)
+            arrays = [column.rows(start, count, places) for column in columns.values()]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema), row_group_size=ROW_GROUP_ROWS)
         writer.add_key_value_metadata(dataset_schema(dataset).metadata)
         if mantissa_bits is not None:
             writer.add_key_value_metadata({MANTISSA_BITS_KEY: str(mantissa_bits)})
@@ -87,6 +94,8 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
 
 @dataclass(frozen=True, slots=True)
 class _Column:
+    """One column of a file in one chunk; `is_constant` if all rows have one value."""
+
     values: pa.Array
     is_constant: bool
     has_nulls: bool
@@ -94,40 +103,32 @@ class _Column:
     @classmethod
     def of(cls, column: pa.ChunkedArray) -> _Column:
         values = one_chunk(column)
-        # Parquet has nulls beside a dictionary and not in it, and needs none where there is nothing else.
+        # Parquet stores nulls outside of a dictionary, and a column of only nulls needs no dictionary.
         if pa.types.is_dictionary(values.type) and (values.dictionary.null_count or values.null_count == len(values)):
             values = values.cast(values.type.value_type)
         is_same = is_constant(values)
         if pa.types.is_dictionary(values.type) and len(values.dictionary) <= _BYTE_CODES:
-            values = _in_bytes(values.slice(0, ROW_GROUP_ROWS) if is_same else values)
+            used = values.slice(0, ROW_GROUP_ROWS) if is_same else values
+            codes = used.indices.cast(pa.uint8(), safe=False)  # the code of a null can have any value
+            values = pa.DictionaryArray.from_arrays(codes, used.dictionary)
         return cls(values, is_same, values.null_count > 0)
 
-    def take(self, rows: pa.Array) -> pa.Array:
-        if self.is_constant:
-            return self.values.slice(0, len(rows))
-        return _with_used(pc.take(self.values, rows, boundscheck=False))
-
-    def slice(self, start: int, rows: int) -> pa.Array:
-        """Return `rows` of them from `start` on, at most a row group, where they lie in their order already."""
-        return _with_used(self.values.slice(0 if self.is_constant else start, rows))
-
-
-def _in_bytes(column: pa.DictionaryArray) -> pa.DictionaryArray:
-    codes = column.indices.cast(pa.uint8(), safe=False)  # a code below a null may be anything
-    return pa.DictionaryArray.from_arrays(codes, column.dictionary)
-
-
-def _with_used(column: pa.Array) -> pa.Array:
-    return _without_unused(column) if pa.types.is_dictionary(column.type) else column
+    def rows(self, start: int, count: int, places: pa.Array | None) -> pa.Array:
+        """Return the values of at most one row group: at `places`, or without these `count` rows from `start`."""
+        if self.is_constant or places is None:
+            values = self.values.slice(0 if self.is_constant else start, count)
+        else:
+            values = pc.take(self.values, places, boundscheck=False)
+        return _without_unused(values) if pa.types.is_dictionary(values.type) else values
 
 
 def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
-    """Return `column` with a dictionary of what is in it: each row group has all of its dictionary written."""
+    """Return `column` with a dictionary of only its own texts: each row group stores its whole dictionary."""
     if len(column.dictionary) <= _SMALL_DICTIONARY:
         return column
     if column.null_count == len(column):
         return pa.DictionaryArray.from_arrays(column.indices, column.dictionary.slice(0, 0))
-    # Rows that lie in order name neighbours: only what is between the first of them and the last is looked at.
+    # Sorted rows have neighbouring codes: only the texts between the first and the last code are examined.
     first, last = (end.as_py() for end in pc.min_max(column.indices).values())
     between = column.dictionary.slice(first, last + 1 - first)
     if len(between) <= _SMALL_DICTIONARY:
@@ -141,82 +142,60 @@ def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(new_codes[codes], mask=nulls), used)
 
 
-def _narrow(order: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
-    """Return row numbers in half the memory where they fit: reading them is a good part of moving four bytes each."""
-    return order.astype(np.uint32) if len(order) <= 1 << 32 else order
-
-
-def _writer(path: Path | IO[bytes], schema: pa.Schema, dataset: str, same: Sequence[str]) -> pq.ParquetWriter:
+def _options(dataset: str, constant: Sequence[str]) -> dict[str, Any]:
+    """Return the options of the Parquet writer for `dataset`; the columns `constant` have one value."""
     encodings = _encodings(dataset)
-    # What is the same in all rows is next to nothing in any form: zstd sees to that, and is soonest done with this one.
-    plain = {name: "PLAIN" for name in same if name in encodings.others}
-    return pq.ParquetWriter(
-        path,
-        schema,
-        compression="zstd",
-        compression_level=1,
-        use_dictionary=list(encodings.dictionary),
-        column_encoding=encodings.others | plain,
-        store_schema=False,  # else the footer would differ with how the text columns happened to be held in memory
-        write_statistics=_searched_columns(dataset),
-        write_batch_size=_batch_rows(dataset),
-        data_page_size=_PAGE_BYTES,
-        max_rows_per_page=ROW_GROUP_ROWS,
-        dictionary_pagesize_limit=_PAGE_BYTES,
-    )
-
-
-@functools.cache
-def _batch_rows(dataset: str) -> int:
-    """Return how many rows are written at once: a range is looked for in each batch, 13 ns a row where these are short.
-
-    A page ends between two batches only, so that long texts and lists have short ones: each row may be kilobytes.
-    """
+    unsearched = set(_UNSEARCHED)
+    if dataset == "scalars":  # queries filter by labels, which are mostly null: such a range saves reading them
+        unsearched.remove("labels")
+    # A range is computed per batch, 13 ns per row for short batches. A page ends only between two batches: batches of
+    # long texts and lists are short, because each row may have kilobytes.
     is_flat = all(name not in _FREE_TEXT and not name.endswith(".list.element") for name, _ in _leaves(dataset))
-    return ROW_GROUP_ROWS if is_flat else _SHORT_BATCH
+    return {
+        "compression": "zstd",
+        "compression_level": 1,
+        "use_dictionary": [name for name, encoding in encodings.items() if encoding == _DICTIONARY],
+        # PLAIN is the fastest encoding for zstd, and a constant column is tiny in any encoding.
+        "column_encoding": {
+            name: "PLAIN" if name in constant else encoding
+            for name, encoding in encodings.items()
+            if encoding != _DICTIONARY
+        },
+        "store_schema": False,  # otherwise the footer would depend on the in-memory form of the text columns
+        "write_statistics": [name for name in counted_columns(dataset) if name not in unsearched],
+        "write_batch_size": ROW_GROUP_ROWS if is_flat else _SHORT_BATCH,
+        "data_page_size": _PAGE_BYTES,
+        "max_rows_per_page": ROW_GROUP_ROWS,
+        "dictionary_pagesize_limit": _PAGE_BYTES,
+    }
 
 
 @functools.cache
 def counted_columns(dataset: str) -> tuple[str, ...]:
-    """Return the columns whose range may stand in the footer: all but floats, whose range leaves out NaN.
+    """Return the columns that may have a range in the footer: all except floats, because a range ignores NaN.
 
-    DuckDB takes such a range for the whole truth: `WHERE isnan(value)` would find nothing among finite numbers.
+    DuckDB trusts such a range: `WHERE isnan(value)` would find nothing among finite numbers.
     """
     return tuple(name for name, type_ in _leaves(dataset) if not pa.types.is_floating(type_))
 
 
-def _searched_columns(dataset: str) -> list[str]:
-    unsearched = set(_UNSEARCHED)
-    if dataset == "scalars":  # asked for with its labels, mostly none: where a footer says so nothing is read
-        unsearched.remove("labels")
-    return [name for name in counted_columns(dataset) if name not in unsearched]
-
-
-@dataclass(frozen=True, slots=True)
-class _Encodings:
-    dictionary: tuple[str, ...]
-    others: dict[str, str]
-
-
 @functools.cache
-def _encodings(dataset: str) -> _Encodings:
-    dictionary, others = [], {}
+def _encodings(dataset: str) -> dict[str, str]:
+    """Return the encoding of each leaf column that does not have the default one."""
+    encodings = {}
     for name, leaf in _leaves(dataset):
         if pa.types.is_string(leaf):
-            if name in _FREE_TEXT:
-                others[name] = "PLAIN"
-            else:
-                dictionary.append(name)
+            encodings[name] = "PLAIN" if name in _FREE_TEXT else _DICTIONARY
         elif pa.types.is_floating(leaf):
-            others[name] = "BYTE_STREAM_SPLIT"  # pays only because the rows are sorted by series
+            encodings[name] = "BYTE_STREAM_SPLIT"  # effective only because the rows are sorted by series
         elif pa.types.is_integer(leaf) or pa.types.is_timestamp(leaf):
             in_bytes = dataset in _IN_RUNS and name not in _IN_RUNS[dataset]
-            others[name] = "BYTE_STREAM_SPLIT" if in_bytes else "DELTA_BINARY_PACKED"
-    return _Encodings(tuple(dictionary), others)
+            encodings[name] = "BYTE_STREAM_SPLIT" if in_bytes else "DELTA_BINARY_PACKED"
+    return encodings
 
 
 def _leaves(dataset: str) -> Iterator[tuple[str, pa.DataType]]:
-    """Yield the columns of a file by the names that Parquet has for them, and their types."""
+    """Yield the Parquet name and the type of each leaf column of a file."""
     for field in dataset_schema(dataset):
         leaf, name = field.type, field.name
         while pa.types.is_list(leaf):
@@ -228,7 +207,7 @@ ROUNDED_COLUMNS: Final = {"tensor_stats": VALUE_OPS, "features": ("value",)}
 """Columns that are rounded, by dataset; all are float32."""
 
 MANTISSA_BITS: Final = 23
-"""Of a float32."""
+"""Mantissa bits of a float32."""
 FEWEST_BITS: Final = 4
 MOST_BITS: Final = MANTISSA_BITS - 1
 
@@ -238,7 +217,7 @@ Bits = npt.NDArray[np.uint32]
 
 
 def check_bits(bits: int) -> None:
-    """Raise ValueError for a number of bits that is none to round to."""
+    """Raise ValueError if values cannot be rounded to `bits` of mantissa."""
     if not FEWEST_BITS <= bits <= MOST_BITS:
         raise ValueError(
             f"mantissa_bits is {FEWEST_BITS} to {MOST_BITS}, not {bits}: leave it out to keep all {MANTISSA_BITS}"
@@ -246,7 +225,7 @@ def check_bits(bits: int) -> None:
 
 
 def rounded(table: pa.Table, dataset: str, bits: int | None) -> tuple[pa.Table, int | None]:
-    """Return `table` with its statistics rounded, and the bits that are left; None where nothing is to be rounded."""
+    """Return `table` with rounded statistics, and `bits`; None for the bits if nothing is rounded."""
     if bits is None or dataset not in ROUNDED_COLUMNS:
         return table, None
     for name in ROUNDED_COLUMNS[dataset]:
@@ -256,7 +235,7 @@ def rounded(table: pa.Table, dataset: str, bits: int | None) -> tuple[pa.Table, 
 
 
 def coarsest(paths: Iterable[str]) -> int | None:
-    """Return the fewest bits that a value in one of these files may have been rounded to; None for lossless ones."""
+    """Return the smallest number of mantissa bits of the files at `paths`; None if all are lossless."""
     return min((bits for bits in map(file_mantissa_bits, paths) if bits is not None), default=None)
 
 
@@ -269,13 +248,13 @@ def _rounded_column(column: pa.FloatArray, bits: int) -> pa.FloatArray:
 
 
 def round_bits(values: Bits, bits: int) -> Bits:
-    """Return float32 `values`, given by their bits, rounded to nearest (ties to even) with `bits` of mantissa."""
+    """Return float32 `values`, given as their bits, rounded to nearest (ties to even) with `bits` of mantissa."""
     cut = np.uint32(MANTISSA_BITS - bits)
     one = np.uint32(1)
     result = values >> cut
     result &= one
     result += (one << (cut - one)) - one
-    result += values  # carries into the exponent where the mantissa overflows, which is the next number up
+    result += values  # a mantissa overflow carries into the exponent, which gives the next larger number
     result &= ~((one << cut) - one)
     exponents = values & _EXPONENT
     exact = (exponents == 0) | (exponents == _EXPONENT) | ((result & _EXPONENT) == _EXPONENT)

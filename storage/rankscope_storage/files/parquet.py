@@ -1,6 +1,7 @@
-"""One sorted Parquet file: its way to the disk, and the statistics the log keeps of it. See `encoding` for its inside.
+"""Write one sorted Parquet file durably, and compute the statistics that the log stores for it.
 
-A file is written under `_staging/`, brought to the disk, then renamed: a name outside `_staging/` is always whole.
+A file is written below `_staging/`, fsynced, and then renamed: a file outside of `_staging/` is always complete. The
+module `encoding` defines the content.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rankscope_storage.files.sorting import one_chunk
 
 STAGING: Final = "_staging"
 STATISTICS_COLUMNS: Final = ("run", "attempt", "rank", "step", "ts")
-"""Columns whose minimum and maximum stand in the log. No floats: a NaN has no place in a range."""
+"""Columns with minimum and maximum in the log. None is a float, because NaN fits into no range."""
 
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _MICROSECOND: Final = dt.timedelta(microseconds=1)
@@ -36,7 +37,7 @@ _LAST_MICROSECOND: Final = (dt.datetime(9999, 12, 31, tzinfo=dt.UTC) - _EPOCH) /
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """A file that is whole and on the disk; `path` is relative to the store."""
+    """A complete and durable file. `path` is relative to the store, `statistics` is JSON as in the Delta log."""
 
     path: str
     dataset: str
@@ -44,11 +45,11 @@ class DataFile:
     rows: int
     size_bytes: int
     modified_at_ms: int
-    statistics: str  # JSON as the Delta log has it
+    statistics: str
 
     @classmethod
     def from_snapshot(cls, file: Mapping[str, Any]) -> DataFile:
-        """Return the file of a row of a Snapshot's files. It has no time and no statistics: a removal needs none."""
+        """Return the file of one row of `Snapshot.files`, without time and statistics, to remove it in a commit."""
         names = ("path", "dataset", "part", "rows", "size_bytes")
         return cls(**{name: file[name] for name in names}, modified_at_ms=0, statistics="")
 
@@ -58,20 +59,21 @@ def write_file(
 ) -> DataFile:
     """Sort `table`, which conforms to `dataset`, and write it as one file below `root`; durable on return.
 
-    `mantissa_bits` is what the file says of itself: some of its statistics were rounded so far, and none further.
+    `mantissa_bits` is stored in the name and metadata of the file; the caller has already rounded the values. Raises
+    OSError.
     """
     content = written(table, dataset)
     path = data_file(dataset, part, mantissa_bits, whole=content.num_columns == table.num_columns)
     staged, final = root / STAGING / f"{uuid.uuid4().hex}.parquet", root / path
     try:
-        make_folders(staged.parent, root, sync)  # somebody may have tidied up
+        make_folders(staged.parent, root, sync)  # a user may have deleted the folder
         write_sorted(content, dataset, staged, mantissa_bits)
         sync(staged)
         make_folders(final.parent, root, sync)
         staged.rename(final)
     except OSError:
-        with contextlib.suppress(OSError):  # the first error says more
-            staged.unlink(missing_ok=True)  # on a full disk of all places
+        with contextlib.suppress(OSError):  # the first error is the important one
+            staged.unlink(missing_ok=True)  # free the space of a full disk
         raise
     sync(final.parent)
     status = final.stat()
@@ -87,9 +89,9 @@ def write_file(
 
 
 def open_file(path: Path, dataset: str, *, plain: Collection[str] = ()) -> pq.ParquetFile:
-    """Return the file at `path`, texts except the `plain` ones as dictionaries.
+    """Return the Parquet file at `path`; its text columns, except those in `plain`, are dictionary-encoded.
 
-    It has the columns that it was written with: an older schema had fewer. Absent ones are for `conform` to add.
+    It has only the columns that it was written with, and an older schema had fewer; `conform` adds the others.
     """
     metadata = pq.read_metadata(path)
     texts = {field.name for field in dataset_schema(dataset) if field.type == pa.string()}
@@ -99,14 +101,14 @@ def open_file(path: Path, dataset: str, *, plain: Collection[str] = ()) -> pq.Pa
 
 
 def discard(root: Path, files: Iterable[DataFile]) -> None:
-    """Remove files that no commit names; what cannot be removed (a disk turned read-only) is left to maintenance."""
+    """Delete files that no commit refers to. Vacuum deletes those that cannot be deleted now (read-only disk)."""
     for file in files:
         with contextlib.suppress(OSError):
             (root / file.path).unlink(missing_ok=True)
 
 
 def statistics(table: pa.Table) -> str:
-    """Return the statistics of `table` as the JSON text of an `add` action."""
+    """Return the statistics of `table` as the JSON text of an `add` action of Delta."""
     minima: dict[str, Any] = {}
     maxima: dict[str, Any] = {}
     nulls: dict[str, int] = {}
@@ -124,21 +126,13 @@ def _range(column: pa.Array) -> tuple[Any, Any]:
     if pa.types.is_dictionary(column.type):
         if len(column.dictionary) == 1 and not column.null_count and len(column):
             column = column.dictionary
-        else:  # it may name what no row has
+        else:  # it may contain texts that no row uses
             column = column.dictionary.take(column.indices.unique())
-    if pa.types.is_timestamp(column.type):
-        low, high = (value.as_py() for value in pc.min_max(column.view(pa.int64())).values())
-        return _timestamps(low, high)
-    low, high = (value.as_py() for value in pc.min_max(column).values())
-    return low, high
-
-
-def _timestamps(low: int | None, high: int | None) -> tuple[str | None, str | None]:
-    """Return both in the form the Delta protocol asks for; no range where a rank's clock left the calendar."""
-    if low is None or high is None or low < _FIRST_MICROSECOND or high > _LAST_MICROSECOND:
+    is_time = pa.types.is_timestamp(column.type)
+    low, high = (value.as_py() for value in pc.min_max(column.view(pa.int64()) if is_time else column).values())
+    if not is_time or low is None:
+        return low, high
+    if low < _FIRST_MICROSECOND or high > _LAST_MICROSECOND:  # the clock of a rank is outside of the calendar
         return None, None
-    return _timestamp(low), _timestamp(high)
-
-
-def _timestamp(microseconds: int) -> str:
-    return f"{_EPOCH + dt.timedelta(microseconds=microseconds):%Y-%m-%dT%H:%M:%S.%fZ}"
+    first, last = (_EPOCH + dt.timedelta(microseconds=end) for end in (low, high))
+    return f"{first:%Y-%m-%dT%H:%M:%S.%fZ}", f"{last:%Y-%m-%dT%H:%M:%S.%fZ}"

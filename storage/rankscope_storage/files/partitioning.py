@@ -1,6 +1,6 @@
-"""Which partition a row belongs to, and the names of data files. Pure: tables and a day in, partitions out.
+"""Assign rows to partitions and generate the names of data files. Pure.
 
-`part` is a hint for people and pruning. Truth is in the columns, and in the statistics of the log.
+`part` is a hint for people and for pruning. The columns, and the statistics in the log, are authoritative.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rankscope_storage.base.schema import fingerprint
 from rankscope_storage.files.sorting import dictionary_encoded, one_chunk
 
 OWN_PART_ROWS: Final = 100_000
-"""A run with this many rows of a dataset in one flush gets a part of its own: its files are worth opening alone."""
+"""A run with at least this many rows of a dataset in one flush gets a separate part."""
 
 SHARED_PREFIX: Final = "_shared-"
 
 LONGEST_PART: Final = 200
-"""Bytes; file systems take 255, with `part=` before it."""
+"""Bytes of a part name. File systems permit 255, including the prefix `part=`."""
 
 _DIGEST_LENGTH: Final = 16
 _DAY_MICROSECONDS: Final = 86_400_000_000
@@ -37,14 +37,14 @@ _ROUNDED_FILE: Final = re.compile(r"-m(\d+)\.parquet$")
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The part of each row, as a position in a list of names."""
+    """The part of each row, as an index into `names`."""
 
     names: Sequence[str]
     codes: npt.NDArray[np.integer]
 
 
 def parts(table: pa.Table, dataset: str, today: dt.date) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (part name, its rows) of one flush; together exactly the rows of `table`."""
+    """Yield (part name, rows) of one flush; together exactly the rows of `table`."""
     names = _day_parts(table, today) if dataset == "samples" else _run_parts(table, today)
     if len(names.names) == 1:
         yield names.names[0], table
@@ -68,7 +68,7 @@ def _run_parts(table: pa.Table, today: dt.date) -> _Parts:
 
 def _day_parts(table: pa.Table, today: dt.date) -> _Parts:
     times = one_chunk(table.column("ts")).view(pa.int64())
-    if len(times) and not times.null_count:  # nearly always of one day, for which nothing need be sorted
+    if len(times) and not times.null_count:  # nearly always of one day: no sorting needed
         low, high = (value.as_py() // _DAY_MICROSECONDS for value in pc.min_max(times).values())
         if low == high:
             return _Parts([_day(low)], np.zeros(len(times), np.int8))
@@ -79,12 +79,12 @@ def _day_parts(table: pa.Table, today: dt.date) -> _Parts:
 
 
 def _day(number: int) -> str:
-    """Return a day since 1970, also one that is outside Python's own calendar."""
+    """Return a day, given as its number since 1970, as text; also for days outside of Python's calendar."""
     return str(np.datetime64(number, "D"))
 
 
 def own_part(run: str) -> str:
-    """Return the part of a run that has its own; a name longer than file names may be ends in its digest."""
+    """Return the name of the separate part of `run`. Names that are too long are cut and end in a digest."""
     segment = path_segment(run)
     if len(segment) <= LONGEST_PART:
         return segment
@@ -92,29 +92,29 @@ def own_part(run: str) -> str:
     kept = run[:LONGEST_PART]
     while len(path_segment(kept)) > LONGEST_PART - _DIGEST_LENGTH - 1:
         kept = kept[:-1]
-    return f"{path_segment(kept)}~{digest}"  # no encoded name holds a tilde
+    return f"{path_segment(kept)}~{digest}"  # encoded names contain no tilde
 
 
 def shared_part(day: dt.date) -> str:
-    """Return the part of all runs that are too small for their own."""
+    """Return the part of all runs that are too small for a separate part, flushed on `day`."""
     return f"{SHARED_PREFIX}{day.isoformat()}"
 
 
 def data_file(dataset: str, part: str, mantissa_bits: int | None = None, *, whole: bool = False) -> str:
-    """Return the path of a new file, relative to the store; no two calls return the same. `whole` has every column.
+    """Return the unique path of a new file, relative to the store. `whole`: it also has the UNWRITTEN columns.
 
-    Its name tells to how many bits of mantissa its statistics were rounded, so that the log alone shows it.
+    The name contains `mantissa_bits`, the mantissa bits of rounded statistics: readers need only the log.
     """
     rounded = "" if mantissa_bits is None else f"-m{mantissa_bits}"
     return f"dataset={dataset}/part={part}/{fingerprint(dataset, whole=whole)}-{uuid.uuid4().hex}{rounded}.parquet"
 
 
 def file_fingerprint(path: str) -> str:
-    """Return the fingerprint of the shape of the file at `path`."""
+    """Return the fingerprint of the columns of the file at `path`."""
     return path.rsplit("/", 1)[-1].split("-", 1)[0]
 
 
 def file_mantissa_bits(path: str) -> int | None:
-    """Return to how many bits of mantissa statistics in the file at `path` were rounded at most; None: not at all."""
+    """Return the mantissa bits of the statistics in the file at `path`; None if they were not rounded."""
     match = _ROUNDED_FILE.search(path)
     return int(match[1]) if match else None

@@ -1,7 +1,4 @@
-"""The order of rows in a data file: sort keys by dataset, and sorting and its check on columns.
-
-Pure: tables in, row orders out.
-"""
+"""The order of rows in a data file: the sort keys of each dataset, sorting, and a cheap check of the order. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {
-    # One series lies together, in step order: neighbours share their high bytes (what BYTE_STREAM_SPLIT and
-    # DELTA_BINARY_PACKED live on), and a query for one series touches few row groups.
+    # The rows of a series are adjacent and in step order. Neighbours share their high bytes, which
+    # BYTE_STREAM_SPLIT and DELTA_BINARY_PACKED compress, and a query for one series reads few row groups.
     "tensor_stats": ("run", "tensor", "kind", "rank", "step"),
     "features": ("run", "module", "kind", "rank", "step"),
     "histograms": ("run", "tensor", "kind", "rank", "step"),
@@ -23,32 +20,33 @@ SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {
     "collectives": ("run", "op", "rank", "step"),
     "modules": ("run", "module", "rank", "step"),
     "tensor_rollups": ("run", "tensor", "kind", "rank", "step"),
-    # Labels tell two series of one name apart.
+    # Labels distinguish the series of one name.
     "scalars": ("run", "name", "labels", "rank", "step"),
     "scalar_rollups": ("run", "name", "labels", "rank", "step"),
     "samples": ("run", "target", "metric", "labels", "ts"),
-    # Read as a story, not as series.
+    # Events are read in order of time, not by series.
     "events": ("run", "step", "rank"),
     "runs": ("run", "ordinal"),
     "attempts": ("run", "attempt", "ordinal"),
     "tensors": ("run", "tensor", "kind"),
 }
-"""Rows that agree on all keys stay in order of arrival."""
+"""Sort keys by dataset. Rows with equal keys keep their order of arrival."""
 
 LAID_TOGETHER: Final = {"samples": ("labels",)}
-"""Keys whose equal values lie together, in no order among themselves: texts by the hundred thousand, which no query
-compares by range, are dear to sort."""
+"""Keys with adjacent equal values that are not sorted.
+
+They have hundreds of thousands of texts, which are expensive to sort and which no query compares by range."""
 
 Indices = npt.NDArray[np.int64]
 
 
 def sort_order(table: pa.Table, keys: Sequence[str], *, together: Collection[str] = ()) -> Indices:
-    """Return the row order that sorts `table` by `keys`, ascending, nulls last, stable.
+    """Return the row order that sorts `table` by `keys`: ascending, nulls last, stable.
 
-    Keys that are in `together` may come in any order, as long as equal values lie together.
+    Equal values of the keys in `together` are adjacent, in any order of these values.
 
-    Keys are packed into one integer with the row number in its low bits, so that one plain integer sort does it all;
-    only when they do not fit into 63 bits the slower general sort is used.
+    The keys and the row number, in its low bits, are packed into one integer per row: one integer sort is enough. If
+    they need more than 63 bits, the slower general sort is used.
     """
     keyed = ((one_chunk(table.column(key)), key in together) for key in keys)
     columns = [_ordinals(column, by_code=by_code) for column, by_code in keyed if not is_constant(column)]
@@ -71,13 +69,13 @@ def sort_order(table: pa.Table, keys: Sequence[str], *, together: Collection[str
 
 
 def is_sorted(table: pa.Table, keys: Sequence[str], *, together: Collection[str] = ()) -> bool:
-    """Return whether the rows of `table` are in the order of `keys` as they are; False where that is not plain to see.
+    """Return whether the rows of `table` are already in the order of `keys`; False if a cheap check cannot prove it.
 
-    What ranks sent and what was scraped comes so, and to see it takes a tenth of what sorting does. Keys that are in
-    `together` are in order where their codes are.
+    Rows from ranks and scrapes are usually sorted, and this check takes a tenth of the time of sorting. Keys in
+    `together` are compared by their dictionary codes.
     """
     rows = table.num_rows
-    equal = np.ones(max(rows - 1, 0), np.bool_)  # to the row before, in all keys so far
+    equal = np.ones(max(rows - 1, 0), np.bool_)  # to the previous row, in all keys so far
     for key in keys:
         column = one_chunk(table.column(key))
         if is_constant(column):
@@ -92,7 +90,7 @@ def is_sorted(table: pa.Table, keys: Sequence[str], *, together: Collection[str]
 
 
 def _in_order(column: pa.Array, *, by_code: bool) -> npt.NDArray[np.integer] | None:
-    """Return numbers that order like `column`, of which they may be a view; None where there is no cheap one."""
+    """Return integers with the order of `column`, possibly as a view of it; None if they are expensive to get."""
     if by_code and pa.types.is_dictionary(column.type):
         found: npt.NDArray[np.integer] = pc.fill_null(column.indices, len(column.dictionary)).to_numpy()
         return found
@@ -113,13 +111,13 @@ def _in_order(column: pa.Array, *, by_code: bool) -> npt.NDArray[np.integer] | N
 
 
 def is_constant(column: pa.Array) -> bool:
-    """Return whether all values are known to be equal, or all null, after no more than a glance: False may be wrong."""
+    """Return whether a cheap check proves that all values are equal, or all null."""
     if column.null_count or not len(column):
         return bool(column.null_count == len(column))
     if pa.types.is_dictionary(column.type):
         return len(column.dictionary) == 1 or is_constant(column.indices)
     if pa.types.is_integer(column.type) or pa.types.is_timestamp(column.type):
-        if column[0] != column[-1]:  # as in most columns that are not: all of it need not be read
+        if column[0] != column[-1]:  # true for most columns that vary: saves reading them completely
             return False
         low, high = pc.min_max(column).values()
         return bool(low == high)
@@ -127,17 +125,17 @@ def is_constant(column: pa.Array) -> bool:
 
 
 def _ordinals(column: pa.Array, *, by_code: bool = False) -> Indices:
-    """Return small non-negative integers that order like `column`, nulls last; the caller may change them.
+    """Return small non-negative integers with the order of `column`, nulls last; the caller may modify them.
 
-    With `by_code` text only has the order of its dictionary.
+    With `by_code`, text has the order of its dictionary.
     """
     if pa.types.is_dictionary(column.type) or pa.types.is_string(column.type):
         encoded = dictionary_encoded(column)
-        codes = pc.fill_null(encoded.indices, len(encoded.dictionary)).to_numpy()  # behind all of its texts
+        codes = pc.fill_null(encoded.indices, len(encoded.dictionary)).to_numpy()  # nulls sort after all texts
         if by_code:
             by_place: Indices = codes.astype(np.int64)
             return by_place
-        # Ranks, not codes: a dictionary stands in order of first sight, and may name one text twice.
+        # Ranks, not codes: a dictionary is in order of first occurrence and may contain a text twice.
         ranks = pc.rank(encoded.dictionary, tiebreaker="dense").to_numpy().astype(np.int64)
         result: Indices = np.append(ranks, len(ranks) + 1)[codes]
         return result
@@ -149,7 +147,7 @@ def _ordinals(column: pa.Array, *, by_code: bool = False) -> Indices:
 
 
 def _nulls_last(column: pa.Array, ordinals: Callable[[Indices], Indices]) -> Indices:
-    """Return `ordinals` of the values of `column`, and one above the highest of them for its nulls."""
+    """Return `ordinals` of the values of `column`; nulls get the highest ordinal plus 1."""
     if not column.null_count:
         return ordinals(column.to_numpy(zero_copy_only=False)).astype(np.int64, copy=False)
     valid = column.is_valid().to_numpy(zero_copy_only=False)
@@ -160,13 +158,13 @@ def _nulls_last(column: pa.Array, ordinals: Callable[[Indices], Indices]) -> Ind
 
 
 def dictionary_encoded(column: pa.ChunkedArray | pa.Array) -> pa.DictionaryArray:
-    """Return `column` in one piece, encoded as a dictionary."""
+    """Return `column` in one chunk, dictionary-encoded."""
     one = one_chunk(column)
     return one if pa.types.is_dictionary(one.type) else one.dictionary_encode()
 
 
 def one_chunk(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """Return the values of `column` in one piece; nothing is copied where they are already."""
+    """Return `column` in one chunk; copy only if it has several."""
     if isinstance(column, pa.Array):
         return column
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

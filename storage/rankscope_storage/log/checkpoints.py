@@ -1,8 +1,8 @@
-"""Checkpoints beside the appends: every so many commits, in a thread of their own.
+"""Write a Delta checkpoint every CHECKPOINT_COMMITS commits, in a background thread.
 
-delta-rs keeps all entries since the checkpoint that a handle was opened with, and reads every one of them at each
-refresh and each commit: 0.7 ms of CPU for each. So a checkpoint is due every CHECKPOINT_COMMITS commits, whoever made
-them, and nobody who appends waits until it is written. Without one all is correct, and slower.
+A delta-rs table handle keeps all log entries since the checkpoint it was opened with. It reads them again at each
+refresh and each commit: 0.7 ms of CPU time per entry. Commits of all writers count towards the interval. Appends do not
+wait for a checkpoint. If one is missing, the store is still correct, but slower.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Writes the checkpoints of the store at `root` as one writer commits. One thread at a time calls it."""
+    """Writes the checkpoints of the store at `root` while a writer commits. Not thread-safe."""
 
     def __init__(self, root: Path, sync: Sync, write: Callable[[Path, Sync], None] | None = None) -> None:
         self._root = root
         self._sync = sync
         self._write = write or write_checkpoint
-        self._begun_at = newest_checkpoint(root)
+        self._newest = newest_checkpoint(root)
         self._thread: threading.Thread | None = None
 
     def after_commit(self, version: int) -> None:
-        """Begin a checkpoint when one is due at `version`; one that failed is due again after as many commits."""
-        if version - self._begun_at < CHECKPOINT_COMMITS or (self._thread is not None and self._thread.is_alive()):
+        """Start a checkpoint if one is due at `version`. A failed one is due again after as many commits."""
+        if version - self._newest < CHECKPOINT_COMMITS or (self._thread is not None and self._thread.is_alive()):
             return
-        self._begun_at = max(self._begun_at, newest_checkpoint(self._root))  # another shard's writer may have been here
-        if version - self._begun_at >= CHECKPOINT_COMMITS:
-            self._begun_at = version
+        self._newest = max(
+            self._newest, newest_checkpoint(self._root)
+        )  # the writer of another shard may have written one
+        if version - self._newest >= CHECKPOINT_COMMITS:
+            self._newest = version
             self._thread = threading.Thread(target=self._work, name="rankscope-checkpoint")
             self._thread.start()
 
     def close(self) -> None:
-        """Wait until the checkpoint that was begun, if any, is written; idempotent."""
+        """Wait until a started checkpoint is written; idempotent."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -50,9 +52,9 @@ class Checkpointer:
         try:
             self._write(self._root, self._sync)
         except StoreError as error:
-            _log.warning("no checkpoint could be written, the next one tries again: %s", error)
-        except Exception:  # noqa: BLE001 - of a library: rows are stored all the same
-            _log.exception("no checkpoint could be written for a reason nobody thought of, the next one tries again")
+            _log.warning("cannot write a checkpoint, retrying after %d commits: %s", CHECKPOINT_COMMITS, error)
+        except Exception:  # noqa: BLE001 - appended rows are stored without a checkpoint
+            _log.exception("unexpected error in the checkpoint thread, retrying after %d commits", CHECKPOINT_COMMITS)
 
 
 def write_checkpoint(root: Path, sync: Sync) -> None:

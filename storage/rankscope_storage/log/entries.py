@@ -1,42 +1,51 @@
-"""The files of a Delta log, read without delta-rs, which reads all of them or none."""
+"""Read the files of a Delta log without delta-rs, and find damaged and unfinished ones.
+
+delta-rs reads all entries or none, so it cannot open a log with one damaged entry.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 LOG_FOLDER: Final = "_delta_log"
 NO_CHECKPOINT: Final = -1
 ACTIONS: Final = "rankscopeActions"
-"""In what a commit says of itself: how many lines follow it. An entry that was cut between two lines looks valid."""
+"""Key in the commit information; its value is the number of lines that follow.
+
+Without this number, an entry that was cut between two lines would look complete."""
 
 _HINT: Final = "_last_checkpoint"
 _WATERMARK: Final = "w:"
 
 
 def entry(root: Path, version: int) -> Path:
-    """Return where the entry of `version` lies, whether it exists or not."""
+    """Return the path of the entry of `version`, which need not exist."""
     return root / LOG_FOLDER / f"{version:020d}.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one entry of the log says: the transactions it moved, and its text."""
+    """The content of one log entry: the transactions that it moved, and its text."""
 
     transactions: Mapping[str, int]
     text: bytes
 
     def holds(self, transactions: Mapping[str, int], paths: Sequence[str]) -> bool:
-        """Whether it moved `transactions` and names the files at `paths`, whose last part no other file ever has."""
+        """Return whether the entry moved `transactions` and contains the files at `paths`; file names are unique."""
         named = all(path.rpartition("/")[2].encode() in self.text for path in paths)
         return named and transactions.items() <= self.transactions.items()
 
 
 def read_entry(path: Path) -> Entry | None:
-    """Return what the entry at `path` says, None when it was cleaned up."""
+    """Return the entry at `path`; None if it does not exist, for example after clean-up."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -45,27 +54,8 @@ def read_entry(path: Path) -> Entry | None:
     return Entry({transaction["appId"]: transaction["version"] for transaction in moved}, text)
 
 
-def transactions_between(root: Path, since: int, upto: int) -> dict[str, int] | None:
-    """Return the transactions that versions after `since` up to `upto` moved; None when one was cleaned up."""
-    moved: dict[str, int] = {}
-    for version in range(since + 1, upto + 1):
-        found = read_entry(entry(root, version))
-        if found is None:
-            return None
-        moved |= found.transactions
-    return moved
-
-
-def is_between(root: Path, since: int, upto: int, transactions: Mapping[str, int], paths: Sequence[str]) -> bool | None:
-    """Whether one version after `since` up to `upto` holds all of this; None when one was cleaned up."""
-    entries = [read_entry(entry(root, version)) for version in range(since + 1, upto + 1)]
-    if any(found is not None and found.holds(transactions, paths) for found in entries):
-        return True
-    return None if None in entries else False
-
-
 def watermark_transaction(incarnation: str) -> str:
-    """Return the name of the transaction that says up to which seq `incarnation` is stored."""
+    """Return the name of the transaction that stores the watermark of `incarnation`."""
     return f"{_WATERMARK}{incarnation}"
 
 
@@ -75,31 +65,95 @@ def watermarks_of(transactions: Mapping[str, int]) -> dict[str, int]:
 
 
 def is_cut(text: bytes) -> bool:
-    """Whether an entry has fewer lines than it says, as after a loss of power; one that does not say is taken as it is.
+    """Return whether an entry has fewer lines than it declares, as after a power failure.
 
-    Raises ValueError for a line that is not whole.
+    False for an entry that declares no number of lines. Raises ValueError if its first line is incomplete.
     """
     first, *others = text.splitlines() or [b"{}"]
-    said = json.loads(first).get("commitInfo", {}).get(ACTIONS)
-    return said is not None and len(others) < int(said)
+    declared = json.loads(first).get("commitInfo", {}).get(ACTIONS)
+    return declared is not None and len(others) < int(declared)
 
 
 def has_entries(root: Path) -> bool:
-    """Return whether a table was ever completed at `root`; a full disk may have stopped its creation half way."""
+    """Return whether a table exists at `root`. A full disk can interrupt its creation before the first entry."""
     return any((root / LOG_FOLDER).glob("*.json")) or any((root / LOG_FOLDER).glob("*.parquet"))
 
 
 def checkpoint_files(root: Path, version: int) -> tuple[Path, Path]:
-    """Return the checkpoint of `version`, and the file that names the newest one to whoever opens the table."""
+    """Return the path of the checkpoint of `version`, and of the file that names the newest checkpoint."""
     return root / LOG_FOLDER / f"{version:020d}.checkpoint.parquet", root / LOG_FOLDER / _HINT
 
 
 def newest_checkpoint(root: Path) -> int:
-    """Return the version of the newest checkpoint, by the one small file that names it; NO_CHECKPOINT without one.
+    """Return the version of the newest checkpoint, from the small file that names it; NO_CHECKPOINT if there is none.
 
-    The folder is not listed: this is asked between two commits.
+    It does not list the folder, because it runs between two commits.
     """
     try:
         return int(json.loads((root / LOG_FOLDER / _HINT).read_bytes())["version"])
-    except (OSError, ValueError, KeyError, TypeError):  # never written, or torn by a loss of power
+    except (OSError, ValueError, KeyError, TypeError):  # never written, or torn by a power failure
         return NO_CHECKPOINT
+
+
+_STAGED: Final = re.compile(r".+#\d+")
+
+
+def entries(root: Path) -> list[Path]:
+    """Return the paths of all log entries of the store at `root`, oldest first."""
+    return sorted(path for path in (root / LOG_FOLDER).glob("*.json") if path.stem.isdecimal())
+
+
+def is_torn(entry: Path) -> bool:
+    """Return whether `entry` is incomplete or contains a line that is no JSON object, as after a power failure.
+
+    An empty entry is not torn: it is a commit without actions.
+    """
+    try:
+        text = entry.read_bytes()
+        return not all(isinstance(json.loads(line), dict) for line in text.splitlines()) or is_cut(text)
+    except ValueError:
+        return True
+
+
+def torn_checkpoint_files(root: Path) -> list[Path]:
+    """Return the files of a torn newest checkpoint, the damaged one first; none if it is complete."""
+    torn = torn_checkpoint(root)
+    if torn is None:
+        return []
+    _, hint = checkpoint_files(root, newest_checkpoint(root))
+    return list(dict.fromkeys([torn, hint]))
+
+
+def torn_entries(root: Path) -> list[Path]:
+    """Return the torn entries after the newest checkpoint, which every reader needs."""
+    return [entry for entry in _entries_after_checkpoint(root) if is_torn(entry)]
+
+
+def empty_entries(root: Path) -> list[Path]:
+    """Return the entries after the newest checkpoint without content: power failed before it was written."""
+    return [entry for entry in _entries_after_checkpoint(root) if not entry.stat().st_size]
+
+
+def _entries_after_checkpoint(root: Path) -> list[Path]:
+    checkpoints = [int(path.name[:20]) for path in (root / LOG_FOLDER).glob("*.checkpoint*.parquet")]
+    newest = max(checkpoints, default=NO_CHECKPOINT)
+    return [entry for entry in entries(root) if int(entry.stem) > newest]
+
+
+def torn_checkpoint(root: Path) -> Path | None:
+    """Return the newest checkpoint if it is incomplete, or the file that names one which does not exist."""
+    newest = max((root / LOG_FOLDER).glob("*.checkpoint.parquet"), default=None)
+    named, hint = checkpoint_files(root, newest_checkpoint(root))
+    if hint.exists() and newest_checkpoint(root) != NO_CHECKPOINT and not named.exists():
+        return hint
+    try:
+        if newest is not None:
+            pq.ParquetFile(newest).read()
+    except (OSError, pa.ArrowException):
+        return newest
+    return None
+
+
+def staged_entries(root: Path) -> list[Path]:
+    """Return the temporary files of delta-rs in the log, which a process leaves if it is killed before their rename."""
+    return [path for path in (root / LOG_FOLDER).iterdir() if _STAGED.fullmatch(path.name)]

@@ -1,4 +1,4 @@
-"""Who owns a shard: the lock that shows an owner alive on this machine, and its name in the log for all others."""
+"""The owner of a shard: the lock that proves a running owner on this machine, and the owner's name in the log."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.security.escaping import from_path_segment, path_segment
-from rankscope_storage.base.errors import ClaimError, UnwritableError
+from rankscope_storage.base.errors import ShardLockError, UnwritableError
 from rankscope_storage.log.delta import Log
 
 LOCKS: Final = "_shards"
 _OWNER: Final = "rankscopeOwner"
 _SHARD: Final = "rankscopeShard"
 _HISTORY: Final = 200
-"""Commits to look through for the name of an owner; every commit of a shard carries it."""
+"""Number of commits to search for the name of an owner; each commit of a shard contains it."""
 _NAME_BYTES: Final = 1000
-_LOOKS: Final = 5
-_LOOK_SECONDS: Final = 0.1
+_READS: Final = 5
+_READ_SECONDS: Final = 0.1
 
 
 def shard_transaction(shard: str) -> str:
-    """Return the name of the transaction that every claim and every append of `shard` moves by one."""
+    """Return the name of the transaction that each claim and each append of `shard` increments by 1."""
     return f"ingest:{shard}"
 
 
 def owner_info(shard: str, owner: str) -> dict[str, Any]:
-    """Return what a commit says about who made it."""
+    """Return the commit information that identifies the shard and its owner."""
     return {_SHARD: shard, _OWNER: owner}
 
 
 def current_owner(log: Log, shard: str) -> str:
-    """Return who made the newest commit of `shard`, as far as the log still tells."""
+    """Return the owner in the newest commit of `shard` that is still in the log."""
     for commit in log.history(_HISTORY):
         if commit.get(_SHARD) == shard and _OWNER in commit:
             return str(commit[_OWNER])
@@ -45,9 +45,9 @@ def current_owner(log: Log, shard: str) -> str:
 
 @contextlib.contextmanager
 def all_shards(root: Path, owner: str) -> Iterator[None]:
-    """Hold the locks of all shards that the store at `root` ever had: no service of this machine writes meanwhile.
+    """Hold the locks of all shards that the store at `root` ever had, so that no service of this machine writes.
 
-    Raises ClaimError naming a live process that holds one.
+    Raises ShardLockError with the name of a running process that holds one.
     """
     with contextlib.ExitStack() as held:
         for path in sorted((root / LOCKS).glob("*.lock")):
@@ -56,19 +56,19 @@ def all_shards(root: Path, owner: str) -> Iterator[None]:
 
 
 def _holder(descriptor: int) -> str:
-    """Return who holds the lock; it may have taken it a moment ago, and its predecessor's name may still be there."""
-    for _ in range(_LOOKS):
-        time.sleep(_LOOK_SECONDS)
+    """Return the name of the lock's holder, which writes it shortly after taking the lock."""
+    for _ in range(_READS):
+        time.sleep(_READ_SECONDS)
         if found := os.pread(descriptor, _NAME_BYTES, 0):
             return found.decode(errors="replace")
     return "an unnamed process"
 
 
 class ShardLock:
-    """An advisory lock on `_shards/<shard>.lock`, which the kernel frees when its holder dies, even by kill -9.
+    """An advisory lock on `_shards/<shard>.lock`, which the kernel releases when its holder exits, also by kill -9.
 
-    It only ever proves life. Where locks do not work (some network mounts) or are not shared (another machine), nobody
-    is proved alive, and the numbers in the log alone decide.
+    It only proves that an owner is running. On file systems without locks (some network mounts) and between machines,
+    it proves nothing, and only the transaction numbers in the log decide.
     """
 
     def __init__(self, descriptor: int | None) -> None:
@@ -76,13 +76,13 @@ class ShardLock:
 
     @classmethod
     def take(cls, root: Path, shard: str, owner: str) -> ShardLock:
-        """Take the lock of `shard`, or raise ClaimError naming the live process that holds it."""
+        """Take the lock of `shard`, or raise ShardLockError with the name of the running process that holds it."""
         path = root / LOCKS / f"{path_segment(shard)}.lock"
         try:
             path.parent.mkdir(exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise UnwritableError(f"cannot write {path}: {error.strerror}. Is it another user's?") from error
+            raise UnwritableError(f"cannot write {path}: {error.strerror}. Check the owner of the folder") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -91,22 +91,22 @@ class ShardLock:
                 return cls.without_proof()
             holder = _holder(descriptor)
             os.close(descriptor)
-            raise ClaimError(
-                f"shard {shard} of {root} belongs to {holder}, which is alive: "
+            raise ShardLockError(
+                f"shard {shard} of {root} is locked by {holder}, which is running: "
                 "stop it, or give this service another shard"
             ) from error
-        with contextlib.suppress(OSError):  # a full disk takes no name; the lock holds without one
+        with contextlib.suppress(OSError):  # on a full disk, the lock has no name but is valid
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, owner.encode()[:_NAME_BYTES], 0)
         return cls(descriptor)
 
     @classmethod
     def without_proof(cls) -> ShardLock:
-        """Return a lock that proves nothing, for a file system that has none."""
+        """Return a lock that proves nothing, for a file system without locks."""
         return cls(None)
 
     def release(self) -> None:
-        """Let the next owner in; idempotent."""
+        """Release the lock for the next owner; idempotent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

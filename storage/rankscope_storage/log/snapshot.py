@@ -1,16 +1,75 @@
-"""The files of one version of a store, and which of them a question can concern. Pure but for the values it holds."""
+"""The files of one version of a store, and the selection of those that can contain certain rows.
+
+Selection uses the ranges in the log: `FileFilter` for arguments of a caller, `RowRanges` for predicates of a statement.
+No I/O.
+"""
 
 from __future__ import annotations
 
+import datetime as dt
+import math
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from rankscope_storage.log.file_filter import Bounds, FileFilter
+T = TypeVar("T")
+
+_ALL: Final = (-math.inf, math.inf)
+LOG_TIME_STEP: Final = dt.timedelta(milliseconds=1)
+"""The log truncates times to milliseconds: the last row of a file can be later than the log states."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileFilter:
+    """Selects files with possible rows of `dataset`, `run` and the closed ranges `steps` and `times`; None is any."""
+
+    dataset: str
+    run: str | None = None
+    steps: tuple[int, int] | None = None
+    times: tuple[dt.datetime, dt.datetime] | None = None
+
+    def expression(self) -> pc.Expression:
+        """Return the predicate for `Snapshot.files`."""
+        wanted = pc.field("dataset") == self.dataset
+        if self.run is not None:
+            wanted &= _may_overlap("run", self.run, self.run)
+        if self.steps is not None:
+            wanted &= _may_overlap("step", *self.steps)
+        if self.times is not None:
+            wanted &= _may_overlap("ts", self.times[0] - LOG_TIME_STEP, self.times[1])
+        return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class RowRanges:
+    """Selects rows of any of `runs` (None: all) with attempt and step in closed ranges, if they have these."""
+
+    runs: frozenset[str] | None = None
+    attempts: tuple[float, float] = _ALL
+    steps: tuple[float, float] = _ALL
+
+    def may_hold(self, file: Mapping[str, Any]) -> bool:
+        """Return whether `file`, given its minima and maxima of run, attempt and step, can contain such a row."""
+        low, high = file["run_min"], file["run_max"]
+        if self.runs is not None and low is not None and not any(low <= run <= high for run in self.runs):
+            return False
+        return _overlaps(file, "attempt", self.attempts) and _overlaps(file, "step", self.steps)
+
+
+def _overlaps(file: Mapping[str, Any], column: str, range_: tuple[float, float]) -> bool:
+    low, high = file[f"{column}_min"], file[f"{column}_max"]
+    return low is None or (bool(low <= range_[1]) and bool(high >= range_[0]))
+
+
+def _may_overlap(column: str, low: str | int | dt.datetime, high: str | int | dt.datetime) -> pc.Expression:
+    minimum, maximum = pc.field(f"{column}_min"), pc.field(f"{column}_max")
+    return minimum.is_null() | ((minimum <= high) & (maximum >= low))
+
 
 _COLUMNS: Final = {
     "path": ("path", pa.string()),
@@ -27,63 +86,64 @@ _COLUMNS: Final = {
     "ts_min": ("min.ts", pa.timestamp("us", tz="UTC")),
     "ts_max": ("max.ts", pa.timestamp("us", tz="UTC")),
 }
-"""Our name of a column: what delta-rs calls it, and its type."""
+"""By column of `Snapshot.files`: its name in delta-rs, and its type."""
 
 _RANGES: Final = ["path", "run_min", "run_max", "attempt_min", "attempt_max", "step_min", "step_max"]
 
 
 def snapshot_files(actions: pa.Table) -> pa.Table:
-    """Return the flattened `add` actions of delta-rs as the table of files of a Snapshot."""
+    """Return `Snapshot.files` for the flattened `add` actions of delta-rs."""
     columns = {
-        name: actions.column(theirs).cast(type_) if theirs in actions.column_names else pa.nulls(len(actions), type_)
-        for name, (theirs, type_) in _COLUMNS.items()
+        name: actions.column(source).cast(type_) if source in actions.column_names else pa.nulls(len(actions), type_)
+        for name, (source, type_) in _COLUMNS.items()
     }
-    # The log holds paths percent-encoded once more than they are on disk.
+    # Paths in the log are percent-encoded once more than on disk.
     columns["path"] = pa.array([urllib.parse.unquote(path.as_py()) for path in columns["path"]], pa.string())
     return pa.table(columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One version: `files` has a row per file, with paths relative to `root` and the ranges of run and step in it."""
+    """One version. `files` has a row per file: its path relative to `root`, its ranges of run, attempt, step, ts."""
 
     root: Path
     version: int
     files: pa.Table
-    _rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict, compare=False, repr=False)
-    _lists: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)
+    _by_dataset: dict[str, tuple[list[str], list[dict[str, Any]]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def of(self, wanted: FileFilter) -> pa.Table:
-        """Return the files that can hold rows that are `wanted`. A file without statistics is always among them."""
+        """Return the files that can contain rows which `wanted` selects. Files without statistics always can."""
         return self.files.filter(wanted.expression())
 
     def paths(self, wanted: FileFilter) -> list[str]:
-        """Return the absolute paths of `of`, as DuckDB takes them."""
+        """Return the absolute paths of the files of `of`, for DuckDB."""
         return self._absolute(self.of(wanted))
 
-    def within(self, dataset: str, wanted: Sequence[Bounds] | None) -> list[str]:
-        """Return the absolute paths of files that can hold rows of `dataset` in one of the bounds, or of all files.
+    def within(self, dataset: str, wanted: Sequence[RowRanges] | None) -> list[str]:
+        """Return the absolute paths of files that can contain rows of `dataset` in one of the ranges.
 
-        Where there is none it is one file all the same, if the dataset has any: only no file at all has no columns.
+        None instead of ranges selects all files. If no file can, one of the dataset's files is returned, because DuckDB
+        gets the columns of a view from a file.
         """
-        rows = self._rows_of(dataset)
-        every = self._lists[dataset]
+        every, rows = self._files_of(dataset)
         if wanted is None:
             return every
         pairs = zip(every, rows, strict=True)
-        return [path for path, row in pairs if any(bounds.may_hold(row) for bounds in wanted)] or every[:1]
+        return [path for path, row in pairs if any(ranges.may_hold(row) for ranges in wanted)] or every[:1]
 
-    def may_hold(self, dataset: str, wanted: Sequence[Bounds]) -> bool:
-        """Whether any file can hold a row of `dataset` in one of the bounds."""
-        return any(bounds.may_hold(row) for row in self._rows_of(dataset) for bounds in wanted)
+    def may_hold(self, dataset: str, wanted: Sequence[RowRanges]) -> bool:
+        """Return whether any file can contain a row of `dataset` in one of the ranges."""
+        return any(ranges.may_hold(row) for row in self._files_of(dataset)[1] for ranges in wanted)
 
     def is_of_attempt_0(self, dataset: str, paths: Sequence[str]) -> bool:
-        """Whether the log tells that no row in these files of `within` is of another attempt; of none is one of 0."""
-        rows = dict(zip(self._lists[dataset], self._rows[dataset], strict=True))
+        """Return whether the log proves that all rows in these files, from `within`, are of attempt 0."""
+        rows = dict(zip(*self._files_of(dataset), strict=True))
         return all((rows[path]["attempt_min"], rows[path]["attempt_max"]) == (0, 0) for path in paths)
 
     def contains(self, paths: Sequence[str]) -> bool:
-        """Whether all of `paths` are files of this version."""
+        """Return whether all of `paths` are files of this version."""
         return set(paths) <= set(self.files.column("path").to_pylist())
 
     def every_path(self) -> list[str]:
@@ -93,8 +153,24 @@ class Snapshot:
     def _absolute(self, files: pa.Table) -> list[str]:
         return [f"{self.root}/{path}" for path in files.column("path").to_pylist()]
 
-    def _rows_of(self, dataset: str) -> list[dict[str, Any]]:
-        if dataset not in self._rows:
-            self._rows[dataset] = self.of(FileFilter(dataset)).select(_RANGES).to_pylist()
-            self._lists[dataset] = [f"{self.root}/{row['path']}" for row in self._rows[dataset]]
-        return self._rows[dataset]
+    def _files_of(self, dataset: str) -> tuple[list[str], list[dict[str, Any]]]:
+        """Return absolute paths and ranges of the files of `dataset`, cached."""
+        if dataset not in self._by_dataset:
+            rows = self.of(FileFilter(dataset)).select(_RANGES).to_pylist()
+            self._by_dataset[dataset] = [f"{self.root}/{row['path']}" for row in rows], rows
+        return self._by_dataset[dataset]
+
+
+def divided(items: Iterable[T], weight: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield `items`, in order, as lists with a total weight of at most `most`; an item above it is a separate list."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        added = weight(item)
+        if batch and total + added > most:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += added
+    if batch:
+        yield batch

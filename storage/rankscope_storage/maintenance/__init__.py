@@ -1,1 +1,1 @@
-"""Table maintenance: compaction, retention, vacuum, check, repair and statistics of a store."""
+"""Maintenance of a store: check, repair, compaction, retention, rollups, statistics and vacuum."""

@@ -1,7 +1,8 @@
-"""`check`: is everything there that the log names, and is it what the log says? Reads only, beside a live service."""
+"""Check a store: compare all files with the log, and search for rows stored twice. Only reads; a service may run."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -13,27 +14,26 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.files.parquet import STAGING
 from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
-from rankscope_storage.log.entries import LOG_FOLDER
-from rankscope_storage.log.fsck import empty_entries, entries, torn_entries
+from rankscope_storage.log.entries import LOG_FOLDER, empty_entries, entries, torn_entries
 from rankscope_storage.log.snapshot import Snapshot
-from rankscope_storage.maintenance.file_check import CheckReport, Fault, Finding, check_file, size_of
+from rankscope_storage.maintenance.file_check import CheckReport, Finding, FindingKind, check_file, size_of
 from rankscope_storage.sql.rollups import NUMBERS
 
 Progress = Callable[[int, int], None]
-"""Is told how many files of how many were looked at."""
+"""Called with the number of checked files and of all files."""
 
 _SHOWN: Final = 20
-"""Incarnations named where records are missing."""
+"""Largest number of incarnations with missing records that are listed."""
 
 _DUPLICATES: Final = """\
 SELECT coalesce(sum(copies - 1), 0)::BIGINT AS rows FROM (
   SELECT count(*) AS copies FROM tensor_stats WHERE incarnation IS NOT NULL GROUP BY {key} HAVING count(*) > 1)
 """
-# Other datasets have no key: a script may log the same number twice. But not all that a record has of a dataset, unless
-# it has nothing else of it.
+# Other datasets have no key, because a script may log a number twice. But it does not log all rows of a record twice,
+# unless the record has only one row of the dataset.
 _RECORDS_TWICE: Final = """\
 SELECT coalesce(sum(rows - rows // fold) FILTER (contents > 1), 0)::BIGINT AS rows,
-  coalesce(sum(rows - rows // fold) FILTER (contents = 1), 0)::BIGINT AS perhaps
+  coalesce(sum(rows - rows // fold) FILTER (contents = 1), 0)::BIGINT AS possible
 FROM (
   SELECT sum(copies) AS rows, min(copies) AS fold, count(*) AS contents
   FROM (
@@ -43,7 +43,7 @@ FROM (
   GROUP BY incarnation, seq HAVING fold > 1)
 """
 _OF_THE_STORE: Final = {"run", "attempt", "rank", "incarnation", "seq", "ordinal", "ts", "ts_origin"}
-"""Columns in which copies of a row may differ: what its run is called, and when and as which it came."""
+"""Columns in which copies of a row may differ: the name of its run, and the time and order of its arrival."""
 _IMPOSSIBLE: Final = f"""\
 SELECT count(*) AS rows FROM {{rollups}}
 WHERE rows < 1 OR first_ts > ts OR first_step < step OR last_step < first_step OR last_step - step >= {BUCKET_STEPS}
@@ -56,15 +56,23 @@ FROM ({records}) GROUP BY run, incarnation HAVING missing > 0 ORDER BY missing D
 
 
 def check(root: Path, *, deep: bool = False, progress: Progress | None = None) -> CheckReport:
-    """Compare the store at `root` with its log; with `deep`, decode every value and look for rows stored twice."""
+    """Compare the store at `root` with its log; with `deep`, decode every value and search for rows stored twice."""
     torn = tuple(_torn(root))
     try:
         log = Log.open(root, sync_to_disk)
     except TornLogError as error:
-        return CheckReport(version=None, findings=torn or (_log_finding(root, str(error)),))
+        unreadable = Finding(kind=FindingKind.TORN_LOG, path=str(root / LOG_FOLDER), text=str(error))
+        return CheckReport(version=None, findings=torn or (unreadable,))
     snapshot = log.snapshot()
-    findings = [*torn, *_empty(root), *_files(snapshot, deep=deep, progress=progress), *_leavings(log, snapshot)]
-    if deep and not any(finding.fault.is_damage for finding in findings):
+    text = (
+        "a commit without actions: power failed before its content was written, and none of its rows was acknowledged"
+    )
+    empty = [
+        Finding(kind=FindingKind.EMPTY_ENTRY, path=f"{LOG_FOLDER}/{entry.name}", text=text)
+        for entry in empty_entries(root)
+    ]
+    findings = [*torn, *empty, *_files(snapshot, deep=deep, progress=progress), *_unused(log, snapshot)]
+    if deep and not any(finding.kind.is_damage for finding in findings):
         with connect(root, locked=True, version=snapshot.version) as connection:
             findings += [*_duplicates(connection), *_contradictions(connection), *_gaps(connection)]
     files = snapshot.files
@@ -78,21 +86,12 @@ def check(root: Path, *, deep: bool = False, progress: Progress | None = None) -
 
 
 def _torn(root: Path) -> Iterator[Finding]:
-    known = entries(root)
+    newest = entries(root)[-1:]
     for entry in torn_entries(root):
-        last = entry == known[-1]
-        text = "nothing in it was acknowledged: `rankscope store repair` moves it away" if last else "later ones exist"
-        yield Finding(fault=Fault.TORN_LOG, path=entry.relative_to(root).as_posix(), text=text)
-
-
-def _empty(root: Path) -> Iterator[Finding]:
-    for entry in empty_entries(root):
-        text = "a commit of nothing: power failed before it had content, and nothing of it was acknowledged"
-        yield Finding(fault=Fault.EMPTY_ENTRY, path=entry.relative_to(root).as_posix(), text=text)
-
-
-def _log_finding(root: Path, text: str) -> Finding:
-    return Finding(fault=Fault.TORN_LOG, path=str(root / LOG_FOLDER), text=text)
+        text = "none of its rows was acknowledged: `rankscope store repair` moves it away"
+        if [entry] != newest:
+            text = "later entries exist"
+        yield Finding(kind=FindingKind.TORN_LOG, path=f"{LOG_FOLDER}/{entry.name}", text=text)
 
 
 def _files(snapshot: Snapshot, *, deep: bool, progress: Progress | None) -> Iterator[Finding]:
@@ -105,25 +104,20 @@ def _files(snapshot: Snapshot, *, deep: bool, progress: Progress | None) -> Iter
             progress(done, len(files))
 
 
-def _leavings(log: Log, snapshot: Snapshot) -> Iterator[Finding]:
+def _unused(log: Log, snapshot: Snapshot) -> Iterator[Finding]:
     used = {f"{snapshot.root}/{path}" for path in snapshot.files["path"].to_pylist()}
     unused = [path for path in snapshot.root.glob("dataset=*/part=*/*.parquet") if str(path) not in used]
     staged = list((snapshot.root / STAGING).glob("*"))
-    due = _due(log)
-    for fault, paths, when in (
-        (Fault.UNUSED, unused, f"maintenance removes them after {REMOVED_FILES_HOURS} hours{due}"),
-        (Fault.STAGED, staged, "maintenance removes them after an hour"),
+    due = ""
+    with contextlib.suppress(StoreError):  # a file that cannot be read now, which is a finding too
+        due = f"; {len(log.unused_files(REMOVED_FILES_HOURS))} are due"
+    for kind, paths, when in (
+        (FindingKind.UNUSED, unused, f"{REMOVED_FILES_HOURS} hours{due}"),
+        (FindingKind.STAGED, staged, "an hour"),
     ):
         if paths:
-            size = sum(map(size_of, paths))
-            yield Finding(fault=fault, path=paths[0].parent.name, text=f"{len(paths)}, {size} bytes: {when}")
-
-
-def _due(log: Log) -> str:
-    try:
-        return f"; {len(log.unused_files(REMOVED_FILES_HOURS))} are due"
-    except StoreError:  # a file that is out of reach, which is told as such, is in the way
-        return ""
+            text = f"{len(paths)}, {sum(map(size_of, paths))} bytes: vacuum deletes them after {when}"
+            yield Finding(kind=kind, path=paths[0].parent.name, text=text)
 
 
 def _duplicates(connection: Connection) -> Iterator[Finding]:
@@ -131,22 +125,20 @@ def _duplicates(connection: Connection) -> Iterator[Finding]:
     (found,) = connection.query(_DUPLICATES.format(key=key)).to_pylist()
     if found["rows"]:
         text = f"{found['rows']} rows more than there are keys ({', '.join(TENSOR_ROW_KEY)})"
-        yield Finding(fault=Fault.DUPLICATES, path="tensor_stats", text=text)
+        yield Finding(kind=FindingKind.DUPLICATES, path="tensor_stats", text=text)
     for dataset in sorted(DATASETS.keys() - {"tensor_stats", *DIMENSIONS, *ROLLUPS.values()}):
         columns = ", ".join(f'"{field.name}"' for field in DATASETS[dataset] if field.name not in _OF_THE_STORE)
         (found,) = connection.query(_RECORDS_TWICE.format(columns=columns, dataset=dataset)).to_pylist()
         if found["rows"]:
             text = f"{found['rows']} rows more than their records have (incarnation, seq)"
-            yield Finding(fault=Fault.DUPLICATES, path=dataset, text=text)
-        if found["perhaps"]:
-            text = (
-                f"{found['perhaps']} rows repeat the only one that their record has of {dataset}: stored or said twice"
-            )
-            yield Finding(fault=Fault.ALIKE, path=dataset, text=text)
+            yield Finding(kind=FindingKind.DUPLICATES, path=dataset, text=text)
+        if found["possible"]:
+            text = f"{found['possible']} rows repeat the only row of {dataset} in their record: stored or logged twice"
+            yield Finding(kind=FindingKind.ALIKE, path=dataset, text=text)
 
 
 def _contradictions(connection: Connection) -> Iterator[Finding]:
-    """Yield rollups that cannot be the sum of any rows."""
+    """Yield rollups that no rows can have as their sum."""
     for dataset, rollups in ROLLUPS.items():
         wrong = " OR ".join(
             f"coalesce({name}_count, 0) + coalesce({name}_nans, 0) + coalesce({name}_infs, 0) > rows "
@@ -155,8 +147,8 @@ def _contradictions(connection: Connection) -> Iterator[Finding]:
         )
         (found,) = connection.query(_IMPOSSIBLE.format(rollups=rollups, wrong=wrong)).to_pylist()
         if found["rows"]:
-            text = f"{found['rows']} rollups say what no rows can have said"
-            yield Finding(fault=Fault.OTHER_CONTENT, path=rollups, text=text)
+            text = f"{found['rows']} rollups are not the sum of any rows"
+            yield Finding(kind=FindingKind.OTHER_CONTENT, path=rollups, text=text)
 
 
 def _gaps(connection: Connection) -> Iterator[Finding]:
@@ -166,5 +158,5 @@ def _gaps(connection: Connection) -> Iterator[Finding]:
     rows = connection.query(_GAPS.format(records=records)).to_pylist()
     for row in rows[:_SHOWN]:
         missing = f"{row['missing']} of seq {row['first']} to {row['last']}"
-        text = f"{missing} have no row: lost, rolled up, or nothing was measured"
-        yield Finding(fault=Fault.GAP, path=f"run {row['run']}, incarnation {row['incarnation']}", text=text)
+        text = f"{missing} have no row: lost, rolled up, or not sampled"
+        yield Finding(kind=FindingKind.GAP, path=f"run {row['run']}, incarnation {row['incarnation']}", text=text)

@@ -1,11 +1,11 @@
-"""Merging small files into few that lie one step range after the other.
+"""Merge small files into a few files with adjacent step ranges.
 
-Every file costs a query 0.15 ms, whatever is in it. So small files of one part and attempt (`merges` says which) are
-merged, in order of step, and cut on step boundaries: no two files of one merge share a step of an attempt. What is
-newer than the slowest live rank stays apart, to be merged with what that rank still sends; so do rows that come late,
-until they are worth the next merge. What runs share by day is merged over days when these are past, and a run that has
-grown leaves it for a part of its own. The log's mutex lets one compaction at a time commit; a loser throws its work
-away. A compaction that dies leaves nothing but files that no version names, which maintenance removes.
+Every file costs a query 0.15 ms. Small files of one part and attempt, which `compaction_plan` selects, are therefore
+merged in step order and divided at step boundaries: no two files of one merge share a step of an attempt. Rows after
+the step of the slowest live rank remain separate, to be merged with the rows that this rank still sends; so do late
+rows, until another merge is worthwhile. Shared parts of past days are merged with each other, and a run that has grown
+moves to a separate part. The mutex of the log permits one compaction at a time to commit; a refused one deletes its
+files. A killed compaction leaves only files that no version contains, which vacuum deletes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.compaction_plan import SILENCE, Merge, plan
 
 MOVED_ROWS: Final = 10_000
-"""A run that has its own part moves there from a shared one with as many rows: fewer are not worth a file."""
+"""A run with a separate part moves there from a shared one with this many rows; fewer are not worth a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompactionReport:
-    """What one compaction did. `refused` merges lost against another compaction and changed nothing."""
+    """The result of a compaction. `refused` counts merges that another compaction prevented."""
 
     files_removed: int = 0
     files_added: int = 0
@@ -52,9 +52,9 @@ class CompactionReport:
 def compact(
     root: Path, sync: Sync, progress: Callable[[int, int], None] | None = None, *, now: dt.datetime | None = None
 ) -> CompactionReport:
-    """Carry out the plan of the newest version of the store at `root`, one commit per merge.
+    """Execute the plan for the newest version of the store at `root`, one commit per merge.
 
-    `progress` is told how many merges of how many are done; `now` is the time of day where it is not the clock's.
+    `progress` is called with the number of finished merges and of all merges; `now` replaces the time of the clock.
     """
     started = time.monotonic()
     now = dt.datetime.now(dt.UTC) if now is None else now
@@ -66,7 +66,7 @@ def compact(
             files = _apply_merge(log, merge, sync, now)
         except ConflictError:
             refused += 1
-            break  # another compaction is at work: leave the rest to it
+            break  # another compaction is running and will do the rest
         log.checkpoint_if_due()
         if progress is not None:
             progress(done, len(merges))
@@ -77,7 +77,7 @@ def compact(
 
 
 def _apply_merge(log: Log, merge: Merge, sync: Sync, now: dt.datetime) -> list[DataFile]:
-    """Replace the files of `merge`, and return the new ones. Raises ConflictError when they are no longer there."""
+    """Replace the files of `merge`, and return the new ones. Raises ConflictError if they were replaced before."""
     files: list[DataFile] = []
 
     def build() -> Change:
@@ -94,31 +94,33 @@ def _rewrite(root: Path, merge: Merge, sync: Sync, now: dt.datetime) -> list[Dat
     files: list[DataFile] = []
     write = functools.partial(write_file, mantissa_bits=coarsest(file.path for file in merge.files))
     try:
-        for part, table in split_by_part(_read(root, merge), merge):
+        tables = [open_file(root / file.path, merge.dataset).read() for file in merge.files]
+        merged = conform(pa.concat_tables(tables, promote_options="default"), merge.dataset)
+        del tables
+        for part, table in split_by_part(merged, merge):
             ranges = [table] if merge.closed else open_and_closed(table, now)
             for rows in itertools.chain.from_iterable(split_by_step(range_, merge.rows) for range_ in ranges):
                 files.append(write(root, merge.dataset, part, rows, sync))  # noqa: PERF401 - known even if the next fails
     except FileNotFoundError as error:
         discard(root, files)
-        raise ConflictError(f"a file to merge has gone: {error}") from error
+        raise ConflictError(f"a file to merge was deleted: {error}") from error
     except (OSError, pa.ArrowException) as error:
         discard(root, files)
         raise StoreError(f"cannot merge files of {root}: {error}") from error
     return files
 
 
-def _read(root: Path, merge: Merge) -> pa.Table:
-    tables = [open_file(root / file.path, merge.dataset).read() for file in merge.files]
-    return conform(pa.concat_tables(tables, promote_options="default"), merge.dataset)
-
-
 def split_by_part(table: pa.Table, merge: Merge) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the part and the rows of each run that has grown out of a shared part, then what goes on sharing it."""
+    """Yield (part, rows) of each run that has outgrown a shared part, then of the runs that remain in it."""
     if not merge.part.startswith(SHARED_PREFIX) or merge.dataset == "samples":
         yield merge.part, table
         return
     counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(table.column("run")).to_pylist()}
-    grown = [run for run, rows in counts.items() if rows >= OWN_PART_ROWS or _moves(run, rows, merge.own_parts)]
+    grown = [
+        run
+        for run, rows in counts.items()
+        if rows >= OWN_PART_ROWS or (rows >= MOVED_ROWS and own_part(run) in merge.own_parts)
+    ]
     for run in grown:
         yield own_part(run), table.filter(pc.equal(table.column("run"), run))
     shared = table.filter(pc.invert(pc.is_in(table.column("run"), pa.array(grown, pa.string())))) if grown else table
@@ -126,12 +128,8 @@ def split_by_part(table: pa.Table, merge: Merge) -> Iterator[tuple[str, pa.Table
         yield merge.part, shared
 
 
-def _moves(run: str, rows: int, own_parts: frozenset[str]) -> bool:
-    return rows >= MOVED_ROWS and own_part(run) in own_parts
-
-
 def open_and_closed(table: pa.Table, now: dt.datetime) -> Iterator[pa.Table]:
-    """Yield the rows up to the step that the slowest live rank has reached, then the rest: ranks will add to that."""
+    """Yield the rows up to the step of the slowest live rank, then the others, to which ranks will add rows."""
     last = pa.table({name: table.column(name) for name in ("rank", "step", "ts")}).group_by("rank")
     reached = last.aggregate([("step", "max"), ("ts", "max")]).to_pylist()
     live = [rank for rank in reached if rank["ts_max"] is not None and rank["ts_max"] >= now - SILENCE]
@@ -145,15 +143,15 @@ def open_and_closed(table: pa.Table, now: dt.datetime) -> Iterator[pa.Table]:
             yield rows
 
 
-_CUT_KEYS: Final = ("run", "attempt", "step")
+_STEP_KEYS: Final = ("run", "attempt", "step")
 
 
 def split_by_step(table: pa.Table, target: int) -> Iterator[pa.Table]:
-    """Yield `table` by run, attempt and step, in pieces that end with a step, of `target` rows where steps allow."""
+    """Yield `table` by run, attempt and step, in tables that end with a step, of about `target` rows."""
     if table.num_rows <= target:
         yield table
         return
-    order = sort_order(table, _CUT_KEYS)
+    order = sort_order(table, _STEP_KEYS)
     ends = _step_ends(table, order)
     start = 0
     while start < table.num_rows:
@@ -164,10 +162,10 @@ def split_by_step(table: pa.Table, target: int) -> Iterator[pa.Table]:
 
 
 def _step_ends(table: pa.Table, order: Indices) -> Indices:
-    """Return the positions in `order` behind which another step, or attempt, begins; the last is the row count."""
-    sorted_steps = table.select(_CUT_KEYS).take(pa.array(order))
+    """Return the positions in `order` after which another step or attempt begins; the last is the row count."""
+    sorted_steps = table.select(_STEP_KEYS).take(pa.array(order))
     changed = np.zeros(table.num_rows - 1, dtype=bool)
-    for name in _CUT_KEYS:
+    for name in _STEP_KEYS:
         column = sorted_steps.column(name).combine_chunks()
         if not pa.types.is_dictionary(column.type):
             column = column.dictionary_encode(null_encoding="encode")

@@ -1,8 +1,8 @@
-"""Which files are worth merging: small ones by part and attempt, in order of step, and those of slow runs once more.
+"""Select the files to merge: small files by part and attempt, in step order, and files of slow runs once more.
 
-A merge costs about half of what it took to store its rows: at full speed each row is merged once at most. Files that
-took more than an hour to fill are merged again, since a question about one tensor takes 1.5 ms for each file, and a
-curve over several files twice as long as over one.
+A merge costs about half of the time that storing its rows took: at full speed, each row is merged at most once. Files
+that took more than an hour to fill are merged again. A query for one tensor takes 1.5 ms per file, and a curve over
+several files twice as long as over one.
 """
 
 from __future__ import annotations
@@ -16,48 +16,49 @@ from typing import Any, Final
 from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_storage.files.parquet import DataFile
 from rankscope_storage.files.partitioning import SHARED_PREFIX, shared_part
-from rankscope_storage.log.snapshot import Snapshot
+from rankscope_storage.log.snapshot import Snapshot, divided
 
 SMALL_ROWS: Final = 750_000
-"""A file below this is worth merging: half of TARGET_ROWS, so that a merge leaves one such file at most."""
+"""A file with fewer rows is worth merging. Half of TARGET_ROWS, so that a merge leaves at most one such file."""
 SMALL_FILES: Final = 50
-"""Merge when a part has more small files than this …"""
+"""Merge if a part has more small files than this …"""
 TINY_FILES: Final = 10
-"""… or more than this, and they hold on average less than TINY_ROWS."""
+"""… or more than this, with fewer than TINY_ROWS rows on average."""
 TINY_ROWS: Final = 100_000
 TARGET_ROWS: Final = 1_500_000
-"""Rows of a merged file, where steps allow it. What is merged once more becomes files of up to MERGE_ROWS."""
+"""Rows of a merged file, as far as step boundaries permit. Files merged again have up to MERGE_ROWS."""
 MERGE_ROWS: Final = 2 * TARGET_ROWS
-"""Rows that one merge holds in memory at most; small files that hold as many are merged, however few they are."""
+"""Largest number of rows in memory per merge. Small files with as many rows are merged, however few they are."""
 ROLLUP_WEIGHT: Final = 4
-"""A row of rollups counts as so many others, for it takes as much memory: it has forty numbers, and few are null."""
+"""Weight of a rollup row. It needs the memory of this many other rows: it has forty numbers, few of them null."""
 PAST_FILES: Final = 3
-"""Small files that the shared parts of past days may have together."""
+"""Largest number of small files in the shared parts of past days together."""
 SLOW: Final = dt.timedelta(hours=1)
-"""Where files take longer to fill, rows come so seldom that each can be written once more."""
+"""If a file took longer to fill, rows arrive so slowly that each can be written once more."""
 LAST_STEP_ROWS: Final = 1_000
-"""Whoever asks for the last step reads its whole file: of steps with more rows, the last file grows no further."""
+"""Rows per step above which the last file does not grow: a query for the last step reads its whole file."""
 SILENCE: Final = dt.timedelta(minutes=10)
-"""A rank that has sent nothing for so long holds up no merge, and a part is merged to its end."""
+"""A rank without rows for this long delays no merge, and a part without rows for this long is merged completely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Files of one part, or of the shared parts of several days, that become one or a few."""
+    """Files of one part, or of the shared parts of several days, that become one file or a few.
+
+    `own_parts` are the separate parts of runs in this dataset. `closed` means that no more rows of these steps are
+    expected. `rows` is the size of each new file, as far as step boundaries permit.
+    """
 
     dataset: str
     part: str
     files: tuple[DataFile, ...]
     own_parts: frozenset[str] = frozenset()
-    """Parts that runs have of their own in this dataset."""
     closed: bool = False
-    """Nobody is expected to add to these steps."""
     rows: int = TARGET_ROWS
-    """Of each file that these become, where steps allow it."""
 
 
 def plan(snapshot: Snapshot, now: dt.datetime | None = None) -> list[Merge]:
-    """Return the merges that are worth while at `snapshot`: by part and attempt, each of neighbours in step order."""
+    """Return the worthwhile merges at `snapshot`: by part and attempt, each of files adjacent in step order."""
     now = dt.datetime.now(dt.UTC) if now is None else now
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     own: dict[str, set[str]] = {}
@@ -100,65 +101,48 @@ def _worth(small: Sequence[dict[str, Any]], most: int) -> bool:
 
 
 def _worth_again(files: Sequence[dict[str, Any]], *, closed: bool) -> Iterator[list[dict[str, Any]]]:
-    """Yield files, each behind the other, that may be merged once more because that will not have to be done again."""
+    """Yield lists of adjacent files that are merged once more because they will not need another merge."""
 
     def may_grow(file: dict[str, Any]) -> bool:
-        if _weight(file) >= TARGET_ROWS or (file is files[-1] and _rows_a_step(file) > LAST_STEP_ROWS):
+        is_slow = file["ts_min"] is not None and file["ts_max"] - file["ts_min"] >= SLOW
+        if not is_slow or _weight(file) >= TARGET_ROWS or (_weight(file) < SMALL_ROWS and not closed):
             return False
-        return _is_slow(file) and (closed or _weight(file) >= SMALL_ROWS)
+        if file is not files[-1] or file["step_min"] is None:
+            return True
+        return bool(file["rows"] / (file["step_max"] - file["step_min"] + 1) <= LAST_STEP_ROWS)
 
-    for may, neighbours in itertools.groupby(files, key=may_grow):
-        if may:
-            yield list(neighbours)
-
-
-def _is_slow(file: dict[str, Any]) -> bool:
-    return file["ts_min"] is not None and file["ts_max"] - file["ts_min"] >= SLOW
-
-
-def _rows_a_step(file: dict[str, Any]) -> float:
-    if file["step_min"] is None:
-        return 0.0
-    return int(file["rows"]) / (int(file["step_max"]) - int(file["step_min"]) + 1)
-
-
-def _weight(file: dict[str, Any]) -> int:
-    """Return how many rows the rows of `file` count as."""
-    return int(file["rows"]) * _row_weight(file["dataset"])
+    return (list(group) for may, group in itertools.groupby(files, key=may_grow) if may)
 
 
 def _row_weight(dataset: str) -> int:
     return ROLLUP_WEIGHT if dataset in ROLLUPS.values() else 1
 
 
+def _weight(file: dict[str, Any]) -> int:
+    """Return the number of rows of `file`, weighted for their memory."""
+    return int(file["rows"]) * _row_weight(file["dataset"])
+
+
 def _attempt(file: dict[str, Any]) -> int:
-    """Return the attempt that all rows of `file` belong to, -1 where there are several or none."""
+    """Return the attempt of all rows of `file`, -1 if there are several or none."""
     low, high = file["attempt_min"], file["attempt_max"]
     return int(low) if low is not None and low == high else -1
 
 
 def _merges(files: Iterable[dict[str, Any]], own_parts: frozenset[str], *, closed: bool, rows: int) -> Iterator[Merge]:
-    group: list[dict[str, Any]] = []
-    for file in files:
-        if group and sum(map(_weight, group)) + _weight(file) > MERGE_ROWS:
-            yield _merge(group, own_parts, closed=closed, rows=rows)
-            group = []
-        group.append(file)
-    if len(group) > 1:
-        yield _merge(group, own_parts, closed=closed, rows=rows)
-
-
-def _merge(files: Sequence[dict[str, Any]], own_parts: frozenset[str], *, closed: bool, rows: int) -> Merge:
-    return Merge(
-        dataset=files[0]["dataset"],
-        part=files[0]["part"],
-        files=tuple(map(DataFile.from_snapshot, files)),
-        own_parts=own_parts,
-        closed=closed,
-        rows=rows // _row_weight(files[0]["dataset"]),
-    )
+    for group in divided(files, _weight, MERGE_ROWS):
+        if len(group) > 1:
+            dataset, part = group[0]["dataset"], group[0]["part"]
+            yield Merge(
+                dataset=dataset,
+                part=part,
+                files=tuple(map(DataFile.from_snapshot, group)),
+                own_parts=own_parts,
+                closed=closed,
+                rows=rows // _row_weight(dataset),
+            )
 
 
 def _step_order(file: dict[str, Any]) -> tuple[str, bool, int, str]:
-    """Sort by day where parts are of days, then by first step; what has no step at all last."""
+    """Return the sort key: day, for parts of days, then first step; files without steps are last."""
     return file["part"], file["step_min"] is None, file["step_min"] or 0, file["path"]

@@ -1,9 +1,8 @@
-"""Compare one data file with its entry in the log. Faults, findings and the report of a check."""
+"""Compare one data file with its entry in the log; the findings and the report of a check."""
 
 from __future__ import annotations
 
 import enum
-import errno
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,15 +16,15 @@ from rankscope_contract import SCHEMA_VERSION
 from rankscope_storage.base.schema import DATASET_KEY, schema_version
 
 
-class Fault(enum.StrEnum):
-    """What is the matter with a file or the log. The first seven are damage, the others are only worth knowing."""
+class FindingKind(enum.StrEnum):
+    """The kind of a finding. `is_damage` separates damage from other information."""
 
     TORN_LOG = "torn log entry"
     MISSING = "missing file"
     UNREADABLE = "unreadable file"
     OUT_OF_REACH = "file out of reach"
-    OTHER_SIZE = "other size than the log says"
-    OTHER_CONTENT = "other content than the log says"
+    OTHER_SIZE = "size differs from the log"
+    OTHER_CONTENT = "content differs from the log"
     DUPLICATES = "rows stored twice"
     EMPTY_ENTRY = "empty log entry"
     ALIKE = "rows alike"
@@ -35,22 +34,28 @@ class Fault(enum.StrEnum):
 
     @property
     def is_damage(self) -> bool:
-        """Whether rows are lost, doubled, or cannot be found by who asks for them."""
-        return self not in (Fault.EMPTY_ENTRY, Fault.ALIKE, Fault.GAP, Fault.UNUSED, Fault.STAGED)
+        """Return whether rows are lost or doubled, or queries cannot find them."""
+        return self not in (
+            FindingKind.EMPTY_ENTRY,
+            FindingKind.ALIKE,
+            FindingKind.GAP,
+            FindingKind.UNUSED,
+            FindingKind.STAGED,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing found: where, and in words what it means."""
+    """One finding: its kind, its path, and an explanation."""
 
-    fault: Fault
+    kind: FindingKind
     path: str
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What was looked at, and what was found. `version` is None where the log cannot be read."""
+    """The extent of a check and its findings. `version` is None if the log is unreadable."""
 
     version: int | None
     files: int = 0
@@ -60,60 +65,56 @@ class CheckReport:
 
     @property
     def is_intact(self) -> bool:
-        """Whether nothing found is damage."""
-        return not any(finding.fault.is_damage for finding in self.findings)
+        """Return whether no finding is damage."""
+        return not any(finding.kind.is_damage for finding in self.findings)
 
 
 _RANGES: Final = ("run", "attempt", "step")
-"""Columns by whose range in the log files are skipped: a wrong one hides rows."""
+"""Columns with ranges in the log that select files: a wrong range hides rows."""
 
 
 def check_file(root: Path, file: Mapping[str, Any], *, deep: bool) -> Finding | None:
-    """Return what is wrong with `file`, a row of a Snapshot's files; with `deep`, every value is decoded."""
-    path = root / file["path"]
+    """Return the defect of `file`, a row of `Snapshot.files`, or None; with `deep`, decode every value."""
+    defect = _defect(root / file["path"], file, deep=deep)
+    return defect and Finding(kind=defect[0], path=file["path"], text=f"{defect[1]}; {describe_rows(file)}")
+
+
+def _defect(path: Path, file: Mapping[str, Any], *, deep: bool) -> tuple[FindingKind, str] | None:
     try:
         size = path.stat().st_size
+        if size != file["size_bytes"]:
+            return FindingKind.OTHER_SIZE, f"has {size} bytes, {file['size_bytes']} in the log"
+        content = pq.ParquetFile(path)
+        for text in _differences(content.metadata, file):
+            return FindingKind.OTHER_CONTENT, text
+        if deep:
+            for group in range(content.metadata.num_row_groups):
+                content.read_row_group(group)
     except FileNotFoundError:
-        return _finding(Fault.MISSING, file, "is not there")
-    except OSError as error:
-        return _out_of_reach(file, error)
-    if size != file["size_bytes"]:
-        return _finding(Fault.OTHER_SIZE, file, f"has {size} bytes, {file['size_bytes']} in the log")
-    try:
-        return _examine_content(pq.ParquetFile(path), file, deep=deep)
-    except FileNotFoundError:
-        return _finding(Fault.MISSING, file, "is not there")
+        return FindingKind.MISSING, "does not exist"
     except (OSError, pa.ArrowException) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # Arrow tells of damage by OSError without a number
-            return _out_of_reach(file, error)
-        return _finding(Fault.UNREADABLE, file, f"cannot be decoded: {str(error).splitlines()[0]}")
-
-
-def _examine_content(content: pq.ParquetFile, file: Mapping[str, Any], *, deep: bool) -> Finding | None:
-    for text in _differences(content.metadata, file):
-        return _finding(Fault.OTHER_CONTENT, file, text)
-    if deep:
-        for group in range(content.metadata.num_row_groups):
-            content.read_row_group(group)
+        if isinstance(error, OSError) and error.errno is not None:  # Arrow reports damage as OSError without a number
+            return FindingKind.OUT_OF_REACH, f"cannot be read now ({os.strerror(error.errno)})"
+        return FindingKind.UNREADABLE, f"cannot be decoded: {str(error).splitlines()[0]}"
     return None
 
 
 def _differences(metadata: pq.FileMetaData, file: Mapping[str, Any]) -> Iterator[str]:
     own = metadata.metadata or {}
     if own.get(DATASET_KEY.encode()) != file["dataset"].encode():
-        yield f"does not say that it holds {file['dataset']}"
+        yield f"does not declare the dataset {file['dataset']}"
     if schema_version(own) > SCHEMA_VERSION:
-        yield f"has schema version {schema_version(own)}, and this Rankscope knows up to {SCHEMA_VERSION}"
+        yield f"has schema version {schema_version(own)}, and this Rankscope supports up to {SCHEMA_VERSION}"
     if metadata.num_rows != file["rows"]:
         yield f"has {metadata.num_rows} rows, {file['rows']} in the log"
     for column in _RANGES:
-        found, said = footer_range(metadata, column), (file[f"{column}_min"], file[f"{column}_max"])
-        if found is not None and said[0] is not None and found != said:
-            yield f"has {column} {found[0]} to {found[1]}, {said[0]} to {said[1]} in the log"
+        found, logged = footer_range(metadata, column), (file[f"{column}_min"], file[f"{column}_max"])
+        if found is not None and logged[0] is not None and found != logged:
+            yield f"has {column} {found[0]} to {found[1]}, {logged[0]} to {logged[1]} in the log"
 
 
 def footer_range(metadata: pq.FileMetaData, column: str) -> tuple[Any, Any] | None:
-    """Return the range of `column` over all row groups of a file; None where its footer does not say."""
+    """Return the range of `column` over all row groups of a file; None if its footer does not contain it."""
     index = metadata.schema.names.index(column) if column in metadata.schema.names else None
     lows, highs = [], []
     for group in range(metadata.num_row_groups if index is not None else 0):
@@ -128,23 +129,15 @@ def footer_range(metadata: pq.FileMetaData, column: str) -> tuple[Any, Any] | No
 
 
 def describe_rows(file: Mapping[str, Any]) -> str:
-    """Return in words which rows `file` holds."""
+    """Return a description of the rows in `file`."""
     run = file["run_min"] if file["run_min"] == file["run_max"] else f"{file['run_min']} to {file['run_max']}"
     steps = "" if file["step_min"] is None else f", steps {file['step_min']} to {file['step_max']}"
     return f"{file['rows']} rows of {file['dataset']}, run {run}{steps}"
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of the file at `path`, 0 where a service beside us has just removed it."""
+    """Return the bytes of the file at `path`, 0 if a running service has just deleted it."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _out_of_reach(file: Mapping[str, Any], error: OSError) -> Finding:
-    return _finding(Fault.OUT_OF_REACH, file, f"cannot be read now ({os.strerror(error.errno or errno.EIO)})")
-
-
-def _finding(fault: Fault, file: Mapping[str, Any], text: str) -> Finding:
-    return Finding(fault=fault, path=file["path"], text=f"{text}; {describe_rows(file)}")

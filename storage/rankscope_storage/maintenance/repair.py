@@ -1,14 +1,13 @@
-"""`repair`: make a damaged store readable again, saying what is lost. What is damaged moves to `_damaged/`.
+"""Repair a damaged store: make it readable again, and report the lost rows. Damaged files are moved to `_damaged/`.
 
-What dead processes left, and no version names, is removed once it is old enough to be nobody's.
-
-Only a store that no service of this machine writes to is touched; the shard locks are held meanwhile.
+Files of dead processes that no version needs are deleted above a certain age. The locks of all shards are held, so that
+no service of this machine writes during a repair.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,25 +16,26 @@ from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import Sync, make_folders
 from rankscope_storage.files.parquet import DataFile
 from rankscope_storage.log.delta import Log
-from rankscope_storage.log.entries import LOG_FOLDER
-from rankscope_storage.log.fsck import entries, torn_checkpoint_files, torn_entries
+from rankscope_storage.log.entries import LOG_FOLDER, entries, torn_checkpoint_files, torn_entries
 from rankscope_storage.log.shard_lock import all_shards
 from rankscope_storage.log.translation import Change
-from rankscope_storage.maintenance.file_check import Fault, Finding, check_file, describe_rows
+from rankscope_storage.maintenance.file_check import Finding, FindingKind, check_file, describe_rows
 from rankscope_storage.maintenance.vacuum import delete_orphan_files, find_orphan_files
 
 DAMAGED: Final = "_damaged"
 
-_GONE: Final = (Fault.MISSING, Fault.UNREADABLE, Fault.OTHER_SIZE)
-"""What no reader can use. A file of other content is readable: a person has to judge it. Of one out of reach a person
-has to say that it will not come back."""
+_LOST: Final = (FindingKind.MISSING, FindingKind.UNREADABLE, FindingKind.OTHER_SIZE, FindingKind.OUT_OF_REACH)
+"""Findings about files that no reader can use.
+
+A file with other content is readable: an operator has to decide. A file that cannot be read now, or a missing
+file of a completely missing dataset, is removed only with `force`: an operator confirms that it is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairReport:
-    """What was done, or with `dry_run` would be; `lost` says in words which rows no longer exist.
+    """The result of a repair, or of a dry run; `lost` describes the rows that no longer exist.
 
-    `swept` counts files that no version names, and `swept_bytes` what they took.
+    `swept` is the number of deleted files that no version needed, and `swept_bytes` their size.
     """
 
     torn_entry: str | None
@@ -46,54 +46,55 @@ class RepairReport:
 
     @property
     def changed(self) -> bool:
-        """Whether there was anything to do."""
+        """Return whether there was anything to repair."""
         return bool(self.torn_entry or self.torn_checkpoint or self.lost or self.swept)
 
 
 def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False, force: bool = False) -> RepairReport:
-    """Move a torn newest log entry or checkpoint away, and take files that cannot be read out of the log.
+    """Move a torn newest log entry or checkpoint away, and remove unreadable files from the log.
 
-    Files that may come back, with a disk or a mount, stay in it, unless with `force`.
-    Raises ClaimError while a service of this machine writes, and StoreError for what no program should decide.
+    Without `force`, files on a disk or mount that may be unavailable only temporarily remain in the log. Raises
+    ShardLockError while a service of this machine writes, and StoreError for damage that an operator must decide on.
     """
     with all_shards(root, "rankscope store repair"):
-        checkpoint = _shorten(root, sync, dry_run=dry_run)
+        checkpoint = _remove_torn_checkpoint(root, sync, dry_run=dry_run)
         torn = _torn_entry(root)
-        if (torn or checkpoint) and dry_run:
-            return RepairReport(torn_entry=torn.name if torn else None, torn_checkpoint=checkpoint, lost=())
-        if torn is not None:
-            _set_aside(root, torn, sync)
-        try:
-            lost = _drop(root, sync, dry_run=dry_run, deep=deep, force=force)
-        except StoreError as error:
-            moved = " and ".join(name for name in (torn and torn.name, checkpoint) if name)
-            if not moved:
-                raise
-            raise StoreError(f"{moved} moved to {DAMAGED}/. {error}") from error
-        if torn or checkpoint or lost:
-            # Not in the same breath: a person may want to look at what just fell out of the log.
-            return RepairReport(torn_entry=torn.name if torn else None, torn_checkpoint=checkpoint, lost=lost)
-        return _sweep(root, sync, dry_run=dry_run)
+        entry = torn.name if torn else None
+        lost: tuple[str, ...] = ()
+        if not ((torn or checkpoint) and dry_run):
+            if torn is not None:
+                _move_to_damaged(root, torn, sync)
+            try:
+                lost = _remove_lost_files(root, sync, dry_run=dry_run, deep=deep, force=force)
+            except StoreError as error:
+                moved = " and ".join(name for name in (entry, checkpoint) if name)
+                if not moved:
+                    raise
+                raise StoreError(f"{moved} moved to {DAMAGED}/. {error}") from error
+        if entry or checkpoint or lost:
+            # Orphans are deleted by the next call: an operator may want to examine files just removed from the log.
+            return RepairReport(torn_entry=entry, torn_checkpoint=checkpoint, lost=lost)
+        return _delete_orphans(root, sync, dry_run=dry_run)
 
 
-def _sweep(root: Path, sync: Sync, *, dry_run: bool) -> RepairReport:
-    leavings = find_orphan_files(Log.open(root, sync))
+def _delete_orphans(root: Path, sync: Sync, *, dry_run: bool) -> RepairReport:
+    orphans = find_orphan_files(Log.open(root, sync))
     if not dry_run:
         try:
-            delete_orphan_files(leavings)
+            delete_orphan_files(orphans)
         except OSError as error:
-            raise StoreError(f"cannot tidy up {root}: {error.strerror or error}") from error
-    count = len(leavings.data_files) + len(leavings.staged_files)
-    return RepairReport(torn_entry=None, lost=(), swept=count, swept_bytes=leavings.size_bytes)
+            raise StoreError(f"cannot delete unused files of {root}: {error.strerror or error}") from error
+    count = len(orphans.data_files) + len(orphans.staged_files)
+    return RepairReport(torn_entry=None, lost=(), swept=count, swept_bytes=orphans.size_bytes)
 
 
-def _shorten(root: Path, sync: Sync, *, dry_run: bool) -> str | None:
-    """Move a torn newest checkpoint away: the entries that it stood for go only when it has reached the disk."""
+def _remove_torn_checkpoint(root: Path, sync: Sync, *, dry_run: bool) -> str | None:
+    """Move a torn newest checkpoint away: its entries are deleted only after a checkpoint is durable."""
     torn = torn_checkpoint_files(root)
     if not dry_run:
         for path in reversed(torn):
             with contextlib.suppress(FileNotFoundError):
-                _set_aside(root, path, sync)
+                _move_to_damaged(root, path, sync)
     return torn[0].name if torn else None
 
 
@@ -104,57 +105,53 @@ def _torn_entry(root: Path) -> Path | None:
     if torn != entries(root)[-1:]:
         names = ", ".join(path.name for path in torn)
         raise StoreError(
-            f"{names} in {root / LOG_FOLDER} cannot be read, and entries that build on it exist: restore it from a "
-            "backup, or copy what `duckdb` reads from the Parquet files into a new store"
+            f"{names} in {root / LOG_FOLDER} cannot be read, and later entries exist: restore it from a "
+            "backup, or copy the rows that `duckdb` reads from the Parquet files into a new store"
         )
     return torn[0]
 
 
-def _drop(root: Path, sync: Sync, *, dry_run: bool, deep: bool, force: bool) -> tuple[str, ...]:
+def _remove_lost_files(root: Path, sync: Sync, *, dry_run: bool, deep: bool, force: bool) -> tuple[str, ...]:
     log = Log.open(root, sync)
-    gone: list[tuple[Mapping[str, Any], Finding]] = []
+    lost: list[tuple[Mapping[str, Any], Finding]] = []
 
     def build() -> Change | None:
-        examined = list(_examined(log, deep=deep))
-        if not force:
-            _refuse_what_may_come_back(root, examined)
-        faults = {*_GONE, Fault.OUT_OF_REACH}
-        gone[:] = [(file, finding) for file, finding in examined if finding.fault in faults]
-        if dry_run or not gone:
+        lost.clear()
+        for file in log.snapshot().files.to_pylist():
+            finding = check_file(log.root, file, deep=deep)
+            if finding is not None and finding.kind in _LOST:
+                if not force:
+                    _refuse_if_unavailable(root, file, finding)
+                lost.append((file, finding))
+        if dry_run or not lost:
             return None
-        info = {"rankscopeRepair": "; ".join(finding.text for _, finding in gone)[:10_000]}
-        return Change(removed=[DataFile.from_snapshot(file) for file, _ in gone], info=info)
+        info = {"rankscopeRepair": "; ".join(finding.text for _, finding in lost)[:10_000]}
+        return Change(removed=[DataFile.from_snapshot(file) for file, _ in lost], info=info)
 
     if log.replace_files(build) is not None:
-        for file, _ in gone:
+        for file, _ in lost:
             with contextlib.suppress(FileNotFoundError, *([OSError] if force else [])):
-                _set_aside(root, root / file["path"], sync)
-    return tuple(f"{file['path']}: {describe_rows(file)}" for file, _ in gone)
+                _move_to_damaged(root, root / file["path"], sync)
+    return tuple(f"{file['path']}: {describe_rows(file)}" for file, _ in lost)
 
 
-def _refuse_what_may_come_back(root: Path, examined: Sequence[tuple[Mapping[str, Any], Finding]]) -> None:
-    for file, finding in examined:
-        folder = root / f"dataset={file['dataset']}"
-        away = None
-        if finding.fault == Fault.OUT_OF_REACH:
-            away = f"{file['path']} {finding.text}"
-        elif finding.fault == Fault.MISSING and not any(folder.glob("part=*/*.parquet")):  # a mount point stays
-            away = f"no file of {file['dataset']} is left in {folder}"
-        if away:
-            raise StoreError(
-                f"{away}. A disk or a mount may be away: no file was given up. Bring it back, or give up for ever "
-                "what lies there: `rankscope store repair --force`"
-            )
+def _refuse_if_unavailable(root: Path, file: Mapping[str, Any], finding: Finding) -> None:
+    folder = root / f"dataset={file['dataset']}"
+    if finding.kind == FindingKind.OUT_OF_REACH:
+        reason = f"{file['path']} {finding.text}"
+    elif finding.kind == FindingKind.MISSING and not any(
+        folder.glob("part=*/*.parquet")
+    ):  # an unmounted folder is empty
+        reason = f"no file of {file['dataset']} is left in {folder}"
+    else:
+        return
+    raise StoreError(
+        f"{reason}. A disk or a mount may be unavailable: no file was removed. Mount it again, or remove its files "
+        "permanently: `rankscope store repair --force`"
+    )
 
 
-def _examined(log: Log, *, deep: bool) -> Iterator[tuple[Mapping[str, Any], Finding]]:
-    for file in log.snapshot().files.to_pylist():
-        finding = check_file(log.root, file, deep=deep)
-        if finding is not None:
-            yield file, finding
-
-
-def _set_aside(root: Path, path: Path, sync: Sync) -> None:
+def _move_to_damaged(root: Path, path: Path, sync: Sync) -> None:
     folder = root / DAMAGED
     make_folders(folder, root, sync)
     path.rename(folder / path.name)

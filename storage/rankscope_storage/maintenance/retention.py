@@ -1,7 +1,7 @@
-"""`retain`: raw rows of so many days, rollups of so many more, then nothing. Events and what describes runs stay.
+"""Retention: raw rows for some days, rollups for some more, then nothing. Events and dimensions are kept.
 
-Each piece of work ends in one commit under the mutex of compaction: files of raw rows go and files of rollups come, or
-nothing happens. Who dies before it has changed nothing, and who is asked again goes on with what is left.
+Each job ends in one commit under the mutex of rewrites: files of raw rows are removed and files of rollups added, or
+nothing changes. A process killed before the commit has changed nothing, and the next call continues with the remaining.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rankscope_storage.base.fsync import Sync
 from rankscope_storage.files.parquet import DataFile, discard
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.translation import Change
-from rankscope_storage.maintenance.retention_plan import File, RetentionAction, RetentionJob, plan
+from rankscope_storage.maintenance.retention_plan import RetentionAction, RetentionJob, plan
 from rankscope_storage.maintenance.retention_policy import RAW, Retention
 from rankscope_storage.maintenance.rollup_writer import cut, roll_up
 
@@ -30,11 +30,11 @@ _RETRIES: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionReport:
-    """What went and what came for it, or with `dry_run` would go: `groups` has a row per dataset, part and fate.
+    """The result of a retention run, or of a dry run; `groups` has a row per dataset, part and action.
 
-    What stays of files that were cut went in no sense; a dry run does not look into them, and counts them whole.
-    `left` counts works that were not begun, `refused` those whose files somebody else replaced meanwhile; `failed` says
-    why others could not be done, such as a file that cannot be read.
+    Rows that remain of divided files do not count as removed; a dry run does not read these files and counts them
+    completely. `left` counts jobs that were not started, `refused` those with files that another process replaced;
+    `failed` has the reasons of the others that failed, such as an unreadable file.
     """
 
     files: int = 0
@@ -58,84 +58,80 @@ def retain(
     works: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> RetentionReport:
-    """Roll up and let go what is too old at `now` in the store at `root`; the disk is free after maintenance.
+    """Roll up and remove rows that are too old at `now` from the store at `root`; vacuum frees their disk space later.
 
-    At most `works` commits are made, and `progress` is told how many of how many are. Raises ConflictError when
-    compactions never let it through.
+    Makes at most `works` commits; `progress` is called with the number of finished jobs and of all jobs. Raises
+    ConflictError if compactions repeatedly prevent a commit.
     """
     log = Log.open(root, sync)
     planned = plan(log.snapshot(), retention.limits(now))
     if dry_run:
         return _report(planned)
-    if any(work.action in {RetentionAction.ROLLED, RetentionAction.CUT} for work in planned):
-        _widen(log)
+    if any(job.action in {RetentionAction.ROLLED, RetentionAction.CUT} for job in planned):
+        _add_rollup_columns(log)
     done: list[RetentionJob] = []
     rollups: list[DataFile] = []
-    rest: list[DataFile] = []
+    remaining: list[DataFile] = []
     refused, failed, begun = 0, [], 0
-    for begun, work in enumerate(planned, 1):
+    for begun, job in enumerate(planned, 1):
         try:
-            files = _apply_job(log, work, sync)
+            files = _apply_job(log, job, sync)
         except _ReplacedError:
             refused += 1
         except ConflictError:
             raise
-        except StoreError as error:  # a file that cannot be read must not keep all others for ever
+        except StoreError as error:  # an unreadable file must not block the retention of others
             failed.append(str(error))
         else:
             if files is not None:
-                done.append(work)
-                rest += [file for file in files if file.dataset == work.files[0]["dataset"]]
-                rollups += [file for file in files if file.dataset != work.files[0]["dataset"]]
+                done.append(job)
+                remaining += [file for file in files if file.dataset == job.files[0]["dataset"]]
+                rollups += [file for file in files if file.dataset != job.files[0]["dataset"]]
         if progress is not None:
             progress(begun, len(planned))
         if len(done) == works:
             break
-    return _report(done, rollups, rest, left=len(planned) - begun, refused=refused, failed=tuple(failed))
+    return _report(done, rollups, remaining, left=len(planned) - begun, refused=refused, failed=tuple(failed))
 
 
 class _ReplacedError(ConflictError):
-    """Files of a work are no longer in the store as they were: plan anew."""
+    """Another process has replaced files of a job: plan again."""
 
 
-def _apply_job(log: Log, work: RetentionJob, sync: Sync) -> list[DataFile] | None:
-    """Replace the files of `work`, and return those that came; None when nothing in them is due after all."""
-    if not log.snapshot().contains(_paths(work.files)):
-        raise _ReplacedError("another process has replaced the files")
+def _apply_job(log: Log, job: RetentionJob, sync: Sync) -> list[DataFile] | None:
+    """Replace the files of `job`, and return the new ones; None if no bucket in them is too old."""
+
+    def check_unchanged() -> None:
+        if not log.snapshot().contains([file["path"] for file in job.files]):
+            raise _ReplacedError("another process has replaced the files")
+
+    def build() -> Change:
+        check_unchanged()  # the rollups are still correct if the files exist, because files never change
+        return Change(
+            added=added,
+            removed=[DataFile.from_snapshot(file) for file in job.files],
+            info={"rankscopeRetention": f"rows before {job.before.isoformat()} became {job.action}"},
+            rewrites=True,  # although rows change: otherwise delta-rs would refuse all concurrent appends
+        )
+
+    check_unchanged()
     added: list[DataFile] = []
-    if work.action is RetentionAction.ROLLED:
-        added = roll_up(log.root, work.files, sync)
-    elif work.action in {RetentionAction.CUT, RetentionAction.TRIMMED}:
-        added = cut(log.root, work.files[0], work.before, sync)
+    if job.action is RetentionAction.ROLLED:
+        added = roll_up(log.root, job.files, sync)
+    elif job.action in {RetentionAction.CUT, RetentionAction.TRIMMED}:
+        added = cut(log.root, job.files[0], job.before, sync)
         if not added:
             return None
     try:
-        _replace(log, work, added)
-    except ConflictError:  # after any other error it may have been stored all the same
+        log.replace_files(build, tries=_RETRIES, reuse_files=True)
+    except ConflictError:  # after any other error, the commit may have been stored
         discard(log.root, added)
         raise
     return added
 
 
-def _replace(log: Log, work: RetentionJob, added: Sequence[DataFile]) -> None:
-    """Commit. However long reading took, it still holds where the files are still there: files never change."""
-
-    def build() -> Change:
-        if not log.snapshot().contains(_paths(work.files)):
-            raise _ReplacedError("another process has replaced the files")
-        return Change(
-            added=added,
-            removed=[DataFile.from_snapshot(file) for file in work.files],
-            info={"rankscopeRetention": f"rows before {work.before.isoformat()} became {work.action}"},
-            rewrites=True,  # though rows do change: delta-rs would refuse every append that is on its way
-        )
-
-    log.replace_files(build, tries=_RETRIES, reuse_files=True)
-
-
-def _widen(log: Log) -> None:
-    """Give the table the columns of rollups, if it was made before there were any."""
-    for _ in range(_RETRIES):
+def _add_rollup_columns(log: Log) -> None:
+    for _ in range(_RETRIES):  # only a table of an older release lacks them
         try:
             log.add_missing_columns()
         except ConflictError:
@@ -145,39 +141,35 @@ def _widen(log: Log) -> None:
 
 
 def _report(
-    works: Sequence[RetentionJob],
+    jobs: Sequence[RetentionJob],
     rollups: Sequence[DataFile] = (),
-    rest: Sequence[DataFile] = (),
+    remaining: Sequence[DataFile] = (),
     *,
     left: int = 0,
     refused: int = 0,
     failed: tuple[str, ...] = (),
 ) -> RetentionReport:
-    files = [file for work in works for file in work.files]
+    files = [file for job in jobs for file in job.files]
     return RetentionReport(
         files=len(files),
-        rows=sum(file["rows"] for file in files) - sum(file.rows for file in rest),
-        size_bytes=sum(file["size_bytes"] for file in files) - sum(file.size_bytes for file in rest),
+        rows=sum(file["rows"] for file in files) - sum(file.rows for file in remaining),
+        size_bytes=sum(file["size_bytes"] for file in files) - sum(file.size_bytes for file in remaining),
         added_rows=sum(file.rows for file in rollups),
         added_bytes=sum(file.size_bytes for file in rollups),
         left=left,
         refused=refused,
         failed=failed,
-        groups=_groups(works),
+        groups=_groups(jobs),
     )
 
 
-def _groups(works: Sequence[RetentionJob]) -> pa.Table:
+def _groups(jobs: Sequence[RetentionJob]) -> pa.Table:
     keys = {"dataset": pa.string(), "part": pa.string(), "becomes": pa.string()}
     schema = pa.schema({**keys, "rows": pa.int64(), "size_bytes": pa.int64()}.items())
-    told = [{**file, "becomes": work.action} for work in works for file in work.files]
-    rows = pa.Table.from_pylist([{name: file[name] for name in schema.names} for file in told], schema=schema)
+    files = [{**file, "becomes": job.action} for job in jobs for file in job.files]
+    rows = pa.Table.from_pylist([{name: file[name] for name in schema.names} for file in files], schema=schema)
     sums = [("rows", "count"), ("rows", "sum"), ("size_bytes", "sum")]
     grouped = rows.group_by(list(keys)).aggregate(sums).sort_by("size_bytes_sum")
     return grouped.select([*keys, "rows_count", "rows_sum", "size_bytes_sum"]).rename_columns(
         [*keys, "files", "rows", "bytes"]
     )
-
-
-def _paths(files: Sequence[File]) -> list[str]:
-    return [file["path"] for file in files]

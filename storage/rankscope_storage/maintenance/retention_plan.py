@@ -1,7 +1,7 @@
-"""Which files are too old to stay as they are, and what becomes of each. Pure: from the log's statistics alone.
+"""Select files that are too old, and the action for each. Pure: uses only the statistics of the log.
 
-What is rolled up waits until the buckets it ends in are complete, so that a bucket seldom has several rollup rows; a
-file that reaches over the limit is cut once there is enough in it that is too old. Neither lasts longer than `slack`.
+A file waits for its rollup until its last bucket is complete, so that buckets seldom have several rollup rows. A file
+with old and newer rows is divided once enough of its rows are too old. Both wait at most for `slack`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_contract.model.rollups import BUCKET_STEPS, ROLLUPS
-from rankscope_storage.log.snapshot import Snapshot
+from rankscope_storage.log.snapshot import LOG_TIME_STEP, Snapshot, divided
 from rankscope_storage.maintenance.retention_policy import Limit
 
 WORK_ROWS: Final = 50_000_000
-"""Rows that one commit rolls up at most: half a minute, which a service that is stopped may have to wait."""
+"""Largest number of rows that one commit rolls up: half a minute, for which a stopping service may have to wait."""
 
 _BY_DAY: Final = frozenset({"samples"})
-"""No file of these holds rows of two days."""
+"""Datasets without rows of two days in one file."""
 
-_LOG_CUTS: Final = dt.timedelta(milliseconds=1)  # times in the log are cut to the millisecond
 
 File = Mapping[str, Any]
-"""A row of the files of a Snapshot."""
+"""A row of `Snapshot.files`."""
 
 
 class RetentionAction(enum.StrEnum):
-    """What becomes of a file."""
+    """The new content of a file."""
 
     GONE = "nothing"
     ROLLED = "rollups"
@@ -39,7 +38,7 @@ class RetentionAction(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionJob:
-    """Files that are replaced in one commit."""
+    """Files that one commit replaces."""
 
     action: RetentionAction
     files: tuple[File, ...]
@@ -47,75 +46,60 @@ class RetentionJob:
 
 
 def plan(snapshot: Snapshot, limits: Mapping[str, Limit]) -> list[RetentionJob]:
-    """Return what is to be done at `snapshot`, by the limits of datasets; a dataset without one stays for ever."""
+    """Return the jobs at `snapshot`, by the limits of datasets; datasets without a limit are kept forever."""
     by_dataset: dict[str, list[File]] = {dataset: [] for dataset in limits}
     for file in snapshot.files.to_pylist():
         if file["dataset"] in by_dataset:
             by_dataset[file["dataset"]].append(file)
-    going = [file for name, files in by_dataset.items() if name not in ROLLUPS for file in _old(files, limits[name])]
-    works = (
-        [
-            RetentionJob(
-                action=RetentionAction.GONE, files=tuple(going), before=max(one.before for one in limits.values())
-            )
-        ]
-        if going
-        else []
-    )
+    too_old = [
+        file
+        for name, files in by_dataset.items()
+        if name not in ROLLUPS
+        for file in files
+        if _is_old(file, limits[name])
+    ]
+    jobs = []
+    if too_old:
+        newest = max(limit.before for limit in limits.values())
+        jobs.append(RetentionJob(action=RetentionAction.GONE, files=tuple(too_old), before=newest))
     for name in sorted(by_dataset.keys() - ROLLUPS.keys() - _BY_DAY):
-        works += _in_part(RetentionAction.TRIMMED, by_dataset[name], limits[name])
+        jobs += _in_part(RetentionAction.TRIMMED, by_dataset[name], limits[name])
     for dataset in ROLLUPS:
-        for group in _groups(by_dataset.get(dataset, ())):
-            works += _rolling(group, limits[dataset])
-    return works
+        groups: dict[tuple[Any, ...], list[File]] = {}
+        for file in by_dataset.get(dataset, ()):
+            groups.setdefault((file["part"], file["attempt_min"], file["attempt_max"]), []).append(file)
+        for group in groups.values():
+            jobs += _rolling(group, limits[dataset])
+    return jobs
 
 
 def _rolling(group: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
-    """Yield the works on one part and attempt of a dataset."""
-    old = _old(group, limit)
-    young = [file for file in group if not _is_old(file, limit)]
-    goes_on = min((one["step_min"] // BUCKET_STEPS for one in young if one["step_min"] is not None), default=None)
-    ready: list[File] = []
-    rows = 0
-    for file in sorted((one for one in old if not _waits(one, goes_on, limit)), key=_step_order):
-        if ready and rows + file["rows"] > WORK_ROWS:
-            yield RetentionJob(action=RetentionAction.ROLLED, files=tuple(ready), before=limit.before)
-            ready, rows = [], 0
-        ready.append(file)
-        rows += file["rows"]
-    if ready:
-        yield RetentionJob(action=RetentionAction.ROLLED, files=tuple(ready), before=limit.before)
+    """Yield the jobs for one part and attempt of a dataset with rollups."""
+    first_steps = (file["step_min"] for file in group if not _is_old(file, limit) and file["step_min"] is not None)
+    next_bucket = min((step // BUCKET_STEPS for step in first_steps), default=None)
+    ready = [file for file in group if _is_old(file, limit) and not _waits(file, next_bucket, limit)]
+    for files in divided(sorted(ready, key=_step_order), lambda file: int(file["rows"]), WORK_ROWS):
+        yield RetentionJob(action=RetentionAction.ROLLED, files=tuple(files), before=limit.before)
     yield from _in_part(RetentionAction.CUT, group, limit)
 
 
-def _in_part(fate: RetentionAction, files: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
-    """Yield the works on files that reach over the limit; compaction makes one file of many days where rows are few."""
+def _in_part(action: RetentionAction, files: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
+    """Yield the jobs for files with old and newer rows: compaction merges many days into one file if rows are few."""
     for file in files:
         if not _is_old(file, limit) and file["ts_min"] is not None and file["ts_min"] < limit.before - limit.slack:
-            yield RetentionJob(action=fate, files=(file,), before=limit.before)
-
-
-def _old(files: Sequence[File], limit: Limit) -> list[File]:
-    return [file for file in files if _is_old(file, limit)]
+            yield RetentionJob(action=action, files=(file,), before=limit.before)
 
 
 def _is_old(file: File, limit: Limit) -> bool:
-    """Whether nothing in `file` is young enough; one whose times the log does not know stays."""
-    return file["ts_max"] is not None and bool(file["ts_max"] < limit.before - _LOG_CUTS)
+    """Return whether all of `file` is too old; False if the log does not contain its times."""
+    return file["ts_max"] is not None and bool(file["ts_max"] < limit.before - LOG_TIME_STEP)
 
 
-def _waits(file: File, goes_on: int | None, limit: Limit) -> bool:
-    """Whether the last bucket of `file` is one that may go on in files that stay, the first of which is `goes_on`."""
-    if goes_on is None or file["step_max"] is None or file["ts_max"] < limit.before - limit.slack:
+def _waits(file: File, next_bucket: int | None, limit: Limit) -> bool:
+    """Return whether the last bucket of `file` may continue in newer files, which begin at bucket `next_bucket`."""
+    if next_bucket is None or file["step_max"] is None or file["ts_max"] < limit.before - limit.slack:
         return False
-    return bool(file["step_max"] // BUCKET_STEPS >= goes_on)
-
-
-def _groups(files: Sequence[File]) -> list[list[File]]:
-    groups: dict[tuple[Any, ...], list[File]] = {}
-    for file in files:
-        groups.setdefault((file["part"], file["attempt_min"], file["attempt_max"]), []).append(file)
-    return list(groups.values())
+    return bool(file["step_max"] // BUCKET_STEPS >= next_bucket)
 
 
 def _step_order(file: File) -> tuple[bool, int, str]:

@@ -1,4 +1,4 @@
-"""`stats`: what a store holds and what it costs, from its log alone."""
+"""Statistics of a store: contents and sizes, from its log only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_storage.files.encoding import coarsest
 from rankscope_storage.log.delta import Log
-from rankscope_storage.log.fsck import entries, log_files
+from rankscope_storage.log.entries import LOG_FOLDER, entries
 from rankscope_storage.maintenance.file_check import size_of
 from rankscope_storage.maintenance.retention_policy import RAW
 
@@ -24,18 +24,27 @@ SAMPLES_PER_ROW: Final = {
     "tensor_rollups": 3 * len(VALUE_OPS) + _COUNTS,
     "scalar_rollups": 3,
 }
-"""Numbers that a row measures; the number of elements is none. Other datasets measure one."""
+"""Measured numbers per row, without the number of elements. Rows of other datasets have one."""
 
 TIERS: Final = {
     **dict.fromkeys((*RAW, "scalars", "samples"), "raw"),
     **dict.fromkeys(ROLLUPS.values(), "rollups"),
 }
-"""Tier of a dataset as retention sees it; what never goes is of none of them."""
+"""Tier of a dataset in retention. Datasets that are kept forever have none."""
+
+_TIME: Final = pa.timestamp("us", tz="UTC")
+_FIGURES: Final = {
+    **dict.fromkeys(("files", "rows", "bytes"), pa.int64()),
+    **dict.fromkeys(("bytes_per_row", "bytes_per_sample"), pa.float64()),
+    "mantissa_bits": pa.int64(),
+    "oldest": _TIME,
+    "newest": _TIME,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """The whole store, and `groups`: a row per dataset, part, run or tier."""
+    """Statistics of the whole store; `groups` has a row per dataset, part, run or tier."""
 
     version: int
     files: int
@@ -50,7 +59,7 @@ class StoreStats:
 
 
 def store_stats(log: Log, *, by: str) -> StoreStats:
-    """Return the figures of the newest version, grouped by `by`: dataset, part, run or tier."""
+    """Return the statistics of the newest version, grouped by `by`: dataset, part, run or tier."""
     snapshot = log.snapshot()
     files = snapshot.files.to_pylist()
     on_disk = sum(size_of(path) for path in log.root.glob("dataset=*/part=*/*.parquet"))
@@ -61,7 +70,7 @@ def store_stats(log: Log, *, by: str) -> StoreStats:
         rows=sum(file["rows"] for file in files),
         size_bytes=size,
         log_entries=len(entries(log.root)),
-        log_bytes=sum(map(size_of, log_files(log.root))),
+        log_bytes=sum(map(size_of, (log.root / LOG_FOLDER).iterdir())),
         unused_bytes=max(0, on_disk - size),
         oldest=pc.min(snapshot.files["ts_min"]).as_py(),
         newest=pc.max(snapshot.files["ts_max"]).as_py(),
@@ -74,7 +83,8 @@ def _grouped(files: list[dict[str, Any]], by: str) -> pa.Table:
     for file in files:
         groups.setdefault(_group(file, by), []).append(file)
     rows = [{by: name, **_figures(members)} for name, members in groups.items()]
-    return pa.Table.from_pylist(sorted(rows, key=lambda row: -row["bytes"]), schema=_schema(by))
+    schema = pa.schema({by: pa.string(), **_FIGURES}.items())
+    return pa.Table.from_pylist(sorted(rows, key=lambda row: -row["bytes"]), schema=schema)
 
 
 def _figures(files: list[dict[str, Any]]) -> dict[str, Any]:
@@ -92,20 +102,10 @@ def _figures(files: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _schema(by: str) -> pa.Schema:
-    moment = pa.timestamp("us", tz="UTC")
-    numbers = {"files": pa.int64(), "rows": pa.int64(), "bytes": pa.int64()}
-    ratios = {"bytes_per_row": pa.float64(), "bytes_per_sample": pa.float64(), "mantissa_bits": pa.int64()}
-    return pa.schema({by: pa.string(), **numbers, **ratios, "oldest": moment, "newest": moment}.items())
-
-
 def _group(file: Mapping[str, Any], by: str) -> str:
     if by == "tier":
         return TIERS.get(file["dataset"], "kept for ever")
-    return _run(file) if by == "run" else str(file[by])
-
-
-def _run(file: Mapping[str, Any]) -> str:
-    if file["run_min"] is not None and file["run_min"] == file["run_max"]:
-        return str(file["run_min"])
-    return "(several)"
+    if by != "run":
+        return str(file[by])
+    has_one_run = file["run_min"] is not None and file["run_min"] == file["run_max"]
+    return str(file["run_min"]) if has_one_run else "(several)"

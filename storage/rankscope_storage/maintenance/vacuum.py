@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import stat
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,18 +18,19 @@ from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.files.parquet import STAGING
 from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
-from rankscope_storage.log.fsck import staged_entries
+from rankscope_storage.log.entries import staged_entries
+from rankscope_storage.maintenance.file_check import size_of
 from rankscope_storage.query.sql_script import write_sql_script
 
 _log = logging.getLogger(__name__)
 
 STAGED_SECONDS: Final = 3600.0
-"""What stays longer under `_staging/`, or unnamed beside the log, was left by a process that died."""
+"""Age above which files below `_staging/` and temporary files of the log are from a dead process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanFiles:
-    """What nobody needs: data files that no version names, and unfinished ones."""
+    """Files that no process needs: data files that no version contains, and unfinished files."""
 
     data_files: tuple[Path, ...]
     staged_files: tuple[Path, ...]
@@ -37,49 +38,42 @@ class OrphanFiles:
 
 
 def find_orphan_files(log: Log) -> OrphanFiles:
-    """Return what is left behind in the store of `log`, and old enough."""
+    """Return the files in the store of `log` that no process needs, above their ages."""
     unused = tuple(log.unused_files(REMOVED_FILES_HOURS))
-    beside = (*(log.root / STAGING).glob("*"), *staged_entries(log.root))
-    staged = tuple(path for path in beside if _age_seconds(path) > STAGED_SECONDS)
-    return OrphanFiles(data_files=unused, staged_files=staged, size_bytes=sum(map(_size, (*unused, *staged))))
+    unfinished = {path: _age_and_size(path) for path in (*(log.root / STAGING).glob("*"), *staged_entries(log.root))}
+    staged = {path: size for path, (age, size) in unfinished.items() if age > STAGED_SECONDS}
+    size_bytes = sum(map(size_of, unused)) + sum(staged.values())
+    return OrphanFiles(data_files=unused, staged_files=tuple(staged), size_bytes=size_bytes)
 
 
-def delete_orphan_files(leavings: OrphanFiles) -> None:
-    """Remove them. Raises OSError."""
-    for path in (*leavings.data_files, *leavings.staged_files):
+def delete_orphan_files(orphans: OrphanFiles) -> None:
+    """Delete these files. Raises OSError."""
+    for path in (*orphans.data_files, *orphans.staged_files):
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-        _log.info("removed unused file", extra={"path": str(path)})
+        _log.info("deleted unused file", extra={"path": str(path)})
 
 
-def _age_seconds(path: Path) -> float:
-    """Return how long nobody has touched `path`; of a folder, anything in it."""
-    return time.time() - max((_modified(one) for one in (path, *_within(path))), default=time.time())
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # another process has just renamed it into place
-        return time.time()
-
-
-def _size(path: Path) -> int:
-    try:
-        return sum(one.stat().st_size for one in (path, *_within(path)) if one.is_file())
-    except FileNotFoundError:
-        return 0
-
-
-def _within(path: Path) -> Iterable[Path]:
-    return path.rglob("*") if path.is_dir() else ()
+def _age_and_size(path: Path) -> tuple[float, int]:
+    """Return seconds since the last modification of `path`, or of any file in this folder, and its bytes."""
+    now = time.time()
+    newest, size = 0.0, 0
+    for entry in (path, *path.rglob("*")):
+        try:
+            status = entry.stat()
+        except FileNotFoundError:  # another process has just renamed it
+            newest = now
+        else:
+            newest = max(newest, status.st_mtime)
+            size += 0 if stat.S_ISDIR(status.st_mode) else status.st_size
+    return now - newest, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaintenanceReport:
-    """What was removed, and the version of the checkpoint."""
+    """The number of deleted files, and the version of the checkpoint."""
 
     version: int
     data_files: int
@@ -88,24 +82,24 @@ class MaintenanceReport:
 
 
 def maintain(root: Path, sync: Sync) -> MaintenanceReport:
-    """Remove unused files of the store at `root`, then checkpoint and clean up its log.
+    """Delete unused files of the store at `root`, then write a checkpoint and clean up its log.
 
-    Files that compaction replaced, or that a dead process never committed, go after REMOVED_FILES_HOURS.
+    Files that were replaced, or that a dead process never committed, are deleted after REMOVED_FILES_HOURS.
     """
     started = time.monotonic()
     log = Log.open(root, sync)
     try:
-        # First, because a full disk has no room for a checkpoint.
-        leavings = find_orphan_files(log)
-        delete_orphan_files(leavings)
+        # First, because a checkpoint needs space on the disk.
+        orphans = find_orphan_files(log)
+        delete_orphan_files(orphans)
         log.checkpoint()
         log.clean_up()
         write_sql_script(root)
     except OSError as error:
-        raise StoreError(f"cannot tidy up {root}: {error.strerror or error}") from error
+        raise StoreError(f"cannot maintain {root}: {error.strerror or error}") from error
     return MaintenanceReport(
         version=log.version,
-        data_files=len(leavings.data_files),
-        staged_files=len(leavings.staged_files),
+        data_files=len(orphans.data_files),
+        staged_files=len(orphans.staged_files),
         seconds=time.monotonic() - started,
     )

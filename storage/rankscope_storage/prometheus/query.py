@@ -14,7 +14,7 @@ from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus import names
 from rankscope_storage.prometheus.matchers import NAME, Matcher, MatchType, fits
-from rankscope_storage.sql.rollups import combined, in_raw_columns
+from rankscope_storage.sql.rollups import combined_query, raw_columns
 
 _LATEST_MS: Final = 253_402_300_799_000
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
@@ -127,5 +127,5 @@ def both_tiers(
     beyond = ROLLUPS.get(dataset)
     if beyond is None or not connection.files(beyond, run=run):
         return raw
-    rows = combined(dataset, connection.relation(beyond, run=run, times=times))
-    return f"(SELECT * FROM {raw} UNION ALL BY NAME SELECT {in_raw_columns(dataset)} FROM ({rows}))"
+    rows = combined_query(dataset, connection.relation(beyond, run=run, times=times))
+    return f"(SELECT * FROM {raw} UNION ALL BY NAME SELECT {raw_columns(dataset)} FROM ({rows}))"

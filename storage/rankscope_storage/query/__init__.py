@@ -1,1 +1,1 @@
-"""Analysis of statements: the views and files that one needs, and facts about files. No open DuckDB instance."""
+"""Analyse statements: the views, files and rows that one needs, and facts about files. Opens no DuckDB instance."""

@@ -1,38 +1,48 @@
-"""Facts about data files, computed once per file and process: a file never changes.
+"""Facts about data files, computed once per file and process, because a file never changes.
 
-- The optional keys of tensor series that are null in all rows: comparing these columns is unnecessary.
+- The optional keys of tensor series that are null in all rows: no query needs to compare them.
 - The first and last step of each scalar, with which `scalar_curve` begins: a sixth of its time.
-- The newest step of each rank and kind, with which `tensor_latest` begins. Neither log nor footer shows that a rank is
-  behind or that a kind is seldom sampled, so five columns of each file are read, 30 ms of CPU for a million rows.
+- The newest step of each rank and kind, with which `tensor_latest` begins. Neither the log nor the footers show that
+  a rank is behind or that a kind is sampled rarely. Five columns of each file are therefore read: 30 ms of CPU time
+  per million rows.
+- Whether a rank logged the loss of a step again, as after going back without a restart. If no rank did, `loss_curve`
+  need not search the rows for it. All other parts of the curve are sums over steps.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.security.escaping import sql_identifier, sql_string
-from rankscope_storage.log.file_filter import Bounds
+from rankscope_storage.log.snapshot import RowRanges, divided
+from rankscope_storage.sql.scalar_history import LOSSES
 from rankscope_storage.sql.tensor_macros import OPTIONAL_KEYS
 from rankscope_storage.sql.views import empty_select
 
 _KEPT_FILES: Final = 10_000
 _BATCH_FILES: Final = 200
 _BATCH_BYTES: Final = 64_000_000
-"""What is asked of so much together, about 8 million scalars or 5 million statistics of tensors, fits into memory."""
+"""Bytes of files that are read together: 8 million scalars or 5 million tensor statistics fit into memory."""
 
-Ask = Callable[[str], pa.Table]
-"""Runs SQL."""
+RunSql = Callable[[str], pa.Table]
+"""Executes SQL and returns the result."""
 
 
-class ByFile:
-    """What `select`, of the files of `dataset`, tells of each, and `refine` makes of it: rows of `schema`."""
+class FileFact:
+    """A fact about each file of `dataset`: rows of `schema` that `select` returns, after `refine`.
+
+    Thread-safe. The facts of the 10,000 files that were read last are kept.
+    """
 
     def __init__(
         self,
@@ -51,12 +61,12 @@ class ByFile:
         self._seen: OrderedDict[str, pa.Table] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, files: Sequence[str], ask: Ask) -> pa.Table:
-        """Return what is told of all `files`; `ask` is used for those that were not yet looked through."""
+    def of(self, files: Sequence[str], run_sql: RunSql) -> pa.Table:
+        """Return the facts about all `files`; `run_sql` is called for files without a cached fact."""
         known: dict[str, pa.Table | None] = {path: self._seen.get(path) for path in files}
         unseen = [path for path, rows in known.items() if rows is None]
-        for batch in _batches(unseen):
-            known |= self._look_through(batch, ask)
+        for batch in divided(unseen, _weight, _BATCH_BYTES):
+            known |= self._read(batch, run_sql)
         with self._lock:
             self._seen.update(known)
             while len(self._seen) > _KEPT_FILES:
@@ -64,43 +74,30 @@ class ByFile:
         found = list(known.values())
         return pa.concat_tables(found) if found else self._schema.empty_table()
 
-    def _look_through(self, files: Sequence[str], ask: Ask) -> dict[str, pa.Table]:
+    def _read(self, files: Sequence[str], run_sql: RunSql) -> dict[str, pa.Table]:
         listed = ", ".join(map(sql_string, files))
-        # By name, and with all columns there are: files of an older shape may lack some.
-        told = ask(
+        # Match columns by name, and add the missing ones of older files.
+        facts = run_sql(
             f"SELECT filename, {self._select} FROM ({empty_select(self._dataset)} UNION ALL BY NAME SELECT * "
             f"FROM read_parquet([{listed}], hive_partitioning = false, union_by_name = true, filename = true)) "
             f"WHERE {self._where} GROUP BY ALL"
         )
         if self._refine is not None:
-            told = self._refine(told)
-        names, rows = told.column("filename"), told.select(self._schema.names).cast(self._schema)
+            facts = self._refine(facts)
+        names, rows = facts.column("filename"), facts.select(self._schema.names).cast(self._schema)
         return {path: rows.filter(pc.equal(names, path)) for path in files}
 
 
-def _batches(files: Sequence[str]) -> Iterator[list[str]]:
-    """Divide `files` into lists that are neither too long nor, if that can be, too large."""
-    batch: list[str] = []
-    size = 0
-    for path in files:
-        of_file = _size(path)
-        if batch and (len(batch) == _BATCH_FILES or size + of_file > _BATCH_BYTES):
-            yield batch
-            batch, size = [], 0
-        batch.append(path)
-        size += of_file
-    if batch:
-        yield batch
-
-
-def _size(path: str) -> int:
+def _weight(path: str) -> int:
+    """Return the size of the file, at least as much as limits a batch to _BATCH_FILES files."""
     try:
-        return Path(path).stat().st_size
+        size = Path(path).stat().st_size
     except OSError:
-        return 0  # whoever reads it will say what is wrong with it
+        size = 0  # the query reports the error
+    return max(size, _BATCH_BYTES // _BATCH_FILES)
 
 
-_NULL_KEYS: Final = ByFile(
+_NULL_KEYS: Final = FileFact(
     "tensor_stats",
     ", ".join(f"count({sql_identifier(name)}) > 0 AS {sql_identifier(name)}" for name in OPTIONAL_KEYS),
     where="true",
@@ -108,14 +105,14 @@ _NULL_KEYS: Final = ByFile(
 )
 
 
-def absent_keys(files: Sequence[str], ask: Ask) -> tuple[str, ...]:
-    """Return the optional keys that are null in all rows of tensor statistics in `files`; `ask` runs SQL."""
-    told = _NULL_KEYS.of(files, ask)
-    return tuple(name for name in OPTIONAL_KEYS if not pc.any(told.column(name), min_count=0).as_py())
+def absent_keys(files: Sequence[str], run_sql: RunSql) -> tuple[str, ...]:
+    """Return the optional keys that are null in all rows of tensor statistics in `files`; `run_sql` executes SQL."""
+    facts = _NULL_KEYS.of(files, run_sql)
+    return tuple(name for name in OPTIONAL_KEYS if not pc.any(facts.column(name), min_count=0).as_py())
 
 
 EXTENTS_TABLE: Final = "rankscope_raw.scalar_extents"
-"""Where the macro looks for it: columns of `EXTENTS_SCHEMA`; an attempt that is not known is 0."""
+"""Table from which the macro reads them, with columns of `EXTENTS_SCHEMA`; an unknown attempt is 0."""
 
 EXTENTS_SCHEMA: Final = pa.schema(
     {
@@ -127,7 +124,7 @@ EXTENTS_SCHEMA: Final = pa.schema(
         "last_step": pa.int64(),
     }
 )
-_EXTENTS: Final = ByFile(
+_EXTENTS: Final = FileFact(
     "scalars",
     "run, name, labels, coalesce(attempt, 0) AS attempt, min(step) AS first_step, max(step) AS last_step",
     where="step IS NOT NULL AND value IS NOT NULL",
@@ -135,76 +132,154 @@ _EXTENTS: Final = ByFile(
 )
 
 
-def scalar_extents(files: Sequence[str], runs: Collection[str] | None, ask: Ask) -> pa.Table:
-    """Return where the values of each scalar, of `runs` or of all, begin and end in `files`; `ask` runs SQL."""
-    told = _EXTENTS.of(files, ask)
+def scalar_extents(files: Sequence[str], runs: Collection[str] | None, run_sql: RunSql) -> pa.Table:
+    """Return first and last step of each scalar in `files`, of `runs` or all runs; `run_sql` executes SQL."""
+    facts = _EXTENTS.of(files, run_sql)
     if runs is not None:
-        told = told.filter(pc.is_in(told.column("run"), pa.array(list(runs), pa.string())))
-    summed = told.group_by(["run", "name", "labels", "attempt"]).aggregate(
+        facts = facts.filter(pc.is_in(facts.column("run"), pa.array(list(runs), pa.string())))
+    summed = facts.group_by(["run", "name", "labels", "attempt"]).aggregate(
         [("first_step", "min"), ("last_step", "max")]
     )
     return summed.rename_columns(EXTENTS_SCHEMA.names)
 
 
 NEWEST_TABLE: Final = "rankscope_raw.tensor_newest"
-"""Where the views look for it: columns of_run, of_attempt, of_rank, of_kind, of_step."""
+"""Table from which the views read them: columns of_run, of_attempt, of_rank, of_kind, of_step."""
 
 NEWEST_SCHEMA: Final = pa.schema(
     {"run": pa.string(), "attempt": pa.int32(), "rank": pa.int32(), "kind": pa.string(), "step": pa.int64()}
 )
 _KEYS: Final = ["run", "attempt", "rank", "kind"]
-_NEWEST_STEPS: Final = ByFile(
+_NEWEST_STEPS: Final = FileFact(
     "tensor_stats", "run, attempt, rank, kind, max(step) AS step", where="step IS NOT NULL", schema=NEWEST_SCHEMA
 )
 _FEW_RUNS: Final = 16
 _FEW_STEPS: Final = 64
 
 
-def newest_steps(files: Sequence[str], ask: Ask) -> pa.Table:
-    """Return the newest step of each rank and kind in the newest attempt of each run in `files`; `ask` runs SQL."""
-    return _last_attempts(_highest(_NEWEST_STEPS.of(files, ask), _KEYS))
+def newest_steps(files: Sequence[str], run_sql: RunSql) -> pa.Table:
+    """Return the newest step of each rank and kind in the newest attempt of each run in `files`."""
+    steps = _NEWEST_STEPS.of(files, run_sql).group_by(_KEYS).aggregate([("step", "max")])
+    return _last_attempts(steps.rename_columns([*_KEYS, "step"]).select(NEWEST_SCHEMA.names))
 
 
-def has_single_record_per_rank(newest: pa.Table, files: Sequence[str], ask: Ask) -> bool:
-    """Whether all rows of these steps, which lie in `files`, come from one record of their rank each.
+def has_single_record_per_rank(newest: pa.Table, files: Sequence[str], run_sql: RunSql) -> bool:
+    """Return whether all rows of these steps, which are in `files`, are from one record of their rank each.
 
-    A record has no row twice. Where nobody sent the rows nothing is known of that.
+    A record never contains a row twice. False for rows without incarnation or seq, which no rank sent.
     """
     steps = pc.unique(newest.column("step")).to_pylist()
     if len(steps) > _FEW_STEPS:
         return False
     listed = ", ".join(map(sql_string, files))
-    repeated = ask(
+    repeated = run_sql(
         "SELECT 1 FROM ("
         "SELECT min(seq) < max(seq) OR min(incarnation) < max(incarnation) OR count(*) > count(seq)"
-        " OR count(*) > count(incarnation) AS again "
+        " OR count(*) > count(incarnation) AS is_repeated "
         f"FROM read_parquet([{listed}], hive_partitioning = false) WHERE step IN ({', '.join(map(str, steps))}) "
-        "GROUP BY run, attempt, rank, kind, step, micro_step, vpp_stage) WHERE again LIMIT 1"
+        "GROUP BY run, attempt, rank, kind, step, micro_step, vpp_stage) WHERE is_repeated LIMIT 1"
     )
     return not repeated.num_rows
 
 
-def rows_of(newest: pa.Table) -> list[Bounds]:
-    """Return where in the store the rows of these steps lie; of many runs just that it is these runs."""
+def rows_at(newest: pa.Table) -> list[RowRanges]:
+    """Return the ranges of run and step of these rows; for many runs only the runs."""
     runs = pc.unique(newest.column("run")).to_pylist()
     if len(runs) > _FEW_RUNS:
-        return [Bounds(frozenset(runs))]
-    return [_rows_of_run(run, newest.filter(pc.equal(newest.column("run"), run))) for run in runs]
-
-
-def _rows_of_run(run: str, newest: pa.Table) -> Bounds:
-    low, high = pc.min_max(newest.column("step")).values()
-    return Bounds(frozenset([run]), steps=(low.as_py(), high.as_py()))
-
-
-def _highest(rows: pa.Table, keys: Sequence[str]) -> pa.Table:
-    return rows.group_by(keys).aggregate([("step", "max")]).rename_columns([*keys, "step"]).select(NEWEST_SCHEMA.names)
+        return [RowRanges(frozenset(runs))]
+    by_run = newest.group_by("run").aggregate([("step", "min"), ("step", "max")]).to_pylist()
+    return [RowRanges(frozenset([row["run"]]), steps=(row["step_min"], row["step_max"])) for row in by_run]
 
 
 def _last_attempts(rows: pa.Table) -> pa.Table:
-    """Return the rows of the highest attempt of their run; no attempt is the lowest of all."""
+    """Return the rows of the highest attempt of their run; a null attempt is the lowest."""
     ranked = rows.append_column("place", pc.fill_null(rows.column("attempt"), -1))
     last = ranked.group_by("run").aggregate([("place", "max")])
     return (
         ranked.join(last, "run").filter(pc.equal(pc.field("place"), pc.field("place_max"))).select(NEWEST_SCHEMA.names)
     )
+
+
+_LOSS_SCHEMA: Final = pa.schema(
+    {
+        "run": pa.string(),
+        "labels": pa.string(),
+        "attempt": pa.int32(),
+        "rank": pa.int32(),
+        "first_step": pa.int64(),
+        "last_step": pa.int64(),
+        "is_logged_once": pa.bool_(),
+    }
+)
+_LOSS_SERIES: Final = ["run", "labels", "attempt", "rank"]
+
+
+@dataclass(frozen=True, slots=True)
+class LossFacts:
+    """Facts about the losses in some files, for some runs."""
+
+    are_logged_once: bool
+    are_of_attempt_0: bool
+
+
+NO_LOSS_FACTS: Final = LossFacts(are_logged_once=False, are_of_attempt_0=False)
+
+
+def find_loss_facts(files: Sequence[str], runs: Collection[str] | None, run_sql: RunSql) -> LossFacts:
+    """Return the facts about the losses in `files`, of `runs` or of all runs; `run_sql` executes SQL."""
+    facts = _LOSSES.of(files, run_sql)
+    if runs is not None:
+        facts = facts.filter(pc.is_in(facts.column("run"), pa.array(list(runs), pa.string())))
+    return LossFacts(
+        are_logged_once=bool(pc.all(facts.column("is_logged_once"), min_count=0).as_py()) and not _overlap(facts),
+        are_of_attempt_0=bool(pc.all(pc.equal(facts.column("attempt"), 0), min_count=0).as_py()),
+    )
+
+
+def _overlap(facts: pa.Table) -> bool:
+    """Return whether two files have steps of one series in overlapping ranges, so that both may have the same step.
+
+    All micro-batches of a step are in one record and thus in one file.
+    """
+    series = [_numbered(facts.column(name)) for name in _LOSS_SERIES]
+    first, last = (facts.column(name).to_numpy() for name in ("first_step", "last_step"))
+    order = np.lexsort((first, *series))
+    is_same = np.logical_and.reduce([numbers[order][1:] == numbers[order][:-1] for numbers in series])
+    return bool(np.any(is_same & (first[order][1:] <= last[order][:-1])))
+
+
+def _numbered(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    numbers: npt.NDArray[Any] = pc.dictionary_encode(column.combine_chunks(), null_encoding="encode").indices.to_numpy()
+    return numbers
+
+
+def _loss_series(facts: pa.Table) -> pa.Table:
+    """Replace the steps of each micro-batch by the first and last step per series, and whether any step is repeated."""
+    lists = facts.column("steps").combine_chunks()
+    steps, ends = lists.flatten().to_numpy(), np.cumsum(lists.value_lengths().to_numpy())
+    begins = ends - lists.value_lengths().to_numpy()
+    rises = np.append(True, steps[1:] > steps[:-1])[: steps.size]
+    rises[begins] = True
+    is_logged_once = np.logical_and.reduceat(rises, begins)
+    for place in np.flatnonzero(~is_logged_once):  # possibly only unsorted, because several threads read them
+        of_one = np.sort(steps[begins[place] : ends[place]])
+        is_logged_once[place] = (of_one[1:] > of_one[:-1]).all()
+    columns = {
+        "first_step": (np.minimum.reduceat(steps, begins), "min"),
+        "last_step": (np.maximum.reduceat(steps, begins), "max"),
+        "is_logged_once": (is_logged_once, "all"),
+    }
+    for name, (column, _) in columns.items():
+        facts = facts.append_column(name, pa.array(column))
+    keys = ["filename", *_LOSS_SERIES]
+    series = facts.group_by(keys).aggregate([(name, function) for name, (_, function) in columns.items()])
+    return series.rename_columns([*keys, *columns])
+
+
+_LOSSES: Final = FileFact(
+    "scalars",
+    "run, labels, coalesce(attempt, 0) AS attempt, rank, micro_step, list(step) AS steps",
+    where=LOSSES,
+    schema=_LOSS_SCHEMA,
+    refine=_loss_series,
+)

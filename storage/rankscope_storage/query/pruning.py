@@ -1,20 +1,20 @@
-"""What a statement reads of a store, as far as its text proves it. Pure: a syntax tree in, conditions out.
+"""Find the rows that a statement reads from a store, as far as its text proves it. Pure.
 
-DuckDB opens the footer of every file a view lists before it skips any; with a thousand files that is most of the time
-of a question. So the files are chosen before: by the conditions on run, attempt and step under which a statement
-mentions a view. Whatever is not plainly understood counts as "any row"; a statement that reads something else than our
-views, or could, is not understood at all.
+DuckDB opens the footer of every file of a view before it skips any. With a thousand files, this is most of the time of
+a query. The files are therefore selected before, by the conditions on run, attempt and step under which a statement
+reads a view. A condition that is not clearly understood selects all rows. A statement that reads, or could read,
+anything except our views is not analysed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_contract.model.schema import DATASETS, DIMENSIONS
-from rankscope_storage.log.file_filter import Bounds
+from rankscope_storage.log.snapshot import RowRanges
 
 Node = Mapping[str, Any]
 Term = str | int | None
@@ -40,14 +40,14 @@ _COMPARISONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A value that comes with the statement, by its name or its position from 1."""
+    """A value that is passed with the statement, by its name or its position, from 1."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """`column` compares with one of `terms`; with more than one the comparison is =."""
+    """A comparison of `column` with one of `terms`; several terms are compared by =."""
 
     column: str
     comparison: str
@@ -55,21 +55,25 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
-class Mention:
-    """A view or macro, and conditions that all its rows which can matter fulfil."""
+class ViewReference:
+    """A view or macro that a statement reads, and conditions which all rows that it needs satisfy."""
 
     name: str
     conditions: tuple[Condition, ...] = ()
 
 
+_OwnedCondition = tuple[tuple[str, ...], Condition]
+"""A condition, and the table that qualifies its column, if any."""
+
+
 class _NotUnderstoodError(Exception):
-    """The statement reads something else, or in a way that is not known here."""
+    """The statement reads something else, or in a way that this module does not analyse."""
 
 
-def mentions(statements: Sequence[Node], known: Iterable[str]) -> tuple[Mention, ...] | None:
-    """Return what the one statement reads, each mention apart; None when it is not understood.
+def view_references(statements: Sequence[Node], known: Iterable[str]) -> tuple[ViewReference, ...] | None:
+    """Return all references of the statement to views; None if it is not understood.
 
-    `statements` are what DuckDB's `json_serialize_sql` made of the text; `known` are our views and macros.
+    `statements` is the result of DuckDB's `json_serialize_sql`; `known` has the names of our views and macros.
     """
     if len(statements) != 1:
         return None
@@ -81,34 +85,26 @@ def mentions(statements: Sequence[Node], known: Iterable[str]) -> tuple[Mention,
     return tuple(reader.found)
 
 
-def bounds(mention: Mention, parameters: object) -> Bounds:
-    """Return the rows that `mention` can need with these `parameters`; what its dataset does not tell is any."""
+def row_ranges(reference: ViewReference, parameters: object) -> RowRanges:
+    """Return the rows that `reference` can need with `parameters`; a range without condition is unlimited."""
     runs: frozenset[str] | None = None
     ranges = dict.fromkeys(_INTEGERS, (-math.inf, math.inf))
-    for condition in mention.conditions:
-        values = [_value(term, parameters) for term in condition.terms]
+    for condition in reference.conditions:
+        values: list[Any] = [_value(term, parameters) for term in condition.terms]
         if condition.column == _RUN and condition.comparison == "=":
-            if all(type(value) is str for value in values):  # what is derived from str may say another text than it is
-                named = frozenset(map(str, values))
+            if all(type(value) is str for value in values):  # str() of a subclass may return another text
+                named = frozenset(values)
                 runs = named if runs is None else runs & named
-        elif condition.column in ranges and all(_is_integer(value) for value in values):
-            ranges[condition.column] = _narrowed(ranges[condition.column], condition.comparison, values)
-    if mention.name not in DATASETS or mention.name in DIMENSIONS:
-        return Bounds(runs)  # what such a view shows of one step may come from rows of others, but never of other runs
-    return Bounds(runs, ranges["attempt"], ranges["step"])
-
-
-def _narrowed(range_: tuple[float, float], comparison: str, values: Sequence[Any]) -> tuple[float, float]:
-    low, high = range_
-    if comparison in {"=", ">", ">="}:
-        low = max(low, *values) if len(values) == 1 else max(low, min(values))
-    if comparison in {"=", "<", "<="}:
-        high = min(high, *values) if len(values) == 1 else min(high, max(values))
-    return low, high
-
-
-def _is_integer(value: object) -> bool:
-    return type(value) is int
+        elif condition.column in ranges and all(type(value) is int for value in values):
+            low, high = ranges[condition.column]
+            if condition.comparison in {"=", ">", ">="}:
+                low = max(low, min(values))
+            if condition.comparison in {"=", "<", "<="}:
+                high = min(high, max(values))
+            ranges[condition.column] = low, high
+    if reference.name not in DATASETS or reference.name in DIMENSIONS:
+        return RowRanges(runs)  # rows of such a view can depend on rows of other steps, but never of other runs
+    return RowRanges(runs, ranges["attempt"], ranges["step"])
 
 
 def _value(term: Term | Parameter, parameters: object) -> object:
@@ -123,17 +119,17 @@ def _value(term: Term | Parameter, parameters: object) -> object:
 
 
 class _Reader:
-    """One walk over a syntax tree."""
+    """One traversal of a syntax tree."""
 
     def __init__(self, known: frozenset[str]) -> None:
         self._known = known
         self._named: set[str] = set()
-        self.found: list[Mention] = []
+        self.found: list[ViewReference] = []
 
     def read(self, tree: Node) -> None:
         self._named = {name.casefold() for name in _with_names(tree)}
         if self._named & self._known:
-            raise _NotUnderstoodError  # it hides one of our views
+            raise _NotUnderstoodError  # a name in WITH hides one of our views
         self._walk(tree)
 
     def _walk(self, node: Any) -> None:
@@ -150,44 +146,43 @@ class _Reader:
         where = list(_conditions(node.get("where_clause")))
         if node.get("sample"):
             where = []
-        self._table(node.get("from_table", {"type": "EMPTY"}), where, alone=True)
+        self._table(node.get("from_table", {"type": "EMPTY"}), where, is_only=True)
         self._walk([value for key, value in node.items() if key != "from_table"])
 
-    def _table(self, table: Node, where: Sequence[tuple[tuple[str, ...], Condition]], *, alone: bool) -> None:
-        read: dict[str, Callable[[], None]] = {
-            "BASE_TABLE": lambda: self._base(table, where, alone=alone),
-            "JOIN": lambda: self._join(table, where),
-            "SUBQUERY": lambda: self._walk(table["subquery"]),
-            "TABLE_FUNCTION": lambda: self._function(table["function"]),
-            "EXPRESSION_LIST": lambda: self._walk(table["values"]),
-            "EMPTY": lambda: None,
-        }
-        if table["type"] not in read:
-            raise _NotUnderstoodError
-        read[table["type"]]()
+    def _table(self, table: Node, where: Sequence[_OwnedCondition], *, is_only: bool) -> None:
+        match table["type"]:
+            case "BASE_TABLE":
+                self._base(table, where, is_only=is_only)
+            case "JOIN":
+                self._join(table, where)
+            case "SUBQUERY":
+                self._walk(table["subquery"])
+            case "TABLE_FUNCTION":
+                self._function(table["function"])
+            case "EXPRESSION_LIST":
+                self._walk(table["values"])
+            case "EMPTY":
+                pass
+            case _:
+                raise _NotUnderstoodError
 
-    def _base(self, table: Node, where: Sequence[tuple[tuple[str, ...], Condition]], *, alone: bool) -> None:
+    def _base(self, table: Node, where: Sequence[_OwnedCondition], *, is_only: bool) -> None:
         path = [part.casefold() for part in table["qualified_name"]["path"]]
         if path[0] in self._named and len(path) == 1:
             return
         if len(path) != 1 or path[0] not in self._known:
             raise _NotUnderstoodError
-        called = table.get("alias", path[0]).casefold()
-        plain = not {"sample", "column_name_alias", "at_clause"} & table.keys()
-        self.found.append(
-            Mention(
-                path[0],
-                tuple(
-                    condition for owner, condition in where if plain and (owner == (called,) or (not owner and alone))
-                ),
-            )
-        )
+        alias = table.get("alias", path[0]).casefold()
+        if {"sample", "column_name_alias", "at_clause"} & table.keys():
+            where = ()
+        conditions = (condition for owner, condition in where if owner == (alias,) or (not owner and is_only))
+        self.found.append(ViewReference(path[0], tuple(conditions)))
 
-    def _join(self, table: Node, where: Sequence[tuple[tuple[str, ...], Condition]]) -> None:
-        # WHERE comes after the join and refuses null, so it may come before it as well; also where a side is optional.
+    def _join(self, table: Node, where: Sequence[_OwnedCondition]) -> None:
+        # WHERE is applied after the join and rejects null: it can also be applied before, even for an optional side.
         simple = table.get("join_type") in {"INNER", "LEFT"} and table.get("ref_type") in {"REGULAR", "CROSS"}
         for side in ("left", "right"):
-            self._table(table[side], where if simple else (), alone=False)
+            self._table(table[side], where if simple else (), is_only=False)
         self._walk([value for key, value in table.items() if key not in {"left", "right"}])
 
     def _function(self, function: Node) -> None:
@@ -197,11 +192,11 @@ class _Reader:
             raise _NotUnderstoodError
         if name in RUN_MACROS:
             term = _term(arguments[0]["expression"]) if "name" not in arguments[0] else None
-            self.found.append(Mention(name, () if term is None else (Condition(_RUN, "=", (term,)),)))
+            self.found.append(ViewReference(name, () if term is None else (Condition(_RUN, "=", (term,)),)))
         elif name in RELATION_MACROS:
             if "name" in arguments[0]:
-                raise _NotUnderstoodError  # the relation may be another one
-            self.found.append(Mention(name))
+                raise _NotUnderstoodError  # the relation may be another argument
+            self.found.append(ViewReference(name))
             self._relation(arguments[0]["expression"])
         elif name not in _PURE_FUNCTIONS:
             raise _NotUnderstoodError
@@ -212,13 +207,13 @@ class _Reader:
             raise _NotUnderstoodError
         name = expression["column_names"][0].casefold()
         if name in self._known:
-            self.found.append(Mention(name))
+            self.found.append(ViewReference(name))
         elif name not in self._named:
             raise _NotUnderstoodError
 
 
 def _with_names(node: Any) -> Iterator[str]:
-    """Yield every name that a WITH in the tree gives, wherever it holds."""
+    """Yield every name that a WITH in the tree defines, in any scope."""
     if isinstance(node, list):
         for member in node:
             yield from _with_names(member)
@@ -230,8 +225,8 @@ def _with_names(node: Any) -> Iterator[str]:
         yield from _with_names(list(node.values()))
 
 
-def _conditions(where: Any) -> Iterator[tuple[tuple[str, ...], Condition]]:
-    """Yield what all of `where` being true implies, with the table the column was said to be of."""
+def _conditions(where: Any) -> Iterator[_OwnedCondition]:
+    """Yield the conditions that follow if all of `where` is true, each with the table of its column."""
     if not isinstance(where, dict):
         return
     kind = where.get("type")
@@ -249,7 +244,7 @@ def _conditions(where: Any) -> Iterator[tuple[tuple[str, ...], Condition]]:
         yield from _condition(where["input"], "<=", [where["upper"]])
 
 
-def _condition(column: Node, comparison: str, others: Sequence[Node]) -> Iterator[tuple[tuple[str, ...], Condition]]:
+def _condition(column: Node, comparison: str, others: Sequence[Node]) -> Iterator[_OwnedCondition]:
     if column.get("type") != "COLUMN_REF" or not others:
         return
     *owner, name = (part.casefold() for part in column["column_names"])
@@ -259,7 +254,7 @@ def _condition(column: Node, comparison: str, others: Sequence[Node]) -> Iterato
 
 
 def _term(node: Node) -> Term | Parameter:
-    """Return the text, integer or parameter that `node` is, None for anything else."""
+    """Return the text, integer or parameter of `node`, None for anything else."""
     if node.get("type") == "VALUE_PARAMETER":
         return Parameter(node["identifier"])
     literal = node.get("literal", {}) if node.get("type") == "VALUE_CONSTANT" else {}

@@ -1,8 +1,8 @@
-"""`rankscope.sql`: the same views for the plain `duckdb` program, which reads the Delta log without any extension.
+"""Write `rankscope.sql`: the same views for the `duckdb` program, which reads the Delta log without an extension.
 
     duckdb -init <store>/rankscope.sql
 
-The list of files is fixed when the script runs; `.read <store>/rankscope.sql` takes the newest one.
+The script reads the list of files when it runs; `.read <store>/rankscope.sql` updates the list.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rankscope_storage.sql.views import empty_select, raw_select, view_statement
 
 FILE_NAME: Final = "rankscope.sql"
 
-# A checkpoint holds the files as of its version, and the entries behind it what changed. Where one of the two is
-# missing its query must not be bound at all, since reading an empty list of files is an error: hence query().
+# A checkpoint has the files of its version, and later entries have the changes. query() is needed because the query for
+# a missing one must not be bound: reading an empty list of files is an error.
 _FILE_LIST: Final = """\
 SET VARIABLE rankscope_checkpoint = (
   SELECT coalesce(max(parse_filename(file)[:20]::BIGINT), -1)
@@ -65,10 +65,10 @@ QUALIFY row_number() OVER (PARTITION BY path ORDER BY version DESC) = 1 AND adde
 
 
 def emit_views(path: str | Path) -> str:
-    """Return a script for DuckDB that makes the views of the store at `path`, from what the log says when it runs."""
+    """Return the DuckDB script that creates the views of the store at `path`, with the files in its log at run time."""
     root = f"{Path(path).absolute()}/"
     lines = [
-        f"-- Views over the Rankscope store {root!r}. Generated; run it again to see what was added since.",
+        f"-- Views over the Rankscope store {root!r}. Generated; run it again to include new files.",
         "SET TimeZone = 'UTC';",
         f"SET VARIABLE rankscope_root = {sql_string(root)};",
         f"SET VARIABLE rankscope_log = {sql_string(f'{root}{LOG_FOLDER}/')};",
@@ -87,9 +87,11 @@ def write_sql_script(root: Path) -> None:
         staged.write_text(emit_views(root), encoding="utf-8")
         staged.rename(root / FILE_NAME)
     except OSError as error:
-        with contextlib.suppress(OSError):  # a half of it would only be in the way
+        with contextlib.suppress(OSError):  # remove the incomplete script
             staged.unlink(missing_ok=True)
-        raise UnwritableError(f"cannot write {root / FILE_NAME}: {error.strerror}. Is the disk full?") from error
+        raise UnwritableError(
+            f"cannot write {root / FILE_NAME}: {error.strerror}. Check the free space of the disk"
+        ) from error
 
 
 def _dataset_statements(dataset: str) -> list[str]:

@@ -1,16 +1,16 @@
-"""Which views and macros a statement can need, and whether it can change something. Runs nothing of the statement.
+"""Find the views and macros that a statement can need, and whether it can modify anything. Executes no statement.
 
-DuckDB binds a view when it is created, which for all views takes longer than most statements. So a connection creates
-only the views that a statement names, and those that these read; a word in a text or a comment counts too.
+DuckDB binds a view when it is created. For all views, this takes longer than most statements. A connection therefore
+creates only views that a statement names, and views that these read; words in texts and comments count too.
 
-A statement that DuckDB calls a SELECT can still write: a WITH may contain INSERT, UPDATE, DELETE, TRUNCATE or COPY TO,
-and a table function may change a setting of all connections of an instance.
+A statement that DuckDB classifies as SELECT can still write: a WITH may contain INSERT, UPDATE, DELETE, TRUNCATE or
+COPY TO, and a table function may change a setting of all connections of an instance.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,13 +25,13 @@ _WORD: Final = re.compile(r"[a-z_]\w*")
 _ALL: Final = re.compile(
     r"^\s*desc\b|\b(?:show|describe|information_schema|query|query_table|sqlite_\w+|duckdb_\w+|pg_\w+)\b|;\s*\S"
 )
-"""What can see a view without naming it; or a second statement, which must not find the first one half done."""
+"""Matches access to views without their names, and a second statement, which must find the views of the first."""
 _EXPLAIN: Final = re.compile(r"\s*explain(\s+analyze)?\s", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A view or macro: its statement, the datasets whose raw rows it reads, and the definitions it reads."""
+    """A view or macro: its statement, the datasets of the raw rows that it reads, and the definitions that it reads."""
 
     statement: str
     datasets: tuple[str, ...]
@@ -39,7 +39,7 @@ class Definition:
 
 
 def definitions(*, prefix: str) -> Mapping[str, Definition]:
-    """Return all public views and macros by name, each behind what it reads."""
+    """Return all public views and macros by name, each after the ones that it reads."""
     found: dict[str, Definition] = {}
     for statement in view_statements(prefix=prefix):
         match = _CREATES.match(statement)
@@ -51,20 +51,16 @@ def definitions(*, prefix: str) -> Mapping[str, Definition]:
 
 
 def needed_definitions(query: str, known: Mapping[str, Definition]) -> list[str]:
-    """Return the names in `known` that `query` can need, in an order in which they can be made."""
+    """Return the names in `known` that `query` can need, in an order in which they can be created."""
     text = query.casefold()
     if _ALL.search(text):
         return list(known)
-    wanted: set[str] = set()
-    _follow(_words(text) & known.keys(), known, wanted)
-    return [name for name in known if name in wanted]
-
-
-def _follow(names: Iterable[str], known: Mapping[str, Definition], wanted: set[str]) -> None:
-    for name in names:
-        if name not in wanted:
-            wanted.add(name)
-            _follow(known[name].reads, known, wanted)
+    needed: set[str] = set()
+    found = _words(text) & known.keys()
+    while found:
+        needed |= found
+        found = {name for one in found for name in known[one].reads} - needed
+    return [name for name in known if name in needed]
 
 
 def _words(text: str) -> set[str]:
@@ -73,12 +69,12 @@ def _words(text: str) -> set[str]:
 
 _MAY_CHANGE: Final = re.compile(r"\b(?:insert|update|delete|truncate|merge|copy)\b", re.IGNORECASE)
 _SETS: Final = re.compile(r"\b(?:enable|disable)_\w+\"?\s*\(", re.IGNORECASE)
-_NODE: Final = re.compile(r'"type":\s*"(\w+_NODE)"')  # a quotation mark within a text is written with a backslash
+_NODE: Final = re.compile(r'"type":\s*"(\w+_NODE)"')  # quotation marks within texts are escaped by a backslash
 _READING: Final = frozenset({"SELECT_NODE", "SET_OPERATION_NODE", "CTE_NODE", "RECURSIVE_CTE_NODE"})
 
 
 def can_change(cursor: duckdb.DuckDBPyConnection, query: str) -> bool:
-    """Whether the SELECT `query` could change tables, files or settings; also when that cannot be told."""
+    """Return whether the SELECT `query` could modify tables, files or settings; True if this is unclear."""
     if _SETS.search(query):
         return True
     if not _MAY_CHANGE.search(query):
@@ -89,7 +85,7 @@ def can_change(cursor: duckdb.DuckDBPyConnection, query: str) -> bool:
 
 
 def only_selects(cursor: duckdb.DuckDBPyConnection, query: str) -> bool:
-    """Return whether `query` leaves DuckDB as it is; a statement that DuckDB cannot parse changes nothing."""
+    """Return whether `query` does not modify DuckDB; also True if DuckDB cannot parse it and so rejects it."""
     try:
         kinds = _kinds(cursor, query)
         return all(kind == duckdb.StatementType.SELECT for kind in kinds) and not can_change(cursor, query)
@@ -103,12 +99,12 @@ def check_selects(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
     try:
         kinds = _kinds(cursor, explained)
     except duckdb.Error as error:
-        raise QueryError(f"DuckDB does not understand the statement: {error}") from error
+        raise QueryError(f"DuckDB cannot parse the statement: {error}") from error
     if kinds != [duckdb.StatementType.SELECT]:
-        names = ", ".join(kind.name for kind in kinds) or "nothing"
-        raise QueryError(f"only one SELECT (or EXPLAIN of one) may be asked here, not {names}")
+        names = ", ".join(kind.name for kind in kinds) or "an empty text"
+        raise QueryError(f"only one SELECT, or EXPLAIN of a SELECT, is permitted here, not {names}")
     if can_change(cursor, explained):
-        raise QueryError("only a SELECT that changes nothing may be asked here: this one may write or set something")
+        raise QueryError("only a SELECT without effects is permitted here: this one may write data or change a setting")
 
 
 def _kinds(cursor: duckdb.DuckDBPyConnection, query: str) -> list[duckdb.StatementType]:

@@ -1,9 +1,8 @@
-"""What people say about a run: tags and a note, kept as further versions of its row in `runs`.
+"""Tags and notes of a run, which users set. They are stored as versions of its row in `runs`.
 
-A service may write versions of the same run at the same time. So a version with labels has no ordinal, by which it can
-never be taken for the newest of state and steps, and the service's versions say nothing of labels: the view `runs`
-takes each from where it stands. Two who label at once take turns by the mutex of compaction, under which a run is also
-renamed.
+A service may write versions of the same run concurrently. A version with tags has no ordinal, so that it never becomes
+the newest one for state and steps, and versions of the service have null tags: the view `runs` combines both.
+Concurrent edits are serialised by the mutex of rewrites, which also protects the renaming of runs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.files.parquet import DataFile, write_file
+from rankscope_storage.files.parquet import write_file
 from rankscope_storage.files.partitioning import shared_part
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.translation import Change
@@ -34,28 +33,28 @@ LONGEST_NOTE: Final = 10_000
 _RETRIES: Final = 10
 _CLOCK_TICK: Final = dt.timedelta(microseconds=1)
 _KNOWN: Final = """\
-SELECT *, (SELECT max(ts) FROM runs_history WHERE run = $run AND (tags IS NOT NULL OR note IS NOT NULL)) AS labelled_at
+SELECT *, (SELECT max(ts) FROM runs_history WHERE run = $run AND (tags IS NOT NULL OR note IS NOT NULL)) AS tagged_at
 FROM runs WHERE run = $run"""
 
 
 @dataclass(frozen=True, slots=True)
 class TagsAndNote:
-    """Tags by key, and a note; empty text is no note. Raises StoreError for what nobody could type again."""
+    """Tags by key, and a note; an empty note is no note. Raises StoreError for invalid text."""
 
     tags: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 
     def __post_init__(self) -> None:
         if len(self.tags) > MOST_TAGS:
-            raise StoreError(f"a run has at most {MOST_TAGS} tags: take some away with `rankscope runs untag`")
+            raise StoreError(f"a run has at most {MOST_TAGS} tags: remove some with `rankscope runs untag`")
         for key, value in self.tags.items():
             _check_tag(key, value)
         if len(self.note) > LONGEST_NOTE or not all(line.isprintable() for line in self.note.splitlines()):
-            raise StoreError(f"a note has at most {LONGEST_NOTE} characters, all of them printable")
+            raise StoreError(f"a note has at most {LONGEST_NOTE} printable characters")
 
     @classmethod
     def of(cls, tags: str | None, note: str | None) -> TagsAndNote:
-        """Return what the columns of those names hold."""
+        """Return the tags and note in the columns of these names."""
         return cls(parse_tags(tags), note or "")
 
 
@@ -63,29 +62,29 @@ TagsEdit = Callable[[TagsAndNote], TagsAndNote]
 
 
 def set_tags(tags: Mapping[str, str]) -> TagsEdit:
-    """Return what sets `tags`, and leaves those of other keys."""
+    """Return an edit that sets `tags` and keeps other tags."""
     return lambda known: TagsAndNote({**known.tags, **tags}, known.note)
 
 
 def remove_tags(keys: Collection[str]) -> TagsEdit:
-    """Return what takes the tags of `keys` away. It raises StoreError for a key that there is not."""
+    """Return an edit that removes the tags of `keys`; it raises StoreError for an unknown key."""
 
-    def take(known: TagsAndNote) -> TagsAndNote:
+    def remove(known: TagsAndNote) -> TagsAndNote:
         if missing := sorted(set(keys) - known.tags.keys()):
             there = ", ".join(known.tags) or "none"
             raise StoreError(f"the run has no tag {', '.join(missing)}: it has {there}")
         return TagsAndNote({key: value for key, value in known.tags.items() if key not in keys}, known.note)
 
-    return take
+    return remove
 
 
 def set_note(note: str) -> TagsEdit:
-    """Return what sets the note; an empty one takes it away."""
+    """Return an edit that sets the note; an empty text removes it."""
     return lambda known: TagsAndNote(known.tags, note.strip())
 
 
 def parse_tags(text: str | None) -> dict[str, str]:
-    """Return the tags in a column `tags`; what is no object of text, as other programs may have written, is none."""
+    """Return the tags in a column `tags`; values that are not text, as from other programs, are ignored."""
     try:
         found = json.loads(text or "{}")
     except ValueError:
@@ -95,54 +94,48 @@ def parse_tags(text: str | None) -> dict[str, str]:
 
 
 def edit_tags(root: Path, run: str, change: TagsEdit, sync: Sync) -> TagsAndNote:
-    """Commit what `change` makes of the labels of `run`, also while a service writes it; return them."""
+    """Commit the `change` of tags and note of `run`, also while a service writes the run; return the new ones."""
     log = Log.open(root, sync)
     log.add_missing_columns()
-    labels = TagsAndNote()
+    edited = TagsAndNote()
 
     def build() -> Change:
-        nonlocal labels
-        # What is read here is not older than the handle: who labels or renames meanwhile moves the mutex.
-        known = _known(root, run)
-        labels = change(TagsAndNote.of(known["tags"], known["note"]))
-        return Change(added=[_written(root, _version(known, labels), sync)])
+        nonlocal edited
+        known = _known(root, run)  # not older than the handle: a concurrent edit or rename would move the mutex
+        edited = change(TagsAndNote.of(known["tags"], known["note"]))
+        row, part = conform(_new_version(known, edited), "runs"), shared_part(dt.datetime.now(dt.UTC).date())
+        try:
+            return Change(added=[write_file(root, "runs", part, row, sync)])
+        except OSError as error:
+            raise StoreError(f"cannot write to {root}: {error.strerror or error}") from error
 
     try:
         log.replace_files(build, tries=_RETRIES)
     except ConflictError as error:
-        raise StoreError(f"the labels of {run!r} were changed by others all the time: try again") from error
-    return labels
+        raise StoreError(f"the tags of {run!r} were changed concurrently {_RETRIES} times: try again") from error
+    return edited
 
 
-def _written(root: Path, row: pa.Table, sync: Sync) -> DataFile:
-    today = dt.datetime.now(dt.UTC).date()
-    try:
-        return write_file(root, "runs", shared_part(today), conform(row, "runs"), sync)
-    except OSError as error:
-        raise StoreError(f"cannot write to {root}: {error.strerror or error}") from error
+def _new_version(known: Mapping[str, Any], edited: TagsAndNote) -> pa.Table:
+    now, before = dt.datetime.now(dt.UTC), known["tagged_at"]
+    columns = {name: known[name] for name in dataset_schema("runs").names}
+    # Later than the previous tags, even if the clock was set back.
+    columns["ts"] = now if before is None else max(now, before + _CLOCK_TICK)
+    columns |= {"ordinal": None, "ts_origin": "ingest", "note": edited.note}
+    columns["tags"] = json.dumps(dict(sorted(edited.tags.items())), ensure_ascii=False, separators=(",", ":"))
+    return pa.Table.from_pylist([columns], schema=dataset_schema("runs"))
 
 
 def _known(root: Path, run: str) -> dict[str, Any]:
     with connect(root) as connection:
         rows: list[dict[str, Any]] = connection.query(_KNOWN, {"run": run}).to_pylist()
     if not rows:
-        raise StoreError(f"the store knows nothing of {run!r} beside its rows: there is no version to label")
+        raise StoreError(f"run {run!r} is not registered in the store: only a registered run can have tags")
     return rows[0]
-
-
-def _version(known: Mapping[str, Any], labels: TagsAndNote) -> pa.Table:
-    now = dt.datetime.now(dt.UTC)
-    before = known["labelled_at"]
-    columns = {name: known[name] for name in dataset_schema("runs").names}
-    # Later than the labels before, though the clock was set back since.
-    columns["ts"] = now if before is None else max(now, before + _CLOCK_TICK)
-    columns |= {"ordinal": None, "ts_origin": "ingest", "note": labels.note}
-    columns["tags"] = json.dumps(dict(sorted(labels.tags.items())), ensure_ascii=False, separators=(",", ":"))
-    return pa.Table.from_pylist([columns], schema=dataset_schema("runs"))
 
 
 def _check_tag(key: str, value: str) -> None:
     if not key or len(key) > LONGEST_KEY or not key.isprintable() or key != key.strip() or "=" in key:
-        raise StoreError(f"{key!r} is no key of a tag: it has 1 to {LONGEST_KEY} printable characters, and no =")
+        raise StoreError(f"{key!r} is no key of a tag: a key has 1 to {LONGEST_KEY} printable characters without =")
     if len(value) > LONGEST_VALUE or not value.isprintable():
         raise StoreError(f"the tag {key} has a value of at most {LONGEST_VALUE} printable characters")

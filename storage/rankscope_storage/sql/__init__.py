@@ -1,1 +1,1 @@
-"""The text of every view and table macro. Nothing here reads a file."""
+"""SQL text of all views and table macros. No module here reads a file."""

@@ -1,9 +1,8 @@
-"""The view `collective_calls`: each collective once, as all ranks of its group together made it.
+"""The view `collective_calls`: one row per collective, from the rows of all ranks of its group.
 
-The view distinguishes the same states of a call over the history as `rankscope_contract.diagnostics.collective_calls`
-does over the current reports of the ranks,
-in the same words. A rank without a row is only said to have missed a call when it was read since and is behind: its row
-may be overwritten, or not read yet.
+The view classifies calls in the history as `rankscope_contract.diagnostics.collective_calls` classifies current reports
+of ranks, with the same state names. A rank without a row counts as missing only if its flight record was read after the
+call and the rank is behind: its row may have been overwritten, or not read yet.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ _STATE: Final = {state.name: sql_string(state) for state in CallState}
 COLLECTIVE_CALLS: Final = f"""\
 CREATE OR REPLACE VIEW collective_calls AS
 WITH entry AS (
-  -- A group counts one number for calls that are coalesced, and begins anew when it is made again.
+  -- Coalesced calls of a group share one number, and numbers start again if the group is created again.
   SELECT *, row_number() OVER (PARTITION BY run, attempt, rank, group_id, collective_seq ORDER BY t_start) AS nth
   FROM collectives
   WHERE group_id IS NOT NULL AND NOT coalesce(is_p2p, false)
 ),
-made AS (
+call AS (
   SELECT run, attempt, group_id, collective_seq, nth,
     arg_min("group", rank) AS "group",
     arg_min(group_ranks, rank) AS group_ranks,
@@ -52,28 +51,28 @@ progress AS (
   FROM (SELECT run, attempt, group_id, rank, max(collective_seq) AS latest FROM entry GROUP BY ALL)
   GROUP BY ALL
 ),
-reading AS (
+last_read AS (
   SELECT run, attempt, map(list(rank), list(read_at)) AS read_at
   FROM (SELECT run, attempt, rank, max(ts) AS read_at FROM collectives WHERE rank IS NOT NULL GROUP BY ALL)
   GROUP BY ALL
 ),
-absent AS (
-  SELECT made.*, latest, read_at,
+not_entered AS (
+  SELECT call.*, latest, read_at,
     list_filter(
       flatten(list_transform(string_split(coalesce(group_ranks, ''), ','), lambda span:
         range(try_cast(split_part(span, '-', 1) AS INTEGER),
           coalesce(try_cast(split_part(span, '-', 2) AS INTEGER), try_cast(span AS INTEGER)) + 1))),
       lambda member: NOT list_contains(ranks_entered, member::INTEGER)) AS others
-  FROM made
+  FROM call
   JOIN progress USING (run, attempt, group_id)
-  JOIN reading USING (run, attempt)
+  JOIN last_read USING (run, attempt)
 ),
-told AS (
+classified AS (
   SELECT * EXCLUDE (latest, read_at, others),
     list_filter(coalesce(others, []), lambda member: coalesce(latest[member::INTEGER], -1) < collective_seq
       AND coalesce(read_at[member::INTEGER] > last_entered, false))::INTEGER[] AS ranks_missing,
     coalesce(others, [])::INTEGER[] AS others
-  FROM absent
+  FROM not_entered
 )
 SELECT run, attempt, group_id, "group", group_ranks, group_size, collective_seq, nth, step, op, dtype, bytes, call_site,
   CASE
@@ -87,5 +86,5 @@ SELECT run, attempt, group_id, "group", group_ranks, group_size, collective_seq,
   list_filter(others, lambda member: NOT list_contains(ranks_missing, member)) AS ranks_unread,
   first_rank, last_rank, first_entered, last_entered,
   epoch(last_entered - first_entered) AS spread, shortest, longest
-FROM told
+FROM classified
 """

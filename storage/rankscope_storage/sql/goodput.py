@@ -1,8 +1,8 @@
-"""What the time of a run went into: steps that count, steps that were lost, and all that is no step. SQL text only.
+"""Views of the wall time of a run: useful steps, lost steps, and all time that is no step. SQL text only.
 
-The wall time of a launch is laid out along the clock of one rank, the lowest that tells how long its steps took: steps
-end where their record says, last as long as it says, and never overlap. What lies between is named by where it lies. So
-the parts add up to the whole, whatever the rows say; and a run without rows of a live rank has none.
+The wall time of a launch is divided along the clock of one rank, the lowest one that logs step times. A step ends at
+the time of its record, lasts as long as the record states, and steps never overlap. Time between steps is classified by
+its position. The parts therefore always add up to the wall time. A run without rows of a live rank has no parts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARTS: Final = (
     "idle",
     "downtime",
 )
-"""What the wall time is divided into, each a column `<part>_seconds`."""
+"""Parts of the wall time; each is a column `<part>_seconds`."""
 
 _IN_STEPS: Final = ", ".join(sorted(sql_string(phase) for phase in (*WITHIN_A_STEP, Phase.FIRST_STEP)))
 
@@ -38,41 +38,41 @@ WHERE name = '{STEP_PHASE_SECONDS}'
 
 GOODPUT_ATTEMPTS: Final = f"""\
 CREATE OR REPLACE VIEW goodput_attempts AS
-WITH told AS (
+WITH rank_scalars AS (
   SELECT run, attempt, min(rank) FILTER (name = 'step_seconds') AS rank,
     max(epoch(ts)) AS last_ts, min(epoch(ts)) AS first_ts
   FROM scalars WHERE incarnation IS NOT NULL AND ts IS NOT NULL GROUP BY ALL
 ), reporter AS (
-  SELECT run, attempt, rank FROM told WHERE rank IS NOT NULL
+  SELECT run, attempt, rank FROM rank_scalars WHERE rank IS NOT NULL
 ), seen AS (
   SELECT run, attempt, max(last_ts) AS last_ts, min(first_ts) AS first_ts FROM (
-    SELECT run, attempt, last_ts, first_ts FROM told
+    SELECT run, attempt, last_ts, first_ts FROM rank_scalars
     UNION ALL
     SELECT run, attempt, max(epoch(ts)), min(epoch(ts)) FROM events
     WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND ts_origin = 'rank' GROUP BY ALL
   ) GROUP BY ALL
-), spent AS (
+), logged AS (
   SELECT run, attempt, rank, incarnation, seq, step, epoch(ts) AS ts, name, value AS seconds,
     labels->>'$.phase' AS phase
   FROM scalars JOIN reporter USING (run, attempt, rank) WHERE name IN ('step_seconds', '{STEP_PHASE_SECONDS}')
-), apart AS (
+), phase_seconds AS (
   SELECT run, incarnation, seq,
     sum(seconds) FILTER (phase = '{Phase.CHECKPOINT}') AS checkpoint,
     sum(seconds) FILTER (phase = '{Phase.EVALUATION}') AS evaluation,
     sum(seconds) FILTER (phase NOT IN ('{Phase.CHECKPOINT}', '{Phase.EVALUATION}', {_IN_STEPS})) AS other_phase
-  FROM spent WHERE name = '{STEP_PHASE_SECONDS}' GROUP BY ALL
+  FROM logged WHERE name = '{STEP_PHASE_SECONDS}' GROUP BY ALL
 ), skipped AS (
   SELECT DISTINCT run, incarnation, seq FROM events WHERE type = 'step_skipped'
-), made AS (
-  SELECT run, attempt, rank, incarnation, spent.seq, step, ts AS ended, greatest(seconds, 0) AS seconds,
+), step_time AS (
+  SELECT run, attempt, rank, incarnation, logged.seq, step, ts AS ended, greatest(seconds, 0) AS seconds,
     coalesce(checkpoint, 0) AS checkpoint, coalesce(evaluation, 0) AS evaluation,
     coalesce(other_phase, 0) AS other_phase, skipped.seq IS NOT NULL AS is_skipped,
-    row_number() OVER (PARTITION BY run, attempt, incarnation ORDER BY ts, spent.seq) = 1 AS is_first,
+    row_number() OVER (PARTITION BY run, attempt, incarnation ORDER BY ts, logged.seq) = 1 AS is_first,
     coalesce(min(step) OVER (
-      PARTITION BY run ORDER BY ts, attempt, spent.seq ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) <= step, false
-    ) AS is_made_again
-  FROM spent
-  LEFT JOIN apart USING (run, incarnation, seq)
+      PARTITION BY run ORDER BY ts, attempt, logged.seq ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) <= step, false
+    ) AS is_repeated
+  FROM logged
+  LEFT JOIN phase_seconds USING (run, incarnation, seq)
   LEFT JOIN skipped USING (run, incarnation, seq)
   WHERE name = 'step_seconds' AND incarnation IS NOT NULL AND ts IS NOT NULL AND isfinite(seconds)
 ), hang AS (
@@ -88,14 +88,14 @@ WITH told AS (
   SELECT run, attempt, began, coalesce(least(greatest(ended, began), next_began), began) AS ended FROM (
     SELECT *, lead(began) OVER (PARTITION BY run ORDER BY began, attempt) AS next_began FROM launch
   )
-), laid AS (
-  SELECT *, coalesce(lag(stop) OVER (PARTITION BY run, attempt ORDER BY made_ended, seq), began) AS before FROM (
-    SELECT made.* EXCLUDE (ended), made.ended AS made_ended, bounds.began, bounds.ended,
-      least(greatest(made.ended, bounds.began), bounds.ended) AS stop
-    FROM made JOIN bounds USING (run, attempt)
+), placed AS (
+  SELECT *, coalesce(lag(stop) OVER (PARTITION BY run, attempt ORDER BY step_ended, seq), began) AS before FROM (
+    SELECT step_time.* EXCLUDE (ended), step_time.ended AS step_ended, bounds.began, bounds.ended,
+      least(greatest(step_time.ended, bounds.began), bounds.ended) AS stop
+    FROM step_time JOIN bounds USING (run, attempt)
   )
 ), cut AS (
-  SELECT *, least(greatest(made_ended - seconds, before), stop) AS start FROM laid
+  SELECT *, least(greatest(step_ended - seconds, before), stop) AS start FROM placed
 ), parts AS (
   SELECT cut.*, stop - start AS length, start - before AS gap, coalesce((
     SELECT sum(hang.seconds) FROM hang
@@ -107,8 +107,8 @@ WITH told AS (
   FROM (SELECT *, checkpoint + evaluation + other_phase + hang AS wanted FROM parts)
 ), summed AS (
   SELECT run, attempt,
-    sum(length - fits * wanted) FILTER (NOT is_first AND NOT is_made_again AND NOT is_skipped) AS useful,
-    sum(length - fits * wanted) FILTER (NOT is_first AND (is_made_again OR is_skipped)) AS lost,
+    sum(length - fits * wanted) FILTER (NOT is_first AND NOT is_repeated AND NOT is_skipped) AS useful,
+    sum(length - fits * wanted) FILTER (NOT is_first AND (is_repeated OR is_skipped)) AS lost,
     sum(length - fits * wanted) FILTER (is_first) AS first_step,
     sum(fits * checkpoint) AS checkpoint,
     sum(fits * evaluation) AS evaluation,
@@ -118,7 +118,7 @@ WITH told AS (
     sum(gap) FILTER (before > began) AS idle,
     max(stop) AS stop,
     count(*) AS steps,
-    count(*) FILTER (is_made_again OR is_skipped) AS lost_steps
+    count(*) FILTER (is_repeated OR is_skipped) AS lost_steps
   FROM shared GROUP BY ALL
 ), tailed AS (
   SELECT bounds.run, bounds.attempt, bounds.began, bounds.ended, summed.* EXCLUDE (run, attempt),

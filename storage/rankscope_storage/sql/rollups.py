@@ -1,8 +1,8 @@
-"""Rollups: aggregation of raw rows, combination of rollup rows, and the views over both tiers. SQL text.
+"""SQL text of rollups: aggregation of raw rows, combination of rollup rows, and the views over both tiers.
 
-Both aggregations are sums over disjoint rows, so neither the number of pieces nor their order matters. A rollup row is
-placed at its last step. Its minimum and maximum remain exact, a counter has its last value, and every other number is
-the mean of the rows: multiplied by `rows`, counts of elements are exact again.
+Both aggregations are sums over disjoint rows, so that neither the number of parts nor their order matters. A rollup row
+has the step of its bucket. Minima and maxima remain exact, a counter has its last value, and every other number is the
+mean of the rows: multiplied by `rows`, counts of elements are exact again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SERIES: Final[Mapping[str, tuple[str, ...]]] = {
     "tensor_stats": (*_IDENTITY, "kind", "tensor", "index", "placement", "shard_group", "call_seq"),
     "scalars": (*_IDENTITY, "name", "unit", "labels"),
 }
-"""Columns that tell the series of a dataset apart. Other micro-steps and calls measure something else."""
+"""Columns that identify a series of a dataset; other micro-steps and calls are other series."""
 
 NUMBERS: Final[Mapping[str, tuple[str, ...]]] = {"tensor_stats": VALUE_OPS, "scalars": ("value",)}
 TOTALS: Final[Mapping[str, tuple[str, ...]]] = {"tensor_stats": COUNT_OPS, "scalars": ()}
@@ -36,52 +36,52 @@ _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What holds for all rows that are summed up. To know less makes the sums dearer, and no different."""
+class RowFacts:
+    """Facts about all rows of an aggregation that permit cheaper sums. Missing facts cost time but change no result."""
 
     absent: frozenset[str] = frozenset()
     """Columns that are null in every row."""
     whole: frozenset[str] = frozenset()
     """Columns that are null in no row."""
     is_finite: bool = False
-    """Whether no number is NaN or infinite, and all counts of such elements are 0, or null."""
+    """True if no number is NaN or infinite, and all counts of such elements are 0 or null."""
 
 
-NOTHING_KNOWN: Final = Known()
+NO_FACTS: Final = RowFacts()
 
 
 def bucket(row: str = "") -> str:
-    """Return the first step of the bucket of a row; `row` is what stands before its columns."""
-    # The modulus is taken so that buckets of negative steps are as wide; the lowest number of all has no bucket below.
+    """Return the SQL of the first step of a row's bucket; `row` is a prefix of its columns."""
+    # The modulus gives buckets of negative steps the same width. The smallest integer has no lower bucket.
     floor = f"greatest({row}step, {_LOWEST + BUCKET_STEPS})"
     return f"({floor} - ({row}step % {BUCKET_STEPS} + {BUCKET_STEPS}) % {BUCKET_STEPS})"
 
 
-def moment(row: str = "") -> str:
-    """Return the bucket of a row without a step, from a time within it."""
+def time_bucket(row: str = "") -> str:
+    """Return the SQL of the bucket, by time, of a row without a step; null for a row with a step."""
     return f"(CASE WHEN {row}step IS NULL THEN epoch_us({row}ts) // {BUCKET_SECONDS * 1_000_000} END)"
 
 
-def look_through(dataset: str, source: str) -> str:
-    """Return a query for one row, which tells `what_holds` for all rows of `dataset` in `source`."""
+def facts_query(dataset: str, source: str) -> str:
+    """Return a query for one row, from which `row_facts` gets the facts about `dataset` in `source`."""
     counted = (*SERIES[dataset], "step", *NUMBERS[dataset], *TOTALS[dataset])
     counts = ", ".join(f"count({sql_identifier(name)}) AS {sql_identifier(name)}" for name in counted)
     return f"SELECT count(*) AS every_row, bool_or({_is_nonfinite(dataset, '<>')}) AS is_odd, {counts} FROM {source}"
 
 
-def what_holds(found: Mapping[str, Any]) -> Known:
-    """Return what the one row of `look_through` tells."""
+def row_facts(found: Mapping[str, Any]) -> RowFacts:
+    """Return the facts in the row of `facts_query`."""
     counts = {name: count for name, count in found.items() if name not in {"every_row", "is_odd"}}
-    return Known(
+    return RowFacts(
         absent=frozenset(name for name, count in counts.items() if not count),
         whole=frozenset(name for name, count in counts.items() if count == found["every_row"]),
         is_finite=not found["is_odd"],
     )
 
 
-def rolled_up(dataset: str, source: str, known: Known = NOTHING_KNOWN) -> str:
-    """Return a query for the rollup rows of the rows of `dataset` in `source`, what stands behind FROM."""
-    series = [name for name in SERIES[dataset] if name not in known.absent]
+def rollup_query(dataset: str, source: str, facts: RowFacts = NO_FACTS) -> str:
+    """Return a query for the rollup rows of the rows of `dataset` in `source`, the text after FROM."""
+    series = [name for name in SERIES[dataset] if name not in facts.absent]
     named = {
         "step": "bucket",
         "first_step": "min(step)",
@@ -93,23 +93,23 @@ def rolled_up(dataset: str, source: str, known: Known = NOTHING_KNOWN) -> str:
         "nonfinite_rows": "count(CASE WHEN is_nonfinite THEN 1 END)",
         "first_nonfinite_step": "min(CASE WHEN is_nonfinite THEN step END)",
     }
-    if known.is_finite:
+    if facts.is_finite:
         named |= {"nonfinite_rows": "0::BIGINT", "first_nonfinite_step": "NULL::BIGINT"}
     for number in NUMBERS[dataset]:
-        named |= _summary(number, known, is_wide=_is_wide(dataset, number))
+        named |= _summary(dataset, number, facts)
     for total in TOTALS[dataset]:
-        is_zero = known.is_finite and total in _NONFINITE and total in known.whole
-        named |= {total: "0::BIGINT" if is_zero else _sum(total), f"{total}_rows": _count(total, known)}
+        is_zero = facts.is_finite and total in _NONFINITE and total in facts.whole
+        named |= {total: "0::BIGINT" if is_zero else _sum(total), f"{total}_rows": _count(total, facts)}
     columns = _in_order(dataset, {name: sql_identifier(name) for name in series} | named)
-    rows = ", ".join(_raw_columns(dataset, known))
-    # Where every row has a step, none is told apart by its time.
-    groups = ", ".join([*map(sql_identifier, series), "bucket", *([] if "step" in known.whole else ["moment"])])
+    rows = ", ".join(_input_columns(dataset, facts))
+    # If every row has a step, no row is grouped by its time.
+    groups = ", ".join([*map(sql_identifier, series), "bucket", *([] if "step" in facts.whole else ["time_bucket"])])
     shown = ", ".join(map(sql_identifier, series))
     return f"SELECT {columns} FROM (SELECT {shown}, {rows} FROM {source}) GROUP BY {groups}"
 
 
-def combined(dataset: str, source: str) -> str:
-    """Return a query for one row per bucket of the rollup rows of `dataset` in `source`."""
+def combined_query(dataset: str, source: str) -> str:
+    """Return a query that combines the rollup rows of `dataset` in `source` to one row per bucket."""
     series = ", ".join(map(sql_identifier, SERIES[dataset]))
     named = {
         "step": "step",
@@ -123,88 +123,78 @@ def combined(dataset: str, source: str) -> str:
         "first_nonfinite_step": "min(first_nonfinite_step)",
     }
     for number in NUMBERS[dataset]:
-        named |= _joined_summary(number, is_wide=_is_wide(dataset, number))
+        named |= _combined_summary(dataset, number)
     for total in TOTALS[dataset]:
         named |= {total: _sum(total), f"{total}_rows": _sum(f"{total}_rows")}
     columns = _in_order(dataset, {name: sql_identifier(name) for name in SERIES[dataset]} | named)
-    return f"SELECT {columns} FROM {source} GROUP BY {series}, step, {moment()}"
+    return f"SELECT {columns} FROM {source} GROUP BY {series}, step, {time_bucket()}"
 
 
-def _raw_columns(dataset: str, known: Known) -> Iterator[str]:
-    yield from ("step", "ts", "ordinal", f"{bucket()} AS bucket", f"{moment()} AS moment")
+def _input_columns(dataset: str, facts: RowFacts) -> Iterator[str]:
+    yield from ("step", "ts", "ordinal", f"{bucket()} AS bucket", f"{time_bucket()} AS time_bucket")
     yield f"coalesce({_is_nonfinite(dataset)}, false) AS is_nonfinite"
     for number in NUMBERS[dataset]:
         column = sql_identifier(number)
-        # One CASE for all aggregates of it: a FILTER in each of them took two thirds more time.
-        finite = column if known.is_finite else f"CASE WHEN isfinite({column}) THEN {column} END"
+        # One CASE for all aggregates of the column: a FILTER in each of them took two thirds more time.
+        finite = column if facts.is_finite else f"CASE WHEN isfinite({column}) THEN {column} END"
         yield f"{column}, {finite} AS {number}_finite"
     yield from TOTALS[dataset]
 
 
 def _is_nonfinite(dataset: str, comparison: str = ">") -> str:
-    """Return whether a row shows anything that is not finite; null may stand for no. Counts compare so with 0."""
+    """Return the condition that a row has a number or count that is not finite; null can mean false."""
     odd = [f"NOT isfinite({sql_identifier(number)})" for number in NUMBERS[dataset]]
     odd += [f"{total} {comparison} 0" for total in TOTALS[dataset] if total in _NONFINITE]
     return " OR ".join(odd)
 
 
-def _is_wide(dataset: str, number: str) -> bool:
-    return bool(dataset_schema(dataset).field(number).type == pa.float64())
-
-
-def _summary(number: str, known: Known, *, is_wide: bool) -> dict[str, str]:
+def _summary(dataset: str, number: str, facts: RowFacts) -> dict[str, str]:
     column, finite = sql_identifier(number), f"{number}_finite"
     nans = f"count(CASE WHEN isnan({column}) THEN 1 END)"
-    odd = {"nans": nans, "infs": f"count({column}) - count({finite}) - {nans}"}
-    if known.is_finite:
-        odd = dict.fromkeys(odd, "0::BIGINT")
+    infs = f"count({column}) - count({finite}) - {nans}"
     return {
         f"{number}_min": f"min({finite})",
         f"{number}_max": f"max({finite})",
-        f"{number}_avg": _mean(f"avg({finite})", f"avg({finite} / 1048576) * 1048576", is_wide=is_wide),
-        f"{number}_count": _count(number, known) if known.is_finite else f"count({finite})",
-        **{f"{number}_{what}": value for what, value in odd.items()},
+        f"{number}_avg": _mean(dataset, number, f"avg({finite})", f"avg({finite} / 1048576) * 1048576"),
+        f"{number}_count": _count(number, facts) if facts.is_finite else f"count({finite})",
+        f"{number}_nans": "0::BIGINT" if facts.is_finite else nans,
+        f"{number}_infs": "0::BIGINT" if facts.is_finite else infs,
     }
 
 
-def _count(name: str, known: Known) -> str:
-    """Return how many rows have the column called `name`; all rows are counted once for all that are whole."""
-    return "count(*)" if name in known.whole else f"count({sql_identifier(name)})"
+def _count(name: str, facts: RowFacts) -> str:
+    """Return the number of rows in which `name` is not null; columns without nulls share one count of all rows."""
+    return "count(*)" if name in facts.whole else f"count({sql_identifier(name)})"
 
 
-def _joined_summary(number: str, *, is_wide: bool) -> dict[str, str]:
+def _combined_summary(dataset: str, number: str) -> dict[str, str]:
     count = f"sum({number}_count)"
-    mean = _mean(
-        f"sum({number}_avg * {number}_count) / {count}",
-        f"sum({number}_avg / 1048576 * {number}_count) / {count} * 1048576",
-        is_wide=is_wide,
-    )
+    plain = f"sum({number}_avg * {number}_count) / {count}"
+    scaled = f"sum({number}_avg / 1048576 * {number}_count) / {count} * 1048576"
+    mean = _mean(dataset, number, plain, scaled)
     return {
         f"{number}_min": f"min({number}_min)",
         f"{number}_max": f"max({number}_max)",
         f"{number}_avg": f"CASE WHEN count(*) = 1 THEN max({number}_avg) ELSE {mean} END",
-        **{f"{number}_{what}": _sum(f"{number}_{what}") for what in ("count", "nans", "infs")},
+        **{f"{number}_{suffix}": _sum(f"{number}_{suffix}") for suffix in ("count", "nans", "infs")},
     }
 
 
-def _mean(plain: str, scaled: str, *, is_wide: bool) -> str:
-    """Return a mean that does not become infinite only because the sum on the way to it does.
-
-    Sums are of float64: no number of float32 makes one of them infinite.
-    """
-    if not is_wide:
+def _mean(dataset: str, number: str, plain: str, scaled: str) -> str:
+    """Return a mean that is finite if only its sum overflows, which sums of float32 (in float64) cannot do."""
+    if dataset_schema(dataset).field(number).type != pa.float64():
         return plain
     return f"CASE WHEN isinf({plain}) THEN {scaled} ELSE {plain} END"
 
 
 def _sum(column: str) -> str:
-    """Return a sum of integers that stops at the largest there is: whatever a rank sent, its row can be rolled up."""
+    """Return a sum of integers that is limited to the range of BIGINT, so that every row can be rolled up."""
     bounded = f"least(greatest(sum({column}), {_LOWEST}), {_HIGHEST})::BIGINT"
-    return f"CASE WHEN count({column}) > 0 THEN {bounded} END"  # of null and a number, greatest() takes the number
+    return f"CASE WHEN count({column}) > 0 THEN {bounded} END"  # greatest() ignores null
 
 
 def _in_order(dataset: str, named: Mapping[str, str]) -> str:
-    """Return the columns of the rollup dataset as its schema has them; what many rows have none of together is null."""
+    """Return the columns of the rollup dataset in schema order; null for columns that do not apply to several rows."""
     schema = dataset_schema(ROLLUPS[dataset])
     values = (named[field.name] if field.name in named else _NULLS[field.type] for field in schema)
     return ", ".join(f"{value} AS {sql_identifier(name)}" for value, name in zip(values, schema.names, strict=True))
@@ -216,8 +206,8 @@ _ADDED: Final = ("first_step", "first_ts", "rows", "nonfinite_rows")
 _ONE: Final = 'step AS first_step, ts AS first_ts, 1::BIGINT AS "rows"'
 
 
-def in_raw_columns(dataset: str) -> str:
-    """Return a SELECT list that shows combined rollup rows as rows of `dataset`; what is not kept is null."""
+def raw_columns(dataset: str) -> str:
+    """Return a SELECT list that converts combined rollup rows to rows of `dataset`; other columns are null."""
     shown = {name: sql_identifier(name) for name in SERIES[dataset]}
     shown |= {"step": "coalesce(last_step, step)", "ts": "ts", "ordinal": "ordinal"}
     shown |= {number: _number(number) for number in NUMBERS[dataset]}
@@ -242,13 +232,13 @@ def _timeline(view: str, dataset: str, nonfinite: str) -> str:
         f"CREATE OR REPLACE VIEW {view} AS\n"
         f"SELECT *, {_ONE}, ({nonfinite})::BIGINT AS nonfinite_rows, 'raw' AS tier FROM {dataset}\n"
         f"UNION ALL\n"
-        f"SELECT {in_raw_columns(dataset)}, {added}, 'rollup' FROM {ROLLUPS[dataset]}"
+        f"SELECT {raw_columns(dataset)}, {added}, 'rollup' FROM {ROLLUPS[dataset]}"
     )
 
 
 def rollup_view(dataset: str, raw: str) -> str:
-    """Return the view of the rollups of `dataset` over the relation `raw` of rollup rows: one row per bucket."""
-    return f"CREATE OR REPLACE VIEW {ROLLUPS[dataset]} AS {combined(dataset, raw)}"
+    """Return the view of the rollups of `dataset`, one row per bucket, over the relation `raw` of rollup rows."""
+    return f"CREATE OR REPLACE VIEW {ROLLUPS[dataset]} AS {combined_query(dataset, raw)}"
 
 
 _NONFINITE_TENSOR: Final = "coalesce(nans > 0 OR infs > 0 OR {}, false)".format(
@@ -259,7 +249,7 @@ TIMELINES: Final = (
     _timeline("tensor_timeline", "tensor_stats", _NONFINITE_TENSOR),
     _timeline("scalar_timeline", "scalars", "coalesce(NOT isfinite(value), false)"),
 )
-"""Statements that need nothing but the views of the datasets."""
+"""Views that need only the views of the datasets."""
 
 
 ROLLED_STEPS: Final = """\
@@ -270,4 +260,4 @@ SELECT run, name, labels, coalesce(attempt, 0) AS attempt, max(last_step) AS ste
     min(value_min) AS lowest, max(value_max) AS highest
   FROM scalar_rollups WHERE step IS NOT NULL AND (value_count > 0 OR nonfinite_rows > 0)
   GROUP BY run, name, labels, coalesce(attempt, 0), scalar_rollups.step"""
-"""The mean of a bucket over the finite numbers of all ranks and micro-batches, and not finite where none is."""
+"""The mean of a bucket over finite numbers of all ranks and micro-batches; not finite if there is none."""

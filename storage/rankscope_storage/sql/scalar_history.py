@@ -1,4 +1,4 @@
-"""Curves of scalars over all attempts of a run: each attempt, steps counted on, and the one that stands. SQL text."""
+"""Views of scalars over all attempts of a run: each attempt, continued step numbers, and superseded steps. SQL text."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from rankscope_storage.sql.rollups import ROLLED_STEPS
 
 _ENDED: Final = ", ".join(f"'{state}'" for state in (RunState.COMPLETED, RunState.STOPPED, RunState.FAILED))
 
-# A rank that writes a step again within an attempt has gone back: its last word stands.
-_LAST_WORDS: Final = """\
+# A rank that logs a step again within an attempt has gone back: only its last value counts.
+_LAST_VALUES: Final = """\
   SELECT run, name, labels, coalesce(attempt, 0) AS attempt, step, rank, micro_step, max(ts) AS ts,
     arg_max(value, coalesce(ordinal, seq, 0)) AS value
   FROM scalars WHERE step IS NOT NULL AND value IS NOT NULL
   GROUP BY run, name, labels, coalesce(attempt, 0), step, rank, micro_step"""
 
 LOSSES: Final = "name = 'loss' AND step IS NOT NULL AND value IS NOT NULL"
-"""Which rows of `scalars` make up `loss_curve`."""
+"""The condition for the rows of `scalars` in `loss_curve`."""
 
-_LOSSES_SAID_ONCE: Final = f"""\
+_LOSSES_LOGGED_ONCE: Final = f"""\
   SELECT run, name, labels, coalesce(attempt, 0) AS attempt, step, ts, value FROM scalars WHERE {LOSSES}"""
 
-_AND_ROLLED: Final = f"""
+_PLUS_ROLLUPS: Final = f"""
   UNION ALL
   {ROLLED_STEPS}"""
 
 
 FOLLOWS: Final = """\
 max_by({own}.last_step BETWEEN {training}.last_step / 2 AND 2 * {training}.last_step, {own}.last_step)"""
-"""Whether a scalar goes by the steps of the training, over its extents and the training's in the same attempts."""
+"""SQL condition: true if a scalar counts the steps of the training.
 
-# Where a run's attempts begin and end, of each scalar. One that is logged seldom does not tell itself how far its
-# attempt went back: the loss does. One that counts otherwise, in epochs or in samples, goes by its own steps: where it
-# has come farthest, that is less than half or more than twice of what the loss has.
+The arguments are the extents of the scalar and of the training in the same attempts. A scalar that counts epochs or
+samples has, in its longest attempt, less than half or more than twice the last step of the loss."""
+
+# First and last step of the attempts of each scalar. The loss defines how far an attempt went back, also for scalars
+# that are logged seldom. Scalars that count epochs or samples use their own steps: see FOLLOWS.
 _SPANS_OF_SCALARS: Final = f"""\
-extent AS NOT MATERIALIZED (  -- or a condition on the name would not reach the rows
+extent AS NOT MATERIALIZED (  -- otherwise a condition on the name would not reach the rows
   SELECT run, name, labels, attempt, min(first_step) AS first_step, max(step) AS last_step
   FROM per_step GROUP BY run, name, labels, attempt
 ),
@@ -72,22 +74,22 @@ span AS (
 )"""
 
 
-def _history(said: str, and_rolled: str, spans: str, keys: Sequence[str]) -> str:
-    """Return a query for the rows of `scalar_history` of what `said` selects, and of what is rolled up.
+def _history(logged: str, rollups: str, spans: str, keys: Sequence[str]) -> str:
+    """Return a query for the rows of `scalar_history` over the values that `logged` selects, plus rollups.
 
-    `spans` is a query for where attempts begin and end, of what `keys` tell apart.
+    `spans` is a query for the extents of attempts, by `keys`.
     """
     listed = ", ".join(keys)
-    # An attempt that begins at or before the last step of an earlier one has gone back: what the earlier one has from
-    # there on was trained anew.
+    # An attempt that begins at or before the last step of an earlier attempt has gone back: the later steps of the
+    # earlier attempt are superseded.
     return f"""\
-WITH said AS (
-{said}
+WITH logged AS (
+{logged}
 ),
 per_step AS (
   SELECT run, name, labels, attempt, step, step AS first_step, min(ts) AS ts, count(*) AS parts,
     avg(value) AS value, min(value) AS lowest, max(value) AS highest
-  FROM said GROUP BY run, name, labels, attempt, step{and_rolled}
+  FROM logged GROUP BY run, name, labels, attempt, step{rollups}
 ),
 {spans},
 repeated AS (
@@ -109,17 +111,17 @@ FROM per_step JOIN counted ON attempt = of_attempt AND {" AND ".join(map(_same, 
 
 
 def _same(key: str) -> str:
-    """Return a condition of the join; DuckDB takes a condition of the question over to its other side only by =."""
+    """Return a condition of the join. DuckDB moves a condition of the statement to the other side only through =."""
     return "labels IS NOT DISTINCT FROM of_labels" if key == "labels" else f"{key} = of_{key}"
 
 
 _SCALAR_HISTORY: Final = f"""\
 CREATE OR REPLACE VIEW scalar_history AS
-{_history(_LAST_WORDS, _AND_ROLLED, _SPANS_OF_SCALARS, ("run", "name", "labels"))}"""
-"""A row per attempt and step, the mean of `parts` numbers, one of each rank and micro-batch; `cumulative_step` counts
-steps that were trained twice twice; `stands` is false for what a later attempt trained anew. Where steps are rolled up
-it is a row per hundred of them, `first_step` to `step`, which stands while all of them do; elsewhere the two are
-equal."""
+{_history(_LAST_VALUES, _PLUS_ROLLUPS, _SPANS_OF_SCALARS, ("run", "name", "labels"))}"""
+"""A row per attempt and step: the mean of `parts` numbers, one per rank and micro-batch.
+
+`cumulative_step` counts repeated steps again. `stands` is false for superseded steps. Rollups have one row per hundred
+steps, from `first_step` to `step`, which is superseded if one of its steps is; in other rows, the two are equal."""
 
 _LOSS_CURVE_OF: Final = """\
 CREATE OR REPLACE VIEW loss_curve AS
@@ -127,14 +129,15 @@ SELECT run, labels, attempt, step, cumulative_step, ts, parts, value AS loss, lo
   exp(value) AS perplexity, first_step
 FROM"""
 _LOSS_CURVE: Final = f"{_LOSS_CURVE_OF} scalar_history WHERE name = 'loss' AND stands\n"
-"""The loss as it stands: one row per step, of the last attempt that trained it."""
+"""The loss without superseded steps: one row per step, of the last attempt that trained it."""
 
-LOSS_SAID_ONCE: Final = f"""\
+LOSS_LOGGED_ONCE: Final = f"""\
 {_LOSS_CURVE_OF} (
-{_history(_LOSSES_SAID_ONCE, "", _SPANS_OF_LOSSES, ("run",))}) WHERE stands
+{_history(_LOSSES_LOGGED_ONCE, "", _SPANS_OF_LOSSES, ("run",))}) WHERE stands
 """
-"""The same where no rank said the loss of a step twice within an attempt, and nothing is rolled up: in a third of the
-time, for which rank and micro-batch a number is of need not be told apart."""
+"""The same view if no rank logged the loss of a step twice within an attempt, and there are no rollups.
+
+It takes a third of the time, because rank and micro-batch of a number do not matter."""
 
 LOSS_OF_SOLE_ATTEMPT: Final = f"""\
 CREATE OR REPLACE VIEW loss_curve AS
@@ -142,12 +145,12 @@ SELECT run, labels, 0::INTEGER AS attempt, step, step AS cumulative_step, min(ts
   avg(value) AS loss, min(value) AS lowest, max(value) AS highest, exp(avg(value)) AS perplexity, step AS first_step
 FROM scalars WHERE {LOSSES} GROUP BY run, labels, step
 """
-"""The same where besides all is of attempt 0: in a fifth."""
+"""The same view if, in addition, all rows are of attempt 0. It takes a fifth of the time."""
 
-# Many plan 2^63 - 1 steps and stop when they have seen enough: there is no such date. A thousand years.
-_TOLD_SECONDS: Final = 31_556_952_000
+# A thousand years. Scripts that stop by another criterion plan 2^63 - 1 steps, for which no date exists.
+_MOST_SECONDS: Final = 31_556_952_000
 
-# From the clock, not from `step_seconds`: evaluation and checkpoints take their time too.
+# From the clock, not from `step_seconds`: evaluation and checkpoints take time too.
 _RUN_ETA: Final = f"""\
 CREATE OR REPLACE VIEW run_eta AS
 WITH pace AS (
@@ -168,11 +171,11 @@ SELECT run, state, newest_step AS step, planned_steps, seconds_per_step, last_se
   CASE WHEN newest_step >= planned_steps THEN 0 WHEN state IN ({_ENDED}) THEN NULL
     ELSE (planned_steps - newest_step) * seconds_per_step END AS eta_seconds,
   CASE WHEN newest_step < planned_steps AND state NOT IN ({_ENDED})
-      AND (planned_steps - newest_step) * seconds_per_step < {_TOLD_SECONDS}
+      AND (planned_steps - newest_step) * seconds_per_step < {_MOST_SECONDS}
     THEN last_seen_at + to_microseconds(((planned_steps - newest_step) * seconds_per_step * 1e6)::BIGINT) END
     AS expected_end
 FROM speed LEFT JOIN runs USING (run)
 """
-"""When a run will be through, by the pace of its last 100 steps; null where nobody said how many it has to do."""
+"""The expected end of a run, from the pace of its last 100 steps; null without a planned number of steps."""
 
 HISTORY_VIEWS: Final = (_SCALAR_HISTORY, _LOSS_CURVE, _RUN_ETA)

@@ -1,24 +1,24 @@
-"""The macros of smoothing and downsampling: moving averages, the tenth percentile, perplexity, `downsample`. SQL text.
+"""Macros for smoothing and downsampling: moving averages, 10th percentile, perplexity, `downsample`. SQL text.
 
-A value that is not finite is part of no average, as in the rules; its row remains and has the previous average. Rows of
-one x, such as those of a step that two attempts trained, come in the order of y. `downsample` returns as many points
-as a screen has, and keeps every extreme.
+A value that is not finite is not part of an average, as in the rules; its row has the previous average. Rows with equal
+x, such as those of a step that two attempts trained, are ordered by y. `downsample` returns at most as many points as a
+screen has, and keeps every extreme.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# The recursion b = (1 - alpha) b + alpha y, first b = first y, without recursing: inside a block it is a running sum of
-# y / (1 - alpha)^i. A block ends before these powers leave the range of a double (e^200); what a block inherits is the
-# end of the one before, since anything older has faded by e^-200.
+# The recursion b = (1 - alpha) b + alpha y, with first b = first y, is a running sum of y / (1 - alpha)^i in a block.
+# A block ends before these powers leave the range of a double (e^200). It inherits only the last value of the previous
+# block, because older values have a weight below e^-200.
 _EMA: Final = """\
 CREATE OR REPLACE MACRO ema(source, x, y, alpha, series := NULL) AS TABLE
 WITH numbered AS (
   SELECT *, row_number() OVER (PARTITION BY series ORDER BY x, y) AS ema_row, series AS ema_series,
     CASE WHEN isfinite(y) THEN y::DOUBLE END AS ema_y,
     CASE WHEN alpha > 0 AND alpha <= 1 THEN 1.0 - alpha::DOUBLE
-      ELSE error('ema: alpha, the weight of a new value, lies above 0 and not above 1') END AS decay,
+      ELSE error('ema: alpha, the weight of a new value, must be above 0 and at most 1') END AS decay,
     CASE WHEN alpha < 1 THEN greatest(1, 200 / greatest(-ln(1.0 - alpha::DOUBLE), 1e-13))::BIGINT ELSE 1 END
       AS block_length
   FROM query_table(source)
@@ -44,18 +44,18 @@ ORDER BY ema_series, ema_row
 
 _MOVING_AVERAGE: Final = """\
 CREATE OR REPLACE MACRO moving_average(source, x, y, width, series := NULL) AS TABLE
-WITH chosen AS (
-  SELECT *, series AS average_series, x AS average_x, CASE WHEN isfinite(y) THEN y::DOUBLE END AS average_y
+WITH numbered AS (
+  SELECT *, row_number() OVER (PARTITION BY series ORDER BY x, y) AS average_row, series AS average_series,
+    CASE WHEN isfinite(y) THEN y::DOUBLE END AS average_y
   FROM query_table(source)
 )
-SELECT * EXCLUDE (average_series, average_x, average_y),
+SELECT * EXCLUDE (average_row, average_series, average_y),
   avg(average_y) OVER recent AS moving_average,
   min(average_y) OVER recent AS moving_min,
   max(average_y) OVER recent AS moving_max
-FROM chosen
-WINDOW recent AS (
-  PARTITION BY average_series ORDER BY average_x, average_y ROWS BETWEEN (width - 1) PRECEDING AND CURRENT ROW)
-ORDER BY average_series, average_x, average_y
+FROM numbered
+WINDOW recent AS (PARTITION BY average_series ORDER BY average_row ROWS BETWEEN (width - 1) PRECEDING AND CURRENT ROW)
+ORDER BY average_series, average_row
 """
 
 _P10: Final = """\
@@ -70,15 +70,15 @@ _PERPLEXITY: Final = "CREATE OR REPLACE MACRO perplexity(loss) AS exp(loss::DOUB
 SMOOTHING_MACROS: Final = (_EMA, _MOVING_AVERAGE, _P10, _PERPLEXITY)
 
 
-# A bucket keeps its lowest and its highest point and, since no number stands for it, its first NaN: three at most.
-# With the first and the last point of the series that makes 3 * ((points - 2) // 3) + 2 <= points.
+# A bucket keeps at most three points: its lowest, its highest, and its first NaN, which has no order. With the first
+# and the last point of the series, these are 3 * ((points - 2) // 3) + 2 <= points.
 DOWNSAMPLE: Final = """\
 CREATE OR REPLACE MACRO downsample(source, x, y, points, series := NULL) AS TABLE
 WITH point AS (
-  SELECT line, place, CASE WHEN NOT isnan(told) THEN told END AS number,
-    CASE WHEN isnan(told) THEN place END AS nan_place
-  FROM (SELECT series AS line, x AS place, y::DOUBLE AS told FROM query_table(source))
-  WHERE place IS NOT NULL AND told IS NOT NULL
+  SELECT line, place, CASE WHEN NOT isnan(logged) THEN logged END AS number,
+    CASE WHEN isnan(logged) THEN place END AS nan_place
+  FROM (SELECT series AS line, x AS place, y::DOUBLE AS logged FROM query_table(source))
+  WHERE place IS NOT NULL AND logged IS NOT NULL
 ),
 extent AS (
   SELECT line AS of_line, count(*) AS total, min(place) AS first_place, max(place) AS last_place,
@@ -111,4 +111,4 @@ kept AS (
 SELECT line AS series, place AS x, coalesce(number, 'nan'::DOUBLE) AS y FROM kept
 ORDER BY 1, 2
 """
-"""At most `points` points of each series, all of them stored ones: x is a number, times go by `epoch(ts)`."""
+"""At most `points` stored points of each series. x is a number: convert times with `epoch(ts)`."""

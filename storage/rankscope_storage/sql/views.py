@@ -1,4 +1,4 @@
-"""The public views and macros as SQL text, and the selects of raw rows below them.
+"""The public views and macros as SQL text, and the queries for raw rows on which they are based.
 
 Pure: the caller passes the files of a dataset. A macro reads any relation: a view, or a name from the statement's WITH.
 """
@@ -34,22 +34,22 @@ camp AS (
     count(*) AS size, min(norm) AS least, max(norm) AS most, min(ts) AS ts
   FROM latest GROUP BY run, attempt, step, vpp_stage, kind, tensor, replicas, hash
 ),
-told AS (
+disagreement AS (
   SELECT run, attempt, step, vpp_stage, kind, tensor, replicas, count(*) AS hashes, sum(size)::BIGINT AS ranks,
     list({hash: hash, members: members, size: size} ORDER BY size DESC, members) AS camps,
     min(least) AS norm_min, max(most) AS norm_max, min(ts) AS ts
   FROM camp GROUP BY run, attempt, step, vpp_stage, kind, tensor, replicas
 )
 SELECT run, attempt, step, vpp_stage, kind, tensor, replicas, hashes, ranks,
-  -- The largest camp is right where there is one; two ranks that differ are both named.
+  -- A unique largest camp is the majority; without one, for example with two ranks, all ranks are returned.
   CASE WHEN camps[1].size > camps[2].size
     THEN list_sort(flatten(list_transform(camps[2:], lambda camp: camp.members)))
     ELSE list_sort(flatten(list_transform(camps, lambda camp: camp.members))) END AS apart,
   CASE WHEN camps[1].size > camps[2].size THEN camps[1].hash END AS majority,
   norm_min, norm_max, ts
-FROM told WHERE hashes > 1
+FROM disagreement WHERE hashes > 1
 """
-"""A row for each tensor and step: the ranks that disagree with the others, all of them where no camp is the largest."""
+"""A row per tensor and step: the ranks that differ from the majority, or all of them if there is no majority."""
 
 
 MACROS: Final = (
@@ -61,7 +61,7 @@ MACROS: Final = (
     SCALAR_CURVE,
     *DEVIATION_MACROS,
 )
-"""Statements that need nothing but the views of the datasets and each other, in an order that works."""
+"""Statements that need only the views of the datasets and each other, in a valid order."""
 
 
 VERSION_KEYS: Final = {
@@ -69,12 +69,12 @@ VERSION_KEYS: Final = {
     "attempts": ("run", "attempt"),
     "tensors": ("run", "kind", "tensor", '"index"'),
 }
-"""What a row of a dimension describes; the newest version of each is what its view shows."""
+"""The keys of each dimension; its view has only the newest version per key."""
 
 HISTORY_SUFFIX: Final = "_history"
 
-# The service's versions say nothing of labels, and versions with labels have no ordinal: neither takes away the
-# other's, whichever is written last. What was taken away by people is empty, not null.
+# Versions of the service have null tags and note, and versions with tags have no ordinal: neither hides the other,
+# whichever is written last. Tags that a user removed are empty, not null.
 _LABELS: Final = ", ".join(
     f"nullif(max_by({name}, ts) FILTER ({name} IS NOT NULL) OVER (PARTITION BY run), '{nothing}') AS {name}"
     for name, nothing in (("tags", "{}"), ("note", ""))
@@ -86,7 +86,7 @@ _OF_A_TENSOR: Final = 'run, attempt, step, micro_step, vpp_stage, kind, tensor, 
 _TENSOR_GLOBAL: Final = f"""\
 CREATE OR REPLACE VIEW tensor_global AS
 WITH part AS (
-  -- A rank that measures a step again within an attempt has gone back: its last word stands.
+  -- A rank that measures a step again within an attempt has gone back: only its last row counts.
   SELECT *, placement IS NOT DISTINCT FROM 'shard' AS sharded,
     numel - coalesce(nans, 0) - coalesce(infs, 0) AS finite
   FROM tensor_stats
@@ -94,7 +94,7 @@ WITH part AS (
     PARTITION BY {_OF_A_TENSOR}, rank ORDER BY coalesce(ordinal, seq) DESC NULLS LAST, ts DESC NULLS LAST) = 1
 ),
 copy AS (
-  -- A replica is the whole tensor, and so is a group of shards; with hybrid sharding there are several of these.
+  -- A replica is the whole tensor, and so is a group of shards. Hybrid sharding has several groups.
   SELECT {_OF_A_TENSOR},
     CASE WHEN sharded THEN shard_group END AS of_group, CASE WHEN NOT sharded THEN rank END AS of_rank,
     max(placement) AS placement, count(*) AS parts, min(ts) AS ts,
@@ -106,62 +106,55 @@ copy AS (
 SELECT {_OF_A_TENSOR}, placement,
   (sum(parts) OVER all_copies)::BIGINT AS parts,
   norm, "min", "max", mean,
-  -- What is not finite shows in whichever copy it is.
+  -- A NaN or infinity counts, whichever copy contains it.
   max(nans) OVER all_copies AS nans,
   max(infs) OVER all_copies AS infs,
   zeros, numel,
   min(ts) OVER all_copies AS ts
 FROM copy
 WINDOW all_copies AS (PARTITION BY {_OF_A_TENSOR})
--- A group of which a rank was not heard is smaller than a whole one.
+-- A group with a missing rank has fewer elements than a complete one.
 QUALIFY row_number() OVER (
   PARTITION BY {_OF_A_TENSOR} ORDER BY numel DESC NULLS LAST, of_group NULLS LAST, of_rank NULLS LAST) = 1
 """
 
 
 def view_statements(*, prefix: str = "") -> Iterator[str]:
-    """Yield the statements that make the public views and macros over the relations `<prefix><dataset>` of raw rows."""
+    """Yield the statements that create the public views and macros over relations `<prefix><dataset>` of raw rows."""
     for dataset in DATASETS:
         raw = f"{prefix}{dataset}"
         if dataset in DIMENSIONS:
             yield f"CREATE OR REPLACE VIEW {dataset}{HISTORY_SUFFIX} AS SELECT * FROM {raw}"
-            yield _latest(dataset, raw)
+            columns = f"* REPLACE ({_LABELS})" if dataset == "runs" else "*"
+            keys = ", ".join(VERSION_KEYS[dataset])
+            order = "ORDER BY ordinal DESC NULLS LAST, ts DESC NULLS LAST"
+            yield (
+                f"CREATE OR REPLACE VIEW {dataset} AS SELECT {columns} FROM {raw}\n"
+                f"QUALIFY row_number() OVER (PARTITION BY {keys} {order}) = 1"
+            )
         elif dataset in _ROLLED_UP:
             yield rollup_view(_ROLLED_UP[dataset], raw)
         else:
             yield f"CREATE OR REPLACE VIEW {dataset} AS SELECT * FROM {raw}"
-    yield _TENSOR_GLOBAL
-    yield from TIMELINES
-    yield DESYNC
-    yield COLLECTIVE_CALLS
-    yield from goodput.STATEMENTS
-    yield from MACROS
-
-
-def _latest(dataset: str, raw: str) -> str:
-    keys = ", ".join(VERSION_KEYS[dataset])
-    columns = f"* REPLACE ({_LABELS})" if dataset == "runs" else "*"
-    return (
-        f"CREATE OR REPLACE VIEW {dataset} AS SELECT {columns} FROM {raw}\n"
-        f"QUALIFY row_number() OVER (PARTITION BY {keys} ORDER BY ordinal DESC NULLS LAST, ts DESC NULLS LAST) = 1"
-    )
+    yield from (_TENSOR_GLOBAL, *TIMELINES, DESYNC, COLLECTIVE_CALLS, *goodput.STATEMENTS, *MACROS)
 
 
 @functools.cache
 def empty_select(dataset: str) -> str:
-    """Return a query with the columns of `dataset`, in order and typed, and no rows."""
+    """Return a query with the typed columns of `dataset`, in order, and no rows."""
     return f"SELECT {', '.join(map(sql_null, dataset_schema(dataset)))} WHERE false"
 
 
 def empty_view(dataset: str) -> str:
-    """Return the statement that makes the view of `dataset` as one without rows."""
+    """Return the statement that creates the view of `dataset` without rows."""
     return f"CREATE OR REPLACE VIEW {dataset} AS {empty_select(dataset)}"
 
 
 def raw_select(dataset: str, files: str, *, empty: bool, columns: str | None) -> str:
     """Return a query for the rows of `dataset` in `files`, an SQL expression for a list of paths.
 
-    Files of one shape, of which `columns` are all, are read without opening them first; else they are matched by name.
+    If all files have the same columns, the select list `columns`, DuckDB need not open them first; otherwise (None) it
+    matches columns by name.
     """
     if empty:
         return empty_select(dataset)
@@ -175,7 +168,7 @@ def raw_select(dataset: str, files: str, *, empty: bool, columns: str | None) ->
 
 @functools.cache
 def _usual_columns(dataset: str) -> str:
-    """Return what to select from a file as it usually is to have all columns."""
+    """Return the select list that adds the UNWRITTEN columns of `dataset` to a usual file."""
     unwritten = UNWRITTEN.get(dataset, ())
     if not unwritten:
         return "*"
@@ -185,13 +178,13 @@ def _usual_columns(dataset: str) -> str:
 
 
 def files_select(dataset: str, files: Sequence[str]) -> str:
-    """Return a query for the rows of `dataset` in just these `files`."""
+    """Return a query for the rows of `dataset` in exactly these `files`."""
     listed = f"[{', '.join(map(sql_string, files))}]::VARCHAR[]"
     return raw_select(dataset, listed, empty=not files, columns=common_columns(dataset, files))
 
 
 def common_columns(dataset: str, files: Sequence[str]) -> str | None:
-    """Return what to select from `files` to have all of today's columns; None where they have different ones."""
+    """Return the select list for all current columns of `files`; None if the files have different columns."""
     shapes = {file_fingerprint(file) for file in files}
     if shapes <= {fingerprint(dataset)}:
         return _usual_columns(dataset)

@@ -1,4 +1,4 @@
-"""Which rows of a batch are new, by the watermarks of their incarnations. Pure: tables in, tables out."""
+"""Select the new rows of a batch by the watermarks of their incarnations. Pure."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from rankscope_storage.base.errors import BatchError
 
 
 def incarnations(tables: Mapping[str, pa.Table]) -> set[str]:
-    """Return the incarnations that the rows of `tables` belong to, all of them and seldom more."""
-    return {name for table in tables.values() for name in _distinct(table.column("incarnation"))}
+    """Return all incarnations of the rows of `tables`, and possibly some without rows."""
+    return set().union(*(_distinct(table.column("incarnation")) for table in tables.values()))
 
 
-def _distinct(column: pa.ChunkedArray) -> list[str]:
-    if pa.types.is_dictionary(column.type):
-        # It may name some that no row is of any more: their watermarks are asked for in vain.
-        return [value for chunk in column.chunks for value in chunk.dictionary.to_pylist() if value is not None]
-    if column.null_count == len(column):  # rows of exporters, by the hundred thousand
-        return []
-    return [value for value in column.unique().to_pylist() if value is not None]
+def _distinct(column: pa.ChunkedArray) -> set[str]:
+    if pa.types.is_dictionary(column.type):  # may include incarnations without rows
+        values = {value for chunk in column.chunks for value in chunk.dictionary.to_pylist()}
+    elif column.null_count == len(column):  # rows of exporters, by the hundred thousand
+        return set()
+    else:
+        values = set(column.unique().to_pylist())
+    return values - {None}
 
 
 def newer(table: pa.Table, stored: Mapping[str, int]) -> pa.Table:
-    """Return the rows above the watermark of their incarnation; rows without incarnation or seq always pass."""
+    """Return the rows above the watermark of their incarnation, and all rows without incarnation or seq."""
     if not table.num_rows or all(seq == NOTHING for seq in stored.values()):
         return table
     lowest = pc.min(table.column("seq")).as_py()
@@ -39,10 +40,13 @@ def newer(table: pa.Table, stored: Mapping[str, int]) -> pa.Table:
 
 
 def check_covered(table: pa.Table, dataset: str, watermarks: Mapping[str, int]) -> None:
-    """Raise BatchError for rows above the batch's own watermark: sent again, they would be stored twice."""
-    highest = pc.max(table.column("seq")).as_py()
-    if highest is None or _is_below_all(highest, table.column("incarnation"), watermarks):
+    """Raise BatchError for rows above the batch's own watermark: if sent again, they would be stored twice."""
+    highest, owners = pc.max(table.column("seq")).as_py(), table.column("incarnation")
+    if highest is None:
         return
+    is_below_all = highest <= min(watermarks.values(), default=NOTHING) and pa.types.is_dictionary(owners.type)
+    if is_below_all and watermarks.keys() >= _distinct(owners):
+        return  # no row can be above its watermark: the rows need not be compared
     beyond = pc.sum(_numbered(table, watermarks, pc.greater)).as_py()
     if beyond:
         raise BatchError(
@@ -51,15 +55,8 @@ def check_covered(table: pa.Table, dataset: str, watermarks: Mapping[str, int]) 
         )
 
 
-def _is_below_all(highest: int, of: pa.ChunkedArray, watermarks: Mapping[str, int]) -> bool:
-    """Return whether no row can be beyond its watermark, whose ever it is: then nobody looks at them one by one."""
-    if not watermarks or highest > min(watermarks.values()) or not pa.types.is_dictionary(of.type):
-        return False
-    return watermarks.keys() >= set(_distinct(of))
-
-
 def _numbered(table: pa.Table, limits: Mapping[str, int], compare: Callable[[Any, Any], Any]) -> pa.BooleanArray:
-    """Return where `compare(seq, limit of its incarnation)` holds; False where one of the two is null."""
+    """Return where `compare(seq, limit of its incarnation)` is true; False if seq or incarnation is null."""
     column = table.column("incarnation")
     if column.null_count == len(column):
         return pa.array(np.zeros(len(column), np.bool_))

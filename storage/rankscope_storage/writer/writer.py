@@ -1,20 +1,20 @@
-"""Appending to one shard, exactly once.
+"""Append rows to one shard, exactly once.
 
-Three numbers in the log do it. `ingest:<shard>` moves by one with every claim and every append, so that of two owners
-one is refused. `w:<incarnation>` is the last seq stored of a process: rows at or below it are dropped, so that whatever
-a restarted service fetches again is harmless. Both move in the same commit as the rows themselves.
+Three kinds of transaction numbers in the log ensure this. `ingest:<shard>` increases by 1 with every claim and every
+append, so that of two owners one is refused. `w:<incarnation>` is the last stored seq of a process. Rows at or below it
+are dropped, so that a restarted service can read records again. Both move in the commit that adds the rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import pyarrow as pa
 
@@ -42,19 +42,20 @@ _FIRST_PAUSE_SECONDS: Final = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rows by dataset, and for each incarnation in them the last seq they contain.
+    """Rows by dataset, and for each incarnation in them the last seq that they contain.
 
-    Rows of an incarnation must hold *everything* of it up to that seq that was not appended before.
+    The rows of an incarnation must include *all* its records up to that seq which were not appended before. `info`
+    becomes part of the commit information in the log: see `Writer.commit_info`.
     """
 
     tables: Mapping[str, pa.Table]
     watermarks: Mapping[str, int]
-    info: Mapping[str, str] = field(default_factory=dict)  # part of its commit in the log: see `Writer.commit_info`
+    info: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """What an append stored. `version` shows it; `rows` counts what was new."""
+    """The result of an append: the first known version that contains it, and the number of new rows by dataset."""
 
     version: int
     rows: Mapping[str, int]
@@ -62,8 +63,25 @@ class Commit:
     seconds: float
 
 
-class Writer:
-    """The owner of one shard, until it closes or a newer claim takes over. Calls from several threads take turns."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PendingCommit:
+    """One commit that is being written, or that has no known result."""
+
+    batch: Batch
+    change: Change
+    watermarks: Mapping[str, int]
+    rows: Mapping[str, int]
+
+    def result(self, version: int, started: float) -> Commit:
+        seconds = time.monotonic() - started
+        return Commit(version=version, rows=self.rows, files=len(self.change.added), seconds=seconds)
+
+
+class Writer(contextlib.AbstractContextManager["Writer"]):
+    """The owner of `shard` until it is closed or a newer claim takes the shard over. Thread-safe: calls are serialised.
+
+    `number` is the shard's transaction number after the claim; `mantissa_bits` rounds statistics, None keeps all bits.
+    """
 
     def __init__(
         self,
@@ -76,10 +94,11 @@ class Writer:
         sync: Sync,
         mantissa_bits: int | None = None,
     ) -> None:
+        self.shard = shard
         self._log = log
         self._mantissa_bits = mantissa_bits
-        self._shard = shard
-        self._owner = owner
+        self._info = owner_info(shard, owner)
+        self._transaction = shard_transaction(shard)
         self._number = number
         self._lock = lock
         self._sync = sync
@@ -87,21 +106,14 @@ class Writer:
         self._turn = threading.Lock()
         self._watermarks: dict[str, int] = {}
         self._seen_version = log.version
-        self._unsettled: _PendingCommit | None = None  # commit without an answer
-        self._committed: dict[
-            int, _PendingCommit
-        ] = {}  # such commits, found in the log afterwards, by the id of their batch
-
-    @property
-    def shard(self) -> str:
-        """Return the shard, as in 0/1."""
-        return self._shard
+        self._unknown: _PendingCommit | None = None  # commit that failed without a result
+        self._found: dict[int, _PendingCommit] = {}  # such commits that are in the log after all, by id of their batch
 
     def append(self, batch: Batch) -> Commit:
-        """Store what is new in `batch`; durable on return.
+        """Store the new rows of `batch`; durable on return.
 
-        Raises ShardLostError when a newer claim exists (stop: nothing more can be stored here), BatchError for rows
-        that do not fit, and StoreError when the disk or the log fail: then the same batch may be appended again.
+        Raises ShardLostError if a newer claim exists (stop: this writer can store nothing more), BatchError for rows
+        that do not fit, and StoreError if the disk or the log fails: the same batch may then be appended again.
         """
         started = time.monotonic()
         tables = {name: conform(table, name) for name, table in batch.tables.items()}
@@ -111,164 +123,137 @@ class Writer:
             pause = _FIRST_PAUSE_SECONDS
             for _ in range(_RETRIES):
                 self._refresh()
-                if (committed := self._committed.pop(id(batch), None)) is not None:
-                    return _stored(committed, self._log.version, started)
+                if (committed := self._found.pop(id(batch), None)) is not None:
+                    return committed.result(self._log.version, started)
                 try:
                     return self._append(batch, tables, started)
                 except ConflictError as error:
-                    _logger.info("append refused, trying again", extra={"shard": self._shard, "reason": str(error)})
+                    _logger.info("append refused, retrying", extra={"shard": self.shard, "reason": str(error)})
                 time.sleep(pause)
                 pause *= 2
         raise StoreError(f"append to {self._log.root} was refused {_RETRIES} times: is its schema being changed?")
 
     def watermark(self, incarnation: str) -> int:
-        """Return the last seq stored of `incarnation`, -1 when it is unknown."""
+        """Return the last stored seq of `incarnation`, -1 if it is unknown."""
         with self._turn:
             self._refresh()
             return self._known_watermark(incarnation)
 
     def commit_info(self, key: str, commits: int) -> list[str]:
-        """Return what batches said under `key` of their `info`, in the newest `commits` entries that the log has."""
+        """Return the values of `key` in the `info` of batches, from the newest `commits` entries of the log."""
         with self._turn:
             self._refresh()
             return [str(entry[key]) for entry in self._log.history(commits) if key in entry]
 
     def compact(self) -> CompactionReport:
-        """Merge small files where there are many; appends go on meanwhile, rows stay the same."""
+        """Merge small files of the store into larger ones. Rows are unchanged, and appends continue meanwhile."""
         return compact(self._log.root, self._sync)
 
     def maintain(self) -> MaintenanceReport:
-        """Write a checkpoint and remove what nobody needs any more: old log entries, replaced files, leavings."""
+        """Write a checkpoint, and delete old log entries, replaced files and files of dead processes."""
         return maintain(self._log.root, self._sync)
 
     def close(self) -> None:
-        """Give the shard up, so that another process on this machine can claim it; idempotent."""
+        """Release the shard, so that another process on this machine can claim it; idempotent."""
         self._checkpoints.close()
         self._lock.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _refresh(self) -> None:
-        """Refresh the handle and the watermarks, and make sure that the shard is still ours."""
+        """Refresh the handle and the watermarks; raise ShardLostError if another service owns the shard."""
         self._log.refresh()
         self._resolve_unknown_commit()
         if self._log.version == self._seen_version:
             return
         moved = self._log.changed_transactions(self._seen_version)
-        if self._shard_number(moved) != self._number:
+        if moved is None:  # the entries are gone: read the number from the whole log, which takes longer
+            number = self._log.transaction(self._transaction)
+        else:
+            number = moved.get(self._transaction, self._number)
+        if number != self._number:
             raise ShardLostError(
-                f"shard {self._shard} of {self._log.root} was taken over by {current_owner(self._log, self._shard)}: "
+                f"shard {self.shard} of {self._log.root} was taken over by {current_owner(self._log, self.shard)}: "
                 "this service must stop"
             )
-        self._log.fsync_to_version()  # another shard may have stored what we are about to acknowledge, and been killed
+        self._log.fsync_to_version()  # a killed writer of another shard may have stored rows that we acknowledge now
         if moved is None:
             self._watermarks.clear()
         else:
             self._watermarks.update(watermarks_of(moved))
         self._seen_version = self._log.version
 
-    def _shard_number(self, moved: Mapping[str, int] | None) -> int | None:
-        """Return where the shard stands: what just moved says it for less than the whole log, as far as it is known."""
-        name = shard_transaction(self._shard)
-        return self._log.transaction(name) if moved is None else moved.get(name, self._number)
-
     def _resolve_unknown_commit(self) -> None:
-        """Find out what became of a commit that failed without an answer: it may have been stored all the same."""
-        attempt = self._unsettled
-        if attempt is None:
+        """Find out whether a commit that failed without a result was stored after all."""
+        pending = self._unknown
+        if pending is None:
             return
-        is_stored = self._log.was_committed(self._seen_version, attempt.change)
-        if is_stored is None:  # hours went by, and the entry with them
+        is_stored = self._log.was_committed(self._seen_version, pending.change)
+        if is_stored is None:  # hours later, its entry may have been cleaned up
             is_stored = (
-                self._log.snapshot().contains([file.path for file in attempt.change.added]) and self._moved_once()
+                self._log.snapshot().contains([file.path for file in pending.change.added])
+                and self._log.transaction(self._transaction) == self._number + 1
             )
         if is_stored:
             self._log.make_durable()
-            self._apply_commit(attempt)
-            self._committed[id(attempt.batch)] = attempt  # kept until it comes again: others may append meanwhile
-        self._unsettled = None
-
-    def _moved_once(self) -> bool:
-        return self._log.transaction(shard_transaction(self._shard)) == self._number + 1
+            self._apply_commit(pending)
+            self._found[id(pending.batch)] = pending  # other batches may be appended before this one is retried
+        self._unknown = None
 
     def _append(self, batch: Batch, tables: Mapping[str, pa.Table], started: float) -> Commit:
         concerned = {*batch.watermarks, *incarnations(tables)}
         known = {incarnation: self._known_watermark(incarnation) for incarnation in concerned}
         fresh = {name: newer(table, known) for name, table in tables.items()}
         forward = {incarnation: seq for incarnation, seq in batch.watermarks.items() if seq > known[incarnation]}
+        change = Change(
+            added=self._write(fresh),
+            transactions={self._transaction: self._number + 1}
+            | {watermark_transaction(incarnation): seq for incarnation, seq in forward.items()},
+            info={**batch.info, **self._info},
+        )
         rows = {name: table.num_rows for name, table in fresh.items() if table.num_rows}
-        change = self._change(batch, self._write(fresh), forward)
-        attempt = _PendingCommit(batch=batch, change=change, watermarks=forward, rows=rows)
-        version = self._commit(attempt) if rows or forward else self._log.version
-        return _stored(attempt, version, started)
+        pending = _PendingCommit(batch=batch, change=change, watermarks=forward, rows=rows)
+        version = self._commit(pending) if rows or forward else self._log.version
+        return pending.result(version, started)
 
     def _write(self, tables: Mapping[str, pa.Table]) -> list[DataFile]:
-        today = dt.datetime.now(dt.UTC).date()
+        root, today = self._log.root, dt.datetime.now(dt.UTC).date()
         files: list[DataFile] = []
         try:
             for dataset, table in tables.items():
                 if table.num_rows:
                     kept, bits = rounded(table, dataset, self._mantissa_bits)
                     for part, rows in parts(kept, dataset, today):
-                        files.append(write_file(self._log.root, dataset, part, rows, self._sync, mantissa_bits=bits))
-        except OSError as error:
-            discard(self._log.root, files)
-            raise StoreError(f"cannot write to {self._log.root}: {error.strerror or error}") from error
-        except pa.ArrowMemoryError as error:  # which says nothing of the rows
-            discard(self._log.root, files)
-            raise StoreError(f"no memory to write to {self._log.root}: {error}") from error
-        except pa.ArrowException as error:
-            discard(self._log.root, files)
+                        files.append(write_file(root, dataset, part, rows, self._sync, mantissa_bits=bits))
+        except (OSError, pa.ArrowException) as error:
+            discard(root, files)
+            if isinstance(error, pa.ArrowMemoryError):  # unrelated to the content of the rows
+                raise StoreError(f"not enough memory to write to {root}: {error}") from error
+            if isinstance(error, OSError):
+                raise StoreError(f"cannot write to {root}: {error.strerror or error}") from error
             raise BatchError(f"rows cannot be written as Parquet: {error}") from error
         return files
 
-    def _change(self, batch: Batch, files: Sequence[DataFile], forward: Mapping[str, int]) -> Change:
-        transactions = {shard_transaction(self._shard): self._number + 1}
-        transactions |= {watermark_transaction(incarnation): seq for incarnation, seq in forward.items()}
-        return Change(
-            added=files, transactions=transactions, info={**batch.info, **owner_info(self._shard, self._owner)}
-        )
-
-    def _commit(self, attempt: _PendingCommit) -> int:
-        self._unsettled = attempt
+    def _commit(self, pending: _PendingCommit) -> int:
+        self._unknown = pending
         try:
-            version = self._log.commit(attempt.change)
+            version = self._log.commit(pending.change)
         except ConflictError:
-            self._unsettled = None
-            discard(self._log.root, attempt.change.added)
+            self._unknown = None
+            discard(self._log.root, pending.change.added)
             raise
-        self._unsettled = None
-        self._apply_commit(attempt)
+        self._unknown = None
+        self._apply_commit(pending)
         self._checkpoints.after_commit(version)
         return version
 
-    def _apply_commit(self, attempt: _PendingCommit) -> None:
+    def _apply_commit(self, pending: _PendingCommit) -> None:
         self._number += 1
-        self._watermarks.update(attempt.watermarks)
+        self._watermarks.update(pending.watermarks)
 
     def _known_watermark(self, incarnation: str) -> int:
         if incarnation not in self._watermarks:
             stored = self._log.transaction(watermark_transaction(incarnation))
             self._watermarks[incarnation] = NOTHING if stored is None else stored
         return self._watermarks[incarnation]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PendingCommit:
-    """One commit on its way."""
-
-    batch: Batch
-    change: Change
-    watermarks: Mapping[str, int]
-    rows: Mapping[str, int]
-
-
-def _stored(attempt: _PendingCommit, version: int, started: float) -> Commit:
-    seconds = time.monotonic() - started
-    return Commit(version=version, rows=attempt.rows, files=len(attempt.change.added), seconds=seconds)

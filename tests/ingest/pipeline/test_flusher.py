@@ -236,10 +236,10 @@ async def test_unwritable_store_slows_the_pulls_and_loses_nothing(start_service,
 
 
 async def test_second_service_on_one_store_is_refused_and_the_first_goes_on(start_service, fake_rank, eventually):
-    from rankscope_storage.base.errors import ClaimError
+    from rankscope_storage.base.errors import ShardLockError
 
     async with fake_rank() as rank, start_service() as service:
-        with pytest.raises(ClaimError, match="process"):
+        with pytest.raises(ShardLockError, match="process"):
             async with start_service():
                 pass
         await rank.register(service.url)

@@ -22,7 +22,7 @@ class Program(ctypes.Structure):
 
 
 def refuse_links() -> bool:
-    """Install the filter for this process, for good; False where that is not possible."""
+    """Install the filter for this process permanently; return False if that is not possible."""
     calls = LINK_CALLS.get(platform.machine())
     if calls is None:
         return False

@@ -1,4 +1,4 @@
-"""Opening and claiming: what is wrong with a folder is said in words that name the remedy."""
+"""Open and claim a store: every error names the remedy."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from deltalake import DeltaTable, Schema
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import (
-    ClaimError,
     NotAStoreError,
     SchemaVersionError,
+    ShardLockError,
     ShardLostError,
     StoreError,
     TornLogError,
@@ -35,13 +35,13 @@ from rankscope_storage.log.delta import Log
 from rankscope_storage.log.shard_lock import ShardLock, shard_transaction
 from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.check import check
-from rankscope_storage.maintenance.file_check import Fault
+from rankscope_storage.maintenance.file_check import FindingKind
 from rankscope_storage.maintenance.repair import repair
 
 NO_LINKS = Path(__file__).with_name("no_links.py")
 
 
-def test_a_store_is_created_only_when_asked_for(folder):
+def test_store_is_created_only_with_create(folder):
     with pytest.raises(NotAStoreError, match="rankscope serve"):
         Store.open(folder)
 
@@ -51,31 +51,31 @@ def test_a_store_is_created_only_when_asked_for(folder):
     assert folder == Store.open(folder, create=True).root
 
 
-def test_a_missing_store_cannot_be_read(folder):
+def test_missing_store_cannot_be_read(folder):
     with pytest.raises(NotAStoreError, match="rankscope serve"):
         connect(folder)
 
 
-def test_a_file_is_not_a_store(tmp_path):
+def test_file_is_not_a_store(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(NotAStoreError, match="is a file"):
         Store.open(tmp_path / "file", create=True)
 
 
-def test_a_strange_delta_table_is_not_a_store(tmp_path):
+def test_unrelated_delta_table_is_not_a_store(tmp_path):
     DeltaTable.create(str(tmp_path), schema=Schema.from_arrow(pa.schema([("a", pa.int64())])))
     with pytest.raises(NotAStoreError, match="not a Rankscope store"):
         Store.open(tmp_path)
 
 
-def test_a_folder_below_a_file_cannot_be_written(tmp_path):
+def test_folder_below_a_file_is_unwritable(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UnwritableError, match="cannot write to"):
         Store.open(tmp_path / "file" / "store", create=True)
 
 
-def test_a_folder_without_the_right_to_write_says_so(tmp_path):
-    """As another user, since the rights of a folder do not bind root."""
+def test_folder_without_write_permission_is_reported(tmp_path):
+    """Run as another user, because permissions do not restrict root."""
     program = textwrap.dedent(
         f"""
         import os, pathlib
@@ -101,7 +101,7 @@ def run_without_links(program: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_a_folder_without_hard_links_is_told_at_once(folder):
+def test_folder_without_hard_links_is_reported_at_open(folder):
     done = run_without_links(f"from rankscope_storage.api.store import Store\nStore.open({str(folder)!r}, create=True)")
 
     assert "UnwritableError" in done.stderr
@@ -110,7 +110,7 @@ def test_a_folder_without_hard_links_is_told_at_once(folder):
 
 
 def test_delta_rs_needs_hard_links(folder):
-    """Pins why we try one: without this, the first commit would fail with a riddle."""
+    """The reason for the check at open: the first commit would fail with an unclear message."""
     program = (
         "import pyarrow as pa\nfrom deltalake import write_deltalake\n"
         f"write_deltalake({str(folder)!r}, pa.table({{'a': [1]}}))"
@@ -121,7 +121,7 @@ def test_delta_rs_needs_hard_links(folder):
     assert "Operation not permitted" in done.stderr
 
 
-def test_a_newer_schema_asks_for_an_upgrade(store, monkeypatch):
+def test_newer_schema_version_asks_for_an_upgrade(store, monkeypatch):
     table = DeltaTable(str(store.root))
     table.alter.set_table_properties({"rankscope.schema_version": str(SCHEMA_VERSION + 1)}, raise_if_not_exists=False)
     for opening in (lambda: Store.open(store.root), lambda: connect(store.root)):
@@ -129,7 +129,7 @@ def test_a_newer_schema_asks_for_an_upgrade(store, monkeypatch):
             opening()
 
 
-def test_columns_that_a_newer_schema_has_are_added_at_the_claim(store, monkeypatch, batch):
+def test_claim_adds_columns_of_a_newer_schema(store, monkeypatch, batch):
     wider = log_module.table_schema().append(pa.field("brand_new", pa.int64()))
     monkeypatch.setattr(log_module, "table_schema", lambda: wider)
     with store.claim(owner="me") as writer:
@@ -143,7 +143,7 @@ def newest_entry(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("kept", [1, 50, 300])
-def test_a_torn_last_entry_is_named_with_the_remedy_and_the_remedy_works(store, batch, kept):
+def test_torn_last_entry_is_reported_with_a_remedy_that_works(store, batch, kept):
     with store.claim(owner="me") as writer:
         writer.append(batch(range(3)))
         writer.append(batch(range(3, 6)))
@@ -161,28 +161,28 @@ def test_a_torn_last_entry_is_named_with_the_remedy_and_the_remedy_works(store, 
         assert [(6,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
 
 
-def test_a_last_entry_of_no_bytes_is_a_commit_of_nothing(store, batch):
-    """What is left when power fails between the making of a name and its content."""
+def test_empty_last_entry_is_a_commit_without_actions(store, batch):
+    """The state if power fails between the creation of the file and its content."""
     with store.claim(owner="me") as writer:
         writer.append(batch(range(3)))
         writer.append(batch(range(3, 6)))
     newest_entry(store.root).write_bytes(b"")
-    assert [Fault.EMPTY_ENTRY] == [
-        finding.fault for finding in check(store.root).findings if "_delta_log" in finding.path
+    assert [FindingKind.EMPTY_ENTRY] == [
+        finding.kind for finding in check(store.root).findings if "_delta_log" in finding.path
     ]
     with Store.open(store.root).claim(owner="me") as writer, connect(store.root) as connection:
         writer.append(batch(range(6)))
 
         assert [(6,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
-    # Commits build on it by now, and it is still no damage that somebody would have to repair.
+    # Later commits build on it, and it is no damage that needs a repair.
     report = check(store.root)
 
-    assert Fault.EMPTY_ENTRY in [finding.fault for finding in report.findings]
+    assert FindingKind.EMPTY_ENTRY in [finding.kind for finding in report.findings]
     assert report.is_intact
     assert None is repair(store.root, sync_to_disk).torn_entry
 
 
-def test_an_unreadable_log_tells_one_line_and_no_trace_of_rust(store):
+def test_unreadable_log_raises_a_message_of_one_line(store):
     (store.root / "_delta_log" / "00000000000000000000.json").write_text('{"protocol":{"minReaderVersion":99}}\n')
     with pytest.raises(StoreError) as raised:
         Store.open(store.root)
@@ -193,12 +193,12 @@ def test_an_unreadable_log_tells_one_line_and_no_trace_of_rust(store):
 # --- claims
 
 
-def test_two_live_writers_on_one_shard_one_wins_and_the_other_says_who(store, writer):
-    with pytest.raises(ClaimError, match="host-a pid 1, which is alive"):
+def test_second_claim_of_a_locked_shard_names_the_running_owner(store, writer):
+    with pytest.raises(ShardLockError, match="host-a pid 1, which is running"):
         store.claim(owner="host-b pid 2")
 
 
-def test_shards_do_not_disturb_each_other(store, batch, connection):
+def test_shards_append_independently(store, batch, connection):
     with store.claim("0/2", owner="a") as one, store.claim("1/2", owner="b") as other:
         for number in range(4):
             one.append(batch([number], incarnation="i0"))
@@ -207,7 +207,7 @@ def test_shards_do_not_disturb_each_other(store, batch, connection):
     assert [(8, 8)] == connection.sql("SELECT count(*), count(DISTINCT (incarnation, seq)) FROM scalars").fetchall()
 
 
-def test_a_closed_writer_leaves_the_shard_to_the_next(store, batch):
+def test_closed_writer_releases_the_shard(store, batch):
     with store.claim(owner="a") as first:
         first.append(batch(range(3)))
     with store.claim(owner="b") as second:
@@ -215,13 +215,13 @@ def test_a_closed_writer_leaves_the_shard_to_the_next(store, batch):
 
 
 def claim_as_from_another_machine(store: Store, owner: str):
-    """Claim where the lock file of the owner is not seen: the numbers in the log alone decide."""
+    """Claim without access to the lock file of the owner: only the transaction numbers in the log decide."""
     for lock in (store.root / "_shards").iterdir():
         lock.unlink()
     return store.claim(owner=owner)
 
 
-def test_an_owner_on_another_machine_stops_at_its_next_append_and_says_why(store, writer, batch, connection):
+def test_owner_on_another_machine_stops_at_its_next_append(store, writer, batch, connection):
     writer.append(batch(range(3)))
     with claim_as_from_another_machine(store, "host-b pid 2") as successor:
         with pytest.raises(ShardLostError, match="host-b pid 2"):
@@ -233,7 +233,7 @@ def test_an_owner_on_another_machine_stops_at_its_next_append_and_says_why(store
     assert [(6, 6)] == connection.sql("SELECT count(*), count(DISTINCT seq) FROM scalars").fetchall()
 
 
-def test_a_claim_between_look_and_commit_refuses_the_commit_and_leaves_no_file(store, writer, batch, monkeypatch):
+def test_claim_between_refresh_and_commit_refuses_the_commit(store, writer, batch, monkeypatch):
     writer.append(batch(range(3)))
     before = set(store.root.rglob("*.parquet"))
     genuine = writer._write
@@ -250,7 +250,7 @@ def test_a_claim_between_look_and_commit_refuses_the_commit_and_leaves_no_file(s
     assert before == set(store.root.rglob("*.parquet"))
 
 
-def test_of_two_claims_in_one_moment_the_loser_names_the_winner(store, monkeypatch):
+def test_loser_of_two_concurrent_claims_names_the_winner(store, monkeypatch):
     genuine = Log.commit
 
     def overtaken(log: Log, change: Change) -> int:
@@ -260,14 +260,14 @@ def test_of_two_claims_in_one_moment_the_loser_names_the_winner(store, monkeypat
         return genuine(log, change)
 
     monkeypatch.setattr(Log, "commit", overtaken)
-    with pytest.raises(ClaimError, match="rival pid 9"):
+    with pytest.raises(ShardLockError, match="rival pid 9"):
         store.claim(owner="me")
     monkeypatch.undo()
 
-    store.claim(owner="me").close()  # the loser holds no lock
+    store.claim(owner="me").close()  # the loser released its lock
 
 
-def test_a_file_system_without_locks_leaves_the_decision_to_the_log(store, monkeypatch, batch):
+def test_without_file_locks_the_log_decides(store, monkeypatch, batch):
     def no_locks(*arguments):
         raise OSError(37, "No locks available")
 
@@ -280,18 +280,18 @@ def test_a_file_system_without_locks_leaves_the_decision_to_the_log(store, monke
 
 
 @pytest.mark.parametrize("shard", ["", "1", "1/1", "a/b", "-1/2", "0/0", "../x"])
-def test_a_shard_must_be_one_of_n(store, shard):
-    with pytest.raises(ClaimError, match="i/N"):
+def test_shard_must_be_i_of_n(store, shard):
+    with pytest.raises(ShardLockError, match="i/N"):
         store.claim(shard, owner="me")
 
 
-def test_a_lock_that_cannot_be_made_is_told(store):
+def test_lock_that_cannot_be_created_is_reported(store):
     (store.root / "_shards").write_text("in the way")
     with pytest.raises(UnwritableError, match="cannot write"):
         store.claim(owner="me")
 
 
-def test_a_lock_is_released_once_and_for_all(store):
+def test_release_of_a_lock_is_idempotent(store):
     lock = ShardLock.take(store.root, "0/1", "me")
     lock.release()
     lock.release()
@@ -299,7 +299,7 @@ def test_a_lock_is_released_once_and_for_all(store):
     ShardLock.take(store.root, "0/1", "you").release()
 
 
-def test_every_commit_says_who_made_it(store, writer, batch):
+def test_every_commit_contains_its_owner(store, writer, batch):
     writer.append(batch(range(3)))
     entry = newest_entry(store.root).read_text().splitlines()
     info = next(json.loads(line)["commitInfo"] for line in entry if line.startswith('{"commitInfo"'))
@@ -308,17 +308,17 @@ def test_every_commit_says_who_made_it(store, writer, batch):
 
 
 @pytest.mark.parametrize("name", ["a*b", "a?b", "a[1]", "a%20b", "a\\b", "a\nb"])
-def test_a_path_that_would_be_misread_is_refused_and_the_character_named(tmp_path, name):
-    """DuckDB would read other stores that match the pattern, delta-rs write into another folder."""
+def test_path_that_would_be_misread_is_refused_with_the_character(tmp_path, name):
+    """DuckDB would read other stores that match the pattern; delta-rs would write to another folder."""
     for opening in (lambda: Store.open(tmp_path / name / "store", create=True), lambda: connect(tmp_path / name)):
-        with pytest.raises(StoreError, match="choose a folder without"):
+        with pytest.raises(StoreError, match="choose a path without"):
             opening()
 
 
 @pytest.mark.parametrize(
     "name", ["a b", "a#b", "100%", "a=b", "a'b", 'a"b', "学习", "{a}", "~x", "a:b", "a,b", "$HOME"]
 )
-def test_any_other_path_holds_a_store_for_every_reader(tmp_path, name, batch):
+def test_any_other_path_works_for_every_reader(tmp_path, name, batch):
     root = tmp_path / name / "store"
     with Store.open(root, create=True).claim(owner="test") as writer:
         writer.append(batch(range(3)))
@@ -331,7 +331,7 @@ def test_any_other_path_holds_a_store_for_every_reader(tmp_path, name, batch):
     assert [[(3,)], [(3,)]] == counts
 
 
-def test_a_creation_that_a_full_disk_cut_short_is_finished_the_next_time(folder):
+def test_interrupted_creation_is_completed_by_the_next_open(folder):
     (folder / log_module.LOG_FOLDER).mkdir(parents=True)
 
     assert folder == Store.open(folder, create=True).root
@@ -339,32 +339,32 @@ def test_a_creation_that_a_full_disk_cut_short_is_finished_the_next_time(folder)
 
 
 @pytest.mark.parametrize("before", ["its predecessor", ""])
-def test_a_shard_that_was_taken_a_moment_ago_is_told_by_the_name_of_who_has_it(store, before):
-    """The lock comes first and the name after it: between them stands the name of a dead process, or none."""
+def test_lock_just_taken_is_reported_with_the_new_owner(store, before):
+    """A process writes its name after it took the lock; until then, the file has an older name or none."""
     ShardLock.take(store.root, "0/1", before).release()
     (path,) = (store.root / "_shards").glob("*.lock")
     with path.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         naming = threading.Timer(0.03, path.write_text, ["host-b pid 2"])
         naming.start()
-        with pytest.raises(ClaimError, match="host-b pid 2, which is alive"):
+        with pytest.raises(ShardLockError, match="host-b pid 2, which is running"):
             store.claim(owner="me")
         naming.join()
 
 
-def test_a_full_disk_takes_no_name_but_the_lock_holds(folder, monkeypatch):
+def test_lock_without_a_name_on_a_full_disk_is_valid(folder, monkeypatch):
     store = Store.open(folder, create=True)
 
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.pwrite", refuse)
-    with store.claim(owner="first"), pytest.raises(ClaimError, match="an unnamed process"):
+    with store.claim(owner="first"), pytest.raises(ShardLockError, match="an unnamed process"):
         store.claim(owner="second")
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/history", Path("s3://bucket/history"), "file:///data/history"])
-def test_a_url_is_not_taken_for_a_folder(path, tmp_path, monkeypatch):
+def test_url_is_not_a_folder(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(NotAStoreError, match="a store is a local folder"):
         Store.open(path, create=True)

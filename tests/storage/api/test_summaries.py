@@ -1,4 +1,4 @@
-"""What people ask first, over a store made by hand."""
+"""Runs, summaries and anomalies of a small hand-written store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
 
 @pytest.fixture
 def put(writer):
-    """Append rows given as dicts; they carry no incarnation, so none is dropped."""
+    """Append rows given as dicts, without incarnation, so that none is dropped."""
 
     def append(dataset: str, *rows: dict, run: str = "r") -> None:
         table = pa.Table.from_pylist([{"run": run, **row} for row in rows], schema=dataset_schema(dataset))
@@ -38,13 +38,13 @@ def scalar(name: str, step: int, value: float, **columns) -> dict:
     return {"attempt": 0, "rank": 0, "step": step, "name": name, "value": value, **columns}
 
 
-def test_an_empty_store_has_no_runs_and_no_anomalies(asking):
+def test_empty_store_has_no_runs_and_no_anomalies(asking):
     assert 0 == summaries.runs(asking).num_rows
     assert [] == summaries.anomalies(asking, "r", top=8)
     assert {} == summaries.summary(asking, "r").rows
 
 
-def test_runs_are_listed_the_latest_first_with_their_newest_state(asking, put):
+def test_runs_are_listed_latest_first_with_their_newest_state(asking, put):
     put("runs", {"state": "running", "ordinal": 1, "started_at": START, "last_step": 3, "planned_steps": 9}, run="a")
     put("runs", {"state": "failed", "ordinal": 2, "started_at": START, "last_step": 5, "reason": "killed"}, run="a")
     put("runs", {"state": "running", "ordinal": 3, "started_at": START + dt.timedelta(hours=1)}, run="b")
@@ -56,7 +56,7 @@ def test_runs_are_listed_the_latest_first_with_their_newest_state(asking, put):
     assert START == rows[1]["started_at"]
 
 
-def test_a_run_nobody_registered_is_known_by_its_rows(asking, put, monkeypatch):
+def test_unregistered_run_is_listed_by_its_rows(asking, put, monkeypatch):
     monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 2)
     tensor = {"kind": "k", "tensor": "t"}
     put("scalars", scalar("loss", 4, 1.0, ts=START), run="only scalars")
@@ -70,7 +70,7 @@ def test_a_run_nobody_registered_is_known_by_its_rows(asking, put, monkeypatch):
     assert (None, START) == (rows["only scalars"]["state"], rows["only scalars"]["started_at"])
 
 
-def test_a_run_took_from_its_start_to_its_end_or_until_it_was_last_seen(asking, put):
+def test_seconds_of_a_run_end_at_its_end_or_last_row(asking, put):
     hour = dt.timedelta(hours=1)
     put("runs", {"state": "failed", "ordinal": 1, "started_at": START, "ended_at": START + hour}, run="ended")
     put("runs", {"state": "running", "ordinal": 2, "started_at": START}, run="goes on")
@@ -82,8 +82,8 @@ def test_a_run_took_from_its_start_to_its_end_or_until_it_was_last_seen(asking, 
     }
 
 
-def test_time_of_an_import_is_none_of_the_runs(asking, put):
-    """A trainer state tells no time: nobody knows when its run began, and it is no later than others."""
+def test_time_of_an_import_event_is_no_time_of_the_run(asking, put):
+    """A trainer state contains no times. The start of its run is unknown, and it is not listed as the latest."""
     put("scalars", scalar("loss", 1, 2.0), run="imported")
     put("events", {"type": "import", "attempt": 0, "ts": START + dt.timedelta(days=1)}, run="imported")
     put("scalars", scalar("loss", 1, 2.0, ts=START), run="live")
@@ -94,7 +94,7 @@ def test_time_of_an_import_is_none_of_the_runs(asking, put):
     assert [START, None] == [row["last_seen_at"] for row in rows]
 
 
-def test_the_summary_counts_rows_ranks_attempts_and_steps(asking, put):
+def test_summary_counts_rows_ranks_attempts_and_steps(asking, put):
     put("runs", {"state": "completed", "planned_steps": 20, "ordinal": 1})
     put("scalars", *(scalar("loss", step, 1.0, rank=rank) for step in range(3, 6) for rank in range(2)))
     put("tensor_stats", {"attempt": 1, "rank": 2, "step": 9, "kind": "k", "tensor": "t"})
@@ -107,7 +107,7 @@ def test_the_summary_counts_rows_ranks_attempts_and_steps(asking, put):
     )  # fmt: skip
 
 
-def test_the_loss_is_the_mean_over_ranks_and_its_minimum_is_finite(asking, put):
+def test_loss_is_the_mean_over_ranks_and_its_minimum_is_finite(asking, put):
     losses = {1: (4.0, 6.0), 2: (1.0, 3.0), 3: (math.inf, 1.0), 4: (math.nan, 1.0)}
     put(
         "scalars",
@@ -120,21 +120,21 @@ def test_the_loss_is_the_mean_over_ranks_and_its_minimum_is_finite(asking, put):
     assert math.isnan(found.loss_last)
 
 
-def test_the_last_loss_is_that_of_the_last_attempt_even_when_steps_rewind(asking, put):
+def test_last_loss_is_from_the_last_attempt_also_if_steps_rewind(asking, put):
     put("scalars", *(scalar("loss", step, 9.0) for step in range(5)), scalar("loss", 2, 1.5, attempt=1))
 
     assert 1.5 == summaries.summary(asking, "r").loss_last
 
 
-def test_a_run_without_loss_has_none(asking, put):
+def test_run_without_loss_has_none(asking, put):
     put("scalars", scalar("lr", 1, 0.1))
     found = summaries.summary(asking, "r")
 
     assert (None, None, None, None) == (found.loss_first, found.loss_last, found.loss_min, found.tokens_per_second)
 
 
-def test_tokens_per_second_adds_up_ranks_and_skips_the_pause_between_attempts(asking, put):
-    """Each process counts from zero: two ranks at 100/s for 10 s, an hour's pause, one attempt more at 50/s."""
+def test_tokens_per_second_sums_ranks_and_skips_the_restart_pause(asking, put):
+    """Each process counts from 0: two ranks at 100/s for 10 s, an hour of pause, then one rank at 50/s."""
     put(
         "scalars",
         *(
@@ -155,7 +155,7 @@ def test_tokens_per_second_adds_up_ranks_and_skips_the_pause_between_attempts(as
     assert 150.0 == pytest.approx(summaries.summary(asking, "r").tokens_per_second)
 
 
-def test_an_imported_rate_is_averaged_where_there_is_no_counter(asking, put):
+def test_imported_token_rate_is_averaged_without_a_counter(asking, put):
     put("scalars", scalar("tokens_per_second", 1, 100.0), scalar("tokens_per_second", 2, 200.0))
 
     assert 150.0 == summaries.summary(asking, "r").tokens_per_second
@@ -165,7 +165,7 @@ def anomaly(step: int | None, **columns) -> dict:
     return {"attempt": 0, "rank": 0, "step": step, "type": "anomaly", "severity": "critical", "rule": "nan", **columns}
 
 
-def test_anomalies_close_together_are_one_incident(asking, put):
+def test_adjacent_anomalies_are_one_incident(asking, put):
     near = [anomaly(step, tensor=tensor) for step in (60, 61, 70) for tensor in ("a", "b")]
     put("events", *near, anomaly(120), {"type": "note", "step": 300}, anomaly(61, attempt=1))
 
@@ -173,7 +173,7 @@ def test_anomalies_close_together_are_one_incident(asking, put):
 
 
 @pytest.mark.parametrize(("pause", "incidents"), [(20, 1), (21, 2)])
-def test_a_pause_of_more_than_twenty_steps_parts_incidents(asking, put, pause, incidents):
+def test_more_than_20_steps_between_anomalies_separate_incidents(asking, put, pause, incidents):
     put("events", anomaly(60), anomaly(60 + pause))
 
     assert incidents == summaries.summary(asking, "r").incidents
@@ -189,7 +189,7 @@ def test_lost_records_are_the_sum_of_the_gaps(asking, put):
     assert 8 - 2 == summaries.summary(asking, "r").lost_records
 
 
-def test_bytes_on_disk_are_shared_by_the_rows_of_shared_files(asking, put, store, monkeypatch):
+def test_bytes_of_shared_files_are_divided_by_rows(asking, put, store, monkeypatch):
     monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 50)
     many = [scalar("loss", step, 1.0) for step in range(60)]
     put(
@@ -203,7 +203,7 @@ def test_bytes_on_disk_are_shared_by_the_rows_of_shared_files(asking, put, store
     assert 1 >= abs(sum(asking.files_table("scalars")["size_bytes"].to_pylist()) - sum(sizes))
 
 
-def test_anomalies_are_told_first_cause_first(asking, put):
+def test_anomalies_are_ordered_first_cause_first(asking, put):
     put(
         "events",
         anomaly(60, kind="param_after", rank=0),
@@ -228,7 +228,7 @@ def test_anomalies_are_told_first_cause_first(asking, put):
     ] == [(row.attempt, row.step, row.kind, row.call_id) for row in found]
 
 
-def test_only_the_first_few_anomalies_are_returned_also_when_many_share_a_step(asking, put):
+def test_only_top_anomalies_are_returned_also_if_many_share_a_step(asking, put):
     put("events", *(anomaly(5, kind="act_out", call_id=call) for call in range(50, 0, -1)), anomaly(None), anomaly(6))
     found = summaries.anomalies(asking, "r", top=3)
 
@@ -242,14 +242,14 @@ def test_anomalies_of_a_range_of_steps(asking, put):
     assert [3, 4, 5] == [row.step for row in summaries.anomalies(asking, "r", top=8, steps=(3, 5))]
 
 
-def test_a_run_name_with_a_quote_is_just_a_name(asking, put):
+def test_run_name_can_contain_a_quote(asking, put):
     put("events", anomaly(1), run="x'; DROP VIEW events; --")
 
     assert 1 == len(summaries.anomalies(asking, "x'; DROP VIEW events; --", top=8))
     assert 1 == summaries.summary(asking, "x'; DROP VIEW events; --").rows["events"]
 
 
-def test_a_run_tells_the_commit_and_the_command_of_its_newest_launch_that_knew_them(asking, put):
+def test_summary_has_commit_and_command_of_the_newest_launch_with_them(asking, put):
     def config(commit: str | None, *argv: str) -> str:
         return json.dumps({"git_commit": commit, "argv": argv})
 

@@ -1,4 +1,4 @@
-"""The shape of what is stored: a golden file per column, since every reader of history depends on it."""
+"""Schemas of the stored datasets. A golden file lists each column, because every reader of history depends on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import (
     conform,
     dataset_schema,
-    empty_table,
     fingerprint,
     schema_version,
     table_schema,
@@ -39,7 +38,7 @@ def one_row(dataset: str) -> pa.Table:
 
 
 def two_rows(dataset: str) -> pa.Table:
-    """Return rows of which no column is the same in both: what is the same in all rows is written in another way."""
+    """Return two rows that differ in every column, because constant columns are encoded differently."""
     return conform(pa.table({field.name: two_values(field.type) for field in dataset_schema(dataset)}), dataset)
 
 
@@ -52,7 +51,7 @@ def two_values(kind: pa.DataType) -> pa.Array:
 
 
 def described(root: Path, dataset: str) -> str:
-    """Columns, types and encodings of a file, as Parquet itself tells them."""
+    """Return columns, types and encodings of a file of `dataset`, as Parquet reports them."""
     (root / STAGING).mkdir(exist_ok=True)
     file = write_file(root, dataset, "p", two_rows(dataset), sync_to_disk)
     metadata = pq.ParquetFile(root / file.path).metadata
@@ -66,8 +65,8 @@ def described(root: Path, dataset: str) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def test_the_schema_of_every_file_is_the_golden_one(tmp_path):
-    """Where it changes, readers must still understand the files of before. RANKSCOPE_UPDATE_GOLDEN=1 writes it anew."""
+def test_schema_of_every_file_equals_the_golden_file(tmp_path):
+    """Readers must still read older files if it changes. RANKSCOPE_UPDATE_GOLDEN=1 rewrites the golden file."""
     text = "\n\n".join(described(tmp_path, dataset) for dataset in DATASETS) + "\n"
     if os.environ.get("RANKSCOPE_UPDATE_GOLDEN"):
         GOLDEN.write_text(text)
@@ -76,7 +75,7 @@ def test_the_schema_of_every_file_is_the_golden_one(tmp_path):
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
-def test_a_file_says_its_schema_version_and_dataset(tmp_path, dataset):
+def test_file_metadata_has_schema_version_and_dataset(tmp_path, dataset):
     (tmp_path / STAGING).mkdir()
     file = write_file(tmp_path, dataset, "p", one_row(dataset), sync_to_disk)
     metadata = pq.ParquetFile(tmp_path / file.path).metadata.metadata
@@ -85,11 +84,11 @@ def test_a_file_says_its_schema_version_and_dataset(tmp_path, dataset):
     assert dataset.encode() == metadata[b"rankscope_dataset"]
 
 
-def test_a_strange_file_has_schema_version_zero():
+def test_file_without_metadata_has_schema_version_0():
     assert 0 == schema_version(None)
 
 
-def test_the_table_has_the_columns_of_all_datasets_all_nullable():
+def test_delta_table_has_the_columns_of_all_datasets_all_nullable():
     schema = table_schema()
 
     assert ["dataset", "part"] == schema.names[:2]
@@ -99,18 +98,14 @@ def test_the_table_has_the_columns_of_all_datasets_all_nullable():
     assert all(field.nullable for field in schema)
 
 
-def test_where_datasets_disagree_the_table_takes_the_wider_type():
+def test_delta_table_has_the_wider_of_two_types():
     assert (pa.float32(), pa.float64()) == (
         dataset_schema("features").field("value").type,
         table_schema().field("value").type,
     )
 
 
-def test_an_empty_table_has_all_columns():
-    assert (0, dataset_schema("events").names) == (empty_table("events").num_rows, empty_table("events").column_names)
-
-
-def test_absent_columns_become_null_and_order_does_not_matter():
+def test_conform_adds_absent_columns_as_null_and_reorders():
     table = conform(pa.table({"value": [1.5], "name": ["loss"], "run": ["r"]}), "scalars")
 
     assert dataset_schema("scalars").names == table.column_names
@@ -119,7 +114,7 @@ def test_absent_columns_become_null_and_order_does_not_matter():
     }
 
 
-def test_integers_are_widened_but_never_cut():
+def test_conform_widens_integers_and_refuses_values_out_of_range():
     wide = conform(pa.table({"run": ["r"], "name": ["n"], "rank": pa.array([3], pa.int64())}), "scalars")
 
     assert (pa.int32(), [3]) == (wide.schema.field("rank").type, wide["rank"].to_pylist())
@@ -127,8 +122,8 @@ def test_integers_are_widened_but_never_cut():
         conform(pa.table({"run": ["r"], "name": ["n"], "rank": pa.array([1 << 40], pa.int64())}), "scalars")
 
 
-def test_pieces_whose_dictionaries_arrow_cannot_join_are_stored_as_plain_text():
-    """A null in the dictionary itself instead of in the codes: no two such dictionaries are joined by Arrow."""
+def test_dictionaries_that_arrow_cannot_unify_become_plain_text():
+    """Arrow does not unify dictionaries that contain null themselves instead of in the codes."""
     with_null = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int32()), pa.array(["a", None], pa.string()))
     without = pa.array(["b"], pa.string()).dictionary_encode()
     pieces = pa.chunked_array([with_null, without])
@@ -139,19 +134,19 @@ def test_pieces_whose_dictionaries_arrow_cannot_join_are_stored_as_plain_text():
     assert ["a", None, "b"] == conform(rows, "events")["message"].to_pylist()
 
 
-def test_rows_that_arrow_cannot_bring_into_form_are_refused_in_words(monkeypatch):
+def test_rows_that_arrow_cannot_convert_raise_batch_error(monkeypatch):
     def cannot(*_):
         raise pa.ArrowCapacityError("array cannot contain more than 2147483646 bytes")
 
     monkeypatch.setattr("rankscope_storage.base.schema._cast", cannot)
 
-    with pytest.raises(BatchError, match="rows of events cannot be brought into the form of the store: array cannot"):
+    with pytest.raises(BatchError, match="rows of events cannot be converted to the schema of the store: array cannot"):
         conform(one_row("events"), "events")
 
 
 @pytest.mark.parametrize("names", [3, 2000])
-def test_pages_that_share_their_names_become_one_column_of_the_same_texts(names):
-    """Two targets, whose pages bring the same memory each time; some names are those of both."""
+def test_chunks_with_shared_dictionaries_keep_their_texts(names):
+    """Each of two targets sends chunks with one dictionary in memory; the dictionaries have common names."""
     shared = [
         pa.array([f"{target}{number % 1000}" for number in range(names)]).dictionary_encode() for target in ("", "0")
     ]

@@ -1,4 +1,4 @@
-"""Asking: always the newest version, nothing beyond the store when locked."""
+"""Connections always read the newest version; locked ones access only the store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rankscope_storage.maintenance import compaction_plan
 
 @pytest.mark.parametrize("dataset", DATASETS)
 @pytest.mark.parametrize("filled", [False, True])
-def test_every_dataset_has_a_view_with_the_right_columns_filled_or_not(connection, writer, dataset, filled):
+def test_every_dataset_has_a_view_with_its_columns(connection, writer, dataset, filled):
     schema = dataset_schema(dataset)
     if filled:
         required = {field.name: ["x"] for field in schema if not field.nullable}
@@ -34,7 +34,7 @@ def test_every_dataset_has_a_view_with_the_right_columns_filled_or_not(connectio
     assert int(filled) == answer.num_rows
 
 
-def test_each_statement_sees_the_rows_appended_before_it(connection, writer, batch):
+def test_each_statement_reads_rows_appended_before_it(connection, writer, batch):
     seen = []
     for seq in range(3):
         writer.append(batch([seq]))
@@ -44,7 +44,7 @@ def test_each_statement_sees_the_rows_appended_before_it(connection, writer, bat
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
-def test_a_copy_is_a_closed_connection_and_the_original_goes_on(connection, writer, batch, way):
+def test_copy_of_a_connection_is_closed_and_the_original_works(connection, writer, batch, way):
     writer.append(batch([1]))
     before = connection.query("FROM scalars")
     with way(connection) as copied:
@@ -65,7 +65,7 @@ def test_a_copy_is_a_closed_connection_and_the_original_goes_on(connection, writ
     assert before == connection.query("FROM scalars")
 
 
-def test_nan_infinity_null_and_zero_are_four_things_in_sql(connection, writer, scalars):
+def test_nan_infinity_null_and_zero_are_distinguished_in_sql(connection, writer, scalars):
     table = scalars(range(5)).set_column(8, "value", [[math.nan, math.inf, None, 0.0, -math.inf]])
     writer.append(Batch(tables={"scalars": table}, watermarks={"i0": 4}))
     query = "SELECT value IS NULL, isnan(value), isinf(value), value = 0 FROM scalars ORDER BY seq"
@@ -81,7 +81,7 @@ def test_nan_infinity_null_and_zero_are_four_things_in_sql(connection, writer, s
 
 @pytest.mark.parametrize("asked", ["isnan(value)", "NOT isfinite(value)", "value = 'nan'", "value > 'inf'::DOUBLE"])
 def test_nan_among_finite_numbers_is_found(connection, writer, scalars, asked):
-    """A footer that told the range of the finite ones would make DuckDB skip the file."""
+    """If a footer had the range of the finite numbers, DuckDB would skip the file."""
     table = scalars(range(4)).set_column(8, "value", [[1.0, -1.0, math.nan, 2.0]])
     writer.append(Batch(tables={"scalars": table}, watermarks={"i0": 3}))
 
@@ -89,7 +89,7 @@ def test_nan_among_finite_numbers_is_found(connection, writer, scalars, asked):
     assert [(3,)] == connection.sql(f"SELECT count(*) FROM scalars WHERE NOT ({asked})").fetchall()
 
 
-def test_parameters_and_the_usual_ways_to_fetch_work(connection, writer, batch):
+def test_parameters_and_fetch_methods_work(connection, writer, batch):
     writer.append(batch(range(3)))
 
     assert [(2,)] == connection.sql("SELECT count(*) FROM scalars WHERE seq > ?", [0]).fetchall()
@@ -100,14 +100,14 @@ def test_parameters_and_the_usual_ways_to_fetch_work(connection, writer, batch):
     assert 3 == connection.sql("FROM scalars").to_arrow_table().num_rows
 
 
-def test_an_answer_not_fetched_does_not_block_the_next_question(connection, writer, batch):
+def test_unfetched_result_does_not_block_the_next_query(connection, writer, batch):
     writer.append(batch(range(3)))
     connection.execute("FROM range(1000000)").fetchone()
 
     assert [(3,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
 
 
-def test_a_relation_keeps_the_rows_of_its_moment(connection, writer, batch):
+def test_relation_keeps_the_rows_of_its_version(connection, writer, batch):
     writer.append(batch(range(3)))
     relation = connection.sql("FROM scalars")
     writer.append(batch(range(6)))
@@ -121,7 +121,7 @@ def test_times_are_utc(connection, writer, batch):
     assert [("1970-01-02 00:00:00+00",)] == connection.sql("SELECT ts::VARCHAR FROM scalars").fetchall()
 
 
-def test_a_user_may_make_tables_and_files_of_their_own(connection, writer, batch, tmp_path):
+def test_user_can_create_tables_and_files(connection, writer, batch, tmp_path):
     writer.append(batch(range(3)))
     connection.sql("CREATE TABLE mine AS SELECT seq FROM scalars")
     connection.sql(f"COPY mine TO '{tmp_path}/mine.csv'")
@@ -129,7 +129,7 @@ def test_a_user_may_make_tables_and_files_of_their_own(connection, writer, batch
     assert [(3,)] == connection.sql(f"SELECT count(*) FROM '{tmp_path}/mine.csv'").fetchall()
 
 
-def test_a_snapshot_stays_at_its_version_through_appends_and_merges(connection, writer, batch, monkeypatch):
+def test_snapshot_keeps_its_version_during_appends_and_compaction(connection, writer, batch, monkeypatch):
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
     for seq in range(4):
         writer.append(batch([seq]))
@@ -142,7 +142,7 @@ def test_a_snapshot_stays_at_its_version_through_appends_and_merges(connection, 
         assert pinned.version < connection.version
 
 
-def test_steady_questions_see_one_version_and_later_ones_the_newest(connection, writer, batch):
+def test_queries_in_pinned_read_one_version_and_later_ones_the_newest(connection, writer, batch):
     writer.append(batch(range(3)))
     with connection.pinned():
         writer.append(batch(range(5)))
@@ -151,8 +151,8 @@ def test_steady_questions_see_one_version_and_later_ones_the_newest(connection, 
     assert [(5,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
 
 
-def test_a_file_that_goes_between_list_and_read_is_asked_for_again(connection, writer, batch, monkeypatch):
-    """As when maintenance removes what a slow reader still had in its list."""
+def test_query_is_repeated_if_a_file_is_deleted_before_its_read(connection, writer, batch, monkeypatch):
+    """The case that vacuum deletes a file which a slow reader still has in its list."""
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
     for seq in range(4):
         writer.append(batch([seq]))
@@ -173,16 +173,16 @@ def test_a_file_that_goes_between_list_and_read_is_asked_for_again(connection, w
     assert 2 == len(calls)
 
 
-def test_a_snapshot_whose_files_are_gone_says_so(connection, writer, batch):
+def test_snapshot_with_deleted_files_raises_files_gone_error(connection, writer, batch):
     writer.append(batch(range(3)))
     with connection.snapshot() as pinned:
         for path in connection.files("scalars"):
             Path(path).unlink()
-        with pytest.raises(FilesGoneError, match="of a newer version"):
+        with pytest.raises(FilesGoneError, match="query a newer version"):
             pinned.sql("SELECT sum(value) FROM scalars")
 
 
-def test_dimensions_show_their_latest_version_and_keep_the_history(connection, writer):
+def test_dimensions_show_the_latest_version_and_history_all(connection, writer):
     for ordinal, state in ((1, "pending"), (3, "failed"), (2, "running")):
         row = {"run": ["r"], "ordinal": [ordinal], "state": [state]}
         writer.append(
@@ -198,7 +198,7 @@ def test_dimensions_show_their_latest_version_and_keep_the_history(connection, w
     assert [(3,)] == connection.sql("SELECT count(*) FROM runs_history").fetchall()
 
 
-def test_files_are_pruned_by_run_and_step_through_the_log(connection, writer, batch):
+def test_files_are_pruned_by_run_and_step_from_the_log(connection, writer, batch):
     writer.append(batch(range(10), run="a", incarnation="a"))
     writer.append(batch(range(10, 20), run="b", incarnation="b"))
     every = connection.files("scalars")
@@ -230,7 +230,7 @@ ODD_RUNS = [
 ]
 
 
-def test_runs_of_any_name_are_told_apart(connection, writer, batch, monkeypatch):
+def test_runs_with_any_name_are_distinguished(connection, writer, batch, monkeypatch):
     monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 5)
     for number, run in enumerate(ODD_RUNS):
         writer.append(batch(range(number % 3 + 4), run=run, incarnation=f"i{number}"))
@@ -243,8 +243,8 @@ def test_runs_of_any_name_are_told_apart(connection, writer, batch, monkeypatch)
         ).fetchall()
 
 
-def test_a_thousand_small_runs_are_answered_from_few_files(connection, writer, scalars):
-    """Their rows share a part, so that a run costs no file of its own."""
+def test_query_over_a_thousand_small_runs_reads_few_files(connection, writer, scalars):
+    """Their rows share a part, so that a run needs no separate file."""
     for first in range(0, 1000, 50):
         tables = [
             scalars(range(3), run=f"run-{number}", incarnation=f"i{number}") for number in range(first, first + 50)
@@ -263,8 +263,8 @@ def test_a_thousand_small_runs_are_answered_from_few_files(connection, writer, s
     assert 1 == len(connection.files("scalars"))
 
 
-def test_row_keys_are_unique_where_every_part_of_the_key_matters(connection, writer):
-    """One row per combination of the key's columns, nulls included; the sort and the trim keep all of them."""
+def test_row_keys_are_unique_and_need_every_column(connection, writer):
+    """One row per combination of key columns, including null; sorting and the watermark filter keep all of them."""
     rows = [
         {"run": "r"} | dict(zip(TENSOR_ROW_KEY, (i, s, v, k, t, x, m, c), strict=True))
         for i in "ab" for s in (0, 1) for v in (None, 0) for k in "pq" for t in "tu"
@@ -277,8 +277,8 @@ def test_row_keys_are_unique_where_every_part_of_the_key_matters(connection, wri
     assert [(256, 256)] == connection.sql(query).fetchall()
 
 
-def test_files_of_an_older_shape_are_read_beside_new_ones(connection, writer, batch, monkeypatch):
-    """As after an upgrade that added a column: files from before lack it, and it is null for them."""
+def test_files_with_older_columns_are_read_together_with_new_ones(connection, writer, batch, monkeypatch):
+    """The state after an upgrade that added a column: it is null for older files."""
     writer.append(batch(range(3)))
     (path,) = map(Path, connection.files("scalars"))
     pq.write_table(pq.ParquetFile(path).read().drop_columns("labels"), path)
@@ -318,11 +318,11 @@ def locked(store, writer, batch):
         "SELECT 1;",
     ],
 )
-def test_a_locked_connection_answers_what_only_reads(locked, query):
+def test_locked_connection_executes_statements_that_only_read(locked, query):
     assert locked.sql(query).fetchall()
 
 
-def test_a_locked_connection_sees_new_rows(locked, writer, batch):
+def test_locked_connection_reads_new_rows(locked, writer, batch):
     writer.append(batch(range(7)))
 
     assert [(7,)] == locked.sql("SELECT count(*) FROM scalars").fetchall()
@@ -358,7 +358,7 @@ def test_a_locked_connection_sees_new_rows(locked, writer, batch):
         "SELECT",
     ],
 )
-def test_a_locked_connection_refuses_all_else(locked, store, tmp_path, query):
+def test_locked_connection_refuses_all_other_statements(locked, store, tmp_path, query):
     before = sorted(store.root.rglob("*"))
     with pytest.raises(QueryError):
         locked.sql(query.format(store=store.root, outside=tmp_path))
@@ -377,7 +377,7 @@ def test_a_locked_connection_refuses_all_else(locked, store, tmp_path, query):
         "FROM read_csv('http://127.0.0.1:9/x.csv')",
     ],
 )
-def test_a_locked_connection_reaches_nothing_but_the_store(locked, store, tmp_path, query):
+def test_locked_connection_accesses_only_the_store(locked, store, tmp_path, query):
     (tmp_path / "secret.csv").write_text("secret\n1\n")
     for ask in (locked.sql, locked.query, locked.execute):
         with pytest.raises(duckdb.Error, match=r"(?i)disabled by configuration|does not exist"):

@@ -1,4 +1,4 @@
-"""What a connection leaves behind for the next one, and what it does not."""
+"""State that the pool keeps for the next connection, and state that it drops."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def nothing_waits(monkeypatch):
     monkeypatch.setattr(pool, "_idle", [])
 
 
-def test_the_next_connection_finds_views_made_and_sees_the_newest_rows(store, writer, batch):
+def test_next_connection_reuses_views_and_reads_the_newest_rows(store, writer, batch):
     with connect(store.root) as connection:
         connection.query("FROM loss_curve")
-        engine = connection._views.engine
+        instance = connection._views.instance
     writer.append(batch(range(3)))
     with connect(store.root) as connection:
-        assert engine is connection._views.engine
-        assert "loss_curve" in connection._views.engine.defined
+        assert instance is connection._views.instance
+        assert "loss_curve" in connection._views.instance.defined
         assert 3 == connection.query("FROM loss_curve").num_rows
 
 
@@ -39,7 +39,7 @@ def test_the_next_connection_finds_views_made_and_sees_the_newest_rows(store, wr
         "FROM enable_logging('QueryLog')",
     ],
 )
-def test_who_changes_more_than_an_answer_leaves_nothing_behind(store, writer, batch, statement):
+def test_instance_modified_by_a_statement_is_not_reused(store, writer, batch, statement):
     writer.append(batch(range(3)))
     with connect(store.root) as connection:
         connection.execute(statement)
@@ -47,32 +47,32 @@ def test_who_changes_more_than_an_answer_leaves_nothing_behind(store, writer, ba
     assert [] == pool._idle
 
 
-def test_locked_and_open_connections_and_other_stores_share_nothing(store, writer, batch, tmp_path):
+def test_locked_and_unlocked_connections_and_stores_share_no_instance(store, writer, batch, tmp_path):
     other = Store.open(tmp_path / "other", create=True)
     used = []
     for root, locked in ((store.root, False), (store.root, True), (other.root, False), (other.root, True)):
         with connect(root, locked=locked) as connection:
-            used.append(connection._views.engine)
+            used.append(connection._views.instance)
             assert [(0,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
 
-    assert 4 == len({id(engine) for engine in used})
+    assert 4 == len({id(instance) for instance in used})
 
 
-def test_a_single_threaded_connection_starts_no_thread_and_leaves_free_memory_alone(store, writer, batch):
-    """DuckDB's threads give it back for all of the process, each when it had nothing to do for half a second."""
+def test_single_threaded_connection_starts_no_thread(store, writer, batch):
+    """Threads of DuckDB return free memory of the whole process half a second after their last task."""
     writer.append(batch(range(3)))
     sentence = "SELECT current_setting('threads'), current_setting('async_threads')"
     with connect(store.root, single_threaded=True) as connection, connection.snapshot() as pinned:
         told = [connection.execute(sentence).fetchall(), pinned.execute(sentence).fetchall()]
         rows = connection.query("FROM scalars").num_rows
     with connect(store.root) as connection:
-        shared = connection._views.engine.single_threaded
+        shared = connection._views.instance.single_threaded
 
     assert [[(1, 0)]] * 2 == told
     assert (3, False) == (rows, shared)
 
 
-def test_a_connection_that_is_closed_answers_nothing_and_harms_nobody(store, writer, batch):
+def test_closed_connection_refuses_queries_and_does_not_affect_others(store, writer, batch):
     writer.append(batch(range(3)))
     first = connect(store.root)
     relation = first.sql("FROM scalars")
@@ -85,12 +85,12 @@ def test_a_connection_that_is_closed_answers_nothing_and_harms_nobody(store, wri
     assert 1 == len(pool._idle)
 
 
-def test_two_connections_at_once_have_a_database_each(store, writer, batch):
+def test_concurrent_connections_have_separate_instances(store, writer, batch):
     with connect(store.root) as one, connect(store.root) as two, one.snapshot() as three:
-        assert 3 == len({id(connection._views.engine) for connection in (one, two, three)})
+        assert 3 == len({id(connection._views.instance) for connection in (one, two, three)})
 
 
-def test_no_more_wait_than_allowed(store, monkeypatch):
+def test_pool_keeps_at_most_the_configured_number_of_instances(store, monkeypatch):
     monkeypatch.setattr(pool, "IDLE", 2)
     opened = [connect(store.root) for _ in range(4)]
     for connection in opened:
@@ -99,7 +99,7 @@ def test_no_more_wait_than_allowed(store, monkeypatch):
     assert 2 == len(pool._idle)
 
 
-def test_who_remembers_too_many_footers_is_not_used_again(store, writer, batch, monkeypatch):
+def test_instance_above_footer_limit_is_not_reused(store, writer, batch, monkeypatch):
     monkeypatch.setattr(pool, "FOOTERS", -2)
     writer.append(batch(range(3)))
     with connect(store.root) as connection:
@@ -108,7 +108,7 @@ def test_who_remembers_too_many_footers_is_not_used_again(store, writer, batch, 
     assert [] == pool._idle
 
 
-def test_a_store_that_was_removed_and_made_again_is_another(store, writer, batch):
+def test_store_that_was_deleted_and_created_again_is_a_new_store(store, writer, batch):
     writer.append(batch(range(3)))
     with connect(store.root) as connection:
         assert 3 == connection.query("FROM scalars").num_rows
@@ -119,7 +119,7 @@ def test_a_store_that_was_removed_and_made_again_is_another(store, writer, batch
         assert 0 == connection.query("FROM scalars").num_rows
 
 
-def test_files_of_a_user_are_read_anew_though_those_of_the_store_are_not(store, writer, batch, tmp_path):
+def test_files_of_a_user_are_validated_at_each_query(store, writer, batch, tmp_path):
     writer.append(batch(range(3)))
     path = tmp_path / "mine.parquet"
     with connect(store.root) as connection:
@@ -129,7 +129,7 @@ def test_files_of_a_user_are_read_anew_though_those_of_the_store_are_not(store, 
             assert [(rows,)] == connection.sql(f"SELECT count(*) FROM '{path}'").fetchall()
 
 
-def test_a_forked_child_starts_with_none(store):
+def test_forked_child_starts_without_instances(store):
     connect(store.root).close()
     child = os.fork()
     if not child:
@@ -139,20 +139,20 @@ def test_a_forked_child_starts_with_none(store):
     assert 1 == len(pool._idle)
 
 
-def test_a_connection_that_lives_long_begins_anew_before_it_remembers_too_much(store, writer, batch, monkeypatch):
+def test_long_lived_connection_replaces_its_full_instance(store, writer, batch, monkeypatch):
     monkeypatch.setattr(pool, "FOOTERS", -4)
     writer.append(batch([0]))
     with connect(store.root) as connection:
-        relation, first = connection.sql("SELECT count(*) FROM scalars"), connection._views.engine
+        relation, first = connection.sql("SELECT count(*) FROM scalars"), connection._views.instance
         writer.append(batch(range(2)))
 
         assert [(1,)] == relation.fetchall()
         assert [(2,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
-        assert first is not connection._views.engine
+        assert first is not connection._views.instance
 
 
-def test_who_looks_at_a_live_store_remembers_few_files_that_are_gone(store, writer, batch, monkeypatch):
-    """Compaction replaces what was looked at: hundreds of files an hour, each with some ten kilobytes of its own."""
+def test_queries_of_a_live_store_cache_few_footers_of_deleted_files(store, writer, batch, monkeypatch):
+    """Compaction replaces hundreds of queried files per hour, each with a footer of about ten kilobytes."""
     monkeypatch.setattr(pool, "FOOTERS", 6)
     most, used = 0, set()
     with connect(store.root) as connection:
@@ -160,15 +160,15 @@ def test_who_looks_at_a_live_store_remembers_few_files_that_are_gone(store, writ
             writer.append(batch([seq]))
             writer.compact()
             assert [(seq + 1,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
-            engine = connection._views.engine
-            used.add(id(engine))
-            most = max(most, len(engine.footers))
+            instance = connection._views.instance
+            used.add(id(instance))
+            most = max(most, len(instance.footers))
 
     assert 2 <= len(used) < 20, "it begins anew, and seldom"
     assert most <= 11 + 6 + 6 // 2 + 3, "the small files that are there, those that may be gone, and what came since"
 
 
-def test_a_store_made_again_while_somebody_looked_at_the_old_one_is_another(store, writer, batch):
+def test_store_created_again_during_a_connection_is_a_new_store(store, writer, batch):
     writer.append(batch(range(3)))
     connect(store.root).close()
     with connect(store.root, version=1):

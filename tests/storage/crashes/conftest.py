@@ -1,4 +1,4 @@
-"""The process that is forked to be killed, once for all tests here."""
+"""The process that forks the killed processes, started once for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.storage.crashes.killing import Killer
 
 @pytest.fixture(scope="session")
 def killer(tmp_path_factory, require_server) -> Iterator[Killer]:
-    """Needs a C compiler: what kills is preloaded, and compiled here."""
+    """Return the process; it needs a C compiler, because the preloaded library that kills is compiled here."""
     require_server("gcc", "g++")
     made = Killer(tmp_path_factory.mktemp("killer"))
     yield made

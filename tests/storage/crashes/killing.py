@@ -1,6 +1,7 @@
-"""Processes that are killed at the n-th moment at which they change a folder, thousands of them, cheaply.
+"""Kill processes before the n-th call that changes a folder, thousands of times and cheaply.
 
-A first process imports the store under a preloaded library (`kill_at.c`, compiled here) and is forked for each life.
+One process imports the storage package under a preloaded library (`kill_at.c`, compiled here) and is forked for each
+life.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ MODULE = "tests.storage.crashes.killing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """What one process did: the calls that changed the folder, what it acknowledged, and whether it was killed."""
+    """One forked process: its calls that changed the folder, its acknowledged records, and whether it was killed."""
 
     calls: list[str]
-    said: list[int]
+    acknowledged: list[int]
     killed: bool
 
 
 class Killer:
-    """The process that is forked. One life at a time."""
+    """The process that is forked. Runs one life at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._notes = folder / "notes"
@@ -48,47 +49,49 @@ class Killer:
         self._process.communicate()
 
     def live(self, operation: str, root: Path, at: int) -> Life:
-        """Do `operation` and be killed before the `at`-th call that changes `root`; 0 lets it live."""
-        status = self._ask("live", operation, root, at)
+        """Run `operation`, killed before the `at`-th call that changes `root`; 0 does not kill."""
+        status = self._request("live", operation, root, at)
         lines = self._notes.read_text().splitlines()
         return Life(
-            calls=[line for line in lines if not line.startswith("said ")],
-            said=[int(line.removeprefix("said ")) for line in lines if line.startswith("said ")],
+            calls=[line for line in lines if not line.startswith("acknowledged ")],
+            acknowledged=[
+                int(line.removeprefix("acknowledged ")) for line in lines if line.startswith("acknowledged ")
+            ],
             killed=status == -signal.SIGKILL,
         )
 
     def prepare(self, operation: str, root: Path) -> None:
-        """Make the store that `operation` begins with, in a process that ends well."""
-        self._ask("prepare", operation, root, 0)
+        """Create the store with which `operation` begins, in a process that is not killed."""
+        self._request("prepare", operation, root, 0)
 
     def content(self, root: Path) -> dict[str, Any]:
         """Return all rows of the store at `root`, by dataset."""
-        self._ask("content", "", root, 0)
+        self._request("content", "", root, 0)
         found: dict[str, Any] = json.loads(self._notes.read_text())
         return found
 
     def after(self, operation: str, root: Path) -> dict[str, Any]:
-        """Return what `operations.after` finds, in a process of its own."""
-        self._ask("after", operation, root, 0)
+        """Return the result of `operations.after`, from a separate process."""
+        self._request("after", operation, root, 0)
         found: dict[str, Any] = json.loads(self._notes.read_text())
         return found
 
-    def _ask(self, what: str, operation: str, root: Path, at: int) -> int:
+    def _request(self, action: str, operation: str, root: Path, at: int) -> int:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        job = {"what": what, "operation": operation, "root": str(root), "at": at, "notes": str(self._notes)}
+        job = {"action": action, "operation": operation, "root": str(root), "at": at, "notes": str(self._notes)}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
-        assert line, "the process that is forked has ended"
+        assert line, "the forking process has exited"
         status = int(line)
         wanted = (0, -signal.SIGKILL) if at else (0,)
-        assert status in wanted, f"{what} {operation} at {at} ended with {status}: {self._notes.read_text()}"
+        assert status in wanted, f"{action} {operation} at {at} ended with {status}: {self._notes.read_text()}"
         return status
 
 
 def compiled(folder: Path) -> Path:
-    """Return the library to preload, made in `folder`."""
+    """Compile the library to preload in `folder`, and return its path."""
     library = folder / "kill_at.so"
     command = [
         "gcc",
@@ -107,7 +110,7 @@ def compiled(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Fork for each line that comes, and answer how the child ended."""
+    """Fork for each input line, and print the exit status of the child."""
     from tests.storage.crashes import operations  # noqa: F401 - imported once, for all children
 
     for line in sys.stdin:
@@ -124,15 +127,15 @@ def _live(job: dict[str, Any]) -> None:
     root, operation = Path(job["root"]), job["operation"]
     notes = os.open(job["notes"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     try:
-        if job["what"] == "prepare":
+        if job["action"] == "prepare":
             operations.prepare(operation, root)
-        elif job["what"] == "content":
+        elif job["action"] == "content":
             os.write(notes, json.dumps(operations.content(root), default=str).encode())
-        elif job["what"] == "after":
+        elif job["action"] == "after":
             os.write(notes, json.dumps(operations.after(operation, root), default=str).encode())
         else:
             ctypes.CDLL(None).rankscope_arm(os.fsencode(root), job["at"], notes)
-            operations.OPERATIONS[operation](root, lambda seq: os.write(notes, b"said %d\n" % seq) and None)
+            operations.OPERATIONS[operation](root, lambda seq: os.write(notes, b"acknowledged %d\n" % seq) and None)
     except BaseException:
         os.write(notes, traceback.format_exc().encode())
         os._exit(1)

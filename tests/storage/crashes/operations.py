@@ -1,6 +1,6 @@
-"""What is killed, on which store it begins, and what is found afterwards. Everything here runs in forked children.
+"""The operations that are killed, the stores with which they begin, and the checks afterwards. Runs in forked children.
 
-An operation gets the folder of a store and `say`, by which it tells what it has acknowledged.
+An operation gets the folder of a store and a function that reports its acknowledged records.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rankscope_storage.maintenance.vacuum import maintain
 from rankscope_storage.runs.edit import merge as join
 from rankscope_storage.runs.edit import remove, rename
 
-Say = Callable[[int], None]
+Acknowledge = Callable[[int], None]
 
 RANKS: Final = 2
 RECORDS: Final = 15
@@ -38,7 +38,7 @@ _LATER: Final = _BEGAN + dt.timedelta(days=30)
 
 
 def rows(first: int, count: int, *, run: str = "r", process: str = "i") -> Batch:
-    """Records `first` to `first + count - 1` of each rank, a loss and two tensors; ten are a bucket of rollups."""
+    """Return records `first` to `first + count - 1` of each rank: a loss and two tensors. Ten are a rollup bucket."""
     records = [(rank, seq) for rank in range(RANKS) for seq in range(first, first + count)]
     common = [
         {
@@ -67,105 +67,105 @@ def rows(first: int, count: int, *, run: str = "r", process: str = "i") -> Batch
     )
 
 
-def append(root: Path, say: Say, records: int = RECORDS, at_once: int = 2) -> None:
-    """What a service does from its start: claim, go on where the store stands, acknowledge each commit."""
+def append(root: Path, acknowledge: Acknowledge, records: int = RECORDS, per_commit: int = 2) -> None:
+    """Run like a service: claim the shard, continue after the stored records, acknowledge each commit."""
     with Store.open(root, create=True).claim(owner=f"pid {os.getpid()}") as writer:
         seq = min(writer.watermark(f"i{rank}") for rank in range(RANKS)) + 1
         while seq < records:
-            count = min(at_once, records - seq)
+            count = min(per_commit, records - seq)
             writer.append(rows(seq, count))
             seq += count
-            say(seq)
+            acknowledge(seq)
 
 
-def begin(root: Path, say: Say) -> None:
-    """A first start: the store is made, and all that there is comes in one commit."""
-    append(root, say, at_once=RECORDS)
+def create(root: Path, acknowledge: Acknowledge) -> None:
+    """Run a first start: create the store, and append all records in one commit."""
+    append(root, acknowledge, per_commit=RECORDS)
 
 
 def silent(_: int) -> None:
-    """Tell nobody."""
+    """Ignore the acknowledged records."""
 
 
-def merge(root: Path, say: Say) -> None:
-    """Compaction of whatever is not one file."""
+def merge(root: Path, acknowledge: Acknowledge) -> None:
+    """Compact all small files."""
     compaction_plan.SMALL_FILES = 1
     compact(root, sync_to_disk)
 
 
-def clean(root: Path, say: Say) -> None:
-    """Maintenance that finds everything old enough to go: replaced files, leavings, entries of the log."""
+def clean(root: Path, acknowledge: Acknowledge) -> None:
+    """Run maintenance on old files: replaced files, orphan files, log entries."""
     vacuum.REMOVED_FILES_HOURS = 0  # type: ignore[misc]
     maintain(root, sync_to_disk)
 
 
-def roll_up(root: Path, say: Say) -> None:
-    """Retention: rows become rollups."""
+def roll_up(root: Path, acknowledge: Acknowledge) -> None:
+    """Run retention: rows become rollups."""
     retain(root, Retention(raw_days=1, scalars_days=1), sync_to_disk, now=_LATER)
 
 
-def roll_up_in_part(root: Path, say: Say) -> None:
-    """Retention: the older bucket of each file becomes rollups, and the rest of the file is written anew."""
+def roll_up_in_part(root: Path, acknowledge: Acknowledge) -> None:
+    """Run retention: the older bucket of each file becomes a rollup, and the other rows are written again."""
     kept = Retention(raw_days=1 / 86_400, scalars_days=1 / 86_400)
     retain(root, kept, sync_to_disk, now=_BEGAN + dt.timedelta(seconds=1 + 12))
 
 
-def expire(root: Path, say: Say) -> None:
-    """Retention: rollups go."""
+def expire(root: Path, acknowledge: Acknowledge) -> None:
+    """Run retention: rollups are removed."""
     retain(root, Retention(raw_days=1, scalars_days=1, rollup_days=2), sync_to_disk, now=_LATER)
 
 
-def call_otherwise(root: Path, say: Say) -> None:
-    """A run gets another name, unless it has that already."""
+def rename_run(root: Path, acknowledge: Acknowledge) -> None:
+    """Rename a run, unless it has the new name already."""
     if any(row["run"] == "r" for row in content(root)["scalars"]):
         rename(root, "r", "s", sync_to_disk)
 
 
-def take_away(root: Path, say: Say) -> None:
-    """A run is removed, another that shares its files stays."""
+def remove_run(root: Path, acknowledge: Acknowledge) -> None:
+    """Remove a run that shares its files with another."""
     remove(root, "other", sync_to_disk)
 
 
-def put_together(root: Path, say: Say) -> None:
-    """A run is joined to another."""
+def join_runs(root: Path, acknowledge: Acknowledge) -> None:
+    """Merge a run into another."""
     join(root, "other", "r", sync_to_disk)
 
 
-def mend(root: Path, say: Say) -> None:
-    """Repair of a torn newest entry, and of a file that is gone."""
+def repair_store(root: Path, acknowledge: Acknowledge) -> None:
+    """Repair a torn newest entry and a missing file."""
     repair(root, sync_to_disk)
 
 
-OPERATIONS: Final[dict[str, Callable[[Path, Say], None]]] = {
-    "create": begin,
+OPERATIONS: Final[dict[str, Callable[[Path, Acknowledge], None]]] = {
+    "create": create,
     "append": append,
     "compact": merge,
     "maintain": clean,
     "roll up": roll_up,
     "roll up in part": roll_up_in_part,
     "expire": expire,
-    "rename": call_otherwise,
-    "remove": take_away,
-    "join": put_together,
-    "repair": mend,
+    "rename": rename_run,
+    "remove": remove_run,
+    "join": join_runs,
+    "repair": repair_store,
 }
 
 
 def prepare(operation: str, root: Path) -> None:
-    """Make the store that `operation` begins with."""
+    """Create the store with which `operation` begins."""
     if operation == "create":
         return
-    if operation == "append":  # a checkpoint is due in the midst of what follows
+    if operation == "append":  # a checkpoint becomes due during the operation
         append(root, silent, records=2)
         write_checkpoint(root, sync_to_disk)
-        append(root, silent, records=9, at_once=1)
+        append(root, silent, records=9, per_commit=1)
         return
-    append(root, silent, at_once=5)
+    append(root, silent, per_commit=5)
     if operation == "maintain":
         merge(root, silent)
         part = next(root.glob("dataset=scalars/part=*"))
-        for leaving in (part / "orphan.parquet", root / "_staging" / "left", root / LOG_FOLDER / f"{99:020d}.json#1"):
-            leaving.write_bytes(b"x")
+        for orphan in (part / "orphan.parquet", root / "_staging" / "left", root / LOG_FOLDER / f"{99:020d}.json#1"):
+            orphan.write_bytes(b"x")
         age(root)
     if operation == "expire":
         roll_up(root, silent)
@@ -175,7 +175,7 @@ def prepare(operation: str, root: Path) -> None:
         with Store.open(root).claim(owner="another") as writer:
             writer.append(rows(0, RECORDS, run="other", process="j"))
     if operation == "remove":
-        merge(root, silent)  # what is small and over shares files
+        merge(root, silent)  # small ended runs share files
     if operation == "repair":
         newest = max((root / LOG_FOLDER).glob("*.json"))
         newest.with_name(f"{int(newest.stem) + 1:020d}.json").write_bytes(newest.read_bytes()[:40])
@@ -183,14 +183,14 @@ def prepare(operation: str, root: Path) -> None:
 
 
 def age(root: Path) -> None:
-    """Make every file old enough to go, if nobody needs it."""
+    """Make every file old enough for vacuum."""
     for path in root.rglob("*"):
         if path.is_file():
             os.utime(path, (1_700_000_000, 1_700_000_000))
 
 
 def content(root: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return all rows of the newest version, by dataset, in one order; read without what the store itself reads by."""
+    """Return all rows of the newest version, by dataset and sorted, without the query code of the package."""
     found: dict[str, list[dict[str, Any]]] = {}
     for file in Log.open(root, sync_to_disk).snapshot().files.to_pylist():
         found.setdefault(file["dataset"], []).extend(pq.ParquetFile(root / file["path"]).read().to_pylist())
@@ -198,9 +198,9 @@ def content(root: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def after(operation: str, root: Path) -> dict[str, Any]:
-    """What is found after a death, and what becomes of the store when the work is done again and all is tidied up.
+    """Return the state after a kill, and after the operation was repeated and the store vacuumed.
 
-    Nothing of it is allowed to fail: whoever comes next needs no remedy after a kill.
+    No step may fail: the next process needs no repair after a kill.
     """
     readable = has_entries(root) and operation != "repair"
     found = content(root) if readable else {}
@@ -224,7 +224,7 @@ def after(operation: str, root: Path) -> dict[str, Any]:
 
 
 def left_over(root: Path) -> list[str]:
-    """Return the files that nothing names, of those that a process can leave behind."""
+    """Return the files that no version contains, among those that a killed process can leave."""
     live = {row["path"] for row in Log.open(root, sync_to_disk).snapshot().files.to_pylist()}
     data = [path.relative_to(root).as_posix() for path in root.glob("dataset=*/part=*/*")]
     other = [*(root / "_staging").iterdir(), *(root / LOG_FOLDER).glob("*#*")]

@@ -1,6 +1,6 @@
-"""kill -9 at every call that changes the store, of every operation: nothing acknowledged is lost, nothing is doubled.
+"""Kill each operation at every call that changes the store: no acknowledged row is lost, and no row is doubled.
 
-`make test-crashes` goes through all of them; a few are in every run. Whoever comes next needs no remedy.
+`make test-crashes` kills at all calls, every test run at a few. The next process needs no repair.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import pytest
 from tests.storage.crashes.operations import OPERATIONS, RANKS, RECORDS
 
 ROWS = {"scalars": 1, "tensor_stats": 2}
-"""Rows that a record has in each dataset."""
+"""Rows of a record in each dataset."""
 
 TIERS = (("scalars", "scalar_rollups"), ("tensor_stats", "tensor_rollups"))
-"""Datasets that change together, in one commit."""
+"""Datasets that change together in one commit."""
 
 ONE_COMMIT = ("rename", "remove", "join")
-"""Operations that change all datasets at once."""
+"""Operations that change all datasets in one commit."""
 
 A_FEW = [("append", 24), ("compact", 10)]
 
 
 @pytest.fixture(scope="module")
 def before(killer, tmp_path_factory):
-    """Return the store that an operation begins with, its rows, and its rows when the operation is done."""
+    """Return the store before an operation, its rows, and its rows after the operation."""
     made = {}
 
     def prepared(operation):
@@ -49,7 +49,7 @@ def copy(source, target):
 
 
 def die(killer, before, operation, at, root):
-    """Kill `operation` at one call and look at what is left; whether there was such a call."""
+    """Kill `operation` at one call and check the store; return whether there was such a call."""
     begun, old, new = before(operation)
     copy(begun, root)
     life = killer.live(operation, root, at)
@@ -58,7 +58,7 @@ def die(killer, before, operation, at, root):
 
     assert after["whole"], where
     if operation in ("create", "append"):
-        check_records(after["found"], max([0, *life.said]), where)
+        check_records(after["found"], max([0, *life.acknowledged]), where)
     else:
         check_tiers(after["found"], old, new, where)
     if operation in ONE_COMMIT:
@@ -75,7 +75,7 @@ def die(killer, before, operation, at, root):
 
 
 def check_records(found, acknowledged, where):
-    """All records up to some place are there, each once and in all datasets, and no acknowledged one is missing."""
+    """Check that all records up to a seq exist, once and in all datasets, including all acknowledged ones."""
     stored = 1 + max((row["seq"] for row in found.get("scalars", [])), default=-1)
     assert acknowledged <= stored, where
     for name, count in ROWS.items():
@@ -85,21 +85,21 @@ def check_records(found, acknowledged, where):
 
 
 def check_tiers(found, old, new, where):
-    """Each commit of the operation is there as a whole or not at all."""
+    """Check that each commit of the operation is visible completely or not at all."""
     for tier in TIERS:
         states = [[content.get(name, []) for name in tier] for content in (old, new, found)]
         assert states[2] in states[:2], where
 
 
 @pytest.mark.parametrize(("operation", "at"), A_FEW)
-def test_a_kill_at_a_few_moments_loses_and_doubles_nothing(killer, before, tmp_path, operation, at):
+def test_kill_at_some_calls_neither_loses_nor_doubles_rows(killer, before, tmp_path, operation, at):
     assert die(killer, before, operation, at, tmp_path / "store")
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not os.environ.get("RANKSCOPE_CRASHES"), reason="make test-crashes")
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_kill_at_any_moment_loses_and_doubles_nothing(killer, before, tmp_path, operation):
+def test_kill_at_every_call_neither_loses_nor_doubles_rows(killer, before, tmp_path, operation):
     moments = itertools.takewhile(lambda at: die(killer, before, operation, at, tmp_path / f"{at}"), itertools.count(1))
 
     points = len(list(moments))

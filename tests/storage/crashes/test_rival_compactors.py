@@ -1,4 +1,4 @@
-"""Two processes that compact, one that appends and one that cleans up, at once: rows stay exact."""
+"""Two compacting processes, an appending one and a vacuuming one run concurrently: every row is stored once."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ RECORDS = 400
 COMPACTOR = """
 import sys
 from pathlib import Path
-from rankscope_storage.maintenance import compaction, merges
+from rankscope_storage.maintenance import compaction, compaction_plan
 from rankscope_storage.base.fsync import sync_to_disk
-merges.SMALL_FILES = 3
+compaction_plan.SMALL_FILES = 3
 merged = refused = 0
 print("begun", flush=True)
 while not Path(sys.argv[2]).exists():
@@ -32,7 +32,7 @@ while not Path(sys.argv[2]).exists():
     merged, refused = merged + report.files_removed, refused + report.refused
 print(merged, refused)
 """
-CLEANER = """
+VACUUM = """
 import sys, time
 from pathlib import Path
 from rankscope_storage.base.fsync import sync_to_disk
@@ -46,12 +46,12 @@ print(rounds, 0)
 """
 
 
-def test_two_compactors_a_cleaner_and_an_appender_keep_every_row_once(store, tmp_path):
+def test_concurrent_compactors_vacuum_and_appends_keep_every_row_once(store, tmp_path):
     done = tmp_path / "done"
     arguments = [str(store.root), str(done)]
     rivals = [
         subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
-        for code in (COMPACTOR, COMPACTOR, CLEANER)
+        for code in (COMPACTOR, COMPACTOR, VACUUM)
     ]
     try:
         for rival in rivals:

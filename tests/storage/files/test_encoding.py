@@ -1,4 +1,4 @@
-"""The inside of a file: every value comes back, whatever was left out of the work on the way."""
+"""The content of a data file: all values are read back unchanged, with every optimisation of the encoding."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stored(table: pa.Table, path: Path | io.BytesIO) -> pq.ParquetFile:
 
 
 def texts(row: dict[str, object]) -> list[str]:
-    """In words, where -0.0 is not 0.0."""
+    """Return the values as text, which distinguishes -0.0 from 0.0."""
     return [repr(row[name]) for name in NAMES]
 
 
@@ -53,7 +53,7 @@ def rows_of(columns: dict[str, list[object]], *, coded: bool) -> pa.Table:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=6), st.booleans())
-def test_constant_null_and_mixed_columns_come_back_as_they_were(rows, coded):
+def test_constant_null_and_mixed_columns_are_read_back_unchanged(rows, coded):
     table = rows_of({name: [row[name] for row in rows] for name in NAMES}, coded=coded)
     expected = sorted(
         rows, key=lambda row: (row["tensor"], row["step"] is None, 0 if row["step"] is None else row["step"])
@@ -63,7 +63,7 @@ def test_constant_null_and_mixed_columns_come_back_as_they_were(rows, coded):
     assert [texts(row) for row in expected] == [texts(row) for row in content.to_pylist()]
 
 
-def test_what_is_constant_in_one_row_group_and_not_in_the_next_is_kept(tmp_path):
+def test_column_constant_in_only_one_row_group_is_read_back_unchanged(tmp_path):
     count = ROW_GROUP_ROWS + 1
     steps = list(range(count))
     last = [0] * ROW_GROUP_ROWS + [5]
@@ -72,7 +72,7 @@ def test_what_is_constant_in_one_row_group_and_not_in_the_next_is_kept(tmp_path)
     assert (0, 5) == (content.read_row_group(0)["nans"][0].as_py(), content.read_row_group(1)["nans"][0].as_py())
 
 
-def test_a_null_that_stands_in_the_dictionary_itself_stays_null(tmp_path):
+def test_null_inside_a_dictionary_is_read_back_as_null(tmp_path):
     odd = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int32()), pa.array([None, "full"]))
     table = rows_of({"tensor": ["a", "a"], "step": [1, 2]}, coded=False)
     table = table.set_column(table.column_names.index("placement"), "placement", odd)
@@ -80,14 +80,14 @@ def test_a_null_that_stands_in_the_dictionary_itself_stays_null(tmp_path):
     assert [None, "full"] == stored(table, tmp_path / "f").read()["placement"].to_pylist()
 
 
-def test_a_column_without_nulls_is_written_as_required_and_any_other_is_not(tmp_path):
+def test_only_columns_without_nulls_are_written_as_required(tmp_path):
     file = stored(rows_of({"tensor": ["a", "b"], "step": [1, None], "nans": [0, 0]}, coded=True), tmp_path / "f")
     nullable = {field.name: field.nullable for field in file.schema_arrow}
 
     assert (False, True, False, True) == tuple(nullable[name] for name in ("tensor", "step", "nans", "norm"))
 
 
-def test_integers_that_are_the_same_in_all_rows_are_plain_and_others_are_split_into_their_bytes(tmp_path):
+def test_constant_integers_are_plain_and_others_byte_stream_split(tmp_path):
     columns = {"tensor": ["a", "b"], "step": [1, 2], "nans": [7, 7]}
     group = stored(rows_of(columns, coded=True), tmp_path / "f").metadata.row_group(0)
     encodings = {chunk.path_in_schema: chunk.encodings for chunk in map(group.column, range(group.num_columns))}
@@ -95,8 +95,8 @@ def test_integers_that_are_the_same_in_all_rows_are_plain_and_others_are_split_i
     assert ({"PLAIN", "RLE"}, {"BYTE_STREAM_SPLIT", "RLE"}) == (set(encodings["nans"]), set(encodings["step"]))
 
 
-def test_a_row_group_has_one_page_of_each_float_column(tmp_path):
-    """The four streams of a page are each as long as a block of zstd."""
+def test_row_group_has_one_page_per_float_column(tmp_path):
+    """Each of the four byte streams of a page is as long as a block of zstd."""
     count = ROW_GROUP_ROWS
     norms = [float(number % 251) for number in range(count)]
     file = stored(rows_of({"tensor": ["a"] * count, "step": [1] * count, "norm": norms}, coded=True), tmp_path / "f")
@@ -121,12 +121,12 @@ def test_a_row_group_has_one_page_of_each_float_column(tmp_path):
         (pa.array([0.0, -0.0]), False),
     ],
 )
-def test_what_is_called_constant_is(values, same):
+def test_is_constant_is_true_only_for_equal_values(values, same):
     assert same == is_constant(values)
 
 
-def test_a_row_group_holds_the_names_of_its_own_rows_and_no_others(tmp_path):
-    """Labels of exporters come by the hundred thousand: all of them in each row group would be most of the file."""
+def test_row_group_dictionary_has_only_the_names_of_its_rows(tmp_path):
+    """Exporters have labels by the hundred thousand; in each row group they would be most of the file."""
     count = 2 * ROW_GROUP_ROWS
     names = [f"{number:032d}" for number in range(count)]
     labels = pa.DictionaryArray.from_arrays(pa.array([*range(count - 1), None], pa.int32()), pa.array(names))
@@ -145,13 +145,13 @@ def test_a_row_group_holds_the_names_of_its_own_rows_and_no_others(tmp_path):
     "codes",
     [
         [None] * 5,
-        [9_999, 9_998, None, 9_999],  # neighbours at the end
-        [4_000, 4_001, 8_096],  # as far apart as neighbours may be, and one more
+        [9_999, 9_998, None, 9_999],  # adjacent codes at the end of the dictionary
+        [4_000, 4_001, 8_096],  # one code more than the largest permitted distance
         [4_000, 4_001, 8_097],
         [0, 9_999, 5_000, None, 0],
     ],
 )
-def test_rows_keep_their_names_wherever_these_stand_in_a_large_dictionary(tmp_path, codes):
+def test_names_at_any_position_of_a_large_dictionary_are_read_back(tmp_path, codes):
     names = [f"{number:05d}" for number in range(10_000)]
     labels = pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), pa.array(names))
     required = {name: ["x"] * len(codes) for name in ("run", "target", "metric")}
@@ -161,13 +161,13 @@ def test_rows_keep_their_names_wherever_these_stand_in_a_large_dictionary(tmp_pa
     size = file.metadata.row_group(0).column(file.schema_arrow.get_field_index("labels")).total_uncompressed_size
 
     assert Counter(expected) == Counter(file.read()["labels"].to_pylist())
-    assert size < len(names) * 9 / 2  # 9 bytes a name: not all of them are written
+    assert size < len(names) * 9 / 2  # 9 bytes per name: only a part is written
 
 
 @pytest.mark.parametrize("names", [1, 255, 256, 257])
 @pytest.mark.parametrize("order", ["sorted", "turned round"])
-def test_names_come_back_whether_their_codes_fit_into_a_byte_or_not(tmp_path, names, order):
-    """And the footer has their range; the byte below a null names nothing."""
+def test_names_with_one_byte_and_wider_codes_are_read_back(tmp_path, names, order):
+    """The footer has the range of the names. The code of a null has no meaning."""
     used = [f"{number:03d}" for number in range(names)]
     tensors = [name for name in used for _ in range(3)][:: 1 if order == "sorted" else -1]
     placements = [None if number % 3 else used[number // 3] for number in range(3 * names)]
@@ -186,7 +186,7 @@ def test_names_come_back_whether_their_codes_fit_into_a_byte_or_not(tmp_path, na
     assert (used[0], used[-1]) == (tensor.statistics.min, tensor.statistics.max)
 
 
-def test_samples_of_one_series_lie_together_in_order_of_time_whatever_their_labels_are_called(tmp_path):
+def test_samples_of_a_series_are_adjacent_and_sorted_by_time(tmp_path):
     rows = [(label, time) for time in range(3) for label in ("b", "a", None, "c")]
     times = pa.array([time for _, time in rows], pa.int64()).cast(pa.timestamp("us", tz="UTC"))
     required = {name: ["x"] * len(rows) for name in ("run", "target", "metric")}
@@ -201,8 +201,8 @@ def test_samples_of_one_series_lie_together_in_order_of_time_whatever_their_labe
 
 
 @pytest.mark.parametrize(("dataset", "is_told"), [("scalars", True), ("samples", False)])
-def test_the_footer_says_of_scalars_that_they_have_no_labels(tmp_path, dataset, is_told):
-    """A question for the loss then need not read them."""
+def test_footer_of_scalars_has_the_range_of_labels(tmp_path, dataset, is_told):
+    """A query for the loss then skips reading the labels."""
     rows = pa.Table.from_pylist([{"run": "r", "value": 1.0}], schema=dataset_schema(dataset))
     write_sorted(rows, dataset, tmp_path / "f.parquet")
     group = pq.ParquetFile(tmp_path / "f.parquet").metadata.row_group(0)

@@ -1,4 +1,4 @@
-"""A file: what was put in comes out, NaN and null apart; its statistics in the log; what it weighs."""
+"""Data files: values are read back unchanged (NaN and null differ), statistics for the log, size on disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tensor_stats(**columns) -> pa.Table:
     return conform(pa.table({**required, **columns}), "tensor_stats")
 
 
-def test_nan_infinity_null_and_zero_are_four_things(root):
+def test_nan_infinity_null_and_zero_are_distinguished(root):
     values = [math.nan, math.inf, -math.inf, None, 0.0, -0.0, 1e-45, 3.4e38]
     table = tensor_stats(step=list(range(8)), norm=pa.array(values, pa.float32()), nans=[1, 0, None, 0, 0, 0, 0, 0])
     file = write_file(root, "tensor_stats", "p", table, sync_to_disk)
@@ -50,7 +50,7 @@ def test_rows_are_sorted_by_series_then_step(root):
     assert [("a", 0, 9), ("a", 1, 1), ("b", 0, 1), ("b", 0, 2)] == [tuple(row.values()) for row in stored]
 
 
-def test_row_groups_have_the_size_that_duckdb_likes(root):
+def test_row_groups_have_65536_rows(root):
     count = ROW_GROUP_ROWS + 5
     file = write_file(root, "tensor_stats", "p", tensor_stats(step=list(range(count))), sync_to_disk)
     metadata = pq.ParquetFile(root / file.path).metadata
@@ -59,8 +59,8 @@ def test_row_groups_have_the_size_that_duckdb_likes(root):
     assert count == file.rows
 
 
-def test_a_file_is_named_only_when_it_is_whole_and_on_the_disk(root):
-    """The file under `_staging/` is synced, then renamed; so are the names of all folders on its way. Nothing stays."""
+def test_file_gets_its_name_only_after_fsync(root):
+    """The file below `_staging/` is fsynced and renamed, then all folders of its path are fsynced."""
     seen = []
     file = write_file(root, "tensor_stats", "p", tensor_stats(step=[1]), seen.append)
 
@@ -70,14 +70,14 @@ def test_a_file_is_named_only_when_it_is_whole_and_on_the_disk(root):
     assert (root / file.path).stat().st_size == file.size_bytes
 
 
-def test_discarded_files_are_gone_and_discarding_twice_is_harmless(root):
+def test_discard_deletes_files_and_is_idempotent(root):
     file = write_file(root, "tensor_stats", "p", tensor_stats(step=[1]), sync_to_disk)
     discard(root, [file, file])
 
     assert not (root / file.path).exists()
 
 
-def test_statistics_are_ranges_without_nulls_and_without_floats():
+def test_statistics_have_ranges_without_nulls_and_without_floats():
     moment = dt.datetime(2026, 11, 20, 1, 2, 3, 456789, tzinfo=dt.UTC)
     table = tensor_stats(
         run=["b", "a\n'\"学", "b"],
@@ -94,7 +94,7 @@ def test_statistics_are_ranges_without_nulls_and_without_floats():
 
 
 @pytest.mark.parametrize("ts", [2**62, -(2**62), 253_402_300_800_000_000, -30_610_224_000_000_001])
-def test_a_time_outside_the_calendar_costs_only_the_range_of_times(ts):
+def test_time_outside_of_the_calendar_omits_only_the_range_of_ts(ts):
     table = tensor_stats(step=[1, 2], ts=pa.array([0, ts], pa.int64()).cast(pa.timestamp("us", tz="UTC")))
     document = json.loads(statistics(table))
 
@@ -102,8 +102,8 @@ def test_a_time_outside_the_calendar_costs_only_the_range_of_times(ts):
     assert "ts" not in document["minValues"] | document["maxValues"]
 
 
-def test_files_that_cannot_be_discarded_hide_no_error(root, monkeypatch):
-    """A disk that turned read-only: why the write failed is the news."""
+def test_failed_discard_does_not_replace_the_original_error(root, monkeypatch):
+    """On a disk that became read-only, the error of the write is the important one."""
     file = write_file(root, "tensor_stats", "p", tensor_stats(step=[1]), sync_to_disk)
 
     def refuse(path, missing_ok=False):
@@ -115,8 +115,8 @@ def test_files_that_cannot_be_discarded_hide_no_error(root, monkeypatch):
     assert (root / file.path).exists()
 
 
-def test_a_sample_of_realistic_noise_takes_little_more_than_its_entropy(root):
-    """Six noisy numbers a row, 2.06 bytes each in the reference; a float dictionary or a lost sort would show here."""
+def test_file_of_realistic_noise_is_little_larger_than_its_entropy(root):
+    """Six noisy numbers per row, 2.06 bytes each in the reference; a float dictionary or missing sort needs more."""
     noise = np.random.default_rng(1)
     tensors, ranks, steps = 50, 4, 200
     count = tensors * ranks * steps

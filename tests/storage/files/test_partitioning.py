@@ -1,4 +1,4 @@
-"""Parts and orders, against the plain meaning of both."""
+"""Partitions and sort orders, compared with simple reference implementations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def runs(**counts: int) -> pa.Table:
     return pa.table({"run": names, "row": list(range(len(names)))})
 
 
-def test_a_run_gets_its_own_part_from_a_hundred_thousand_rows_on():
+def test_run_with_100000_rows_gets_a_separate_part():
     table = runs(big=OWN_PART_ROWS, small=OWN_PART_ROWS - 1, tiny=1)
 
     assert {"big": OWN_PART_ROWS, "_shared-2026-11-20": OWN_PART_ROWS} == {
@@ -39,14 +39,14 @@ def test_a_run_gets_its_own_part_from_a_hundred_thousand_rows_on():
     }
 
 
-def test_a_run_that_a_dictionary_names_twice_is_one_run():
+def test_run_that_a_dictionary_contains_twice_is_one_run():
     twice = pa.DictionaryArray.from_arrays(pa.array([0, 1] * (OWN_PART_ROWS // 2)), pa.array(["r", "r"]))
 
     assert ["r"] == [part for part, _ in parts(pa.table({"run": twice}), "scalars", TODAY)]
 
 
 @given(st.lists(st.sampled_from(["a", "b/c", "学", ""]), max_size=30), st.booleans())
-def test_parts_hold_every_row_exactly_once(names, encoded):
+def test_parts_contain_every_row_exactly_once(names, encoded):
     run = pa.array(names, pa.string())
     table = pa.table({"run": run.dictionary_encode() if encoded else run, "row": list(range(len(names)))})
     found = [row for _, rows in parts(table, "events", TODAY) for row in rows["row"].to_pylist()]
@@ -54,7 +54,7 @@ def test_parts_hold_every_row_exactly_once(names, encoded):
     assert list(range(len(names))) == sorted(found)
 
 
-def test_samples_go_by_their_own_day_and_those_without_time_by_today():
+def test_samples_are_partitioned_by_day_and_without_ts_by_today():
     day = 86_400_000_000
     table = pa.table({"run": ["r"] * 4, "ts": pa.array([0, day - 1, day, None], pa.timestamp("us", tz="UTC"))})
 
@@ -66,7 +66,7 @@ def test_samples_go_by_their_own_day_and_those_without_time_by_today():
 @pytest.mark.parametrize(
     "name", ["a/b", "..", "a=b", 'it\'s "q"', "学习", "123", "2026-11-20", "", ".hidden", "x" * 60]
 )
-def test_a_part_is_one_safe_folder_whatever_the_run_is_called(name):
+def test_part_is_one_safe_folder_name_for_any_run_name(name):
     ((part, _),) = parts(pa.table({"run": [name] * OWN_PART_ROWS}), "scalars", TODAY)
 
     assert not set(part) & set("/\\='\" ")
@@ -74,7 +74,7 @@ def test_a_part_is_one_safe_folder_whatever_the_run_is_called(name):
     assert name == ("" if part == "%" else unquote(part))
 
 
-def test_file_names_never_repeat_and_tell_the_shape():
+def test_file_names_are_unique_and_contain_the_fingerprint():
     one, other = data_file("events", "p"), data_file("events", "p")
 
     assert one != other
@@ -82,11 +82,11 @@ def test_file_names_never_repeat_and_tell_the_shape():
     assert one.startswith("dataset=events/part=p/")
 
 
-def test_the_shared_part_is_named_after_the_day():
+def test_shared_part_is_named_by_day():
     assert "_shared-2026-11-20" == shared_part(TODAY)
 
 
-def test_every_dataset_has_sort_keys_among_its_columns():
+def test_sort_keys_of_every_dataset_are_columns_of_it():
     assert set(DATASETS) == set(SORT_KEYS)
     assert all(set(keys) <= set(dataset_schema(dataset).names) for dataset, keys in SORT_KEYS.items())
 
@@ -98,7 +98,7 @@ INTEGER = st.one_of(
 
 
 @given(st.lists(st.tuples(TEXT, INTEGER, INTEGER), max_size=40), st.booleans())
-def test_the_packed_order_is_the_plain_stable_order_nulls_last(rows, encoded):
+def test_packed_sort_order_is_the_stable_order_with_nulls_last(rows, encoded):
     text, one, other = ([row[place] for row in rows] for place in range(3))
     column = pa.array(text, pa.string())
     table = pa.table(
@@ -110,14 +110,14 @@ def test_the_packed_order_is_the_plain_stable_order_nulls_last(rows, encoded):
     )
 
     def plain(row: int) -> tuple:
-        # UTF-8 order is the order of code points, so Python's own comparison is the reference.
+        # UTF-8 order equals code point order: Python's comparison is the reference.
         name, *numbers = rows[row]
         return name is None, name or "", *((value is None, value or 0) for value in numbers)
 
     assert sorted(range(len(rows)), key=plain) == sort_order(table, ("text", "one", "other")).tolist()
 
 
-def test_a_dictionary_that_names_a_text_twice_sorts_like_the_text():
+def test_dictionary_that_contains_a_text_twice_sorts_by_text():
     doubled = pa.DictionaryArray.from_arrays(pa.array([2, 0, 1]), pa.array(["a", "b", "a"]))
     table = pa.table({"text": doubled, "number": [1, 2, 0]})
 
@@ -125,7 +125,7 @@ def test_a_dictionary_that_names_a_text_twice_sorts_like_the_text():
 
 
 @given(st.text(alphabet="aä学%/.", min_size=60, max_size=400), st.text(alphabet="aä学", min_size=60, max_size=400))
-def test_parts_of_long_names_fit_into_a_file_name_and_stay_apart(one, other):
+def test_parts_of_long_run_names_fit_into_a_file_name_and_differ(one, other):
     parts_of = {name: own_part(name) for name in (one, other)}
 
     assert all(len(part.encode()) <= LONGEST_PART for part in parts_of.values())
@@ -133,7 +133,7 @@ def test_parts_of_long_names_fit_into_a_file_name_and_stay_apart(one, other):
     assert all(not part.startswith(".") and "/" not in part for part in parts_of.values())
 
 
-def test_a_long_name_keeps_its_beginning_and_no_half_of_a_character():
+def test_part_of_a_long_name_keeps_whole_characters_of_its_start():
     part = own_part("学" * 100)
 
     assert "学" * 20 == unquote(part, errors="strict")[:20]
@@ -145,7 +145,7 @@ _KEYS = ("run", "tensor", "step")
 
 @st.composite
 def _keyed_rows(draw: st.DrawFn) -> pa.Table:
-    """Rows of which most are in order, with dictionaries that are not, that name too much, or something twice."""
+    """Generate mostly sorted rows; the dictionaries are unsorted, have unused texts or contain a text twice."""
     row = st.tuples(st.sampled_from(["a", "b", None]), st.sampled_from(["x", "y"]), st.integers(0, 3) | st.none())
     rows = draw(st.lists(row, max_size=8))
     if draw(st.booleans()):
@@ -160,15 +160,15 @@ def _keyed_rows(draw: st.DrawFn) -> pa.Table:
 
 
 @given(_keyed_rows())
-def test_rows_are_taken_for_sorted_only_where_sorting_would_leave_them(table):
+def test_is_sorted_is_true_only_if_sorting_changes_nothing(table):
     leaves = list(range(table.num_rows)) == sort_order(table, _KEYS).tolist()
 
     assert leaves or not is_sorted(table, _KEYS)
 
 
-def test_rows_in_order_are_seen_to_be():
+def test_is_sorted_detects_sorted_rows():
     run = pa.DictionaryArray.from_arrays(pa.array([1, 1, 0, 0], pa.int32()), pa.array(["b", "a"]))
     table = pa.table({"run": run, "tensor": ["x"] * 4, "step": [1, 2, 0, 7]})
 
-    assert not is_sorted(table, _KEYS)  # plain text is dear to compare
+    assert not is_sorted(table, _KEYS)  # comparing plain text is expensive
     assert is_sorted(table.set_column(1, "tensor", table["tensor"].dictionary_encode()), _KEYS)

@@ -1,4 +1,4 @@
-"""Rounded statistics: how far from what the rank sent, what never changes, and that a store says so for ever."""
+"""Rounded statistics: the largest error, the values that never change, and the record of the rounding in a store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rankscope_storage.maintenance import compaction, compaction_plan
 from rankscope_storage.maintenance.stats import store_stats
 
 BITS = st.integers(FEWEST_BITS, MOST_BITS)
-FLOATS = arrays(np.uint32, st.integers(1, 20), elements=st.integers(0, 2**32 - 1))  # every float32 there is
+FLOATS = arrays(np.uint32, st.integers(1, 20), elements=st.integers(0, 2**32 - 1))  # every float32
 LARGEST = 0x7F7F_FFFF
 
 
@@ -35,7 +35,7 @@ def floats(bits: np.ndarray) -> list[float]:
 @settings(max_examples=200)
 @given(FLOATS, BITS)
 @example(np.array([LARGEST, 0x0080_0000, 0x007F_FFFF, 0x3F7F_FFFF], np.uint32), 12)
-def test_a_value_moves_by_at_most_half_of_its_last_bit_that_is_kept(values, kept):
+def test_rounding_error_is_at_most_half_of_the_last_kept_bit(values, kept):
     result = round_bits(values, kept)
     finite = np.isfinite(values.view(np.float32))
 
@@ -48,7 +48,7 @@ def test_a_value_moves_by_at_most_half_of_its_last_bit_that_is_kept(values, kept
 @settings(max_examples=200)
 @given(FLOATS, BITS)
 @example(np.array([LARGEST, 0x7FFF_FFFF, 0x7F80_0000, 0xFF80_0001, 0x8000_0000, 1], np.uint32), 4)
-def test_nan_infinity_zero_and_subnormal_numbers_stay_bit_for_bit_and_nothing_becomes_one(values, kept):
+def test_rounding_keeps_nan_infinity_zero_and_subnormals_bit_for_bit(values, kept):
     result = round_bits(values, kept)
     numbers = values.view(np.float32)
     tiny = np.finfo(np.float32).tiny
@@ -63,7 +63,7 @@ def test_nan_infinity_zero_and_subnormal_numbers_stay_bit_for_bit_and_nothing_be
 
 @settings(max_examples=100)
 @given(FLOATS, BITS)
-def test_rounding_keeps_order_and_changes_nothing_the_second_time(values, kept):
+def test_rounding_preserves_order_and_is_idempotent(values, kept):
     ordered = np.sort(values.view(np.float32)[~np.isnan(values.view(np.float32))])
     once = round_bits(ordered.view(np.uint32), kept)
 
@@ -71,13 +71,13 @@ def test_rounding_keeps_order_and_changes_nothing_the_second_time(values, kept):
     assert floats(once) == sorted(floats(once))
 
 
-def test_a_tie_goes_to_the_even_neighbour():
+def test_rounding_of_a_tie_is_to_even():
     tie = np.array([1 + 2**-13, 1 + 3 * 2**-13], np.float32).view(np.uint32)
 
     assert [1.0, 1 + 2**-11] == floats(round_bits(tie, 12))
 
 
-def test_with_twelve_bits_the_last_eleven_are_zero():
+def test_rounding_to_12_bits_clears_the_last_11():
     values = np.random.default_rng(1).normal(0, 1, 1000).astype(np.float32).view(np.uint32)
 
     assert not (round_bits(values, 12) & 0x7FF).any()
@@ -97,7 +97,7 @@ def statistics(values: list[float | None], *, first: int = 0) -> pa.Table:
     return pa.table({**columns, **numbered, **ops, "numel": [2**40 + 1] * store_stats})
 
 
-def test_the_four_statistics_are_rounded_and_neither_counts_nor_what_rules_compared_with():
+def test_statistics_are_rounded_but_not_counts_and_baselines():
     value = float(np.float32(math.pi))
     table, bits = rounded(conform(statistics([value, None, math.nan]), "tensor_stats"), "tensor_stats", 12)
     (first, second, third) = table.select(["norm", "min", "max", "mean"]).to_pylist()
@@ -110,14 +110,14 @@ def test_the_four_statistics_are_rounded_and_neither_counts_nor_what_rules_compa
     assert 2**40 + 1 == table["numel"][0].as_py()
 
 
-def test_a_column_that_begins_in_the_middle_of_its_memory_is_rounded_in_its_place():
+def test_column_with_an_offset_into_its_buffer_is_rounded():
     table = conform(statistics([9.0, None, math.pi, 1.0]).slice(1, 2), "tensor_stats")
 
     assert [None, 3.1416015625] == rounded(table, "tensor_stats", 12)[0]["norm"].to_pylist()
 
 
 @pytest.mark.parametrize("dataset", ["scalars", "events", "hashes", "samples", "collectives"])
-def test_other_datasets_are_left_alone(dataset):
+def test_other_datasets_are_not_rounded(dataset):
     table = pa.table({"value": [math.pi], "norm": pa.array([math.pi], pa.float32())})
 
     assert (table, None) == rounded(table, dataset, 12)
@@ -125,7 +125,7 @@ def test_other_datasets_are_left_alone(dataset):
 
 @pytest.fixture
 def rounding_store(tmp_path):
-    """A store that a service without rounding wrote first, and one with 12 bits after it."""
+    """Return a store with files from a lossless service and from one that rounds to 12 bits."""
     for bits, value in ((None, math.e), (12, math.pi), (16, math.pi)):
         with Store.open(tmp_path / "s", create=True, mantissa_bits=bits).claim(owner="t") as writer:
             first = {None: 0, 12: 2, 16: 4}[bits]
@@ -135,13 +135,13 @@ def rounding_store(tmp_path):
 
 
 def told(root) -> list[tuple[int | None, bytes | None]]:
-    """What each file of the newest version says of itself: by its name, and in its metadata."""
+    """Return the mantissa bits of each file of the newest version, from its name and from its metadata."""
     paths = Log.open(root, sync_to_disk).snapshot().files["path"].to_pylist()
     metadata = [pq.read_metadata(root / path).metadata.get(MANTISSA_BITS_KEY.encode()) for path in paths]
     return sorted(zip(map(file_mantissa_bits, paths), metadata, strict=True), key=repr)
 
 
-def test_a_file_says_how_it_was_rounded_and_a_merge_says_the_coarsest_and_changes_no_value(rounding_store, monkeypatch):
+def test_merged_file_has_the_coarsest_mantissa_bits_and_equal_values(rounding_store, monkeypatch):
     with connect(rounding_store) as connection:
         before = connection.query("SELECT seq, norm, norm_baseline FROM tensor_stats ORDER BY seq")
 
@@ -154,18 +154,18 @@ def test_a_file_says_how_it_was_rounded_and_a_merge_says_the_coarsest_and_change
     assert [float(np.float32(math.e)), 3.1416015625] == [before["norm"][row].as_py() for row in (0, 2)]
 
 
-def test_stats_tells_the_coarsest_rounding_of_each_group(rounding_store):
+def test_stats_reports_the_coarsest_rounding_of_each_group(rounding_store):
     groups = store_stats(Log.open(rounding_store, sync_to_disk), by="dataset").groups.to_pylist()
 
     assert {"tensor_stats": 12} == {row["dataset"]: row["mantissa_bits"] for row in groups}
 
 
-def test_lossless_files_have_no_coarsest():
+def test_coarsest_of_lossless_files_is_none():
     assert None is coarsest(["a/b-0123.parquet"])
     assert 7 == coarsest(["a/b-0123.parquet", "a/b-0123-m12.parquet", "a/b-0123-m7.parquet"])
 
 
 @pytest.mark.parametrize("bits", [3, 23, 0, -1])
-def test_a_number_of_bits_that_is_none_to_round_to_is_refused(tmp_path, bits):
+def test_mantissa_bits_outside_of_the_range_are_refused(tmp_path, bits):
     with pytest.raises(ValueError, match="mantissa_bits is 4 to 22"):
         Store.open(tmp_path / "s", create=True, mantissa_bits=bits)

@@ -1,4 +1,4 @@
-"""Columns that rows of a dataset never have are not written, and whoever reads finds them null."""
+"""Columns that are null in all rows of a dataset are not written, and every reader reads them as null."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def columns(connection) -> list[set[str]]:
     return [set(pq.ParquetFile(path).schema_arrow.names) for path in map(Path, connection.files("samples"))]
 
 
-def test_a_file_of_samples_has_only_what_samples_have_and_the_view_has_all(writer, connection):
+def test_file_of_samples_lacks_null_columns_and_the_view_has_all(writer, connection):
     append(writer, [{"value": 2.0}, {"metric": "n", "labels": "{}"}])
     found = connection.query("FROM samples ORDER BY metric")
 
@@ -45,7 +45,7 @@ def test_a_file_of_samples_has_only_what_samples_have_and_the_view_has_all(write
     assert check(connection.path, deep=True).is_intact
 
 
-def test_a_row_that_has_more_is_kept_whole_beside_others_and_through_a_merge(writer, connection, monkeypatch):
+def test_sample_with_usually_null_columns_survives_a_merge(writer, connection, monkeypatch):
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
     append(writer, [{"value": 1.0}])
     append(writer, [{"value": 2.0, "step": 7, "rank": 3, "incarnation": "i"}])
@@ -60,8 +60,8 @@ def test_a_row_that_has_more_is_kept_whole_beside_others_and_through_a_merge(wri
     assert expected == connection.sql(asked).fetchall()
 
 
-def test_files_that_have_them_all_are_read_as_one_shape_too(writer, connection):
-    """As those of the release before were written; and beside files that lack them."""
+def test_files_with_all_columns_are_read_as_one_shape(writer, connection):
+    """The previous release wrote such files; they may be mixed with files that lack the columns."""
     append(writer, [{"value": 2.0, "step": 7, "incarnation": "i"}])
     assert "*" == common_columns("samples", connection.files("samples"))
     assert [(2.0, 7, "i")] == connection.sql("SELECT value, step, incarnation FROM samples").fetchall()
@@ -73,7 +73,7 @@ def test_files_that_have_them_all_are_read_as_one_shape_too(writer, connection):
     ).fetchall()
 
 
-def test_the_run_of_samples_is_checked_against_the_log(writer, connection):
+def test_run_of_samples_is_checked_against_the_log(writer, connection):
     append(writer, [{"run": "a"}])
     entry = max((connection.path / "_delta_log").glob("*.json"))
     entry.write_text(entry.read_text().replace('\\"run\\":\\"a\\"', '\\"run\\":\\"b\\"'))
@@ -81,7 +81,7 @@ def test_the_run_of_samples_is_checked_against_the_log(writer, connection):
     assert not check(connection.path, deep=True).is_intact
 
 
-def test_a_reader_of_delta_tables_finds_null(writer, connection):
+def test_delta_reader_reads_unwritten_columns_as_null(writer, connection):
     append(writer, [{"value": 1.0}])
     append(writer, [{"value": 2.0, "step": 7}])
     told = DeltaTable(str(connection.path)).to_pyarrow_dataset().to_table(columns=["value", "step", "rank"])
@@ -89,7 +89,7 @@ def test_a_reader_of_delta_tables_finds_null(writer, connection):
     assert [(1.0, None, None), (2.0, 7, None)] == sorted((r["value"], r["step"], r["rank"]) for r in told.to_pylist())
 
 
-def test_runs_are_renamed_and_days_go_where_columns_are_not_written(writer, connection):
+def test_rename_and_retention_work_on_files_without_null_columns(writer, connection):
     append(writer, [{"run": "old", "ts": START}, {"run": "", "ts": START + dt.timedelta(days=3), "value": 5.0}])
     writer.close()
     rename(connection.path, "old", "new", sync_to_disk)
@@ -100,7 +100,7 @@ def test_runs_are_renamed_and_days_go_where_columns_are_not_written(writer, conn
 
 
 @pytest.mark.parametrize("name", sorted(NEVER))
-def test_each_of_them_is_kept_where_it_has_a_value(writer, connection, name):
+def test_usually_null_column_is_stored_if_it_has_a_value(writer, connection, name):
     value = "x" if dataset_schema("samples").field(name).type == pa.string() else 1
     append(writer, [{name: value}])
 

@@ -1,4 +1,4 @@
-"""Checkpoints are written beside the appends, durable before anything relies on them, and nobody waits for them."""
+"""Checkpoints: written in a background thread, durable before they are used, without delay for appends."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.compaction import compact
 
 
-def test_a_writer_keeps_the_log_short_though_nobody_maintains_the_store(store, batch):
+def test_writer_writes_checkpoints_without_maintenance(store, batch):
     with store.claim(owner="a") as writer:
         for seq in range(2 * CHECKPOINT_COMMITS + 1):
             writer.append(batch([seq]))
-            writer._checkpoints.close()  # as when a second goes by between two commits
+            writer._checkpoints.close()  # as if a second passed between two commits
         version = Log.open(store.root, sync_to_disk).version
 
     assert version - newest_checkpoint(store.root) < CHECKPOINT_COMMITS
     assert 2 == len(list((store.root / LOG_FOLDER).glob("*.checkpoint.parquet")))
 
 
-def test_a_commit_writes_no_checkpoint_itself(store, writer, batch, monkeypatch):
+def test_commit_writes_no_checkpoint_in_its_own_thread(store, writer, batch, monkeypatch):
     monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
     for seq in range(2 * CHECKPOINT_COMMITS):
         writer.append(batch([seq]))
@@ -37,7 +37,7 @@ def test_a_commit_writes_no_checkpoint_itself(store, writer, batch, monkeypatch)
     assert NO_CHECKPOINT == newest_checkpoint(store.root)
 
 
-def test_a_work_of_many_commits_keeps_the_log_short_though_nobody_appends(store, writer, batch, monkeypatch):
+def test_compaction_and_rewrites_write_checkpoints_between_commits(store, writer, batch, monkeypatch):
     monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
     monkeypatch.setattr("rankscope_storage.maintenance.compaction_plan.SMALL_FILES", 1)
     for seq in range(3):
@@ -52,7 +52,7 @@ def test_a_work_of_many_commits_keeps_the_log_short_though_nobody_appends(store,
     assert CHECKPOINT_COMMITS < newest_checkpoint(store.root)
 
 
-def test_nobody_waits_for_a_checkpoint_but_who_closes(store):
+def test_only_close_waits_for_a_checkpoint(store):
     begun, go_on, written = threading.Event(), threading.Event(), []
 
     def slow(root, sync):
@@ -74,7 +74,7 @@ def test_nobody_waits_for_a_checkpoint_but_who_closes(store):
 
 
 @pytest.mark.parametrize("error", [StoreError("No space left on device"), RuntimeError("panic")])
-def test_a_checkpoint_that_fails_is_told_and_due_again_after_as_many_commits(store, caplog, error):
+def test_failed_checkpoint_is_logged_and_retried_after_as_many_commits(store, caplog, error):
     tried = []
 
     def fail(root, sync):
@@ -88,10 +88,10 @@ def test_a_checkpoint_that_fails_is_told_and_due_again_after_as_many_commits(sto
             checkpoints.close()
 
     assert 2 == len(tried)
-    assert 2 == len([record for record in caplog.records if "no checkpoint could be written" in record.message])
+    assert 2 == len([record for record in caplog.records if "retrying after 10 commits" in record.message])
 
 
-def test_a_checkpoint_of_another_shard_counts(store, batch):
+def test_checkpoint_of_another_shard_counts(store, batch):
     with store.claim("0/2", owner="a") as writer:
         for seq in range(CHECKPOINT_COMMITS - 2):
             writer.append(batch([seq]))
@@ -104,7 +104,7 @@ def test_a_checkpoint_of_another_shard_counts(store, batch):
     assert [] == written
 
 
-def test_a_checkpoint_is_on_the_disk_before_an_entry_goes(store, writer, batch, monkeypatch):
+def test_checkpoint_is_durable_before_entries_are_deleted(store, writer, batch, monkeypatch):
     for seq in range(3):
         writer.append(batch([seq]))
     order = []
@@ -117,8 +117,8 @@ def test_a_checkpoint_is_on_the_disk_before_an_entry_goes(store, writer, batch, 
     assert [f"{log.version:020d}.checkpoint.parquet", "_last_checkpoint", LOG_FOLDER, "clean up"] == order[:4]
 
 
-def test_a_checkpoint_that_nothing_names_stops_no_maintenance(store, writer, batch):
-    """As when its writer was killed between the checkpoint and the file that names it."""
+def test_maintenance_works_with_a_checkpoint_without_hint_file(store, writer, batch):
+    """The state after a writer was killed between the checkpoint and the file that names it."""
     writer.append(batch([0]))
     write_checkpoint(store.root, sync_to_disk)
     (store.root / LOG_FOLDER / "_last_checkpoint").unlink()
@@ -129,8 +129,8 @@ def test_a_checkpoint_that_nothing_names_stops_no_maintenance(store, writer, bat
     assert 3 == newest_checkpoint(store.root)
 
 
-def test_a_handle_begins_anew_at_a_checkpoint_that_it_has_passed(store, writer, batch, monkeypatch):
-    """Else it reads all entries since the one that it was opened with, at every refresh: delta-rs looks only ahead."""
+def test_refresh_opens_the_handle_again_at_a_newer_checkpoint(store, writer, batch, monkeypatch):
+    """Otherwise each refresh would read all entries since the checkpoint with which the handle was opened."""
     monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
     log = Log.open(store.root, sync_to_disk)
     for seq in range(CHECKPOINT_COMMITS):
@@ -148,7 +148,7 @@ def test_a_handle_begins_anew_at_a_checkpoint_that_it_has_passed(store, writer, 
     assert CHECKPOINT_COMMITS == log.snapshot().files.num_rows
 
 
-def test_appends_and_readers_go_on_over_many_checkpoints(store, batch):
+def test_appends_and_reads_continue_during_checkpoints(store, batch):
     with store.claim("0/2", owner="a") as one, store.claim("1/2", owner="b") as other, connect(store.root) as reader:
         for seq in range(CHECKPOINT_COMMITS):
             one.append(batch([seq]))

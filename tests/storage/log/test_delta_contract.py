@@ -1,6 +1,6 @@
-"""What we lean on in delta-rs and DuckDB. A new version of either must pass here before it may come in.
+"""Behaviour of delta-rs and DuckDB that this package relies on. A new version of either must pass these tests.
 
-Some of these tests pin hazards rather than features: they are why `log.py` does what it does.
+Some of these tests describe hazards: the reasons for the design of `log/delta.py`.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def rows(folder: Path) -> int:
     return sum(actions.column("num_records").to_pylist())
 
 
-def test_two_rewrites_of_one_file_both_succeed_and_double_its_rows(tmp_path):
-    """The hazard that the mutex is for."""
+def test_delta_lets_two_rewrites_of_a_file_succeed_and_double_its_rows(tmp_path):
+    """The mutex of rewrites prevents this."""
     table = create(tmp_path)
     original = add(tmp_path, "original")
     commit(table, original)
@@ -108,7 +108,7 @@ def test_two_rewrites_of_one_file_both_succeed_and_double_its_rows(tmp_path):
     assert 6 == rows(tmp_path)
 
 
-def test_a_transaction_as_mutex_refuses_the_second_rewrite(tmp_path):
+def test_transaction_as_mutex_refuses_the_second_rewrite(tmp_path):
     table = create(tmp_path)
     original = add(tmp_path, "original")
     commit(table, original)
@@ -120,7 +120,7 @@ def test_a_transaction_as_mutex_refuses_the_second_rewrite(tmp_path):
     assert 3 == rows(tmp_path)
 
 
-def test_an_append_passes_a_concurrent_rewrite(tmp_path):
+def test_append_succeeds_during_a_concurrent_rewrite(tmp_path):
     table = create(tmp_path)
     original = add(tmp_path, "original")
     commit(table, original)
@@ -131,7 +131,7 @@ def test_an_append_passes_a_concurrent_rewrite(tmp_path):
     assert 6 == rows(tmp_path)
 
 
-def test_a_stale_handle_is_fenced_by_a_transaction_that_moved(tmp_path):
+def test_moved_transaction_refuses_a_commit_of_a_stale_handle(tmp_path):
     create(tmp_path)
     owner, zombie = DeltaTable(str(tmp_path)), DeltaTable(str(tmp_path))
     commit(owner, transactions={"ingest:0/1": 1})
@@ -141,8 +141,8 @@ def test_a_stale_handle_is_fenced_by_a_transaction_that_moved(tmp_path):
     assert 0 == rows(tmp_path)
 
 
-def test_a_fresh_handle_accepts_a_repeated_transaction(tmp_path):
-    """So a writer must look before it commits: the log records the number, it does not compare it."""
+def test_fresh_handle_accepts_a_repeated_transaction(tmp_path):
+    """The log stores the number but does not compare it. A writer must therefore read it before a commit."""
     create(tmp_path)
     for number in (5, 5, 3):
         commit(DeltaTable(str(tmp_path)), transactions={"ingest:0/1": number})
@@ -150,17 +150,17 @@ def test_a_fresh_handle_accepts_a_repeated_transaction(tmp_path):
     assert 3 == DeltaTable(str(tmp_path)).transaction_version("ingest:0/1")
 
 
-def test_a_commit_may_hold_transactions_alone(tmp_path):
+def test_commit_can_contain_only_transactions(tmp_path):
     commit(create(tmp_path), transactions={"ingest:0/1": 1})
 
     assert 1 == DeltaTable(str(tmp_path)).version()
 
 
-def test_an_unknown_transaction_is_none(tmp_path):
+def test_unknown_transaction_is_none(tmp_path):
     assert create(tmp_path).transaction_version("w:nobody") is None
 
 
-def test_a_handle_stays_where_it_was_after_its_own_commit(tmp_path):
+def test_handle_keeps_its_version_after_its_own_commit(tmp_path):
     table = create(tmp_path)
     commit(table, transactions={"w:i": 7})
 
@@ -171,8 +171,8 @@ def test_a_handle_stays_where_it_was_after_its_own_commit(tmp_path):
     assert (1, 7) == (table.version(), table.transaction_version("w:i"))
 
 
-def test_entries_have_twenty_digits_and_transactions_on_lines_of_their_own(tmp_path):
-    """`Log.changed_transactions` reads them so, and `make_durable` finds them so."""
+def test_entry_names_have_20_digits_and_transactions_separate_lines(tmp_path):
+    """`Log.changed_transactions` and `Log.make_durable` rely on this format."""
     commit(create(tmp_path), add(tmp_path, "a"), transactions={"w:i": 7, "ingest:0/1": 2})
     lines = (tmp_path / "_delta_log" / "00000000000000000001.json").read_text().splitlines()
     found = [json.loads(line)["txn"] for line in lines if line.startswith('{"txn"')]
@@ -197,8 +197,8 @@ def test_transactions_and_files_survive_checkpoint_and_clean_up(tmp_path):
     assert 36 == rows(tmp_path)
 
 
-def test_an_old_handle_catches_up_over_entries_that_were_cleaned_up(tmp_path):
-    """A connection that slept through a maintenance."""
+def test_old_handle_refreshes_although_entries_were_cleaned_up(tmp_path):
+    """For example a connection that was idle during maintenance."""
     table = create(tmp_path, logRetentionDuration="interval 1 second", checkpointInterval="5")
     sleeper = DeltaTable(str(tmp_path))
     for number in range(12):
@@ -213,7 +213,7 @@ def test_an_old_handle_catches_up_over_entries_that_were_cleaned_up(tmp_path):
     assert (12, 12) == (sleeper.version(), len(sleeper.file_uris()))
 
 
-def test_a_checkpoint_is_made_every_so_many_commits_without_cleaning_up(tmp_path):
+def test_delta_hook_writes_checkpoints_without_clean_up(tmp_path):
     table = create(tmp_path, logRetentionDuration="interval 1 second", checkpointInterval="5")
     for number in range(10):
         commit(table, transactions={"w:i": number})
@@ -225,7 +225,7 @@ def test_a_checkpoint_is_made_every_so_many_commits_without_cleaning_up(tmp_path
     assert list((tmp_path / "_delta_log").glob("*.checkpoint.parquet"))
 
 
-def test_what_a_commit_says_of_itself_stands_in_the_history(tmp_path):
+def test_commit_information_is_in_the_history(tmp_path):
     table = create(tmp_path)
     commit(table, info={"rankscopeOwner": "host pid 1"})
 
@@ -233,7 +233,7 @@ def test_what_a_commit_says_of_itself_stands_in_the_history(tmp_path):
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_path_is_given_plain_and_found_again_whatever_the_run_is_called(tmp_path, name):
+def test_plain_path_with_any_run_name_is_found_again(tmp_path, name):
     table = create(tmp_path)
     action = add(tmp_path, "f", run=name)
     commit(table, action)
@@ -249,7 +249,7 @@ def test_a_path_is_given_plain_and_found_again_whatever_the_run_is_called(tmp_pa
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_live_file_is_never_called_unused_whatever_the_run_is_called(tmp_path, name):
+def test_vacuum_never_lists_a_live_file_with_any_run_name(tmp_path, name):
     table = create(tmp_path)
     action = add(tmp_path, "f", run=name)
     commit(table, action)
@@ -259,8 +259,8 @@ def test_a_live_file_is_never_called_unused_whatever_the_run_is_called(tmp_path,
     assert [] == table.vacuum(retention_hours=0, dry_run=True, full=True, enforce_retention_duration=False)
 
 
-def test_a_full_vacuum_would_take_removed_files_orphans_and_strangers_but_nothing_young_or_hidden(tmp_path):
-    """Hence a dry run whose list we filter: `rankscope.sql` is a stranger to delta-rs."""
+def test_full_vacuum_lists_old_removed_orphan_and_unknown_files(tmp_path):
+    """`Log.unused_files` therefore filters a dry run: delta-rs does not know `rankscope.sql`."""
     table = create(tmp_path, deletedFileRetentionDuration="interval 2 hours")
     removed, just_removed, kept = (add(tmp_path, name) for name in ("removed", "just-removed", "kept"))
     commit(table, removed, just_removed, kept)
@@ -280,7 +280,7 @@ def test_a_full_vacuum_would_take_removed_files_orphans_and_strangers_but_nothin
     assert {"removed.parquet", "old-orphan.parquet", "rankscope.sql"} == {name.rsplit("/", 1)[-1] for name in found}
 
 
-def test_a_wider_schema_in_a_commit_is_accepted_but_not_added(tmp_path):
+def test_wider_schema_in_a_commit_is_accepted_but_not_added(tmp_path):
     table = create(tmp_path)
     wider = Schema.from_arrow(COLUMNS.append(pa.field("new", pa.int64())))
     commit(table, transactions={"w:i": 1}, schema=wider)
@@ -289,7 +289,7 @@ def test_a_wider_schema_in_a_commit_is_accepted_but_not_added(tmp_path):
     assert "new" not in [field.name for field in table.schema().fields]
 
 
-def test_an_added_column_refuses_an_append_from_before(tmp_path):
+def test_added_column_refuses_an_append_of_an_older_handle(tmp_path):
     table = create(tmp_path)
     appender = DeltaTable(str(tmp_path))
     table.alter.add_columns(Schema.from_arrow(pa.schema([pa.field("new", pa.int64())])).fields)
@@ -299,7 +299,7 @@ def test_an_added_column_refuses_an_append_from_before(tmp_path):
     assert "new" in [field.name for field in DeltaTable(str(tmp_path)).schema().fields]
 
 
-def test_an_empty_newest_entry_reads_as_a_commit_of_nothing(tmp_path):
+def test_empty_newest_entry_is_a_commit_without_actions(tmp_path):
     table = create(tmp_path)
     commit(table, add(tmp_path, "kept"))
     (tmp_path / "_delta_log" / "00000000000000000002.json").touch()
@@ -307,7 +307,7 @@ def test_an_empty_newest_entry_reads_as_a_commit_of_nothing(tmp_path):
     assert (2, 3) == (DeltaTable(str(tmp_path)).version(), rows(tmp_path))
 
 
-def test_a_torn_newest_entry_is_refused_with_the_words_we_look_for(tmp_path):
+def test_torn_newest_entry_raises_the_expected_message(tmp_path):
     table = create(tmp_path)
     commit(table, add(tmp_path, "kept"))
     entry = tmp_path / "_delta_log" / "00000000000000000001.json"
@@ -316,7 +316,7 @@ def test_a_torn_newest_entry_is_refused_with_the_words_we_look_for(tmp_path):
         DeltaTable(str(tmp_path))
 
 
-def test_a_copied_store_opens_at_its_new_place(tmp_path):
+def test_copied_store_opens_at_its_new_path(tmp_path):
     table = create(tmp_path / "a")
     commit(table, add(tmp_path / "a", "f"))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -339,7 +339,7 @@ def write(path: Path, **columns: list[int]) -> str:
     return str(path)
 
 
-def test_a_view_over_a_variable_follows_it(database, tmp_path):
+def test_view_over_a_variable_uses_its_current_value(database, tmp_path):
     one, other = write(tmp_path / "1.parquet", a=[1]), write(tmp_path / "2.parquet", a=[2])
     database.execute(f"SET VARIABLE f = ['{one}']")
     database.execute("CREATE VIEW v AS SELECT * FROM read_parquet(getvariable('f'))")
@@ -348,19 +348,19 @@ def test_a_view_over_a_variable_follows_it(database, tmp_path):
     assert [(1,), (2,)] == database.sql("SELECT a FROM v ORDER BY a").fetchall()
 
 
-def test_a_listed_file_that_has_gone_is_an_error_and_never_fewer_rows(database, tmp_path):
+def test_deleted_file_of_a_view_is_an_error_and_never_fewer_rows(database, tmp_path):
     kept, gone = write(tmp_path / "1.parquet", a=[1]), write(tmp_path / "2.parquet", a=[2])
     Path(gone).unlink()
     with pytest.raises(duckdb.IOException):
         database.sql(f"SELECT a FROM read_parquet(['{kept}', '{gone}'])").fetchall()
 
 
-def test_an_empty_list_of_files_is_an_error(database):
+def test_empty_list_of_files_is_an_error(database):
     with pytest.raises(duckdb.Error):
         database.sql("SELECT * FROM read_parquet([]::VARCHAR[])").fetchall()
 
 
-def test_a_file_that_lacks_a_column_needs_union_by_name(database, tmp_path):
+def test_file_without_a_column_needs_union_by_name(database, tmp_path):
     files = [write(tmp_path / "1.parquet", a=[1], b=[1]), write(tmp_path / "2.parquet", a=[2])]
     with pytest.raises(duckdb.Error):
         database.sql(f"SELECT b FROM read_parquet({files})").fetchall()
@@ -371,8 +371,8 @@ def test_a_file_that_lacks_a_column_needs_union_by_name(database, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "guessed"), [("123", "BIGINT"), ("2026-11-20", "DATE"), ("x", "VARCHAR")])
-def test_a_partition_value_is_guessed_unless_its_type_is_given(database, tmp_path, name, guessed):
-    """Hence no hive partitioning in our views: `run` is a column of the file."""
+def test_duckdb_guesses_the_type_of_a_partition_value(database, tmp_path, name, guessed):
+    """Views therefore use no hive partitioning: `run` is a column of the file."""
     file = write(tmp_path / f"part={name}" / "1.parquet", a=[1])
     typed = f"SELECT typeof(part) FROM read_parquet('{file}', hive_partitioning = true, hive_types = {{part: VARCHAR}})"
 
@@ -381,8 +381,8 @@ def test_a_partition_value_is_guessed_unless_its_type_is_given(database, tmp_pat
     assert ["a"] == database.sql(f"SELECT * FROM read_parquet('{file}', hive_partitioning = false)").columns
 
 
-def test_an_allowed_folder_is_readable_and_writable_and_nothing_else_is(database, tmp_path):
-    """Writable: which is why a locked connection also looks at the kind of every statement."""
+def test_allowed_directories_permits_reads_and_writes_only_there(database, tmp_path):
+    """Because writes are possible, a locked connection also checks the kind of every statement."""
     inside, outside = write(tmp_path / "in" / "1.parquet", a=[1]), write(tmp_path / "2.parquet", a=[2])
     database.execute(f"SET allowed_directories = ['{tmp_path}/in/']")
     database.execute("SET enable_external_access = false; SET lock_configuration = true")

@@ -1,4 +1,4 @@
-"""What was committed before must outlive a loss of power too, whoever wrote it and wherever that process was killed."""
+"""Committed data survives a power failure, whichever process wrote it and wherever that process was killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankscope_storage.log.translation import Change
 
 
 class Power:
-    """Syncs nothing, and remembers what it was asked for; at `fails_at` it fails, as if killed there."""
+    """A sync function that only records its calls. At `fails_at` it raises, as if the process were killed there."""
 
     def __init__(self, fails_at: str = "") -> None:
         self.synced: list[Path] = []
@@ -30,15 +30,15 @@ class Power:
 
 
 def killed_in_a_commit(root: Path) -> int:
-    """Leave an entry that everybody sees and nobody has synced; return its version."""
+    """Leave an entry that readers see and that no process has fsynced; return its version."""
     log = Log.open(root, Power(fails_at=".json"))
     with pytest.raises(StoreError, match="killed here"):
         log.commit(Change(transactions={"w:predecessor": 7}))
     return log.version + 1
 
 
-def test_a_claim_brings_what_a_killed_predecessor_left_to_the_disk_before_anybody_hears_of_it(store):
-    """The watermark that the new owner tells its ranks comes from that entry; they forget what lies below it."""
+def test_claim_fsyncs_entries_of_a_killed_predecessor(store):
+    """The new owner returns watermarks from that entry to its ranks, which delete the records below them."""
     left = killed_in_a_commit(store.root)
     power = Power()
     with Store(store.root, power).claim(owner="b") as writer:
@@ -46,8 +46,8 @@ def test_a_claim_brings_what_a_killed_predecessor_left_to_the_disk_before_anybod
         assert 7 == writer.watermark("predecessor")
 
 
-def test_a_commit_brings_to_the_disk_what_others_left_since_its_own_last_one(store, batch):
-    """Rows committed behind an entry that is lost would be lost with it: the log would have a gap."""
+def test_commit_fsyncs_entries_of_other_writers_since_its_last_commit(store, batch):
+    """If an earlier entry were lost, the log would have a gap and later rows would be lost too."""
     power = Power()
     with Store(store.root, power).claim(owner="a") as writer:
         writer.append(batch(range(3)))
@@ -60,7 +60,7 @@ def test_a_commit_brings_to_the_disk_what_others_left_since_its_own_last_one(sto
         ]
 
 
-def test_a_watermark_that_another_shard_left_is_on_the_disk_before_it_is_told(store):
+def test_watermark_of_another_shard_is_durable_before_it_is_returned(store):
     power = Power()
     with Store(store.root, power).claim(owner="a") as writer:
         left = killed_in_a_commit(store.root)
@@ -74,7 +74,7 @@ def test_a_watermark_that_another_shard_left_is_on_the_disk_before_it_is_told(st
         assert 2 == len(power.synced)
 
 
-def test_a_checkpoint_stands_for_the_entries_before_it_once_it_is_on_the_disk_itself(store, writer, batch):
+def test_durable_checkpoint_replaces_fsync_of_its_entries(store, writer, batch):
     writer._checkpoints.after_commit = lambda version: None
     for seq in range(CHECKPOINT_COMMITS):
         writer.append(batch([seq]))
@@ -88,7 +88,7 @@ def test_a_checkpoint_stands_for_the_entries_before_it_once_it_is_on_the_disk_it
     assert [*checkpoint_files(store.root, newest), *(entry(store.root, newest + n) for n in (1, 2))] == power.synced[:4]
 
 
-def test_what_could_not_be_synced_is_tried_again_and_not_taken_for_done(store, writer, batch):
+def test_failed_fsync_is_retried_by_the_next_commit(store, writer, batch):
     writer.append(batch([0]))
     write_checkpoint(store.root, sync_to_disk)
     log = Log.open(store.root, sync_to_disk)
@@ -99,7 +99,7 @@ def test_what_could_not_be_synced_is_tried_again_and_not_taken_for_done(store, w
             log.fsync_to_version()
 
 
-def test_a_log_that_lost_its_hint_and_its_first_entries_is_committed_to_all_the_same(store, writer, batch):
+def test_commit_works_in_a_log_without_hint_file_and_first_entries(store, writer, batch):
     writer._checkpoints.after_commit = lambda version: None
     for seq in range(3):
         writer.append(batch([seq]))
@@ -114,8 +114,8 @@ def test_a_log_that_lost_its_hint_and_its_first_entries_is_committed_to_all_the_
     assert entry(store.root, newest + 1) in power.synced
 
 
-def test_a_folder_that_a_killed_process_had_just_made_is_named_on_the_disk_by_who_writes_into_it(tmp_path, batch):
-    """It is there, so nobody makes it; its name was never synced."""
+def test_writer_fsyncs_the_name_of_a_folder_of_a_killed_process(tmp_path, batch):
+    """The folder exists, so that no process creates it, but its name was never fsynced."""
     root = tmp_path / "store"
     with Store.open(root, create=True).claim(owner="a") as writer:
         writer.append(batch([0]))

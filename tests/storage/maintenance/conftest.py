@@ -1,4 +1,4 @@
-"""A store of a few files that belongs to nobody any more, to be broken."""
+"""A store of a few files without a running service, which tests damage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def left(store, writer, batch) -> Path:
-    """Three commits of five rows each, of two runs; the service has gone."""
+    """Return a store with three commits of five rows each, of two runs, without a running service."""
     for number in range(3):
         writer.append(
             batch(range(5 * number, 5 * number + 5), run="r" if number else "first", incarnation=f"i{number}")

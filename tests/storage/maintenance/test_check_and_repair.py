@@ -1,4 +1,4 @@
-"""Stores that were broken on purpose: what `check` says, what `repair` saves, and when it refuses."""
+"""Damaged stores: the findings of `check`, the results of `repair`, and its refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_contract.model.schema import DATASETS, DIMENSIONS
 from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.base.errors import ClaimError, StoreError
+from rankscope_storage.base.errors import ShardLockError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
@@ -27,7 +27,7 @@ from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance import compaction_plan, file_check
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
-from rankscope_storage.maintenance.file_check import Fault
+from rankscope_storage.maintenance.file_check import FindingKind
 from rankscope_storage.maintenance.repair import DAMAGED, repair
 from rankscope_storage.maintenance.stats import store_stats
 
@@ -40,8 +40,8 @@ def newest_entry(root):
     return max((root / LOG_FOLDER).glob("*.json"))
 
 
-def faults(root, **options) -> list[Fault]:
-    return [finding.fault for finding in check(root, **options).findings]
+def kinds(root, **options) -> list[FindingKind]:
+    return [finding.kind for finding in check(root, **options).findings]
 
 
 def rows(root) -> int:
@@ -49,7 +49,7 @@ def rows(root) -> int:
         return connection.sql("SELECT count(*) FROM scalars").fetchall()[0][0]
 
 
-def test_a_store_as_it_should_be_is_whole(left):
+def test_check_of_an_intact_store_has_no_findings(left):
     report = check(left, deep=True)
 
     assert (3, 15, ()) == (report.files, report.rows, report.findings)
@@ -57,11 +57,11 @@ def test_a_store_as_it_should_be_is_whole(left):
     assert not repair(left, sync_to_disk, deep=True).changed
 
 
-def test_a_file_that_is_gone_is_named_with_its_rows_and_taken_out_of_the_log(left):
+def test_missing_file_is_reported_with_its_rows_and_removed_from_the_log(left):
     data_files(left)[0].unlink()
     (finding,) = check(left).findings
 
-    assert Fault.MISSING == finding.fault
+    assert FindingKind.MISSING == finding.kind
     assert "5 rows of scalars, run first, steps 0 to 4" in finding.text
     (lost,) = repair(left, sync_to_disk).lost
     assert "5 rows of scalars, run first, steps 0 to 4" in lost
@@ -70,32 +70,32 @@ def test_a_file_that_is_gone_is_named_with_its_rows_and_taken_out_of_the_log(lef
 
 
 @pytest.mark.parametrize("kept", [0, 4, 300])
-def test_a_file_cut_short_is_set_aside(left, kept):
+def test_truncated_file_is_moved_to_damaged(left, kept):
     path = data_files(left)[1]
     whole = path.read_bytes()
     path.write_bytes(whole[:kept])
 
-    assert [Fault.OTHER_SIZE] == faults(left)
+    assert [FindingKind.OTHER_SIZE] == kinds(left)
     repair(left, sync_to_disk)
     assert whole[:kept] == (left / DAMAGED / path.name).read_bytes()
     assert 10 == rows(left)
 
 
-def test_bytes_gone_bad_within_a_file_are_found_by_decoding_it(left):
+def test_deep_check_finds_damaged_bytes_by_decoding(left):
     path = data_files(left)[1]
     content = bytearray(path.read_bytes())
     content[10:200] = bytes(byte ^ 0xFF for byte in content[10:200])
     path.write_bytes(content)
 
-    assert [] == faults(left)
-    assert [Fault.UNREADABLE] == faults(left, deep=True)
+    assert [] == kinds(left)
+    assert [FindingKind.UNREADABLE] == kinds(left, deep=True)
     repair(left, sync_to_disk, deep=True)
     assert check(left, deep=True).is_intact
     assert 10 == rows(left)
 
 
 def rewrite_log(root, change) -> None:
-    """Let `change` bend the statistics that the newest entry tells of its file."""
+    """Modify the statistics of the file in the newest entry by `change`."""
     entry = newest_entry(root)
     lines = [json.loads(line) for line in entry.read_text().splitlines()]
     for line in lines:
@@ -114,23 +114,23 @@ def rewrite_log(root, change) -> None:
         (lambda told: told["minValues"].update(run="q"), "has run r to r, q to r in the log"),
     ],
 )
-def test_a_file_that_is_not_what_the_log_says_is_damage_that_a_person_has_to_judge(left, change, said):
+def test_file_that_differs_from_the_log_is_damage_and_not_repaired(left, change, said):
     rewrite_log(left, change)
     (finding,) = check(left).findings
 
-    assert Fault.OTHER_CONTENT == finding.fault
+    assert FindingKind.OTHER_CONTENT == finding.kind
     assert said in finding.text
     assert not check(left).is_intact
     assert not repair(left, sync_to_disk).changed
 
 
-def test_a_torn_newest_entry_is_moved_away_and_nothing_acknowledged_is_lost(left):
+def test_torn_newest_entry_is_moved_away_without_losing_stored_rows(left):
     shutil.copy(newest_entry(left), left / "acknowledged")
     torn = left / LOG_FOLDER / f"{int(newest_entry(left).stem) + 1:020d}.json"
     torn.write_bytes(newest_entry(left).read_bytes()[:40])
 
     assert None is check(left).version
-    assert [Fault.TORN_LOG] == faults(left)
+    assert [FindingKind.TORN_LOG] == kinds(left)
     assert torn.name == repair(left, sync_to_disk, dry_run=True).torn_entry
     assert torn.exists()
     assert torn.name == repair(left, sync_to_disk).torn_entry
@@ -138,26 +138,26 @@ def test_a_torn_newest_entry_is_moved_away_and_nothing_acknowledged_is_lost(left
     assert 15 == rows(left)
 
 
-def test_a_torn_entry_that_others_build_on_is_left_to_a_person(left):
+def test_torn_entry_before_later_entries_is_not_repaired(left):
     entry = sorted((left / LOG_FOLDER).glob("*.json"))[-2]
     entry.write_bytes(entry.read_bytes()[:30])
 
-    assert [Fault.TORN_LOG] == faults(left)
-    with pytest.raises(StoreError, match="entries that build on it exist"):
+    assert [FindingKind.TORN_LOG] == kinds(left)
+    with pytest.raises(StoreError, match="later entries exist"):
         repair(left, sync_to_disk)
 
 
-def test_leavings_are_told_and_are_no_damage(left):
+def test_orphan_files_are_reported_and_are_no_damage(left):
     (data_files(left)[0].parent / "orphan.parquet").write_bytes(b"x" * 7)
     (left / "_staging" / "half.parquet").write_bytes(b"x")
     report = check(left)
 
-    assert [Fault.UNUSED, Fault.STAGED] == [finding.fault for finding in report.findings]
+    assert [FindingKind.UNUSED, FindingKind.STAGED] == [finding.kind for finding in report.findings]
     assert report.is_intact
     assert not repair(left, sync_to_disk).changed
 
 
-def test_old_leavings_are_removed_by_a_repair_and_files_in_use_are_not(left):
+def test_repair_deletes_old_orphan_files_but_no_used_files(left):
     orphan, staged = data_files(left)[0].parent / "orphan.parquet", left / "_staging" / "rolling-1"
     orphan.write_bytes(b"x" * 7)
     staged.mkdir()
@@ -173,7 +173,7 @@ def test_old_leavings_are_removed_by_a_repair_and_files_in_use_are_not(left):
     assert not repair(left, sync_to_disk).changed
 
 
-def test_what_just_fell_out_of_the_log_is_not_swept_in_the_same_breath(left):
+def test_files_just_removed_from_the_log_are_not_deleted_by_that_repair(left):
     orphan = data_files(left)[0].parent / "orphan.parquet"
     orphan.write_bytes(b"x")
     os.utime(orphan, (0, 0))
@@ -183,40 +183,40 @@ def test_what_just_fell_out_of_the_log_is_not_swept_in_the_same_breath(left):
     assert orphan.exists()
 
 
-def test_a_file_that_may_come_back_stays_in_the_log_unless_a_person_gives_it_up(left):
-    """A link to itself stands for a disk that is away: the system says something else than that the file is gone."""
+def test_temporarily_unavailable_file_is_removed_only_with_force(left):
+    """A link to itself simulates an unavailable disk: the error differs from that of a missing file."""
     path = data_files(left)[0]
     path.unlink()
     path.symlink_to(path.name)
     (finding,) = check(left).findings
 
-    assert Fault.OUT_OF_REACH == finding.fault
+    assert FindingKind.OUT_OF_REACH == finding.kind
     assert "cannot be read now (Too many levels of symbolic links); 5 rows of scalars" in finding.text
     for dry_run in (True, False):
-        with pytest.raises(StoreError, match=r"cannot be read now .* no file was given up.*repair --force"):
+        with pytest.raises(StoreError, match=r"cannot be read now .* no file was removed.*repair --force"):
             repair(left, sync_to_disk, dry_run=dry_run)
-    assert [Fault.OUT_OF_REACH] == faults(left)
+    assert [FindingKind.OUT_OF_REACH] == kinds(left)
     assert 1 == len(repair(left, sync_to_disk, force=True).lost)
     assert 10 == rows(left)
 
 
-def test_a_disk_that_fails_while_a_file_is_decoded_is_no_damage_of_the_file(left, monkeypatch):
+def test_disk_error_during_decoding_is_no_damage_of_the_file(left, monkeypatch):
     def failing(path):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(file_check.pq, "ParquetFile", failing)
 
-    assert [Fault.OUT_OF_REACH] * 3 == faults(left)
-    with pytest.raises(StoreError, match="no file was given up"):
+    assert [FindingKind.OUT_OF_REACH] * 3 == kinds(left)
+    with pytest.raises(StoreError, match="no file was removed"):
         repair(left, sync_to_disk)
 
 
-def test_a_folder_that_is_not_there_at_all_is_not_taken_out_of_the_log(left):
-    """As when a mount is missing: whoever mounts it after the repair would have a store that knows nothing of it."""
+def test_missing_dataset_folder_is_removed_only_with_force(left):
+    """A mount may be missing. If it came back after the repair, the store would not contain its files any more."""
     away = (left / "dataset=scalars").rename(left / "elsewhere")
     with pytest.raises(StoreError, match=r"^no file of scalars is left in .*dataset=scalars\. A disk or a mount may"):
         repair(left, sync_to_disk)
-    (left / "dataset=scalars").mkdir()  # the mount point
+    (left / "dataset=scalars").mkdir()  # an empty mount point
     with pytest.raises(StoreError, match=r"^no file of scalars is left in .*dataset=scalars\. A disk or a mount may"):
         repair(left, sync_to_disk)
     (left / "dataset=scalars").rmdir()
@@ -228,8 +228,8 @@ def test_a_folder_that_is_not_there_at_all_is_not_taken_out_of_the_log(left):
     assert 0 == rows(left)
 
 
-def test_figures_and_findings_do_not_mind_files_that_a_service_removes_meanwhile(left, monkeypatch):
-    """Between the look at a folder and the look at a file, as compaction and maintenance do."""
+def test_stats_and_check_tolerate_files_deleted_meanwhile(left, monkeypatch):
+    """Compaction and vacuum delete files between the listing of a folder and the read of a file."""
     genuine = Path.glob
 
     def and_one_gone(path, pattern):
@@ -244,29 +244,29 @@ def test_figures_and_findings_do_not_mind_files_that_a_service_removes_meanwhile
     assert check(left).is_intact
 
 
-def test_rollups_that_no_rows_can_have_said_are_damage(store, writer):
+def test_rollups_that_are_no_sum_of_rows_are_damage(store, writer):
     row = {"run": ["r"], "name": ["loss"], "step": [100], "first_step": [100], "last_step": [199], "rows": [3]}
     writer.append(Batch(tables={"scalar_rollups": pa.table({**row, "value_count": [3]})}, watermarks={}))
     assert check(store.root, deep=True).is_intact
     writer.append(Batch(tables={"scalar_rollups": pa.table({**row, "value_count": [9]})}, watermarks={}))
 
-    assert [Fault.OTHER_CONTENT] == faults(store.root, deep=True)
+    assert [FindingKind.OTHER_CONTENT] == kinds(store.root, deep=True)
 
 
-def test_rows_stored_twice_and_records_that_are_missing_are_found(store, writer):
+def test_rows_stored_twice_and_missing_records_are_found(store, writer):
     row = {"run": ["r"], "incarnation": ["i"], "kind": ["k"], "tensor": ["t"]}
     for seq in (0, 1, 5):
         writer.append(Batch(tables={"tensor_stats": pa.table({**row, "seq": [seq]})}, watermarks={"i": seq}))
     (gap,) = check(store.root, deep=True).findings
 
-    assert Fault.GAP == gap.fault
+    assert FindingKind.GAP == gap.kind
     assert "3 of seq 0 to 5 have no row" in gap.text
     path = data_files(store.root)[0]
     copy = path.with_name("copy.parquet")
     shutil.copy(path, copy)
     _add(store.root, copy)
     found = check(store.root, deep=True)
-    assert Fault.DUPLICATES in [finding.fault for finding in found.findings]
+    assert FindingKind.DUPLICATES in [finding.kind for finding in found.findings]
     assert not found.is_intact
 
 
@@ -274,8 +274,8 @@ NUMBERED = sorted(DATASETS.keys() - {*DIMENSIONS, *ROLLUPS.values()})
 
 
 @pytest.mark.parametrize("dataset", NUMBERED)
-def test_a_record_stored_twice_is_found_in_every_dataset(store, writer, dataset):
-    """Its copy came later, in a run by another name. What a script says twice in a record is no copy."""
+def test_record_stored_twice_is_found_in_every_dataset(store, writer, dataset):
+    """Its copy arrived later, in a run with another name. Equal rows of one record are no copies."""
     texts = {field.name: field.name for field in DATASETS[dataset] if field.type == "string"}
     other = {name: f"another {name}" for name in texts}
     told = [
@@ -301,21 +301,21 @@ def test_a_record_stored_twice_is_found_in_every_dataset(store, writer, dataset)
     _add(store.root, copy)
     (finding,) = check(store.root, deep=True).findings
 
-    assert (Fault.DUPLICATES, dataset) == (finding.fault, finding.path)
+    assert (FindingKind.DUPLICATES, dataset) == (finding.kind, finding.path)
     assert f"{len(told)} rows more than" in finding.text
 
 
-def test_a_record_that_says_one_thing_twice_and_nothing_else_is_worth_knowing_and_no_damage(store, writer):
+def test_record_with_only_two_equal_rows_is_reported_but_no_damage(store, writer):
     row = {"run": "r", "incarnation": "i", "seq": 0, "name": "loss", "value": 1.0}
     table = pa.Table.from_pylist([row, row], schema=dataset_schema("scalars"))
     writer.append(Batch(tables={"scalars": table}, watermarks={"i": 0}))
     report = check(store.root, deep=True)
 
-    assert [Fault.ALIKE] == [finding.fault for finding in report.findings]
+    assert [FindingKind.ALIKE] == [finding.kind for finding in report.findings]
     assert report.is_intact
 
 
-def test_a_torn_entry_that_was_moved_away_is_told_also_where_a_disk_is_away(left):
+def test_moved_torn_entry_is_reported_also_if_files_are_unavailable(left):
     torn = left / LOG_FOLDER / f"{int(newest_entry(left).stem) + 1:020d}.json"
     torn.write_bytes(newest_entry(left).read_bytes()[:40])
     (left / "dataset=scalars").rename(left / "elsewhere")
@@ -335,16 +335,16 @@ def _add(root, path) -> None:
     log.commit(Change(added=[file]))
 
 
-def test_repair_refuses_while_a_service_lives_and_names_it(store, writer, batch):
+def test_repair_refuses_while_a_service_runs_and_names_it(store, writer, batch):
     writer.append(batch(range(3)))
     data_files(store.root)[0].unlink()
-    with pytest.raises(ClaimError, match="host-a pid 1, which is alive"):
+    with pytest.raises(ShardLockError, match="host-a pid 1, which is running"):
         repair(store.root, sync_to_disk)
 
     assert not check(store.root).is_intact
 
 
-def test_a_service_goes_on_after_a_repair(left, batch):
+def test_service_continues_after_a_repair(left, batch):
     data_files(left)[0].unlink()
     repair(left, sync_to_disk)
     with Store.open(left).claim(owner="next") as writer:
@@ -354,10 +354,10 @@ def test_a_service_goes_on_after_a_repair(left, batch):
 
 
 class Killed(BaseException):
-    """As if the process died: nothing in our code catches it."""
+    """Simulates a kill: the package does not catch it."""
 
 
-def test_a_compaction_killed_at_any_moment_that_touches_the_disk_is_begun_again(left, monkeypatch):
+def test_compaction_killed_at_any_fsync_can_be_repeated(left, monkeypatch):
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
     for moment in range(1, 30):
         copy = left.with_name(f"copy-{moment}")
@@ -375,7 +375,7 @@ def test_a_compaction_killed_at_any_moment_that_touches_the_disk_is_begun_again(
 
 
 def _compact_until(root, moment: int) -> bool:
-    """Compact, dying at the `moment`-th sync; whether it came through before that."""
+    """Compact with a kill at the `moment`-th fsync; return whether it finished before."""
     left = [moment]
 
     def sync(path) -> None:
@@ -391,7 +391,7 @@ def _compact_until(root, moment: int) -> bool:
     return True
 
 
-def test_a_compaction_says_how_far_it_is(left, monkeypatch):
+def test_compaction_reports_its_progress(left, monkeypatch):
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
     told = []
     compact(left, sync_to_disk, lambda done, total: told.append((done, total)))
@@ -399,7 +399,7 @@ def test_a_compaction_says_how_far_it_is(left, monkeypatch):
     assert [(1, 1)] == told
 
 
-def test_figures_are_those_of_the_files(left):
+def test_stats_equal_those_of_the_files(left):
     found = store_stats(Log.open(left, sync_to_disk), by="run")
     sizes = sum(path.stat().st_size for path in data_files(left))
 
@@ -412,7 +412,7 @@ def test_figures_are_those_of_the_files(left):
     }
 
 
-def test_figures_are_grouped_by_tier(store, writer, batch):
+def test_stats_are_grouped_by_tier(store, writer, batch):
     writer.append(batch(range(3)))
     table = pa.table({"run": ["r"], "name": ["loss"], "rows": [100]})
     writer.append(Batch(tables={"scalar_rollups": table}, watermarks={}))
@@ -422,7 +422,7 @@ def test_figures_are_grouped_by_tier(store, writer, batch):
     assert {"raw": 3, "rollups": 1, "kept for ever": 1} == {row["tier"]: row["rows"] for row in groups}
 
 
-def test_bytes_per_sample_count_the_seven_statistics_of_a_row(store, writer):
+def test_bytes_per_sample_count_seven_statistics_per_row(store, writer):
     row = {"run": ["r"] * 10, "kind": ["k"] * 10, "tensor": ["t"] * 10, "seq": range(10), "incarnation": ["i"] * 10}
     writer.append(Batch(tables={"tensor_stats": pa.table(row)}, watermarks={"i": 9}))
     (figures,) = store_stats(Log.open(store.root, sync_to_disk), by="dataset").groups.to_pylist()
@@ -431,8 +431,8 @@ def test_bytes_per_sample_count_the_seven_statistics_of_a_row(store, writer):
     assert figures["bytes"] / 70 == figures["bytes_per_sample"]
 
 
-def test_a_file_of_a_newer_schema_is_told(left, monkeypatch):
+def test_file_of_a_newer_schema_is_reported(left, monkeypatch):
     monkeypatch.setattr(file_check, "SCHEMA_VERSION", 0)
     texts = [finding.text for finding in check(left).findings]
 
-    assert 3 == sum("and this Rankscope knows up to 0" in text for text in texts)
+    assert 3 == sum("and this Rankscope supports up to 0" in text for text in texts)

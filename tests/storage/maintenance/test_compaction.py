@@ -1,4 +1,4 @@
-"""Merging files changes no row, whoever else is at work."""
+"""Compaction changes no row, whatever other processes do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rankscope_storage.maintenance.compaction_plan import SILENCE, Merge, plan
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Merge from three small files on."""
+    """Make compaction merge three or more small files."""
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
 
 
@@ -33,7 +33,7 @@ def files(root) -> pa.Table:
     return Log.open(root, sync_to_disk).snapshot().files
 
 
-def test_few_files_are_left_alone(store, writer, batch):
+def test_few_files_are_not_merged(store, writer, batch):
     for seq in range(compaction_plan.TINY_FILES):
         writer.append(batch([seq]))
     report = writer.compact()
@@ -41,7 +41,7 @@ def test_few_files_are_left_alone(store, writer, batch):
     assert (0, 0) == (report.files_removed, report.files_added)
 
 
-def test_many_tiny_files_become_one_with_the_same_rows(store, writer, batch, connection):
+def test_many_tiny_files_become_one_with_equal_rows(store, writer, batch, connection):
     for seq in range(compaction_plan.TINY_FILES + 1):
         writer.append(batch([seq]))
     before = connection.query("FROM scalars ORDER BY seq")
@@ -52,7 +52,7 @@ def test_many_tiny_files_become_one_with_the_same_rows(store, writer, batch, con
     assert before.equals(connection.query("FROM scalars ORDER BY seq"))
 
 
-def test_every_type_and_every_odd_value_survives_a_merge(store, writer, connection, eager):
+def test_all_types_and_special_values_survive_a_merge(store, writer, connection, eager):
     odd = [float("nan"), float("inf"), None, 0.0, -0.0]
     for seq, value in enumerate(odd):
         row = {"run": ["学/=.."], "incarnation": ["i"], "seq": [seq], "kind": ["k"], "tensor": ["t"]}
@@ -75,7 +75,7 @@ def test_every_type_and_every_odd_value_survives_a_merge(store, writer, connecti
     assert [repr(table.to_pylist()) for table in before] == [repr(table.to_pylist()) for table in after]
 
 
-def test_an_append_goes_on_after_a_merge_and_the_watermark_too(writer, batch, connection, eager):
+def test_appends_and_watermark_continue_after_a_merge(writer, batch, connection, eager):
     for seq in range(5):
         writer.append(batch([seq]))
     writer.compact()
@@ -85,7 +85,7 @@ def test_an_append_goes_on_after_a_merge_and_the_watermark_too(writer, batch, co
     assert [(8, 8)] == connection.sql("SELECT count(*), count(DISTINCT seq) FROM scalars").fetchall()
 
 
-def test_big_files_are_left_alone(store, writer, batch, monkeypatch):
+def test_large_files_are_not_merged(store, writer, batch, monkeypatch):
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
     monkeypatch.setattr(compaction_plan, "SMALL_ROWS", 5)
     for first in range(0, 20, 5):
@@ -94,7 +94,7 @@ def test_big_files_are_left_alone(store, writer, batch, monkeypatch):
     assert [] == plan(Log.open(store.root, sync_to_disk).snapshot())
 
 
-def test_a_merge_stops_at_the_target_size(store, writer, batch, eager, monkeypatch):
+def test_merged_files_have_the_target_size(store, writer, batch, eager, monkeypatch):
     monkeypatch.setattr(compaction_plan, "MERGE_ROWS", 10)
     for first in range(0, 24, 4):
         writer.append(batch(range(first, first + 4)))
@@ -103,8 +103,8 @@ def test_a_merge_stops_at_the_target_size(store, writer, batch, eager, monkeypat
     assert [8, 8, 8] == [sum(file.rows for file in merge.files) for merge in planned]
 
 
-def test_merged_files_follow_each_other_step_by_step(store, writer, scalars, eager, monkeypatch):
-    """Ranks that lag behind make the flushes overlap; after the merge the ranges of steps do not."""
+def test_merged_files_have_disjoint_step_ranges(store, writer, scalars, eager, monkeypatch):
+    """The flushes of slow ranks overlap; the step ranges of the merged files do not."""
     monkeypatch.setattr(compaction_plan, "TARGET_ROWS", 10)
     for flush in range(6):
         fast, slow = (
@@ -125,7 +125,7 @@ def test_merged_files_follow_each_other_step_by_step(store, writer, scalars, eag
     assert [(0, 4), (5, 9), (10, 14), (15, 19), (20, 23)] == ranges
 
 
-def test_attempts_are_never_mixed(store, writer, scalars, eager):
+def test_attempts_are_never_merged_with_each_other(store, writer, scalars, eager):
     for seq in range(6):
         table = scalars([seq]).set_column(1, "attempt", pa.array([seq % 2], pa.int32()))
         writer.append(Batch(tables={"scalars": table}, watermarks={"i0": seq}))
@@ -136,7 +136,7 @@ def test_attempts_are_never_mixed(store, writer, scalars, eager):
     )
 
 
-def test_parts_and_datasets_are_never_mixed(store, writer, batch, scalars, eager):
+def test_parts_and_datasets_are_never_merged_with_each_other(store, writer, batch, scalars, eager):
     for seq in range(3):
         event = pa.table({"run": ["r"], "incarnation": ["i0"], "seq": [seq], "type": ["note"]})
         writer.append(Batch(tables={"scalars": scalars([seq]), "events": event}, watermarks={"i0": seq}))
@@ -151,7 +151,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.integers(1, 20))
-def test_pieces_of_a_merge_share_no_step_and_lose_no_row(steps, target):
+def test_split_by_step_divides_no_step_and_loses_no_row(steps, target):
     table = pa.table(
         {
             "run": pa.array(["r"] * len(steps), pa.string()),
@@ -167,7 +167,7 @@ def test_pieces_of_a_merge_share_no_step_and_lose_no_row(steps, target):
     assert all(len(piece) <= max(target, largest_step) for piece in pieces)
 
 
-def test_the_loser_of_two_compactions_changes_nothing(store, writer, batch, connection, eager, monkeypatch):
+def test_refused_one_of_two_compactions_changes_nothing(store, writer, batch, connection, eager, monkeypatch):
     for seq in range(4):
         writer.append(batch([seq]))
     genuine = compaction._rewrite
@@ -182,13 +182,13 @@ def test_the_loser_of_two_compactions_changes_nothing(store, writer, batch, conn
 
     assert (0, 1) == (report.files_added, report.refused)
     assert [(4, 4)] == connection.sql("SELECT count(*), count(DISTINCT seq) FROM scalars").fetchall()
-    assert 5 == len(list(store.root.rglob("dataset=*/part=*/*.parquet")))  # four replaced, one new, none of the loser
+    assert 5 == len(
+        list(store.root.rglob("dataset=*/part=*/*.parquet"))
+    )  # four replaced, one new, none of the refused compaction
 
 
-def test_a_file_replaced_since_the_plan_was_made_is_not_merged_again(
-    store, writer, batch, connection, eager, monkeypatch
-):
-    """A plan may have several merges; between two of them another compaction may have done the second."""
+def test_file_replaced_after_the_plan_is_not_merged_again(store, writer, batch, connection, eager, monkeypatch):
+    """A plan may have several merges, and another compaction may make the second one first."""
     for seq in range(4):
         writer.append(batch([seq]))
     stale = plan(Log.open(store.root, sync_to_disk).snapshot())
@@ -200,9 +200,7 @@ def test_a_file_replaced_since_the_plan_was_made_is_not_merged_again(
     assert [(4, 4)] == connection.sql("SELECT count(*), count(DISTINCT seq) FROM scalars").fetchall()
 
 
-def test_a_compaction_that_dies_before_its_commit_leaves_the_rows_and_can_start_again(
-    store, writer, batch, connection, eager, monkeypatch
-):
+def test_compaction_killed_before_its_commit_changes_no_row(store, writer, batch, connection, eager, monkeypatch):
     for seq in range(4):
         writer.append(batch([seq]))
 
@@ -219,7 +217,7 @@ def test_a_compaction_that_dies_before_its_commit_leaves_the_rows_and_can_start_
     assert [(4,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
 
 
-def test_a_compaction_moves_the_mutex_and_not_the_shard(store, writer, batch, eager):
+def test_compaction_moves_the_mutex_and_not_the_shard(store, writer, batch, eager):
     for seq in range(4):
         writer.append(batch([seq]))
     writer.compact()
@@ -228,8 +226,8 @@ def test_a_compaction_moves_the_mutex_and_not_the_shard(store, writer, batch, ea
     assert (1, 5) == (log.transaction(MUTEX), log.transaction("ingest:0/1"))
 
 
-def test_no_reader_ever_sees_a_wrong_count_while_others_append_and_merge(store, writer, batch, eager):
-    """One appender, two compactors that race each other, one reader: every answer is a whole number of appends."""
+def test_readers_see_whole_appends_during_appends_and_compactions(store, writer, batch, eager):
+    """One appender, two concurrent compactions, one reader: each result is a whole number of appends."""
     appends, failures, done = 60, [], threading.Event()
 
     def guarded(work):
@@ -278,8 +276,8 @@ def test_no_reader_ever_sees_a_wrong_count_while_others_append_and_merge(store, 
     assert len({count for count, _, _ in answers}) > 5
 
 
-def test_a_zombie_may_still_compact_but_not_append(store, writer, batch, eager):
-    """Compaction changes no row, so it needs no shard; the mutex is enough."""
+def test_writer_without_its_shard_can_compact_but_not_append(store, writer, batch, eager):
+    """Compaction changes no row and needs only the mutex, not the shard."""
     for seq in range(4):
         writer.append(batch([seq]))
     for lock in (store.root / "_shards").iterdir():
@@ -293,7 +291,7 @@ def test_a_zombie_may_still_compact_but_not_append(store, writer, batch, eager):
 NOW = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
 
 
-def test_a_run_that_has_grown_leaves_the_shared_part(store, writer, batch, connection, eager, monkeypatch):
+def test_run_that_has_grown_moves_to_a_separate_part(store, writer, batch, connection, eager, monkeypatch):
     monkeypatch.setattr(compaction, "OWN_PART_ROWS", 15)
     for flush in range(4):
         writer.append(batch(range(flush * 5, flush * 5 + 5), run="grown", incarnation="g"))
@@ -307,7 +305,7 @@ def test_a_run_that_has_grown_leaves_the_shared_part(store, writer, batch, conne
     assert before.equals(connection.query("FROM scalars ORDER BY run, seq"))
 
 
-def test_a_run_with_a_part_of_its_own_takes_along_what_is_worth_a_file(batch):
+def test_run_with_a_separate_part_moves_only_enough_rows_for_a_file(batch):
     merge = Merge(dataset="scalars", part="_shared-x", files=(), own_parts=frozenset({"a", "b"}))
     table = pa.table({"run": ["a"] * 3 + ["b"] * 2 + ["c"] * 3})
     with pytest.MonkeyPatch.context() as patch:
@@ -317,8 +315,8 @@ def test_a_run_with_a_part_of_its_own_takes_along_what_is_worth_a_file(batch):
     assert [("a", ["a"] * 3), ("_shared-x", ["b"] * 2 + ["c"] * 3)] == found
 
 
-def test_steps_that_the_slowest_live_rank_has_not_reached_stay_apart():
-    """Rank 1 is at step 3; rank 2 has been silent since step 1, and holds up nobody."""
+def test_steps_after_the_slowest_live_rank_remain_separate():
+    """Rank 1 is at step 3. Rank 2 has been silent since step 1, and delays no merge."""
     rows = [(0, step, NOW) for step in (None, 1, 2, 3, 4, 5)] + [(1, step, NOW) for step in (1, 3)]
     rows += [(2, 1, NOW - SILENCE - dt.timedelta(seconds=1))]
     table = pa.Table.from_pylist([dict(zip(("rank", "step", "ts"), row, strict=True)) for row in rows])

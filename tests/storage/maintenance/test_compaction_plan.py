@@ -1,4 +1,4 @@
-"""Which files are merged: few rewrites of each row, few files for each question."""
+"""The selection of files to merge: few rewrites per row, few files per query."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOW = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
 
 
 def listed(*described: dict) -> Snapshot:
-    """A version with these files, each of 1,000 rows of the dataset scalars unless it says otherwise."""
+    """Return a version with these files, by default with 1,000 rows of the dataset scalars each."""
     usual = {
         "dataset": "scalars", "rows": 1000, "size_bytes": 1, "attempt_min": 0, "attempt_max": 0, "step_min": 0,
         "step_max": 9, "ts_min": NOW, "ts_max": NOW, "part": "r",
@@ -31,7 +31,7 @@ def planned(*described: dict) -> list[list[str]]:
 AGO = {"ts_max": NOW - compaction_plan.SILENCE - dt.timedelta(seconds=1)}
 
 
-def test_what_is_still_written_waits_for_company_and_what_is_silent_is_merged_to_its_end():
+def test_active_parts_wait_for_more_files_and_silent_ones_are_merged():
     assert [] == planned({}, {})
     assert [] == planned(AGO, {})
     assert [["00", "01"]] == planned(AGO, AGO)
@@ -39,15 +39,15 @@ def test_what_is_still_written_waits_for_company_and_what_is_silent_is_merged_to
     assert [] == planned(AGO, {**AGO, "rows": compaction_plan.SMALL_ROWS})
 
 
-def test_small_files_that_make_two_full_ones_are_merged_though_they_are_few():
+def test_few_small_files_with_the_rows_of_two_full_ones_are_merged():
     half = {"rows": compaction_plan.SMALL_ROWS - 1}
 
     assert [] == planned(half, half, half)
     assert [["00", "01", "02", "03"]] == planned(half, half, half, half, {"rows": 5})
 
 
-def test_a_row_of_rollups_counts_as_four():
-    """It is as much wider, and a merge holds its rows in memory: pieces as retention writes them are left alone."""
+def test_rollup_row_counts_as_four_rows():
+    """It needs four times the memory. Files in the size that retention writes are not merged."""
     rolled = {**AGO, "dataset": "tensor_rollups"}
     piece, half = {**rolled, "rows": rollup_writer.PIECE_ROWS}, {**rolled, "rows": compaction_plan.SMALL_ROWS // 4 - 1}
 
@@ -55,7 +55,7 @@ def test_a_row_of_rollups_counts_as_four():
     assert [["00", "01", "02", "03"], ["04", "05"]] == planned(*[half] * 6)
 
 
-def test_shared_parts_of_past_days_become_one_and_that_of_today_waits():
+def test_shared_parts_of_past_days_are_merged_and_of_today_wait():
     days = [{"part": f"_shared-2026-11-{day}", **AGO} for day in (20, 18, 17, 19, 16, 20)]
 
     assert [["04", "02", "01", "03"]] == planned(*days)
@@ -64,7 +64,7 @@ def test_shared_parts_of_past_days_become_one_and_that_of_today_waits():
 
 
 def test_thirty_days_of_flushes_leave_few_files():
-    """Every day 25 flushes of small runs and a compaction: nothing is lost, and what is left is large."""
+    """Each day has 25 flushes of small runs and a compaction: no row is lost, and the remaining files are large."""
     sizes: list[dict] = []
     for day in range(60):
         now = NOW + dt.timedelta(days=day)
@@ -81,49 +81,51 @@ def test_thirty_days_of_flushes_leave_few_files():
 
 
 def slowly(first: int, steps: int, rows: int, **more: object) -> dict:
-    """A file whose rows came over two days, and ended two days ago."""
+    """Return a file with rows that arrived over two days and ended two days ago."""
     when = {"ts_min": NOW - dt.timedelta(days=4), "ts_max": NOW - dt.timedelta(days=2)}
     return {"step_min": first, "step_max": first + steps - 1, "rows": rows, **when, **more}
 
 
-def test_files_that_took_long_to_fill_are_merged_once_more():
-    """The last one of them stays as it is: it has the last step."""
+def test_files_that_filled_slowly_are_merged_once_more():
+    """The last file remains, because it contains the last step."""
     days = [slowly(first, 50, 1_100_000) for first in range(0, 250, 50)]
     first, second = plan(listed(*days), NOW)
 
     assert [["00", "01"], ["02", "03"]] == [[file.path for file in merge.files] for merge in (first, second)]
     assert {compaction_plan.MERGE_ROWS} == {first.rows, second.rows}
-    assert [] == planned(*({**day, "ts_min": day["ts_max"]} for day in days))  # as fast as that, it would cost too much
+    assert [] == planned(
+        *({**day, "ts_min": day["ts_max"]} for day in days)
+    )  # at this rate, another merge would cost too much
 
 
-def test_what_was_merged_once_more_is_left_alone():
+def test_files_merged_once_more_are_not_merged_again():
     assert [] == planned(*(slowly(first, 100, 2_200_000) for first in range(0, 500, 100)), slowly(500, 10, 1000))
 
 
-def test_a_run_that_ended_is_merged_to_its_end_where_steps_are_short():
-    """800 rows a step: no question about the last step is slower for it. 20,000 are another thing."""
+def test_ended_run_with_short_steps_is_merged_completely():
+    """With 800 rows per step, queries for the last step do not become slower; with 20,000 rows they would."""
     scalars = [slowly(0, 1000, 800_000), slowly(1000, 1000, 800_000), slowly(2000, 125, 100_000)]
     tensors = [slowly(0, 40, 800_000), slowly(40, 40, 800_000), slowly(80, 40, 800_000)]
     live = {"step_min": 5000, "step_max": 5000}
 
     assert [["00", "01", "02"]] == planned(*scalars)
     assert [["00", "01"]] == planned(*tensors)
-    assert [["00", "01"]] == planned(*scalars, live)  # what is small waits for company
+    assert [["00", "01"]] == planned(*scalars, live)  # small files wait for more files
 
 
-def test_only_neighbours_are_merged_once_more():
+def test_only_adjacent_files_are_merged_once_more():
     days = [slowly(0, 50, 800_000), slowly(50, 100, 2_200_000), slowly(150, 50, 800_000), slowly(200, 50, 800_000)]
 
     assert [] == planned(*days)
     assert [["02", "03"]] == planned(*days, slowly(250, 50, 800_000))
 
 
-def test_parts_that_runs_share_are_not_merged_once_more():
+def test_shared_parts_are_not_merged_once_more():
     assert [] == planned(*(slowly(0, 2000, 800_000, part="_shared-2026-11-18") for _ in range(2)))
 
 
-def test_thirty_days_of_one_run_leave_few_files_and_write_each_row_three_times():
-    """Each day 28 flushes of one step, of 20,000 rows, and a compaction."""
+def test_thirty_days_of_a_run_leave_few_files_with_three_writes_per_row():
+    """Each day has 28 flushes of one step with 20,000 rows, and a compaction."""
     files: list[dict] = []
     written = 0
     for day in range(30):
@@ -146,7 +148,7 @@ def test_thirty_days_of_one_run_leave_few_files_and_write_each_row_three_times()
                     ("rows", sum),
                 )
             }
-            assert ends["rows"] == (ends["step_max"] - ends["step_min"] + 1) * 20_000  # neighbours, and all of them
+            assert ends["rows"] == (ends["step_max"] - ends["step_min"] + 1) * 20_000  # adjacent steps without a gap
             assert ends["rows"] <= merge.rows
             files.append({"path": f"{day:02d}-merged-{number}", **ends})
             written += ends["rows"]

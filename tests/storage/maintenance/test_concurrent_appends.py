@@ -1,4 +1,4 @@
-"""Upkeep stands in nobody's way: whatever it is held at, rows are appended and read meanwhile."""
+"""Maintenance blocks neither appends nor reads, at whatever fsync it is delayed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG_SECONDS = 60
 
 
 class Held:
-    """A sync that stops at its `moment`-th call until it is let go."""
+    """A sync function that blocks at its `moment`-th call until it is released."""
 
     def __init__(self, moment: int) -> None:
         self._left = moment
@@ -36,7 +36,7 @@ class Held:
 
 
 def age(root, sync) -> None:
-    """Everything that was appended here is of 1970."""
+    """Retention that removes all rows of these tests, which have times in 1970."""
     retain(root, Retention(raw_days=1, scalars_days=1, samples_days=1), sync, now=dt.datetime.now(dt.UTC))
 
 
@@ -57,15 +57,13 @@ def statistics(seqs) -> Batch:
 
 
 def stored(connection) -> tuple[int, int]:
-    """Rows of both tiers."""
+    """Return the number of rows in both tiers."""
     counts = (f'(SELECT sum("rows")::BIGINT FROM {view})' for view in ("tensor_timeline", "scalar_timeline"))
     return connection.sql(f"SELECT {', '.join(counts)}").fetchall()[0]
 
 
 @pytest.mark.parametrize("work", [age, compact, maintain])
-def test_rows_are_appended_and_read_at_whatever_moment_upkeep_is_held(
-    store, writer, connection, batch, monkeypatch, work
-):
+def test_appends_and_reads_work_while_maintenance_is_blocked(store, writer, connection, batch, monkeypatch, work):
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
     rows = 0
     for moment in range(1, 60, 5):

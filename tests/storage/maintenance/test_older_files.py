@@ -1,4 +1,4 @@
-"""Care of files that an earlier release wrote: they lack columns that datasets have today, texts among them."""
+"""Maintenance of files of an earlier release, which lack columns that datasets have today, including texts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rankscope_storage.maintenance.check import check
 from rankscope_storage.runs import edit
 
 DAY = dt.datetime(2026, 11, 22, 12, tzinfo=dt.UTC)
-"""The day of its files: those of past days are left alone while they are few."""
+"""The day of its files, because a few files of past days are not merged."""
 
 ASKED = "SELECT run, state, last_step, tags FROM runs"
 
 
 @pytest.fixture
 def old(tmp_path):
-    """Yield a store of the release before runs had tags."""
+    """Yield a store of the last release without tags."""
     return Path(shutil.copytree(Path(__file__).parents[1] / "data" / "store_without_labels", tmp_path / "old"))
 
 
@@ -31,7 +31,7 @@ def answer(root, statement=ASKED):
         return connection.sql(statement).fetchall()
 
 
-def test_they_are_merged_into_files_that_have_them(old, monkeypatch):
+def test_older_files_are_merged_into_files_with_all_columns(old, monkeypatch):
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
     before = answer(old)
     report = compaction.compact(old, sync_to_disk, now=DAY)
@@ -41,7 +41,7 @@ def test_they_are_merged_into_files_that_have_them(old, monkeypatch):
     assert check(old, deep=True).is_intact
 
 
-def test_their_run_is_renamed(old):
+def test_run_in_older_files_is_renamed(old):
     scalars = answer(old, "SELECT step, name, value FROM scalars ORDER BY ALL")
     edit.rename(old, "before", "after", sync_to_disk)
 
@@ -50,7 +50,7 @@ def test_their_run_is_renamed(old):
     assert check(old, deep=True).is_intact
 
 
-def test_their_run_is_removed(old):
+def test_run_in_older_files_is_removed(old):
     edit.remove(old, "before", sync_to_disk)
 
     assert [] == answer(old)

@@ -1,4 +1,4 @@
-"""Raw rows become rollups, rollups nothing, each once its days are over; everything else stays."""
+"""Retention: raw rows become rollups, and rollups are removed, at their ages; all other rows are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rankscope_storage.maintenance.retention import RAW, Retention, RetentionRep
 
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
 KEPT_DAYS = 100
-"""So that the slack is one day."""
+"""With this age, the slack is one day."""
 HOUR = BUCKET_SECONDS / 86_400
 
 
@@ -32,7 +32,7 @@ def day(number: float) -> dt.datetime:
 
 
 def rows(dataset: str, days: list[float | None]) -> Batch:
-    """A row per day; the rest is whatever its type allows."""
+    """Return a row per day; other columns have any values of their type."""
     schema = dataset_schema(dataset)
     texts = {field.name: "x" for field in schema if not field.nullable}
     table = [{**texts, "run": "r", "ts": None if number is None else day(number)} for number in days]
@@ -45,7 +45,7 @@ def count(root, dataset: str) -> int:
 
 
 def raw_before(root, number: float, **options) -> RetentionReport:
-    """Let raw rows go that are older than day `number`."""
+    """Remove raw rows before day `number`."""
     return retain(root, Retention(raw_days=KEPT_DAYS), sync_to_disk, now=day(number + KEPT_DAYS), **options)
 
 
@@ -64,7 +64,7 @@ def stored(root) -> list[str]:
     ],
     ids=["raw", "samples", "scalars", "rollups", "off"],
 )
-def test_each_number_of_days_is_about_its_datasets_alone(store, writer, policy, going):
+def test_each_number_of_days_applies_only_to_its_datasets(store, writer, policy, going):
     for dataset in DATASETS:
         writer.append(rows(dataset, [0.0]))
     report = retain(store.root, policy, sync_to_disk, now=day(3))
@@ -81,14 +81,14 @@ DAYS = st.lists(st.lists(st.one_of(st.none(), st.floats(0, 10)), min_size=1, max
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(DAYS, st.floats(0, 10))
-def test_a_row_goes_once_it_is_too_old_and_no_younger_one_ever(tmp_path_factory, files, limit):
-    """A file as a whole, or what is too old in it, a day and an hour late at most."""
+def test_retention_removes_exactly_the_rows_that_are_too_old(tmp_path_factory, files, limit):
+    """It removes a whole file or the old rows in it, at most a day and an hour late."""
     store = Store.open(tmp_path_factory.mktemp("store"), create=True)
     with store.claim(owner="me") as writer:
         for days in files:
             writer.append(rows("features", days))
         raw_before(store.root, limit)
-    slack = 1e-3 / 43_200  # two milliseconds: the log cuts times
+    slack = 1e-3 / 43_200  # two milliseconds, because the log truncates times
     must = may = 0
     for days in files:
         known = [number for number in days if number is not None]
@@ -101,8 +101,8 @@ def test_a_row_goes_once_it_is_too_old_and_no_younger_one_ever(tmp_path_factory,
 
 
 @pytest.mark.parametrize("dataset", ["features", "tensor_rollups"])
-def test_what_is_too_old_goes_though_compaction_has_put_younger_rows_into_its_file(store, writer, dataset):
-    """Runs that write little share a file for months: it must not keep its first days as long."""
+def test_old_rows_are_removed_from_files_with_newer_rows(store, writer, dataset):
+    """Runs with few rows share a file for months, which must not keep its first days as long."""
     writer.append(rows(dataset, [0.0, 0.5, 1.9, 5.0, None]))
     policy = Retention(raw_days=KEPT_DAYS, rollup_days=KEPT_DAYS)
     report = retain(store.root, policy, sync_to_disk, now=day(2 + KEPT_DAYS))
@@ -112,7 +112,7 @@ def test_what_is_too_old_goes_though_compaction_has_put_younger_rows_into_its_fi
     assert 0 == retain(store.root, policy, sync_to_disk, now=day(2 + KEPT_DAYS)).files
 
 
-def test_a_dry_run_says_what_would_go_and_changes_nothing(store, writer):
+def test_dry_run_reports_and_changes_nothing(store, writer):
     writer.append(rows("features", [0.0, 0.5]))
     writer.append(rows("tensor_stats", [0.0, 0.5]))
     version = Log.open(store.root, sync_to_disk).version
@@ -128,8 +128,8 @@ def test_a_dry_run_says_what_would_go_and_changes_nothing(store, writer):
 
 @pytest.mark.parametrize("dataset", ["features", "tensor_stats"])
 @pytest.mark.parametrize("times", [1, 9])
-def test_a_compaction_that_comes_between_is_let_by(store, writer, monkeypatch, dataset, times):
-    """Each attempt finds the mutex moved; after a few it gives up, and nothing has changed."""
+def test_retention_retries_after_a_concurrent_compaction(store, writer, monkeypatch, dataset, times):
+    """Each try finds that the mutex has moved; after five tries retention fails, and nothing has changed."""
     writer.append(rows(dataset, [0.0]))
     left = [times]
     transaction = retention.Log.transaction
@@ -152,10 +152,10 @@ def test_a_compaction_that_comes_between_is_let_by(store, writer, monkeypatch, d
     becomes = {"features": [], "tensor_stats": ["tensor_rollups"]}[dataset]
     assert (becomes if times == 1 else [dataset]) == stored(store.root)
     written = {path.parts[-3].removeprefix("dataset=") for path in store.root.glob("dataset=*/part=*/*.parquet")}
-    assert {dataset, *(becomes if times == 1 else [])} == written  # what was refused leaves nothing behind
+    assert {dataset, *(becomes if times == 1 else [])} == written  # refused tries leave no file
 
 
-def test_files_that_were_merged_meanwhile_are_left_to_the_next_time(store, writer, monkeypatch):
+def test_files_merged_meanwhile_are_left_for_the_next_retention(store, writer, monkeypatch):
     for number in range(4):
         writer.append(rows("tensor_stats", [number / 10]))
     planned = retention.plan
@@ -175,7 +175,7 @@ def test_files_that_were_merged_meanwhile_are_left_to_the_next_time(store, write
     assert (1, 4) == (raw_before(store.root, 1).files, _sum_of_rows(store.root))
 
 
-def test_a_service_goes_on_and_nothing_that_went_comes_back(store, writer, batch):
+def test_service_continues_and_removed_rows_do_not_return(store, writer, batch):
     features = rows("features", [0.0]).tables["features"]
     named = features.set_column(features.schema.get_field_index("incarnation"), "incarnation", pa.array(["i0"]))
     first = named.set_column(named.schema.get_field_index("seq"), "seq", pa.array([0], pa.int64()))
@@ -188,7 +188,7 @@ def test_a_service_goes_on_and_nothing_that_went_comes_back(store, writer, batch
     assert (0, 3) == (count(store.root, "features"), count(store.root, "scalars"))
 
 
-def test_only_so_many_works_are_done_at_once_as_are_asked_for(store, writer, monkeypatch):
+def test_retention_makes_at_most_the_requested_commits(store, writer, monkeypatch):
     monkeypatch.setattr(retention_plan, "WORK_ROWS", 2)
     for number in range(5):
         writer.append(rows("tensor_stats", [number / 10]))
@@ -202,6 +202,6 @@ def _sum_of_rows(root) -> int:
         return connection.sql('SELECT sum("rows") FROM tensor_rollups').fetchall()[0][0]
 
 
-def test_rollups_that_would_be_too_old_when_they_are_made_are_refused():
+def test_rollup_days_below_raw_days_are_refused():
     with pytest.raises(ValueError, match=r"rollup_days \(10\) counts from when a row was measured.* 30 days"):
         Retention(raw_days=30, rollup_days=10)

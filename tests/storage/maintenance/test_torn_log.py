@@ -1,6 +1,6 @@
-"""What a loss of power may leave of the log: an entry or a checkpoint cut anywhere. It is told, and moved away.
+"""The log after a power failure: a truncated entry or checkpoint is reported and moved away.
 
-Nothing that was acknowledged is gone with it.
+No acknowledged row is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import LOG_FOLDER
 from rankscope_storage.maintenance import compaction, compaction_plan
 from rankscope_storage.maintenance.check import check
-from rankscope_storage.maintenance.file_check import Fault
+from rankscope_storage.maintenance.file_check import FindingKind
 from rankscope_storage.maintenance.repair import repair
 
 
@@ -33,7 +33,7 @@ def count(root):
 
 
 def cuts(whole: bytes) -> list[int]:
-    """All lengths where a line ends, and beside; with `make test-crashes`, all lengths there are."""
+    """Return all lengths at and next to the end of a line; with `make test-crashes`, all lengths."""
     if os.environ.get("RANKSCOPE_CRASHES"):
         return list(range(1, len(whole)))
     ends = [place for place, byte in enumerate(whole) if byte == ord("\n")]
@@ -41,8 +41,8 @@ def cuts(whole: bytes) -> list[int]:
     return sorted(length for length in lengths if length < len(whole.rstrip()))
 
 
-def test_an_append_cut_at_any_length_is_never_taken_for_a_commit(store, writer, scalars):
-    """Behind the rows come the watermarks: without one of them, what was stored would be stored again."""
+def test_append_entry_truncated_anywhere_is_never_read_as_a_commit(store, writer, scalars):
+    """The watermarks follow the rows: without one of them, stored rows would be stored again."""
     rows = {"scalars": scalars(range(3)), "events": scalars(range(2)).select(["run", "incarnation", "seq", "step"])}
     rows["events"] = rows["events"].append_column("type", [["note", "note"]])
     writer.append(Batch(tables=rows, watermarks={"i0": 2, "i1": 7}))
@@ -60,8 +60,8 @@ def test_an_append_cut_at_any_length_is_never_taken_for_a_commit(store, writer, 
     assert check(store.root).is_intact
 
 
-def test_a_compaction_cut_at_any_length_takes_no_file_away(left, monkeypatch):
-    """It names what goes before what comes: cut between, it would leave nothing."""
+def test_compaction_entry_truncated_anywhere_removes_no_file(left, monkeypatch):
+    """It lists removed files before added ones: truncated between them, it would leave no rows."""
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
     compaction.compact(left, sync_to_disk)
     entry = newest(left)
@@ -80,8 +80,8 @@ def test_a_compaction_cut_at_any_length_takes_no_file_away(left, monkeypatch):
         assert 15 == count(copy)
 
 
-def test_an_entry_that_does_not_say_how_long_it_is_is_taken_as_it_is(left):
-    """As others write it, and we did."""
+def test_entry_without_a_declared_number_of_lines_is_accepted(left):
+    """Other writers, and older releases of Rankscope, write such entries."""
     entry = newest(left)
     entry.write_bytes(entry.read_bytes().replace(b"rankscopeActions", b"somebodyElse"))
 
@@ -89,14 +89,14 @@ def test_an_entry_that_does_not_say_how_long_it_is_is_taken_as_it_is(left):
 
 
 @pytest.mark.parametrize("kept", [0, 1, 1000, -1])
-def test_a_torn_checkpoint_is_moved_away_and_all_is_read_from_the_entries(left, batch, kept):
+def test_torn_checkpoint_is_moved_away_and_entries_are_read(left, batch, kept):
     write_checkpoint(left, sync_to_disk)
     checkpoint = newest(left, "*.checkpoint.parquet")
     checkpoint.write_bytes(checkpoint.read_bytes()[:kept])
     with pytest.raises(TornLogError, match="rankscope store repair"):
         Store.open(left)
 
-    assert [Fault.TORN_LOG] == [finding.fault for finding in check(left).findings]
+    assert [FindingKind.TORN_LOG] == [finding.kind for finding in check(left).findings]
     assert checkpoint.name == repair(left, sync_to_disk, dry_run=True).torn_checkpoint
     assert checkpoint.name == repair(left, sync_to_disk).torn_checkpoint
     assert not repair(left, sync_to_disk).changed
@@ -109,7 +109,7 @@ def test_a_torn_checkpoint_is_moved_away_and_all_is_read_from_the_entries(left, 
     assert 18 == count(left)
 
 
-def test_a_checkpoint_that_is_named_and_not_there_is_forgotten(left):
+def test_hint_to_a_missing_checkpoint_is_moved_away(left):
     write_checkpoint(left, sync_to_disk)
     newest(left, "*.checkpoint.parquet").unlink()
 

@@ -1,4 +1,4 @@
-"""Maintenance removes what nobody needs, and only that."""
+"""Vacuum deletes exactly the files that no process needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def data_files(store) -> set[str]:
 @pytest.mark.parametrize(
     "run", ["r", "a/b", "..", "a=b", 'it\'s "q"', "学习", "123", "", "%41", "_shared-2026-01-01", "x学/" * 99]
 )
-def test_files_in_use_survive_whatever_their_age_and_name(store, writer, batch, connection, run, monkeypatch):
+def test_vacuum_keeps_used_files_of_any_age_and_name(store, writer, batch, connection, run, monkeypatch):
     monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 1)
     writer.append(batch(range(3), run=run))
     for path in store.root.rglob("*.parquet"):
@@ -40,7 +40,7 @@ def test_files_in_use_survive_whatever_their_age_and_name(store, writer, batch, 
     assert [(run, 3)] == connection.sql("SELECT run, count(*) FROM scalars GROUP BY run").fetchall()
 
 
-def test_leavings_of_dead_processes_go_after_their_time(store, writer, batch, connection):
+def test_vacuum_deletes_files_of_dead_processes_above_their_age(store, writer, batch, connection):
     writer.append(batch(range(3)))
     part = next(store.root.glob("dataset=*/part=*"))
     for name, hours in (("orphan-old.parquet", REMOVED_FILES_HOURS + 1), ("orphan-young.parquet", 0.5)):
@@ -57,7 +57,7 @@ def test_leavings_of_dead_processes_go_after_their_time(store, writer, batch, co
     assert [(3,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
 
 
-def test_files_just_replaced_stay_for_those_who_still_read_them(store, writer, batch, monkeypatch):
+def test_vacuum_keeps_recently_replaced_files_for_readers(store, writer, batch, monkeypatch):
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
     for seq in range(4):
         writer.append(batch([seq]))
@@ -72,8 +72,8 @@ def test_files_just_replaced_stay_for_those_who_still_read_them(store, writer, b
     assert 5 == len(data_files(store))
 
 
-def test_what_else_lies_in_the_folder_is_left_alone(store, writer, batch):
-    """delta-rs would take everything it does not know."""
+def test_vacuum_keeps_unknown_files_in_the_folder(store, writer, batch):
+    """delta-rs would delete all files that it does not know."""
     writer.append(batch(range(3)))
     for name in ("notes.txt", "rankscope.sql", "strange.parquet"):
         (store.root / name).touch()
@@ -83,7 +83,7 @@ def test_what_else_lies_in_the_folder_is_left_alone(store, writer, batch):
     assert all((store.root / name).exists() for name in ("notes.txt", "rankscope.sql", "strange.parquet"))
 
 
-def test_old_log_entries_go_and_the_watermarks_stay(store, writer, batch, connection):
+def test_clean_up_deletes_old_entries_and_keeps_watermarks(store, writer, batch, connection):
     for seq in range(CHECKPOINT_COMMITS + 10):
         writer.append(batch([seq]))
     for entry in (store.root / LOG_FOLDER).glob("*.json"):
@@ -100,12 +100,12 @@ def test_old_log_entries_go_and_the_watermarks_stay(store, writer, batch, connec
     assert [(CHECKPOINT_COMMITS + 11,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
 
 
-def test_maintenance_of_an_empty_store_is_harmless(writer):
+def test_maintenance_of_an_empty_store_works(writer):
     assert (0, 0) == (writer.maintain().data_files, writer.maintain().staged_files)
 
 
 @pytest.mark.parametrize("method", ["unlink", "write_text"])
-def test_a_disk_that_is_full_or_read_only_is_told_as_an_error_of_the_store(store, writer, batch, monkeypatch, method):
+def test_full_or_read_only_disk_raises_store_error(store, writer, batch, monkeypatch, method):
     writer.append(batch(range(3)))
     (store.root / "_staging" / "old.parquet").write_bytes(b"x")
     age(store.root / "_staging" / "old.parquet", 10)

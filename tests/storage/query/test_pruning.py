@@ -1,4 +1,4 @@
-"""Files are left out only where the text of a statement proves that they cannot matter."""
+"""Files are omitted only if the text of a statement proves that it does not need them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.connection.pool import DEFINITIONS
-from rankscope_storage.log.file_filter import Bounds
-from rankscope_storage.query.pruning import bounds, mentions
+from rankscope_storage.log.snapshot import RowRanges
+from rankscope_storage.query.pruning import row_ranges, view_references
 
-ANY = Bounds()
+ANY = RowRanges()
 
 
 @pytest.fixture(scope="module")
@@ -29,26 +29,26 @@ def parser():
         yield database
 
 
-def read(parser, query: str, parameters: object = None) -> dict[str, list[Bounds]] | None:
+def read(parser, query: str, parameters: object = None) -> dict[str, list[RowRanges]] | None:
     sql = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
     [(tree,)] = parser.execute(sql, [query]).fetchall()
-    found = mentions(json.loads(tree).get("statements", ()), DEFINITIONS)
+    found = view_references(json.loads(tree).get("statements", ()), DEFINITIONS)
     if found is None:
         return None
-    said: dict[str, list[Bounds]] = {}
+    said: dict[str, list[RowRanges]] = {}
     for mention in found:
-        said.setdefault(mention.name, []).append(bounds(mention, parameters))
+        said.setdefault(mention.name, []).append(row_ranges(mention, parameters))
     return said
 
 
 class Named(str, enum.Enum):  # noqa: UP042 - not a StrEnum, of which str() is the text
-    """What many programs have in place of a text: `str()` of it is not what DuckDB compares with."""
+    """A text type of many programs. Its `str()` differs from the text that DuckDB compares."""
 
     RUN = "b"
 
 
-def of(*runs: str, steps: tuple[float, float] = ANY.steps, attempts: tuple[float, float] = ANY.attempts) -> Bounds:
-    return Bounds(frozenset(runs), attempts, steps)
+def of(*runs: str, steps: tuple[float, float] = ANY.steps, attempts: tuple[float, float] = ANY.attempts) -> RowRanges:
+    return RowRanges(frozenset(runs), attempts, steps)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def of(*runs: str, steps: tuple[float, float] = ANY.steps, attempts: tuple[float
         ("SELECT 1", None, {}),
     ],
 )
-def test_what_a_statement_proves(parser, query, parameters, expected):
+def test_rows_that_a_statement_can_need(parser, query, parameters, expected):
     assert expected == read(parser, query, parameters)
 
 
@@ -116,18 +116,18 @@ def test_what_a_statement_proves(parser, query, parameters, expected):
         "no SQL at all",
     ],
 )
-def test_what_is_not_plain_is_not_understood(parser, query):
+def test_statements_that_are_not_analysed(parser, query):
     assert read(parser, query) is None
 
 
 ROWS = [(run, attempt, step) for run in "abc" for attempt in (None, 0, 1) for step in (None, -1, 0, 6)]
 FILES = [[0, 1, 2, 3], [4, 5, 13, 14], [6, 7, 8], [9, 10, 11, 12, 30], range(15, 24), [24, 25], range(26, 36)]
-"""Rows of one run, of neighbours, and of the first and the last; of one step and of many."""
+"""Row sets: one run, adjacent runs, the first and the last run; one step and many steps."""
 
 
 @pytest.fixture(scope="module")
 def scattered(tmp_path_factory):
-    """A store of a few small files in every dataset."""
+    """Return a store with a few small files in every dataset."""
     store = Store.open(tmp_path_factory.mktemp("questions") / "store", create=True, sync=lambda path: None)
     with store.claim(owner="test") as writer:
         for numbers in FILES:
@@ -182,22 +182,22 @@ SHAPES = (
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(SHAPES), WHERE, WHERE)
-def test_the_answer_from_few_files_is_the_answer_from_all(scattered, shape, first, second):
+def test_result_from_selected_files_equals_result_from_all(scattered, shape, first, second):
     query = shape.format(first, second)
     with connect(scattered) as few, connect(scattered) as every:
-        every._reads_only = False  # as after a statement that might have made anything: nothing is left out
+        every._reads_only = False  # as after a statement that may have modified anything: no file is omitted
 
         assert every.sql(query).fetchall() == few.sql(query).fetchall()
 
 
-def test_a_statement_deeper_than_python_reads_is_answered_all_the_same(scattered):
+def test_statement_deeper_than_the_recursion_limit_is_executed(scattered):
     with connect(scattered) as store:
         for terms in (300, 900):
             assert store.sql(f"SELECT max({'+'.join(['step'] * terms)}) FROM scalars").fetchall() == [(6 * terms,)]
 
 
 @pytest.mark.parametrize("name", [name for name in DEFINITIONS if "VIEW" in DEFINITIONS[name].statement[:30]])
-def test_no_view_tells_of_a_run_what_lies_in_files_of_others(scattered, name):
+def test_rows_of_a_run_in_a_view_do_not_depend_on_files_of_others(scattered, name):
     with connect(scattered) as few, connect(scattered) as every:
         every._reads_only = False
         query = f"SELECT * FROM {name} WHERE run = 'b' ORDER BY ALL"

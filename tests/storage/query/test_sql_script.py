@@ -1,4 +1,4 @@
-"""The script for the plain duckdb program, run by the real engine, against what delta-rs says the files are."""
+"""The script for the `duckdb` program, executed by DuckDB; its list of files is compared with that of delta-rs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_same_files(root: Path) -> None:
     assert sorted(expected) == sorted(found)
 
 
-def test_an_empty_store_has_all_views_without_rows(store):
+def test_script_of_an_empty_store_has_all_views_without_rows(store):
     database = plain((store.root / FILE_NAME).read_text())
     with connect(store.root) as connection:
         for dataset in (*DATASETS, "tensor_global"):
@@ -43,7 +43,7 @@ def test_an_empty_store_has_all_views_without_rows(store):
 
 
 @pytest.mark.parametrize("run", ["r", "a/b", "..", "a=b", 'it\'s "q"', "学习", "123", "2026-11-20", "", "%41", "a\nb"])
-def test_files_are_found_whatever_the_run_is_called(store, writer, batch, run, monkeypatch):
+def test_script_finds_files_with_any_run_name(store, writer, batch, run, monkeypatch):
     monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 1)
     writer.append(batch(range(3), run=run))
 
@@ -51,21 +51,21 @@ def test_files_are_found_whatever_the_run_is_called(store, writer, batch, run, m
     assert [(run, 3)] == plain(emit_views(store.root)).sql("SELECT run, count(*) FROM scalars GROUP BY run").fetchall()
 
 
-def test_the_plain_program_has_the_curves_and_macros_too(store, writer, batch):
+def test_script_has_curves_and_macros(store, writer, batch):
     writer.append(batch(range(10)))
     database = plain((store.root / FILE_NAME).read_text())
     question = "WITH c AS (SELECT step, loss FROM loss_curve WHERE run = 'r') SELECT count(*) FROM {}"
 
-    assert [(2,)] == database.sql(question.format("downsample(c, step, step, 5)")).fetchall()  # it rises: both ends
+    assert [(2,)] == database.sql(
+        question.format("downsample(c, step, step, 5)")
+    ).fetchall()  # the curve rises: only its ends are extremes
     assert [(10,)] == database.sql(question.format("ema(c, step, loss, 0.1)")).fetchall()
 
 
 @pytest.mark.parametrize("clean", [False, True])
 @pytest.mark.parametrize("appends", [1, 19, 20, 45])
-def test_checkpoint_and_entries_give_the_same_list_as_delta_rs(
-    store, writer, batch: Callable, appends, clean, monkeypatch
-):
-    """Before, at and after a checkpoint; with merges in between; with and without the entries behind the checkpoint."""
+def test_script_lists_the_same_files_as_delta_rs(store, writer, batch: Callable, appends, clean, monkeypatch):
+    """Before, at and after a checkpoint, also with compaction, with and without the entries after the checkpoint."""
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 6)
     for seq in range(appends):
         writer.append(batch([seq]))
@@ -80,7 +80,7 @@ def test_checkpoint_and_entries_give_the_same_list_as_delta_rs(
     assert [(appends,)] == plain(emit_views(store.root)).sql("SELECT count(*) FROM scalars").fetchall()
 
 
-def test_a_store_in_a_folder_with_a_quote_works(tmp_path, batch):
+def test_script_works_for_a_folder_with_a_quote(tmp_path, batch):
     with Store.open(tmp_path / "it's 学", create=True).claim(owner="me") as writer:
         writer.append(batch(range(3)))
         writer.maintain()
@@ -89,7 +89,7 @@ def test_a_store_in_a_folder_with_a_quote_works(tmp_path, batch):
     assert [(3,)] == plain(script).sql("SELECT count(*) FROM scalars").fetchall()
 
 
-def test_the_script_in_the_store_finds_what_was_appended_after_it_was_written(store, writer, batch):
+def test_script_in_the_store_finds_files_appended_later(store, writer, batch):
     script = (store.root / FILE_NAME).read_text()
     database = plain(script)
     writer.append(batch(range(3)))
@@ -98,7 +98,7 @@ def test_the_script_in_the_store_finds_what_was_appended_after_it_was_written(st
     assert [(3,)] == database.sql("SELECT count(*) FROM scalars").fetchall()
 
 
-def test_a_store_that_moved_gets_its_script_anew_at_the_next_claim(store, writer, batch, tmp_path):
+def test_claim_of_a_moved_store_writes_its_script_again(store, writer, batch, tmp_path):
     writer.append(batch(range(3)))
     writer.close()
     moved = store.root.rename(tmp_path / "moved")

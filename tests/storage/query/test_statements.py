@@ -1,4 +1,4 @@
-"""A connection makes what a statement names, and nothing a user could tell from all of it being there."""
+"""A connection creates only the views that a statement needs, which a user cannot notice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rankscope_storage.sql.views import empty_select, empty_view
 KNOWN = definitions(prefix="rankscope_raw.")
 
 
-def test_what_is_named_comes_with_what_it_reads_and_before_it():
+def test_needed_definitions_include_and_follow_their_dependencies():
     assert ["scalars"] == needed_definitions("SELECT * FROM Scalars", KNOWN)
     assert ["scalars", "scalar_rollups", "scalar_history", "loss_curve"] == needed_definitions(
         'FROM "loss_curve"', KNOWN
@@ -24,7 +24,7 @@ def test_what_is_named_comes_with_what_it_reads_and_before_it():
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_whatever_is_read_is_made_before(name):
+def test_every_definition_follows_the_ones_it_reads(name):
     made = needed_definitions(name, KNOWN)
 
     assert name in made
@@ -34,40 +34,40 @@ def test_whatever_is_read_is_made_before(name):
 
 
 @pytest.mark.parametrize("name", ["run_eta", "tensor_global", "top_deviations"])
-def test_a_view_can_be_made_first_and_alone(connection, name):
+def test_each_view_can_be_created_first_and_alone(connection, name):
     connection.query(f"SELECT '{name}'")
 
-    assert name in connection._views.engine.defined
+    assert name in connection._views.instance.defined
 
 
 @pytest.mark.parametrize(
     "question", ["SHOW TABLES", "SELECT view_name FROM duckdb_views()", "FROM information_schema.tables"]
 )
-def test_who_lists_the_views_sees_them_all(connection, question):
+def test_statement_that_lists_views_returns_all_views(connection, question):
     listed = {value for row in connection.sql(question).fetchall() for value in row}
 
     assert listed >= {*DATASETS, "tensor_global", "loss_curve"}
 
 
-def test_a_view_that_only_a_parameter_names_is_found(store):
+def test_view_named_only_by_a_parameter_is_found(store):
     with connect(store.root, locked=True) as connection:
         found = connection.query("SELECT count(*) AS rows FROM query_table($name)", {"name": "loss_curve"})
 
     assert [0] == found["rows"].to_pylist()
 
 
-def test_a_name_spelt_in_another_way_is_found(connection):
+def test_view_name_is_found_in_any_case(connection):
     connection.execute("SET VARIABLE table_name = 'scal' || 'ars'")
 
     assert [(0,)] == connection.sql("SELECT count(*) FROM query_table(getvariable('table_name'))").fetchall()
 
 
-def test_a_name_that_does_not_exist_is_refused_with_the_nearest(connection):
+def test_unknown_name_is_refused_with_a_similar_one(connection):
     with pytest.raises(duckdb.CatalogException, match="scalars"):
         connection.query("SELECT * FROM scalar")
 
 
-def test_what_is_already_defined_follows_the_store(connection, writer, batch):
+def test_existing_views_show_new_rows(connection, writer, batch):
     assert 0 == connection.query("FROM loss_curve").num_rows
     writer.append(batch(range(3)))
 
@@ -78,7 +78,7 @@ def test_what_is_already_defined_follows_the_store(connection, writer, batch):
 
 
 @pytest.mark.parametrize(("dataset", "rollups"), ROLLUPS.items())
-def test_a_view_that_is_empty_by_its_text_has_the_columns_of_the_one_that_sums(dataset, rollups):
+def test_empty_rollup_view_has_the_columns_of_the_aggregating_one(dataset, rollups):
     with duckdb.connect() as plain:
         plain.execute(f"CREATE TABLE rows_of AS {empty_select(rollups)}")
         plain.execute(rollup_view(dataset, "rows_of"))

@@ -1,4 +1,4 @@
-"""Runs removed, renamed and joined: no other row changes, and no row key comes twice."""
+"""Runs that are removed, renamed and merged: other rows are unchanged, and row keys remain unique."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.base.errors import ClaimError, ConflictError, StoreError
+from rankscope_storage.base.errors import ConflictError, ShardLockError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
@@ -25,7 +25,7 @@ def run_version(run: str, state: str, *, ordinal: int = 1, kind: str = "live") -
 
 
 def told(root) -> dict[str, list[tuple]]:
-    """Scalars by run: attempt, incarnation and seq."""
+    """Return attempt, incarnation and seq of the scalars, by run."""
     with connect(root) as connection:
         rows = connection.sql("SELECT run, attempt, incarnation, seq FROM scalars ORDER BY ALL").fetchall()
     found: dict[str, list[tuple]] = {}
@@ -40,7 +40,7 @@ def expected(attempt: int, incarnation: str, count: int) -> list[tuple]:
 
 @pytest.fixture(params=["own parts", "one shared file"])
 def root(request, store, writer, batch: Callable, monkeypatch):
-    """Runs a, b and c have ended; nobody serves the store."""
+    """Return a store of the ended runs a, b and c, without a running service."""
     if request.param == "own parts":
         monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 1)
     for number, run in enumerate("abc"):
@@ -53,17 +53,17 @@ def root(request, store, writer, batch: Callable, monkeypatch):
     return store.root
 
 
-def test_a_removed_run_is_gone_and_the_others_are_as_they_were(root):
+def test_removed_run_has_no_rows_and_others_are_unchanged(root):
     report = edit.remove(root, "b", sync_to_disk)
 
-    assert 6 == report.rows  # five scalars, and what the store said of the run
+    assert 6 == report.rows  # five scalars and the row in `runs`
     assert {"a": expected(0, "ia", 4), "c": expected(0, "ic", 6)} == told(root)
     assert check(root, deep=True).is_intact
     with connect(root) as connection:
         assert [("a",), ("c",)] == connection.sql("SELECT run FROM runs ORDER BY run").fetchall()
 
 
-def test_a_renamed_run_has_all_its_rows_under_its_new_name(root):
+def test_renamed_run_has_all_rows_under_its_new_name(root):
     edit.rename(root, "b", "new/name", sync_to_disk)
 
     assert {"a": expected(0, "ia", 4), "c": expected(0, "ic", 6), "new/name": expected(0, "ib", 5)} == told(root)
@@ -72,7 +72,7 @@ def test_a_renamed_run_has_all_its_rows_under_its_new_name(root):
         assert not any("part=b/" in file for file in connection.files("scalars"))
 
 
-def test_a_run_joined_to_another_comes_behind_its_attempts(root):
+def test_merged_run_has_attempts_after_those_of_the_other(root):
     edit.merge(root, "b", "a", sync_to_disk)
 
     assert {"a": expected(0, "ia", 4) + expected(1, "ib", 5), "c": expected(0, "ic", 6)} == told(root)
@@ -82,7 +82,7 @@ def test_a_run_joined_to_another_comes_behind_its_attempts(root):
         assert [(1,), (3,)] == connection.sql("SELECT ordinal FROM runs_history WHERE run = 'a' ORDER BY 1").fetchall()
 
 
-def test_a_name_that_is_taken_or_missing_is_refused(root):
+def test_existing_target_name_or_missing_run_is_refused(root):
     with pytest.raises(StoreError, match="a run is called 'a' already"):
         edit.rename(root, "b", "a", sync_to_disk)
     with pytest.raises(StoreError, match="no run is called 'nobody'"):
@@ -91,17 +91,17 @@ def test_a_name_that_is_taken_or_missing_is_refused(root):
         edit.merge(root, "b", "b", sync_to_disk)
 
 
-def test_a_run_that_goes_on_is_left_alone_as_long_as_its_service_lives(store, writer, batch):
+def test_running_run_cannot_be_edited_while_its_service_runs(store, writer, batch):
     writer.append(batch(range(3)))
     writer.append(run_version("r", "running"))
-    with pytest.raises(ClaimError, match=r"'r' is running: .* host-a pid 1, which is alive"):
+    with pytest.raises(ShardLockError, match=r"'r' is running: .* host-a pid 1, which is running"):
         edit.remove(store.root, "r", sync_to_disk)
     writer.close()
 
     assert 4 == edit.remove(store.root, "r", sync_to_disk).rows
 
 
-def test_a_service_goes_on_appending_other_runs_meanwhile(store, writer, batch):
+def test_service_appends_other_runs_during_an_edit(store, writer, batch):
     writer.append(batch(range(3), run="old", incarnation="i-old"))
     writer.append(run_version("old", "failed"))
     writer.append(batch(range(3)))
@@ -111,8 +111,8 @@ def test_a_service_goes_on_appending_other_runs_meanwhile(store, writer, batch):
     assert {"r": expected(0, "i0", 5)} == told(store.root)
 
 
-def test_no_service_begins_on_a_run_that_died_while_it_is_being_renamed(store, writer, batch, monkeypatch):
-    """Its rows would keep the old name. Afterwards one begins as ever."""
+def test_no_service_can_claim_during_the_rename_of_a_dead_run(store, writer, batch, monkeypatch):
+    """Its rows would keep the old name. After the rename, a service can claim the shard."""
     writer.append(batch(range(3)))
     writer.append(run_version("r", "running"))
     writer.close()
@@ -120,7 +120,7 @@ def test_no_service_begins_on_a_run_that_died_while_it_is_being_renamed(store, w
     genuine = edit.write_file
 
     def meanwhile(*arguments, **options):
-        with pytest.raises(ClaimError, match="rankscope runs, which is alive"):
+        with pytest.raises(ShardLockError, match="rankscope runs, which is running"):
             store.claim(owner="b")
         tried.append(1)
         return genuine(*arguments, **options)
@@ -134,8 +134,8 @@ def test_no_service_begins_on_a_run_that_died_while_it_is_being_renamed(store, w
 
 
 @pytest.mark.parametrize("act", ["rename", "merge", "remove"])
-def test_what_a_service_appends_of_the_run_meanwhile_follows_it(store, writer, batch, monkeypatch, act):
-    """The run has ended, as far as the store knows; a ring still had records of it."""
+def test_rows_appended_during_an_edit_are_edited_too(store, writer, batch, monkeypatch, act):
+    """The run has ended according to the store, but a ring still had records of it."""
     for run in ("r", "other"):
         writer.append(batch(range(3), run=run, incarnation=f"i{run}"))
         writer.append(run_version(run, "completed"))
@@ -161,11 +161,11 @@ def test_what_a_service_appends_of_the_run_meanwhile_follows_it(store, writer, b
         "remove": {"other": before},
     }
     assert after[act] == told(store.root)
-    assert 6 == done.rows  # five scalars and what the store said of the run
+    assert 6 == done.rows  # five scalars and the row in `runs`
 
 
-def test_refusals_count_anew_when_something_was_changed_and_what_is_left_is_told(store, writer, batch, monkeypatch):
-    """A compaction comes between again and again, and the service appends each time."""
+def test_refusals_are_counted_from_the_last_success_and_reported(store, writer, batch, monkeypatch):
+    """A compaction commits first again and again, and the service appends each time."""
     writer.append(batch(range(1), incarnation="ir"))
     writer.append(run_version("r", "completed"))
     genuine, seqs = Log.commit, iter(range(1, 100))
@@ -179,14 +179,14 @@ def test_refusals_count_anew_when_something_was_changed_and_what_is_left_is_told
         return genuine(log, change)
 
     monkeypatch.setattr(Log, "commit", commit)
-    with pytest.raises(StoreError, match=r"4 rows of 'r' were changed; a service goes on .*`rankscope runs merge`"):
+    with pytest.raises(StoreError, match=r"4 rows of 'r' were changed; a service continues .*`rankscope runs merge`"):
         edit.rename(store.root, "r", "new", sync_to_disk)
 
     assert {"new": expected(0, "ir", 3), "r": [(0, "ir", 3)]} == told(store.root)
 
 
-def test_a_run_joined_to_one_that_got_another_attempt_comes_behind_that_too(store, writer, batch, scalars, monkeypatch):
-    """A compaction came between as well, so that the first try was refused."""
+def test_merge_counts_attempts_appended_to_the_target_meanwhile(store, writer, batch, scalars, monkeypatch):
+    """A compaction also commits first, so that the first try is refused."""
     for run in ("r", "other"):
         writer.append(batch(range(3), run=run, incarnation=f"i{run}"))
         writer.append(run_version(run, "completed"))
@@ -208,7 +208,7 @@ def test_a_run_joined_to_one_that_got_another_attempt_comes_behind_that_too(stor
 
 
 @pytest.mark.parametrize(("kind", "again"), [("jsonl", 3), ("live", 0)])
-def test_what_was_imported_may_be_imported_again_and_what_ranks_sent_does_not_come_back(store, batch, kind, again):
+def test_removed_import_can_be_repeated_but_ranks_do_not_send_again(store, batch, kind, again):
     with Store.open(store.root).claim(owner="importer") as writer:
         writer.append(batch(range(3)))
         writer.append(run_version("r", "completed", kind=kind))
@@ -218,7 +218,7 @@ def test_what_was_imported_may_be_imported_again_and_what_ranks_sent_does_not_co
     assert again == len(told(store.root).get("r", []))
 
 
-def test_a_removal_killed_before_its_commit_has_changed_nothing(root):
+def test_removal_killed_before_its_commit_changes_nothing(root):
     class Killed(BaseException):
         pass
 
@@ -235,11 +235,11 @@ def test_a_removal_killed_before_its_commit_has_changed_nothing(root):
 
 
 @pytest.mark.parametrize("name", ["", "  ", "x" * 1001, "a\nb", "\udcff"])
-def test_a_run_is_not_renamed_to_what_nobody_could_name_again(root, name):
-    """Rows without a run are those of exporters; a lone surrogate is what a shell makes of a byte that is no UTF-8."""
+def test_unprintable_or_empty_run_names_are_refused(root, name):
+    """Rows without a run are samples of exporters. A shell converts a byte that is no UTF-8 to a lone surrogate."""
     before = told(root)
 
-    with pytest.raises(StoreError, match=r"a run needs a name|a name of a run has at most 1000 characters"):
+    with pytest.raises(StoreError, match=r"a run needs a name|a name of a run has at most 1000 printable characters"):
         edit.rename(root, "a", name, sync_to_disk)
 
     assert before == told(root)

@@ -1,4 +1,4 @@
-"""Tags and notes of runs: kept whoever writes last, taken away again, and never in the way of the service."""
+"""Tags and notes of runs: stored with any order of writers, removable, and independent of the service."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from rankscope_storage.api import summaries
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.connection import connect
+from rankscope_storage.files.parquet import write_file
 from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
@@ -27,7 +28,7 @@ MOMENT = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
 
 def version(state: str, ordinal: int, run: str = "r") -> Batch:
-    """What a service says of a run; `ordinal` is its clock."""
+    """Return the row of a service for a run; `ordinal` is its clock."""
     row = {"run": run, "attempt": 0, "state": state, "ordinal": ordinal, "source_kind": "live"}
     row["ts"] = MOMENT + dt.timedelta(microseconds=ordinal)
     return Batch(tables={"runs": pa.Table.from_pylist([row], schema=dataset_schema("runs"))}, watermarks={})
@@ -44,7 +45,7 @@ def root(store, writer):
     return store.root
 
 
-def test_tags_and_note_are_set_changed_and_taken_away(root):
+def test_tags_and_note_are_set_changed_and_removed(root):
     edit_tags(root, "r", set_tags({"team": "ours", "size": "7b"}), sync_to_disk)
     edit_tags(root, "r", set_note("  warm-up too short\nsee r2 "), sync_to_disk)
     after = edit_tags(root, "r", remove_tags(["team"]), sync_to_disk)
@@ -56,7 +57,7 @@ def test_tags_and_note_are_set_changed_and_taken_away(root):
     assert [("running", None, None)] == shown(root)
 
 
-def test_the_service_that_writes_the_run_goes_on_and_takes_no_label_away(root, writer, batch):
+def test_service_writes_its_run_without_removing_tags(root, writer, batch):
     edit_tags(root, "r", set_tags({"keep": "yes"}), sync_to_disk)
     writer.append(batch(range(3)))
     writer.append(version("completed", 2))
@@ -65,38 +66,35 @@ def test_the_service_that_writes_the_run_goes_on_and_takes_no_label_away(root, w
     assert [("completed", '{"keep":"yes"}', "done")] == shown(root)
 
 
-def test_a_label_given_at_the_same_time_does_not_bring_back_an_older_state(root, writer, monkeypatch):
-    """The service says that the run has ended between our look at it and our commit."""
-    written = tags._written
+def test_concurrent_tag_does_not_restore_an_older_state(root, writer):
+    """The service stores the end of the run between the read and the commit of the edit."""
 
-    def late(*arguments):
+    def late(known: TagsAndNote) -> TagsAndNote:
         writer.append(version("failed", 2))
-        return written(*arguments)
+        return set_tags({"a": "1"})(known)
 
-    monkeypatch.setattr(tags, "_written", late)
-    edit_tags(root, "r", set_tags({"a": "1"}), sync_to_disk)
+    edit_tags(root, "r", late, sync_to_disk)
 
     assert [("failed", '{"a":"1"}', None)] == shown(root)
 
 
-def test_two_who_label_at_once_lose_nothing(root, monkeypatch):
-    """Both looked at the same version: the second commit is refused, and made anew of what the first one left."""
-    written, refused = tags._written, []
+def test_concurrent_edits_of_tags_are_both_stored(root):
+    """Both read the same version: the second commit is refused, and repeated on top of the first."""
+    others = iter([set_tags({"other": "2"})])
 
-    def second(*arguments):
-        monkeypatch.setattr(tags, "_written", written)
-        edit_tags(root, "r", set_tags({"other": "2"}), sync_to_disk)
-        refused.append(written(*arguments))
-        return refused[0]
+    def mine(known: TagsAndNote) -> TagsAndNote:
+        for other in others:
+            edit_tags(root, "r", other, sync_to_disk)
+        return set_tags({"mine": "1"})(known)
 
-    monkeypatch.setattr(tags, "_written", second)
-    edit_tags(root, "r", set_tags({"mine": "1"}), sync_to_disk)
+    edit_tags(root, "r", mine, sync_to_disk)
 
-    assert not (root / refused[0].path).exists()  # the refused commit left no file behind
+    with connect(root) as connection:
+        assert len(connection.files("runs")) == len(list(root.glob("dataset=runs/part=*/*.parquet")))  # none refused
     assert [("running", '{"mine":"1","other":"2"}', None)] == shown(root)
 
 
-def test_labels_follow_a_run_that_is_renamed(root, writer):
+def test_tags_follow_a_renamed_run(root, writer):
     edit_tags(root, "r", set_tags({"a": "1"}), sync_to_disk)
     writer.append(version("completed", 2))
     writer.close()
@@ -106,7 +104,7 @@ def test_labels_follow_a_run_that_is_renamed(root, writer):
     assert [("completed", '{"a":"1"}')] == shown(root, "state, tags", "better")
 
 
-def test_labels_outlive_compaction(root, writer, monkeypatch):
+def test_tags_survive_compaction(root, writer, monkeypatch):
     monkeypatch.setattr("rankscope_storage.maintenance.compaction_plan.SMALL_FILES", 1)
     edit_tags(root, "r", set_tags({"a": "1"}), sync_to_disk)
     writer.append(version("stalled", 3))
@@ -115,11 +113,12 @@ def test_labels_outlive_compaction(root, writer, monkeypatch):
     assert [("stalled", '{"a":"1"}', None)] == shown(root)
 
 
-def test_a_clock_that_was_set_back_does_not_bring_back_an_older_label(root, monkeypatch):
-    later = tags._version(tags._known(root, "r"), TagsAndNote({"a": "old"}))
+def test_clock_set_back_does_not_restore_older_tags(root):
+    later = tags._new_version(tags._known(root, "r"), TagsAndNote({"a": "old"}))
     ahead = pa.array([MOMENT.replace(year=2090)], later.schema.field("ts").type)
     later = later.set_column(later.schema.get_field_index("ts"), "ts", ahead)
-    tags.Log.open(root, sync_to_disk).commit(Change(added=[tags._written(root, later, sync_to_disk)]))
+    file = write_file(root, "runs", "_shared-2090-01-01", conform(later, "runs"), sync_to_disk)
+    tags.Log.open(root, sync_to_disk).commit(Change(added=[file]))
     edit_tags(root, "r", set_tags({"a": "new"}), sync_to_disk)
 
     assert [("running", '{"a":"new"}', None)] == shown(root)
@@ -140,31 +139,31 @@ def test_a_clock_that_was_set_back_does_not_bring_back_an_older_label(root, monk
         (set_note("a\x1b[2J"), "printable"),
     ],
 )
-def test_what_nobody_could_type_or_read_again_is_refused(change, complaint):
+def test_invalid_tags_and_notes_are_refused(change, complaint):
     with pytest.raises(StoreError, match=complaint):
         change(TagsAndNote())
 
 
-def test_what_is_refused_changes_nothing(root):
+def test_refused_edit_of_tags_changes_nothing(root):
     with pytest.raises(StoreError, match="no key of a tag"):
         edit_tags(root, "r", set_tags({"good": "1", "": "x"}), sync_to_disk)
 
     assert [("running", None, None)] == shown(root)
 
 
-def test_a_run_that_nobody_registered_has_no_labels(root, writer, batch):
+def test_unregistered_run_cannot_have_tags(root, writer, batch):
     writer.append(batch(range(3), run="rows alone", incarnation="i1"))
 
-    with pytest.raises(StoreError, match="nothing of 'rows alone' beside its rows"):
+    with pytest.raises(StoreError, match="run 'rows alone' is not registered"):
         edit_tags(root, "rows alone", set_note("x"), sync_to_disk)
 
 
 @pytest.mark.parametrize("text", [None, "", "no JSON", "[1]", "3", '{"a": 1}'])
-def test_tags_written_by_another_program_that_are_none_are_none(text):
+def test_invalid_tags_of_another_program_are_ignored(text):
     assert {} == parse_tags(text)
 
 
-def test_a_disk_that_takes_no_file_is_told_in_words(root, monkeypatch):
+def test_full_disk_raises_store_error_for_tags(root, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -173,7 +172,7 @@ def test_a_disk_that_takes_no_file_is_told_in_words(root, monkeypatch):
         edit_tags(root, "r", set_note("x"), sync_to_disk)
 
 
-# A store whose files were written before these columns were.
+# A store with files that lack these columns.
 
 
 @pytest.fixture
@@ -181,8 +180,8 @@ def old(tmp_path):
     return Path(shutil.copytree(OLD_STORE, tmp_path / "old"))
 
 
-def test_a_store_written_before_there_were_labels_reads_on(old):
-    """The files in `tests/storage/data` were written by the release before; nothing of them may change."""
+def test_store_of_a_release_without_tags_is_readable(old):
+    """The previous release wrote the files in `tests/storage/data`, which must not change."""
     with connect(old) as connection:
         assert "tags" not in {field.name for field in connection._log._table.schema().fields}
         rows = summaries.runs(connection).to_pylist()
@@ -194,7 +193,7 @@ def test_a_store_written_before_there_were_labels_reads_on(old):
     assert check(old, deep=True).is_intact
 
 
-def test_a_store_written_before_there_were_labels_takes_them_and_further_rows(old):
+def test_store_of_a_release_without_tags_accepts_tags_and_rows(old):
     edit_tags(old, "before", set_tags({"kept": "1"}), sync_to_disk)
     with Store.open(old).claim(owner="after") as writer:
         writer.append(version("running", 20, run="after"))

@@ -1,4 +1,4 @@
-"""What rollups should say, computed from the rows one by one: an independent second opinion."""
+"""An independent reference for rollups, computed row by row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SERIES = {
 
 
 def rollups(dataset: str, rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Return the rollup of all `rows`, a row per series and bucket; means are exact fractions, or None."""
+    """Return the rollups of all `rows`, one per series and bucket; means are exact fractions, or None."""
     buckets: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         series = tuple(row.get(name) for name in SERIES[dataset])

@@ -1,4 +1,4 @@
-"""`collective_calls`: one row for what all ranks of a group called together, against a slow reference in Python."""
+"""`collective_calls`: one row per collective of a group, compared with a slow reference in Python."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Calls = Callable[[list[dict[str, Any]]], dict[tuple[str, int, int], dict[str, An
 
 
 def view_over(table: pa.Table) -> list[dict[str, Any]]:
-    """Return the view's rows, in memory: an own store for each history would take seconds."""
+    """Return the rows of the view from memory, because a separate store per history would take seconds."""
     with duckdb.connect() as connection:
         connection.register("collectives", table)
         connection.execute(COLLECTIVE_CALLS)
@@ -50,7 +50,7 @@ def view_over(table: pa.Table) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def calls() -> Calls:
-    """Return what gives the rows of the view over rows of `collectives`, by group, number and count."""
+    """Return a function that returns the rows of the view for rows of `collectives`, ordered by group and number."""
 
     def made(rows: list[dict[str, Any]]) -> dict[tuple[str, int, int], dict[str, Any]]:
         found = view_over(pa.Table.from_pylist(rows, schema=dataset_schema("collectives")))
@@ -59,7 +59,7 @@ def calls() -> Calls:
     return made
 
 
-def test_the_view_stands_in_every_store(tmp_path):
+def test_view_exists_in_every_store(tmp_path):
     store = Store.open(tmp_path / "store", create=True)
     with store.claim(owner="me") as writer, connect(store.root) as connection:
         empty = connection.query("FROM collective_calls").to_pylist()
@@ -70,7 +70,7 @@ def test_the_view_stands_in_every_store(tmp_path):
     assert ([], [{"last_rank": 1, "spread": 0.5}]) == (empty, found)
 
 
-def test_the_questions_of_the_documentation_are_answered(tmp_path):
+def test_queries_of_the_documentation_return_rows(tmp_path):
     text = (Path(__file__).parents[3] / "docs" / "collectives.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
     store = Store.open(tmp_path / "store", create=True)
@@ -88,7 +88,7 @@ def standing(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("state", "ranks_entered", "ranks_missing", "ranks_waiting", "ranks_unread"))
 
 
-def test_who_came_last_and_how_long_the_others_waited(calls):
+def test_last_rank_and_waiting_time_of_the_others(calls):
     (row,) = calls([call(0, 1, 1.0), call(1, 1, 1.25)]).values()
 
     assert ("over", [0, 1], [], [], []) == standing(row)
@@ -98,7 +98,7 @@ def test_who_came_last_and_how_long_the_others_waited(calls):
     )
 
 
-def test_how_far_ranks_are_is_told_in_the_words_of_a_hang(calls):
+def test_states_of_calls_have_the_names_of_hang_reports(calls):
     rows = calls(
         [
             *(call(rank, 1, 1.0) for rank in (0, 1)),
@@ -113,20 +113,20 @@ def test_how_far_ranks_are_is_told_in_the_words_of_a_hang(calls):
     assert (CallState.OVER, [0, 1], [], [], []) == standing(rows["0", 5, 1])
 
 
-def test_a_rank_that_is_behind_and_was_read_since_never_entered(calls):
+def test_rank_behind_that_was_read_after_the_call_never_entered(calls):
     rows = calls([call(0, 4, 4.0, state="entered"), call(1, 1, 30.0, group_id="other", group_ranks="1")])
 
     assert (CallState.NEVER_ENTERED, [0], [1], [0], []) == standing(rows["0", 4, 1])
 
 
-def test_a_rank_that_was_not_read_since_is_not_said_to_have_missed_a_call(calls):
+def test_rank_that_was_not_read_after_the_call_is_not_missing(calls):
     rows = calls([call(0, 1, 1.0), call(1, 1, 1.0), call(0, 2, 50.0, state="entered")])
 
     assert (CallState.UNKNOWN, [0], [], [0], [1]) == standing(rows["0", 2, 1])
 
 
-def test_a_rank_that_has_gone_on_was_in_a_call_without_a_row(calls):
-    """Torch overwrote it before it was read."""
+def test_rank_ahead_without_a_row_was_in_the_call(calls):
+    """PyTorch overwrote its row before the rank was read."""
     rows = calls([call(0, 1, 1.0), call(0, 2, 2.0), call(1, 2, 2.0)])
 
     assert (CallState.OVER, [0], [], [], [1]) == standing(rows["0", 1, 1])
@@ -136,22 +136,22 @@ def test_a_rank_that_has_gone_on_was_in_a_call_without_a_row(calls):
     ("other", "is_mismatch"),
     [({"op": "broadcast"}, True), ({"dtype": "int64"}, True), ({"bytes": 16}, True), ({"call_site": "x.py[1]"}, False)],
 )
-def test_ranks_that_called_different_things_are_marked(other, is_mismatch, calls):
+def test_calls_with_different_ops_are_marked_as_mismatch(other, is_mismatch, calls):
     assert is_mismatch is calls([call(0, 1, 1.0), call(1, 1, 1.0, **other)])["0", 1, 1]["is_mismatch"]
 
 
-def test_sizes_may_differ_where_ranks_have_different_parts(calls):
+def test_sizes_may_differ_for_uneven_ops(calls):
     rows = [call(0, 1, 1.0, op="gather", bytes=8), call(1, 1, 1.0, op="gather", bytes=4)]
 
     assert False is calls(rows)["0", 1, 1]["is_mismatch"]
 
 
-def test_messages_and_rows_without_a_group_are_no_calls(calls):
+def test_p2p_and_rows_without_a_group_are_no_calls(calls):
     assert {} == calls([call(0, 1, 1.0, is_p2p=True), call(1, 1, 1.0, group_id=None)])
 
 
-def test_calls_of_one_number_are_counted_in_their_order(calls):
-    """As NCCL numbers those that are coalesced."""
+def test_calls_with_one_number_are_counted_in_order(calls):
+    """NCCL gives coalesced calls one number."""
     rows = [call(rank, 1, at, bytes=size) for rank in (0, 1) for at, size in ((1.0, 4), (1.5, 8))]
 
     assert [(1, 4, False), (2, 8, False)] == [
@@ -160,7 +160,7 @@ def test_calls_of_one_number_are_counted_in_their_order(calls):
 
 
 History = list[tuple[int, int, int, bool]]
-"""Rank, number, when, and whether the rank is through."""
+"""Elements: rank, number, time, and whether the rank has left the call."""
 
 HISTORIES = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(0, 50), st.booleans()),
@@ -171,7 +171,7 @@ HISTORIES = st.lists(
 
 
 def reference(members: range, history: History) -> dict[int, tuple[Any, ...]]:
-    """Return who is where with each call, and the spread of the entries."""
+    """Return the state of each rank in each call, and the spread of the entry times."""
     by_seq: dict[int, dict[int, tuple[int, bool]]] = defaultdict(dict)
     for rank, seq, at, left in history:
         by_seq[seq][rank] = at, left
@@ -190,8 +190,8 @@ def reference(members: range, history: History) -> dict[int, tuple[Any, ...]]:
 
 @settings(max_examples=6, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), HISTORIES), min_size=1, max_size=12))
-def test_every_history_is_told_as_a_reference_tells_it(histories):
-    """Each is a run of its own."""
+def test_view_equals_the_reference_for_every_history(histories):
+    """Each history is a separate run."""
     expected, rows = {}, []
     for number, (size, history) in enumerate(histories):
         made = [entry for entry in history if entry[0] < size]

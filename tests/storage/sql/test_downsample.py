@@ -1,4 +1,4 @@
-"""`downsample`: never more points than asked for, and none that matters is missing."""
+"""`downsample`: never more points than requested, and every extreme."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def thinned(database, rows: Sequence[tuple[int, int, float]], points: int) -> di
 
 
 def bits(points: Sequence[Point]) -> set[tuple[float, str]]:
-    """NaN is unequal to itself; its text is not."""
+    """Return values as text, in which NaN equals NaN."""
     return {(x, str(y)) for x, y in points}
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(POINTS, min_size=1, max_size=3), st.integers(5, 60))
-def test_points_are_stored_ones_few_enough_in_order_and_hold_ends_and_extremes_of_every_bucket(database, curves, limit):
+def test_points_are_stored_ordered_and_include_ends_and_extremes(database, curves, limit):
     rows = [(number, x, y) for number, curve in enumerate(curves) for x, y in curve.items()]
     found = thinned(database, rows, limit)
 
@@ -69,7 +69,7 @@ def test_points_are_stored_ones_few_enough_in_order_and_hold_ends_and_extremes_o
 
 
 def buckets(curve: dict[int, float], limit: int) -> list[dict[int, float]]:
-    """The reference: equal parts of the range of x, a third of the points each."""
+    """Return the reference: buckets of equal width in x, a third as many as points."""
     first, last, count = min(curve), max(curve), (limit - 2) // 3
     found: dict[int, dict[int, float]] = defaultdict(dict)
     for x, y in curve.items():
@@ -86,7 +86,7 @@ def assert_extremes_kept(bucket: dict[int, float], kept: dict[int, float]) -> No
         assert any(map(math.isnan, kept.values()))
 
 
-def test_points_at_the_same_place_at_an_end_are_one_of_them(database):
+def test_points_with_equal_x_at_an_end_give_one_of_them(database):
     ends = [(0, 0, math.nan), (0, 0, 5.0), (0, 99, math.nan), (0, 99, 7.0)]
     rows = [(0, x, float(x % 10)) for x in range(1, 99)]
     kept = thinned(database, rows + ends, 20)[0]
@@ -96,7 +96,7 @@ def test_points_at_the_same_place_at_an_end_are_one_of_them(database):
     assert len(kept) <= 20
 
 
-def test_a_single_spike_in_a_long_curve_is_kept(database):
+def test_single_spike_in_a_long_curve_is_kept(database):
     rows = [(0, step, 1e9 if step == 123_457 else float(step % 7)) for step in range(200_000)]
     kept = thinned(database, rows, 4000)[0]
 
@@ -104,7 +104,7 @@ def test_a_single_spike_in_a_long_curve_is_kept(database):
     assert 2000 < len(kept) <= 4000
 
 
-def test_too_few_points_to_keep_a_bucket_are_refused(database):
+def test_fewer_than_five_points_are_refused(database):
     with pytest.raises(duckdb.Error, match="ask for at least 5 points"):
         thinned(database, [(0, 0, 1.0)], 4)
 

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, against times laid out by hand; and that all of it is told, whatever the rows."""
+"""The parts of the wall time of a run, compared with hand-written times; they always add up to the whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def at(seconds: float) -> dt.datetime:
 
 
 class History:
-    """Rows of a run as a service would have stored them, put down second by second."""
+    """Builds the rows of a run, as a service would have stored them, second by second."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[dict[str, Any]]] = {"scalars": [], "events": [], "attempts": []}
@@ -68,10 +68,10 @@ def parts(row: dict[str, Any]) -> dict[str, float]:
 
 @pytest.fixture
 def killed() -> History:
-    """Killed at 160 after step 8, of which the checkpoint behind step 5 remembers five; goes on at 200.
+    """Return a run that was killed at 160 s, after step 8, and restarted at 200 s from the checkpoint after step 5.
 
-    12 s to the first step, which takes 20; then steps of 10, with a checkpoint of 8 behind step 5 and an evaluation of
-    5 behind step 3.
+    The first step begins at 12 s and takes 20 s. Later steps take 10 s, with a checkpoint of 8 s after step 5 and an
+    evaluation of 5 s after step 3.
     """
     history = History()
     history.launch(0, 0, 160)
@@ -90,12 +90,12 @@ def killed() -> History:
     return history
 
 
-def test_a_run_that_was_killed_and_started_again(killed, writer, connection):
+def test_parts_of_a_run_that_was_killed_and_restarted(killed, writer, connection):
     killed.put(writer)
     first, second = connection.query("FROM goodput_attempts ORDER BY attempt").to_pylist()
     (run,) = connection.query("FROM goodput").to_pylist()
 
-    # Useful are 2 to 5; 6 to 8 were made again.
+    # Steps 2 to 5 are useful; 6 to 8 were repeated.
     assert {
         "startup": 12, "first_step": 20, "useful": 40, "evaluation": 5, "checkpoint": 8, "lost": 30, "idle": 45,
     } == parts(first)  # fmt: skip
@@ -106,7 +106,7 @@ def test_a_run_that_was_killed_and_started_again(killed, writer, connection):
     assert (2, 12, 3) == (run["attempts"], run["steps"], run["lost_steps"])
 
 
-def test_a_hang_that_ended_is_taken_off_its_step_and_one_that_did_not_is_the_rest(writer, connection):
+def test_ended_hang_is_subtracted_from_its_step_and_open_one_is_the_rest(writer, connection):
     history = History()
     history.launch(0, 0, 100)
     history.step(0, 1, 10, 10)
@@ -120,10 +120,10 @@ def test_a_hang_that_ended_is_taken_off_its_step_and_one_that_did_not_is_the_res
     assert {"first_step": 10, "useful": 10, "hang": 25 + 55} == parts(row)
 
 
-def test_a_skipped_step_is_lost_and_so_is_what_a_script_rolls_back_by_itself(writer, connection):
+def test_skipped_steps_and_steps_repeated_by_the_script_are_lost(writer, connection):
     history = History()
     history.launch(0, 0, 60)
-    for ended, step in ((10, 1), (20, 2), (30, 3), (40, 3), (50, 4), (60, 5)):  # back to 3 within one process
+    for ended, step in ((10, 1), (20, 2), (30, 3), (40, 3), (50, 4), (60, 5)):  # step 3 is repeated within one process
         history.step(0, step, ended, 10)
     skipped = {key: history.rows["scalars"][-1][key] for key in ("attempt", "rank", "incarnation", "seq", "ts")}
     history.rows["events"].append({**skipped, "type": "step_skipped"})
@@ -133,7 +133,7 @@ def test_a_skipped_step_is_lost_and_so_is_what_a_script_rolls_back_by_itself(wri
     assert {"first_step": 10, "useful": 30, "lost": 20} == parts(row)
 
 
-def test_one_rank_tells_for_all_and_a_launch_that_made_no_step_only_started(writer, connection):
+def test_lowest_rank_counts_and_a_launch_without_steps_is_startup(writer, connection):
     history = History()
     history.launch(0, 0, 7)
     history.launch(1, 10, None)
@@ -146,7 +146,7 @@ def test_one_rank_tells_for_all_and_a_launch_that_made_no_step_only_started(writ
     assert [{"startup": 7}, {"downtime": 3, "first_step": 10, "useful": 10}] == [parts(row) for row in rows]
 
 
-def test_an_imported_run_has_no_wall_time_of_ours(writer, connection):
+def test_imported_run_has_no_wall_time(writer, connection):
     rows = [{"run": "r", "attempt": 0, "step": 1, "name": "step_seconds", "value": 1.0, "ts": START}]
     writer.append(
         Batch(tables={"scalars": pa.Table.from_pylist(rows, schema=dataset_schema("scalars"))}, watermarks={})
@@ -155,7 +155,7 @@ def test_an_imported_run_has_no_wall_time_of_ours(writer, connection):
     assert [] == connection.query("FROM goodput").to_pylist()
 
 
-def test_the_share_of_each_phase_of_a_step(killed, writer, connection):
+def test_share_of_each_phase_of_a_step(killed, writer, connection):
     killed.put(writer)
     rows = connection.query(
         "SELECT phase, seconds, share FROM step_phases WHERE attempt = 0 AND step = 5 ORDER BY phase"
@@ -164,8 +164,8 @@ def test_the_share_of_each_phase_of_a_step(killed, writer, connection):
     assert [("checkpoint", 8.0, 8 / 18), ("forward", 10.0, 10 / 18)] == [tuple(row.values()) for row in rows]
 
 
-def test_the_memory_that_it_takes_is_of_one_rank_however_many_there_are():
-    """A service asks every minute. 3.2 million rows of 800 ranks do not fit at once."""
+def test_memory_of_the_query_does_not_grow_with_the_number_of_ranks():
+    """A service runs this query every minute, and 3.2 million rows of 800 ranks do not fit into the memory limit."""
     with duckdb.connect(config={"memory_limit": "20MB", "max_temp_directory_size": "0B", "threads": 2}) as plain:
         for dataset, table in History().tables().items():
             plain.register(f"no_{dataset}", table)
@@ -184,7 +184,9 @@ def test_the_memory_that_it_takes_is_of_one_rank_however_many_there_are():
         (row,) = plain.sql("FROM goodput").to_arrow_table().to_pylist()
 
     assert 1000 == row["steps"]
-    assert {"useful": 999 / 4, "checkpoint": 999 / 4, "other_phase": 999 / 2} == parts(row)  # the first lasts no time
+    assert {"useful": 999 / 4, "checkpoint": 999 / 4, "other_phase": 999 / 2} == parts(
+        row
+    )  # the first step takes no time
 
 
 TIMES = st.floats(-20, 120, allow_nan=False)
@@ -195,8 +197,8 @@ HANGS = st.lists(st.tuples(st.integers(0, 2), TIMES, st.floats(0, 60), st.sample
 
 @settings(max_examples=examples(20), deadline=None)
 @given(st.lists(st.tuples(TIMES, st.none() | TIMES), max_size=3), STEPS, HANGS)
-def test_parts_are_the_whole_whatever_the_rows_say(launches, steps, hangs):
-    """Clocks are off, launches overlap, steps overlap or last longer than there was time, phases are too long."""
+def test_parts_add_up_to_the_wall_time_for_any_rows(launches, steps, hangs):
+    """Clocks differ, launches and steps overlap, steps are longer than the elapsed time, phases are too long."""
     history = History()
     for number, (began, ended) in enumerate(launches):
         history.launch(number, began, ended)

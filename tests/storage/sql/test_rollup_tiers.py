@@ -1,4 +1,4 @@
-"""Curves, thinning, timelines and remote read go on where raw rows end; nothing that mattered is missing."""
+"""Curves, downsampling, timelines and remote read continue with rollups where raw rows end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def loss(step: int) -> float:
 
 @pytest.fixture(scope="module")
 def aged(tmp_path_factory) -> Path:
-    """Four days of 100 steps; the first three are rolled up."""
+    """Return a store with four days of 100 steps each, of which the first three are rolled up."""
     store = Store.open(tmp_path_factory.mktemp("aged") / "store", create=True)
     with store.claim(owner="me") as writer:
         scalars = [{"step": step, "ts": at(step), "name": "loss", "value": loss(step)} for step in range(STEPS)]
@@ -68,7 +68,7 @@ def aged(tmp_path_factory) -> Path:
     return store.root
 
 
-def test_the_loss_curve_is_a_point_per_hundred_steps_and_then_each_step(aged):
+def test_loss_curve_has_a_point_per_100_rolled_steps_then_per_step(aged):
     with connect(aged) as connection:
         curve = connection.sql("SELECT first_step, step, loss, parts FROM loss_curve ORDER BY step").fetchall()
     of_finite = [
@@ -79,9 +79,7 @@ def test_the_loss_curve_is_a_point_per_hundred_steps_and_then_each_step(aged):
     assert [(step, step, loss(step), 1) for step in range(RAW_FROM, STEPS)] == curve[3:]
 
 
-def test_an_attempt_that_begins_within_what_is_rolled_up_counts_its_steps_and_takes_over_whole_buckets(
-    store, writer, connection
-):
+def test_attempt_that_begins_within_rollups_supersedes_whole_buckets(store, writer, connection):
     append(writer, "scalars", [{"step": step, "ts": at(step), "name": "loss", "value": 1.0} for step in range(250)])
     policy = Retention(scalars_days=10)
     retain(store.root, policy, sync_to_disk, now=at(250) + dt.timedelta(days=20))
@@ -93,7 +91,7 @@ def test_an_attempt_that_begins_within_what_is_rolled_up_counts_its_steps_and_ta
     assert 13 == connection.sql("FROM scalar_history").count("*").fetchall()[0][0]
 
 
-def test_thinning_goes_on_into_the_rollups(aged):
+def test_downsample_includes_rollups(aged):
     with connect(aged) as connection:
         thinned = connection.sql(
             "WITH c AS (SELECT step, loss FROM loss_curve) FROM downsample(c, step, loss, 20)"
@@ -103,7 +101,7 @@ def test_thinning_goes_on_into_the_rollups(aged):
     assert (399.0, 601.0) == thinned[-1][1:]
 
 
-def test_a_timeline_has_both_tiers_with_means_and_extremes_and_no_anomaly_lost(aged):
+def test_tensor_timeline_has_both_tiers_and_all_non_finite_counts(aged):
     query = """SELECT tier, count(*), sum("rows"), sum(nans * "rows"), max("max"), max(zeros), sum(nonfinite_rows)
         FROM tensor_timeline GROUP BY tier ORDER BY tier"""
     with connect(aged) as connection:
@@ -115,7 +113,7 @@ def test_a_timeline_has_both_tiers_with_means_and_extremes_and_no_anomaly_lost(a
     assert [(99, 49.5, "rollup"), (199, 149.5, "rollup"), (299, 249.5, "rollup"), (300, 300.0, "raw")] == values
 
 
-def test_scalars_have_a_timeline_where_counters_stand_where_they_stood(aged):
+def test_scalar_timeline_keeps_the_last_value_of_counters(aged):
     with connect(aged) as connection:
         query = "SELECT step, value, nonfinite_rows FROM scalar_timeline WHERE name = {} ORDER BY step LIMIT 4"
         tokens = connection.sql(query.format("'tokens_total'")).fetchall()
@@ -138,7 +136,7 @@ def ms(step: int) -> int:
     return int(at(step).timestamp() * 1000)
 
 
-def test_remote_read_goes_on_beyond_the_raw_rows_under_the_same_labels(aged):
+def test_remote_read_returns_rollups_with_the_same_labels(aged):
     norm = asked(aged, ("__name__", "rankscope_tensor_value"), ("op", "norm"))
 
     assert [(ms(99), 49.5), (ms(199), 149.5), (ms(299), 249.5), (ms(300), 300.0)] == norm[:4]
@@ -152,5 +150,5 @@ def test_remote_read_goes_on_beyond_the_raw_rows_under_the_same_labels(aged):
     assert [(ms(99), 1000.0), (ms(199), 2000.0)] == asked(aged, ("__name__", "rankscope_tokens_total"), last=200)
 
 
-def test_a_rank_without_raw_rows_still_says_its_steps(aged):
+def test_rank_without_raw_rows_has_its_step_metric(aged):
     assert [(ms(99), 99.0), (ms(199), 199.0)] == asked(aged, ("__name__", "rankscope_step"), last=200)

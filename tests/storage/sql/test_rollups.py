@@ -1,4 +1,4 @@
-"""Rollups say what all their rows said, in however many pieces and orders they were rolled up, killed or late."""
+"""Rollups contain the statistics of all their rows, for any parts, order, kills and late rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rankscope_storage.runs import edit
 
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
 POLICY = Retention(raw_days=10, scalars_days=10)
-"""The slack is a day."""
+"""With this policy, the slack is a day."""
 
 
 def day(number: float) -> dt.datetime:
@@ -41,7 +41,7 @@ def append(writer: Writer, dataset: str, rows: Sequence[Row]) -> None:
 
 
 def let_age(root, until: float, *, sync=sync_to_disk, works: int | None = None) -> RetentionReport:
-    """Apply POLICY at such a time that what is older than day `until` is too old."""
+    """Apply POLICY at a time at which rows before day `until` are too old."""
     return retain(root, POLICY, sync, now=day(until + 10), works=works)
 
 
@@ -50,7 +50,7 @@ def found(connection: Connection, dataset: str) -> list[dict[str, Any]]:
 
 
 def comparable(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Everything but what is null in all rollups, in an order of its own; means to 13 digits."""
+    """Return the rollups, sorted, without columns of nulls; means have 13 digits."""
     unknown = ("incarnation", "seq", "ordinal", "ts_origin")
     texts = []
     for row in rows:
@@ -64,7 +64,7 @@ def comparable(rows: Sequence[dict[str, Any]]) -> list[str]:
 def told_alike(value: Any) -> Any:
     if isinstance(value, dt.datetime):
         return value.astimezone(dt.UTC).isoformat()
-    return f"{value + 0.0:.12e}" if isinstance(value, float) else value  # no sign of zero
+    return f"{value + 0.0:.12e}" if isinstance(value, float) else value  # without the sign of zero
 
 
 FLOATS = st.one_of(st.none(), st.just(math.nan), st.just(math.inf), st.just(0.0), st.floats(-9, 9, width=32))
@@ -105,11 +105,11 @@ ROWS = st.one_of(
 
 
 class Killed(BaseException):
-    """As if the process died: nothing in our code catches it."""
+    """Simulates a kill: the package does not catch it."""
 
 
 def dying(after: int):
-    """A sync that dies at its `after`-th call."""
+    """A sync function that raises Died at its `after`-th call."""
     left = [after]
 
     def sync(path) -> None:
@@ -123,11 +123,11 @@ def dying(after: int):
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ROWS, st.data())
-def test_whatever_was_rolled_up_when_and_however_often_it_died_the_rollups_are_those_of_all_rows_at_once(
-    tmp_path_factory, monkeypatch, given_rows, data
-):
+def test_rollups_in_any_parts_with_any_kills_equal_those_of_all_rows(tmp_path_factory, monkeypatch, given_rows, data):
     dataset, rows = given_rows
-    rows = [{"run": "r", **row, "ts": day(data.draw(st.floats(0, 9)))} for row in rows]  # late ones too: in any order
+    rows = [
+        {"run": "r", **row, "ts": day(data.draw(st.floats(0, 9)))} for row in rows
+    ]  # in any order, so that some are late
     monkeypatch.setattr(retention_plan, "WORK_ROWS", 5)
     store = Store.open(tmp_path_factory.mktemp("store"), create=True)
     with store.claim(owner="me") as writer, connect(store.root) as connection:
@@ -153,7 +153,7 @@ def timeline(dataset: str) -> str:
 
 
 def steps(first: int, end: int, *, per_day: int = 100, **columns) -> list[Row]:
-    """One tensor, a row per step, `per_day` steps in a day."""
+    """Return rows of one tensor, a row per step, `per_day` steps per day."""
     return [
         {"attempt": 0, "step": step, "ts": day(step / per_day), "kind": "k", "tensor": "t", "norm": 1.0, **columns}
         for step in range(first, end)
@@ -161,8 +161,8 @@ def steps(first: int, end: int, *, per_day: int = 100, **columns) -> list[Row]:
 
 
 @pytest.mark.parametrize("dataset", ["tensor_stats", "scalars"])
-def test_rollups_are_the_same_in_however_many_slices_they_are_summed(tmp_path, monkeypatch, dataset):
-    """Slices are divided where row groups begin; names are no numbers, and some have a quote in them."""
+def test_rollups_are_equal_for_any_number_of_slices(tmp_path, monkeypatch, dataset):
+    """Slices are divided at row groups. Some names contain a quote, and names are no numbers."""
     names = {"tensor_stats": {"kind": "k", "tensor": "{}"}, "scalars": {"name": "{}"}}[dataset]
     value = {"tensor_stats": "norm", "scalars": "value"}[dataset]
     texts = ["a", "a'", "a'b", "学", "b", "layers.10", "layers.9", "~"]
@@ -193,7 +193,7 @@ def test_rollups_are_the_same_in_however_many_slices_they_are_summed(tmp_path, m
     assert [1, 2, 4] == slices
 
 
-def test_a_file_that_reaches_over_the_limit_is_cut_between_two_buckets(store, writer, connection):
+def test_file_across_the_limit_is_divided_between_two_buckets(store, writer, connection):
     append(writer, "tensor_stats", steps(0, 1000, per_day=250))  # four days
     report = let_age(store.root, 2.9)  # in the middle of steps 700 to 799
 
@@ -205,13 +205,13 @@ def test_a_file_that_reaches_over_the_limit_is_cut_between_two_buckets(store, wr
     assert check(store.root, deep=True).is_intact
 
 
-def test_a_file_is_not_cut_for_less_than_the_slack_nor_when_no_bucket_is_over(store, writer, connection):
+def test_file_is_not_divided_within_the_slack_or_without_an_old_bucket(store, writer, connection):
     append(writer, "tensor_stats", steps(0, 300, per_day=100))
     version = Log.open(store.root, sync_to_disk).version
     let_age(store.root, 0.9)
 
     assert version == Log.open(store.root, sync_to_disk).version
-    append(writer, "tensor_stats", steps(0, 90, per_day=1, tensor="slow"))  # its one bucket lasts 90 days
+    append(writer, "tensor_stats", steps(0, 90, per_day=1, tensor="slow"))  # its only bucket lasts 90 days
     version = Log.open(store.root, sync_to_disk).version
     let_age(store.root, 80)
 
@@ -219,9 +219,9 @@ def test_a_file_is_not_cut_for_less_than_the_slack_nor_when_no_bucket_is_over(st
     assert [("slow", 90)] == connection.sql("SELECT tensor, count(*) FROM tensor_stats GROUP BY tensor").fetchall()
 
 
-def test_neither_a_file_that_cannot_be_read_nor_one_without_an_old_bucket_keeps_the_others(store, writer, connection):
+def test_unreadable_file_does_not_block_retention_of_others(store, writer, connection):
     append(writer, "tensor_stats", steps(0, 100, attempt=0))
-    append(writer, "tensor_stats", steps(0, 90, per_day=1, attempt=1))  # its one bucket is not over
+    append(writer, "tensor_stats", steps(0, 90, per_day=1, attempt=1))  # its only bucket has not ended
     append(writer, "tensor_stats", steps(0, 90, per_day=1, attempt=2))
     append(writer, "tensor_stats", steps(0, 100, attempt=3))
     append(writer, "scalars", [{"step": 1, "ts": day(0), "name": "loss", "value": 1.0}])
@@ -236,7 +236,7 @@ def test_neither_a_file_that_cannot_be_read_nor_one_without_an_old_bucket_keeps_
     assert ["cannot roll up files" in text for report in reports for text in report.failed] in ([True], [True, True])
 
 
-def test_a_bucket_that_goes_on_in_a_younger_file_waits_for_it_a_day_at_most(store, writer, connection):
+def test_bucket_that_continues_in_a_newer_file_waits_at_most_a_day(store, writer, connection):
     for first in range(0, 200, 20):
         append(writer, "tensor_stats", steps(first, first + 20))
     let_age(store.root, 1.4)
@@ -245,13 +245,13 @@ def test_a_bucket_that_goes_on_in_a_younger_file_waits_for_it_a_day_at_most(stor
     let_age(store.root, 2.1)
     assert [(0, 100), (100, 100)] == connection.sql('SELECT step, "rows" FROM tensor_rollups ORDER BY 1').fetchall()
     append(writer, "tensor_stats", steps(200, 220))
-    append(writer, "tensor_stats", steps(220, 240, per_day=10))  # training has become slow
+    append(writer, "tensor_stats", steps(220, 240, per_day=10))  # training is slower now
     let_age(store.root, 3.5)
     assert 240 == connection.sql("SELECT sum(rows) FROM tensor_timeline").fetchall()[0][0]
     assert 20 == connection.sql("SELECT count(*) FROM tensor_stats").fetchall()[0][0]
 
 
-def test_late_rows_of_a_bucket_are_one_row_with_the_others(store, writer, connection):
+def test_late_rows_of_a_bucket_are_combined_with_its_rollup(store, writer, connection):
     append(writer, "tensor_stats", steps(0, 60, norm=1.0, nans=0))
     let_age(store.root, 5)
     append(writer, "tensor_stats", steps(60, 100, norm=11.0, nans=2))
@@ -265,7 +265,7 @@ def test_late_rows_of_a_bucket_are_one_row_with_the_others(store, writer, connec
     assert (80, 40, 60) == tuple(row[name] for name in ("nans", "nonfinite_rows", "first_nonfinite_step"))
 
 
-def test_numbers_at_the_ends_of_their_types_stop_no_retention(store, writer, connection):
+def test_extreme_numbers_do_not_block_retention(store, writer, connection):
     lowest, highest = -(1 << 63), (1 << 63) - 1
     rows = [{"step": step, "ts": day(0), "kind": "k", "tensor": "t", "zeros": highest} for step in (lowest, highest)]
     append(writer, "tensor_stats", rows + rows)
@@ -276,7 +276,7 @@ def test_numbers_at_the_ends_of_their_types_stop_no_retention(store, writer, con
     assert [pytest.approx(1.7e308, rel=1e-15)] == [row["value_avg"] for row in found(connection, "scalars")]
 
 
-def test_a_table_of_before_there_were_rollups_gets_their_columns(folder, monkeypatch):
+def test_table_of_an_older_release_gets_the_columns_of_rollups(folder, monkeypatch):
     today = table_schema()
     before = pa.schema([field for field in today if not field.name.startswith(("norm_", "value_"))])
     with monkeypatch.context() as patched:
@@ -290,7 +290,7 @@ def test_a_table_of_before_there_were_rollups_gets_their_columns(folder, monkeyp
         assert 100 == found(connection, "tensor_stats")[0]["norm_count"]
 
 
-def test_rollups_go_with_their_run_when_it_is_removed_renamed_or_joined(store, writer, connection):
+def test_rollups_follow_removal_rename_and_merge_of_their_run(store, writer, connection):
     for run in ("a", "b", "c"):
         append(writer, "tensor_stats", steps(0, 100, run=run))
     let_age(store.root, 5)
@@ -303,7 +303,7 @@ def test_rollups_go_with_their_run_when_it_is_removed_renamed_or_joined(store, w
     assert check(store.root, deep=True).is_intact
 
 
-def test_days_that_many_runs_share_become_months(store, writer):
+def test_rollups_of_shared_days_are_stored_by_month(store, writer):
     append(writer, "tensor_stats", steps(0, 10))
     let_age(store.root, 5)
     (part,) = Log.open(store.root, sync_to_disk).snapshot().files["part"].to_pylist()
@@ -311,7 +311,7 @@ def test_days_that_many_runs_share_become_months(store, writer):
     assert part == f"_shared-{dt.datetime.now(dt.UTC):%Y-%m}"
 
 
-def test_rollups_are_merged_like_all_files(store, writer, connection, monkeypatch):
+def test_rollups_are_compacted_like_other_files(store, writer, connection, monkeypatch):
     monkeypatch.setattr("rankscope_storage.maintenance.compaction_plan.SMALL_FILES", 2)
     for number in range(4):
         append(writer, "tensor_stats", steps(100 * number, 100 * number + 100))
@@ -322,7 +322,7 @@ def test_rollups_are_merged_like_all_files(store, writer, connection, monkeypatc
     assert (1, before) == (len(connection.files("tensor_rollups")), comparable(found(connection, "tensor_stats")))
 
 
-def test_one_mean_of_float32_is_that_of_float64(store, writer, connection):
+def test_mean_of_float32_is_computed_in_float64(store, writer, connection):
     values = np.random.default_rng(0).normal(1e3, 1, 100).astype(np.float32)
     append(writer, "tensor_stats", [{**row, "norm": float(v)} for row, v in zip(steps(0, 100), values, strict=True)])
     let_age(store.root, 5)

@@ -1,4 +1,4 @@
-"""`scalar_curve`: buckets of one scalar against sums in plain Python."""
+"""`scalar_curve`: buckets of one scalar, compared with sums in Python."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def append(writer, rows: list[dict]) -> None:
 
 
 def reference(rows: list[dict], points: int) -> list[tuple]:
-    """What stands, in buckets of equal length from the first step on."""
+    """Return the reference: buckets of equal length from the first step, without superseded steps."""
     told = [row for row in rows if row["step"] is not None and row["value"] is not None]
     first = {row["attempt"] or 0: 1 << 60 for row in told}
     for row in told:
@@ -46,7 +46,7 @@ def reference(rows: list[dict], points: int) -> list[tuple]:
 
 @pytest.mark.parametrize("attempts", [[0], [None], [0, 1, 2], [2, None]])
 @pytest.mark.parametrize("points", [1, 7, 4000])
-def test_a_curve_is_the_mean_and_range_of_buckets_of_what_stands(writer, connection, attempts, points):
+def test_curve_has_mean_and_range_of_buckets_without_superseded_steps(writer, connection, attempts, points):
     draw = random.Random(len(attempts) + points)
     rows = [
         {"attempt": attempt, "rank": rank, "step": draw.choice([None, *range(10, 200)]), "value": draw.gauss(2, 1)}
@@ -64,7 +64,7 @@ def test_a_curve_is_the_mean_and_range_of_buckets_of_what_stands(writer, connect
     assert len(found) <= points
 
 
-def test_no_curve_has_more_points_than_there_are_numbers_of_16_bits(writer, connection):
+def test_curve_has_at_most_32767_points(writer, connection):
     append(writer, [{"step": step} for step in (0, 32_767, 65_536)])
     drawn = [connection.sql("FROM scalar_curve('r', points := 1000000)").fetchall()]
     append_rolled_up(writer)
@@ -74,15 +74,15 @@ def test_no_curve_has_more_points_than_there_are_numbers_of_16_bits(writer, conn
 
 
 @pytest.mark.parametrize("attempts", [[0], [1], [0, None], [0, 1], [None], []])
-def test_the_shorter_statement_is_taken_where_the_log_tells_that_all_is_of_attempt_0(writer, connection, attempts):
+def test_shorter_macro_is_used_if_all_files_are_of_attempt_0(writer, connection, attempts):
     append(writer, [{"attempt": attempt, "step": 1} for attempt in attempts] or [{"run": "s", "attempt": 3, "step": 1}])
     connection.sql("FROM scalar_curve('r')").fetchall()
-    made_of = connection._views.engine.defined["scalar_curve"]
+    made_of = connection._views.instance.defined["scalar_curve"]
 
     assert (made_of == SOLE_ATTEMPT_CURVE) == (attempts in ([0], [0, None]))
 
 
-def test_a_run_that_begins_again_has_its_curve_at_once(writer, connection):
+def test_restarted_run_has_its_curve_immediately(writer, connection):
     append(writer, [{"step": step, "value": 1.0} for step in range(4)])
     before = connection.sql("FROM scalar_curve('r')").fetchall()
     append(writer, [{"attempt": 1, "step": step, "value": 2.0} for step in (2, 3)])
@@ -91,8 +91,8 @@ def test_a_run_that_begins_again_has_its_curve_at_once(writer, connection):
     assert [1.0, 1.0, 2.0, 2.0] == [row[1] for row in connection.sql("FROM scalar_curve('r')").fetchall()]
 
 
-def test_curves_of_several_runs_and_of_a_view_have_what_came_since(writer, connection):
-    """A question names its run, so that only its extents are looked up; through a view it names none."""
+def test_curves_of_several_runs_include_new_rows(writer, connection):
+    """A query with the name of a run reads only the extents of that run; a query through a view has no name."""
     both = "SELECT step, mean FROM scalar_curve('r') UNION ALL SELECT step, mean FROM scalar_curve($other) ORDER BY 1"
     append(writer, [{"step": 1}, {"step": 2, "run": "s"}])
     one = connection.sql("SELECT step, mean FROM scalar_curve('r')").fetchall()
@@ -104,7 +104,7 @@ def test_curves_of_several_runs_and_of_a_view_have_what_came_since(writer, conne
     assert ([(1, 1.0)], [(1, 1.0), (2, 1.0)], [(0, 2), (5, 1)]) == (one, two, of_view)
 
 
-def test_files_of_an_older_shape_have_their_place_in_a_curve(writer, connection, monkeypatch):
+def test_files_with_older_columns_are_part_of_a_curve(writer, connection, monkeypatch):
     append(writer, [{"step": 1}])
     (path,) = map(Path, connection.files("scalars"))
     pq.write_table(pq.ParquetFile(path).read().drop_columns(["labels", "attempt"]), path)
@@ -115,7 +115,7 @@ def test_files_of_an_older_shape_have_their_place_in_a_curve(writer, connection,
         assert [1, 9] == [row[0] for row in fresh.sql("FROM scalar_curve('r')").fetchall()]
 
 
-def test_other_scalars_and_labels_have_curves_of_their_own_and_nan_shows(writer, connection):
+def test_scalars_and_labels_have_separate_curves_and_nan_is_visible(writer, connection):
     append(
         writer, [{"step": step, "name": "lr", "labels": "{}", "value": math.nan if step else 1.0} for step in (0, 9)]
     )
@@ -127,8 +127,8 @@ def test_other_scalars_and_labels_have_curves_of_their_own_and_nan_shows(writer,
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_curve_without_rollups_is_that_of_the_statement_that_reads_both(writer, connection, seed):
-    """Over several files: attempts that are null, rewind or have no value, steps written twice, NaN and labels."""
+def test_raw_curve_equals_the_macro_with_rollups(writer, connection, seed):
+    """Several files: null attempts, rewinds, attempts without values, repeated steps, NaN and labels."""
     draw = random.Random(seed)
     attempts = draw.choice([[0], [None], [None, 0], [None, 1], [0, 1, 3], [4]])
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_a_curve_without_rollups_is_that_of_the_statement_that_reads_both(writer
             assert repr(expected) == repr(found)
 
 
-def test_a_curve_has_what_is_rolled_up_as_soon_as_there_is_anything(writer, connection):
+def test_curve_includes_rollups_immediately(writer, connection):
     append(writer, [{"step": 100}])
     described = connection.sql("DESCRIBE FROM scalar_curve('r')").fetchall()
 
@@ -165,14 +165,14 @@ def test_a_curve_has_what_is_rolled_up_as_soon_as_there_is_anything(writer, conn
 
 
 def append_rolled_up(writer) -> None:
-    """Steps 1 to 99: 300 numbers from 1 to 3."""
+    """Append steps 1 to 99 with 300 numbers from 1 to 3."""
     rolled = {"run": "r", "attempt": 0, "name": "loss", "step": 0, "first_step": 1, "last_step": 99, "rows": 300}
     rolled |= {"value_min": 1.0, "value_max": 3.0, "value_avg": 2.0, "value_count": 300, "value_nans": 0}
     table = pa.Table.from_pylist([rolled], schema=dataset_schema("scalar_rollups"))
     writer.append(Batch(tables={"scalar_rollups": table}, watermarks={}))
 
 
-def test_what_is_rolled_up_counts_with_as_many_as_it_stands_for(writer, connection):
+def test_rollups_are_weighted_by_their_number_of_rows(writer, connection):
     append(writer, [{"step": 100 + step, "value": 4.0} for step in range(100)])
     append_rolled_up(writer)
 

@@ -1,4 +1,4 @@
-"""Curves over the attempts of a run, and when it will be through, against plain Python."""
+"""Curves over the attempts of a run, and its expected end, compared with Python."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.sql.scalar_history import LOSS_OF_SOLE_ATTEMPT, LOSS_SAID_ONCE
+from rankscope_storage.sql.scalar_history import LOSS_LOGGED_ONCE, LOSS_OF_SOLE_ATTEMPT
 
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
 
 
 def append(writer, dataset: str, rows: Iterable[dict]) -> None:
-    """Rows of no incarnation are not numbered, so that tests may append what they like."""
+    """Append rows without incarnation, which are always stored."""
     identity = {"run": "r", "attempt": 0, "rank": 0, "ts": START, "ts_origin": "rank"}
     table = pa.Table.from_pylist([identity | row for row in rows], schema=dataset_schema(dataset))
     writer.append(Batch(tables={dataset: table}, watermarks={}))
@@ -42,8 +42,8 @@ ATTEMPTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), min_size=
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ATTEMPTS)
-def test_the_last_attempt_that_trained_a_step_stands_and_steps_trained_twice_count_twice(tmp_path_factory, attempts):
-    """Each attempt is (first step, number of steps); the reference trains along."""
+def test_last_attempt_of_a_step_is_valid_and_cumulative_steps_repeat(tmp_path_factory, attempts):
+    """Each attempt is (first step, number of steps); the reference simulates the training."""
     store = Store.open(tmp_path_factory.mktemp("store"), create=True)
     rows, standing, trained = [], {}, 0
     for attempt, (first, count) in enumerate(attempts):
@@ -65,16 +65,14 @@ FAR_ATTEMPTS = st.lists(st.tuples(st.integers(30, 60), st.integers(1, 20)), min_
 
 
 def drawn(connection, name: str) -> list[tuple]:
-    """What `scalar_curve` has of each step."""
+    """Return the result of `scalar_curve` with one bucket per step."""
     return connection.sql(f"SELECT step, mean FROM scalar_curve('r', of_name := '{name}') ORDER BY step").fetchall()
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(FAR_ATTEMPTS, st.integers(1, 9), st.integers(0, 8), st.booleans())
-def test_a_scalar_that_is_logged_seldom_stands_and_counts_on_as_the_loss_does(
-    tmp_path_factory, attempts, every, offset, before
-):
-    """An attempt may end before it logs it at all; an evaluation before the first step has the number of the last."""
+def test_rarely_logged_scalar_follows_the_attempts_of_the_loss(tmp_path_factory, attempts, every, offset, before):
+    """An attempt may end before its first value; an evaluation before the first step has the last step's number."""
     store = Store.open(tmp_path_factory.mktemp("store"), create=True)
     rows, standing, trained = [], {}, 0
     for attempt, (first, count) in enumerate(attempts):
@@ -99,8 +97,8 @@ def test_a_scalar_that_is_logged_seldom_stands_and_counts_on_as_the_loss_does(
         assert sorted((step, value) for step, *_, value in standing.values()) == drawn(connection, "eval_loss")
 
 
-def test_a_scalar_that_counts_epochs_goes_by_its_own_steps(writer, connection):
-    """Both attempts begin in the middle of an epoch; in the second, the loss begins far behind the last epoch."""
+def test_scalar_that_counts_epochs_uses_its_own_steps(writer, connection):
+    """Both attempts begin in the middle of an epoch. In the second, the first step of the loss exceeds all epochs."""
     rows = [loss(attempt, step, 1.0) for attempt, first in ((0, 1), (1, 451)) for step in range(first, first + 500)]
     rows += [loss(0, epoch, float(epoch), name="accuracy") for epoch in range(5)]
     rows += [loss(1, epoch, 10.0 + epoch, name="accuracy") for epoch in range(4, 9)]
@@ -113,8 +111,8 @@ def test_a_scalar_that_counts_epochs_goes_by_its_own_steps(writer, connection):
 
 
 @pytest.mark.parametrize("is_said_again", [False, True])
-def test_every_loss_goes_by_all_losses_of_its_run(writer, connection, is_said_again):
-    """One of them ended early, and never came near the end of the other."""
+def test_every_loss_uses_the_extent_of_all_losses_of_its_run(writer, connection, is_said_again):
+    """One loss ended early, far from the last step of the other."""
     rows = [loss(0, step, 1.0) for step in range(101)] + [loss(1, step, 2.0) for step in range(5, 51)]
     rows += [loss(0, step, 3.0, labels='{"of":"b"}') for step in range(11)]
     append(writer, "scalars", rows)
@@ -124,11 +122,11 @@ def test_every_loss_goes_by_all_losses_of_its_run(writer, connection, is_said_ag
     drawn_of_b = "SELECT step FROM scalar_curve('r', of_labels := '{\"of\":\"b\"}') ORDER BY step"
 
     assert [(step,) for step in range(5)] == connection.sql(asked).fetchall()
-    assert is_said_again != (connection._views.engine.defined["loss_curve"] == LOSS_SAID_ONCE)
+    assert is_said_again != (connection._views.instance.defined["loss_curve"] == LOSS_LOGGED_ONCE)
     assert [(step,) for step in range(5)] == connection.sql(drawn_of_b).fetchall()
 
 
-def test_epochs_go_by_their_own_steps_also_when_all_begins_anew(writer, connection):
+def test_epochs_use_their_own_steps_also_after_a_fresh_start(writer, connection):
     rows = [loss(attempt, step, 1.0) for attempt in (0, 1) for step in range(1, 1001)]
     rows += [loss(attempt, epoch, epoch + 10.0 * attempt, name="accuracy") for attempt in (0, 1) for epoch in range(3)]
     append(writer, "scalars", rows)
@@ -139,8 +137,8 @@ def test_epochs_go_by_their_own_steps_also_when_all_begins_anew(writer, connecti
 
 
 @pytest.mark.parametrize("evaluated", [(500, 1000), (0, 500, 1000), (520, 1040)])
-def test_a_loss_that_is_logged_seldom_tells_of_others_all_the_same(writer, connection, evaluated):
-    """Before its first loss, and behind its last, an attempt trains too."""
+def test_rarely_logged_loss_defines_the_attempts_of_other_scalars(writer, connection, evaluated):
+    """An attempt also trains before its first and after its last logged loss."""
     rows = [loss(0, step, 1.0) for step in range(50, 1001, 50)] + [loss(1, step, 1.0) for step in range(850, 951, 50)]
     append(writer, "scalars", rows + [loss(0, step, 1.0 * step, name="eval_loss") for step in evaluated])
     expected = [(step, 1.0 * step) for step in evaluated if step < 850]
@@ -150,7 +148,7 @@ def test_a_loss_that_is_logged_seldom_tells_of_others_all_the_same(writer, conne
     assert expected == connection.sql(asked).fetchall()
 
 
-def test_a_run_without_a_loss_goes_by_each_scalar(writer, connection):
+def test_run_without_loss_uses_the_steps_of_each_scalar(writer, connection):
     append(
         writer, "scalars", [loss(attempt, step, 1.0 + attempt, name="lr") for attempt, step in ((0, 1), (0, 2), (1, 2))]
     )
@@ -160,8 +158,8 @@ def test_a_run_without_a_loss_goes_by_each_scalar(writer, connection):
     assert [(1, 1.0), (2, 2.0)] == connection.sql(asked).fetchall()
 
 
-def test_what_is_rolled_up_stands_while_all_of_its_steps_do(writer, connection):
-    """The next attempt began in the middle of the second hundred: why it went back may be in the mean of that."""
+def test_rollup_is_superseded_if_one_of_its_steps_is(writer, connection):
+    """The next attempt began within the second hundred steps; the reason for its restart may be in their mean."""
     rolled = {"name": "loss", "rows": 9, "value_count": 9, "value_nans": 0, "rank": None}
     buckets = ((0, 1, 99, 2.0), (100, 100, 199, 1e9))
     append(
@@ -178,13 +176,13 @@ def test_what_is_rolled_up_stands_while_all_of_its_steps_do(writer, connection):
     assert [(1, 2.0), (151, 1.0)] == drawn(connection, "loss")[:2]
 
 
-def test_a_step_written_again_within_an_attempt_is_what_it_was_last(writer, connection):
+def test_step_logged_again_in_an_attempt_has_its_last_value(writer, connection):
     append(writer, "scalars", [loss(0, 5, 1.0, ordinal=7), loss(0, 6, 2.0, ordinal=8), loss(0, 5, 9.0, ordinal=9)])
 
     assert [(0, 5, 5, 9.0), (0, 6, 6, 2.0)] == curve(connection)
 
 
-def test_ranks_and_micro_steps_are_averaged_and_their_spread_is_shown(writer, connection):
+def test_ranks_and_micro_steps_are_averaged_with_their_range(writer, connection):
     values = {(rank, micro): 1.0 + rank + 10 * micro for rank in range(3) for micro in range(2)}
     append(
         writer, "scalars", [loss(0, 1, value, rank=rank, micro_step=micro) for (rank, micro), value in values.items()]
@@ -194,7 +192,7 @@ def test_ranks_and_micro_steps_are_averaged_and_their_spread_is_shown(writer, co
     assert [expected] == curve(connection, "parts, loss, lowest, highest")
 
 
-def test_runs_names_and_labels_each_have_their_own_history(writer, connection):
+def test_runs_names_and_labels_have_separate_histories(writer, connection):
     rows = [
         loss(0, 1, 1.0),
         loss(0, 1, 2.0, run="s"),
@@ -211,11 +209,16 @@ def test_runs_names_and_labels_each_have_their_own_history(writer, connection):
 @pytest.mark.parametrize("said", ["once", "again in a file", "again in another file"])
 @pytest.mark.parametrize(
     ("attempts", "less"),
-    [([0], LOSS_OF_SOLE_ATTEMPT), ([None, 0], LOSS_OF_SOLE_ATTEMPT), ([0, 1], LOSS_SAID_ONCE), ([3], LOSS_SAID_ONCE)],
+    [
+        ([0], LOSS_OF_SOLE_ATTEMPT),
+        ([None, 0], LOSS_OF_SOLE_ATTEMPT),
+        ([0, 1], LOSS_LOGGED_ONCE),
+        ([3], LOSS_LOGGED_ONCE),
+    ],
 )
 @pytest.mark.parametrize("micro_steps", [[None], [0, 1]])
-def test_the_loss_is_the_same_where_less_is_done_for_it(writer, connection, said, attempts, less, micro_steps):
-    """Over several files: attempts that go back, ranks and micro-batches, NaN, labels, steps that are said again."""
+def test_cheaper_loss_curves_equal_the_general_view(writer, connection, said, attempts, less, micro_steps):
+    """Several files: rewinds, ranks, micro-batches, NaN, labels, and steps that are logged again."""
     draw, ordinals = random.Random(len(said) + len(attempts)), itertools.count()
     for first in (40, 0, 90, 91 if said == "again in another file" else -40):
         keys = itertools.product(
@@ -227,7 +230,9 @@ def test_the_loss_is_the_same_where_less_is_done_for_it(writer, connection, said
                 step + 5 * (attempt or 0),
                 draw.choice([math.nan, math.inf, *map(float, range(6))]),
                 run=run,
-                rank=rank if attempt == attempts[0] else 2,  # no attempt is 0, so that one of each would say it twice
+                rank=rank
+                if attempt == attempts[0]
+                else 2,  # a null attempt counts as 0, so that one rank in both would repeat steps
                 micro_step=micro_step,
                 labels=labels,
                 ordinal=next(ordinals),
@@ -244,7 +249,7 @@ def test_the_loss_is_the_same_where_less_is_done_for_it(writer, connection, said
     for run in ("r", "s"):
         asked = f"FROM loss_curve WHERE run = '{run}' ORDER BY ALL"
         sooner = connection.sql(asked)
-        made_of = connection._views.engine.defined["loss_curve"]
+        made_of = connection._views.instance.defined["loss_curve"]
         in_a_text = asked.replace("'", "''")
         plain = connection.sql(f"FROM query('{in_a_text}')")
 
@@ -253,7 +258,7 @@ def test_the_loss_is_the_same_where_less_is_done_for_it(writer, connection, said
         assert repr(plain.fetchall()) == repr(sooner.fetchall())
 
 
-def test_a_loss_that_is_rolled_up_or_said_again_later_is_seen_at_once(writer, connection):
+def test_later_rollup_or_repeated_loss_is_visible_immediately(writer, connection):
     append(writer, "scalars", [loss(0, step, 1.0, ordinal=step) for step in (100, 101)])
     before = curve(connection)
     append(writer, "scalars", [loss(0, 101, 5.0, ordinal=200)])
@@ -267,14 +272,14 @@ def test_a_loss_that_is_rolled_up_or_said_again_later_is_seen_at_once(writer, co
     assert [2.0, 1.0, 5.0] == [row[3] for row in rolled_up]
 
 
-def test_a_run_that_is_rolled_up_takes_nothing_from_another(writer, connection):
+def test_rollups_of_one_run_do_not_change_another(writer, connection):
     append(writer, "scalars", [loss(0, step, 1.0) for step in (1, 2)])
     rolled = {"run": "s", "name": "loss", "step": 0, "first_step": 1, "last_step": 99, "rows": 9, "value_count": 9}
     append(writer, "scalar_rollups", [rolled | {"rank": None, "value_avg": 2.0, "value_nans": 0}])
     found, made_of = {}, {}
     for asked in ("WHERE run = 'r'", "WHERE run = 's'", ""):
         found[asked] = connection.sql(f"SELECT run, loss FROM loss_curve {asked} ORDER BY ALL").fetchall()
-        made_of[asked] = connection._views.engine.defined["loss_curve"] == LOSS_OF_SOLE_ATTEMPT
+        made_of[asked] = connection._views.instance.defined["loss_curve"] == LOSS_OF_SOLE_ATTEMPT
 
     of_r, of_s = [("r", 1.0), ("r", 1.0)], [("s", 2.0)]
     assert [of_r, of_s, of_r + of_s] == list(found.values())
@@ -293,8 +298,8 @@ def eta(connection) -> list[tuple]:
     return connection.sql("SELECT step, seconds_per_step, eta_seconds, expected_end FROM run_eta").fetchall()
 
 
-def test_eta_goes_by_the_clock_of_the_last_hundred_steps_of_the_newest_attempt(writer, connection):
-    """Slow at first, two seconds a step at last; the attempt before was ten times as slow."""
+def test_eta_uses_the_last_100_steps_of_the_newest_attempt(writer, connection):
+    """The first steps are slow, the last ones take 2 s each; the previous attempt was ten times slower."""
     slow = [paced(step, 100.0 * step) for step in range(1, 50)]
     fast = [paced(step, 10_000 + 2.0 * step, attempt=1) for step in range(300, 500)]
     append(writer, "scalars", [*slow, *[paced(step, 0.0, attempt=1) for step in range(290, 300)], *fast])
@@ -313,7 +318,7 @@ def test_eta_goes_by_the_clock_of_the_last_hundred_steps_of_the_newest_attempt(w
         (run_row(planned_steps=10, state="completed"), 0.0),
     ],
 )
-def test_without_a_plan_or_a_future_there_is_no_eta(writer, connection, run, expected):
+def test_run_without_plan_or_remaining_steps_has_no_eta(writer, connection, run, expected):
     append(writer, "scalars", [paced(step, step) for step in range(1, 11)])
     append(writer, "runs", [run])
 
@@ -321,7 +326,7 @@ def test_without_a_plan_or_a_future_there_is_no_eta(writer, connection, run, exp
 
 
 @pytest.mark.parametrize("planned", [10**12, 2**63 - 1])
-def test_a_plan_without_an_end_has_no_date_of_one(writer, connection, planned):
+def test_plan_of_practically_infinite_steps_has_no_expected_end(writer, connection, planned):
     append(writer, "scalars", [paced(step, step) for step in range(1, 11)])
     append(writer, "runs", [run_row(planned_steps=planned)])
 

@@ -1,4 +1,4 @@
-"""Smoothing macros, against the recursion and the sums in plain Python."""
+"""Smoothing macros, compared with the recursion and sums in Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def database():
 
 
 def curve(database, values: Sequence[float | None], series: Sequence[int] | None = None) -> None:
-    """Make the relation `curve`; rows lie backwards, since only x orders them."""
+    """Create the relation `curve` with its rows in reverse order, because only x orders them."""
     table = pa.table(
         {
             "series": pa.array(series or [0] * len(values), pa.int32()),
@@ -42,11 +42,20 @@ def curve(database, values: Sequence[float | None], series: Sequence[int] | None
     database.register("curve", table.take(list(reversed(range(len(values))))))
 
 
+def is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def order_of(value: float | None) -> tuple[int, float]:
+    """Return the sort key of DuckDB: numbers, NaN, null."""
+    return (2, 0.0) if value is None else (1, 0.0) if math.isnan(value) else (0, value)
+
+
 def recursion(values: Sequence[float | None], alpha: float) -> list[float | None]:
     found: list[float | None] = []
     average: float | None = None
     for value in values:
-        if value is not None and math.isfinite(value):
+        if is_finite(value):
             average = value if average is None else (1 - alpha) * average + alpha * value
         found.append(average)
     return found
@@ -68,7 +77,7 @@ def test_ema_is_the_recursion_of_the_rules_over_finite_values(database, values, 
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.5, 0.99])
-def test_ema_of_many_values_goes_on_over_its_blocks(database, alpha):
+def test_ema_of_many_values_continues_over_blocks(database, alpha):
     values = np.random.default_rng(7).normal(2, 1, 30_000).tolist()
     curve(database, values)
     found = database.sql(f"SELECT ema FROM ema(curve, x, y, {alpha})").fetchnumpy()["ema"]
@@ -76,33 +85,37 @@ def test_ema_of_many_values_goes_on_over_its_blocks(database, alpha):
     assert np.allclose(recursion(values, alpha), found, rtol=1e-9, atol=1e-9)
 
 
-def test_each_series_has_an_ema_of_its_own_and_columns_stay(database):
+def test_each_series_has_a_separate_ema_and_columns_are_kept(database):
     curve(database, [1.0, 5.0, 3.0, 7.0], series=[0, 1, 0, 1])
     rows = database.sql("SELECT * FROM ema(curve, x, y, 0.5, series := series)").fetchall()
 
     assert [(0, 0, 1.0, 1.0), (0, 2, 3.0, 2.0), (1, 1, 5.0, 5.0), (1, 3, 7.0, 6.0)] == rows
 
 
-TIES = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([*map(float, range(5)), None])), min_size=1, max_size=30)
+TIES = st.lists(
+    st.tuples(st.integers(0, 4), st.sampled_from([*map(float, range(5)), -math.inf, math.inf, math.nan, None])),
+    min_size=1,
+    max_size=30,
+)
 
 
 @ONCE
 @given(TIES, st.sampled_from([0.01, 0.5, 0.9999, 1.0]), st.randoms(use_true_random=False))
-def test_rows_of_one_step_come_in_the_order_of_their_values_however_they_lie(database, points, alpha, order):
-    """As a step has several that two attempts trained. Powers of 0.0001 fill a block with 21 values."""
+def test_rows_of_one_step_are_ordered_by_value_in_any_input_order(database, points, alpha, order):
+    """Two attempts can have trained a step. Powers of 0.0001 fill a block with 21 values."""
     laid = order.sample(points, len(points))
     database.register("curve", pa.table({"x": [x for x, _ in laid], "y": pa.array([y for _, y in laid], pa.float64())}))
-    values = [y for _, y in sorted(points, key=lambda point: (point[0], math.inf if point[1] is None else point[1]))]
+    values = [y for _, y in sorted(points, key=lambda point: (point[0], order_of(point[1])))]
     averages = [value for (value,) in database.sql(f"SELECT ema FROM ema(curve, x, y, {alpha})").fetchall()]
     recent = [v for (v,) in database.sql("SELECT moving_average FROM moving_average(curve, x, y, 3)").fetchall()]
 
     assert_close(recursion(values, alpha), averages, scale=10)
-    finite = [[value for value in values[max(0, end - 2) : end + 1] if value is not None] for end in range(len(values))]
+    finite = [list(filter(is_finite, values[max(0, end - 2) : end + 1])) for end in range(len(values))]
     assert_close([sum(some) / len(some) if some else None for some in finite], recent, scale=10)
 
 
 @pytest.mark.parametrize("alpha", [0.0, -0.5, 1.5])
-def test_ema_refuses_a_weight_that_is_none(database, alpha):
+def test_ema_refuses_an_alpha_outside_of_its_range(database, alpha):
     curve(database, [1.0, 2.0])
     with pytest.raises(duckdb.Error, match="alpha, the weight of a new value"):
         database.sql(f"SELECT ema FROM ema(curve, x, y, {alpha})").fetchall()
@@ -110,12 +123,12 @@ def test_ema_refuses_a_weight_that_is_none(database, alpha):
 
 @ONCE
 @given(VALUES, st.integers(1, 7))
-def test_moving_average_and_its_band_are_of_the_last_finite_values(database, values, width):
+def test_moving_average_and_range_use_the_last_finite_values(database, values, width):
     curve(database, values)
     found = database.sql(f"SELECT moving_average, moving_min, moving_max FROM moving_average(curve, x, y, {width})")
     expected = []
     for end in range(1, len(values) + 1):
-        recent = [value for value in values[max(0, end - width) : end] if value is not None and math.isfinite(value)]
+        recent = [value for value in values[max(0, end - width) : end] if is_finite(value)]
         expected.append((sum(recent) / len(recent), min(recent), max(recent)) if recent else (None, None, None))
 
     rows = found.fetchall()
@@ -125,7 +138,7 @@ def test_moving_average_and_its_band_are_of_the_last_finite_values(database, val
 
 @ONCE
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40))
-def test_p10_is_the_interpolated_percentile_and_marks_what_lies_below(database, values):
+def test_p10_is_the_interpolated_percentile_and_marks_lower_values(database, values):
     curve(database, values)
     rows = database.sql("SELECT y, p10, is_below_p10 FROM p10(curve, y)").fetchall()
     expected = float(np.percentile(values, 10))
@@ -135,14 +148,14 @@ def test_p10_is_the_interpolated_percentile_and_marks_what_lies_below(database, 
         assert (value < p10) == is_below
 
 
-def test_p10_is_not_moved_by_what_is_not_finite(database):
+def test_p10_ignores_values_that_are_not_finite(database):
     curve(database, [*map(float, range(11)), math.nan, -math.inf])
     rows = database.sql("SELECT y FROM p10(curve, y) WHERE is_below_p10 AND p10 = 1.0 ORDER BY y").fetchall()
 
     assert [(-math.inf,), (0.0,)] == rows
 
 
-def test_perplexity_of_a_loss_no_double_can_hold_is_inf(database):
+def test_perplexity_that_exceeds_a_double_is_inf(database):
     found = database.sql("SELECT perplexity(ln(10)), perplexity(1e4), perplexity('nan'::DOUBLE), perplexity(NULL)")
     ((ten, huge, nan, none),) = found.fetchall()
 

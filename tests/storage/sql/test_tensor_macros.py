@@ -1,4 +1,4 @@
-"""`tensor_latest` and the macros of deviations, against plain Python over the same rows."""
+"""`tensor_latest` and the macros of deviations, compared with Python over the same rows."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def latest(connection) -> list[tuple]:
     return connection.sql(f"SELECT {columns} FROM tensor_latest ORDER BY ALL").fetchall()
 
 
-def test_each_rank_shows_its_last_step_of_each_kind_in_the_newest_attempt(writer, connection):
+def test_tensor_latest_has_the_last_step_of_each_rank_and_kind(writer, connection):
     rows = [
-        {"attempt": 0, "step": 99, "norm": 1.0},  # of an attempt that is over
+        {"attempt": 0, "step": 99, "norm": 1.0},  # of an older attempt
         {"attempt": 1, "step": 10, "norm": 2.0},
         {"attempt": 1, "step": 11, "norm": 3.0},
         {"attempt": 1, "step": 9, "norm": 4.0, "rank": 1},  # a rank behind
@@ -47,14 +47,14 @@ def test_each_rank_shows_its_last_step_of_each_kind_in_the_newest_attempt(writer
     ]
 
 
-def test_what_is_absent_at_the_last_step_is_absent_and_a_step_measured_again_shows_its_last_word(writer, connection):
+def test_tensor_latest_has_the_last_rows_of_a_repeated_step_only(writer, connection):
     append(writer, [{"tensor": "gone", "step": 1}, {"step": 2, "ordinal": 5, "norm": 1.0}])
     append(writer, [{"step": 2, "ordinal": 6, "norm": 2.0}, {"step": 2, "ordinal": 6, "micro_step": 0, "norm": 3.0}])
 
     assert [2.0, 3.0] == [row[-1] for row in latest(connection)]
 
 
-def test_top_deviations_are_the_largest_ratios_to_the_stored_baseline_in_either_op(writer, connection):
+def test_top_deviations_are_the_largest_ratios_to_a_stored_baseline(writer, connection):
     rows = [
         {"step": step, "norm": 1.0 + step % 7, "norm_baseline": 2.0, "mean": -0.5 * (step % 5), "mean_baseline": 0.25}
         for step in range(40)
@@ -85,7 +85,7 @@ def test_top_deviations_are_the_largest_ratios_to_the_stored_baseline_in_either_
 
 
 @pytest.mark.parametrize("width", [10, 50])
-def test_bucket_deviations_compare_the_peak_of_a_bucket_with_the_mean_of_the_one_before(writer, connection, width):
+def test_bucket_deviations_compare_a_peak_with_the_previous_mean(writer, connection, width):
     rows = [
         {"rank": rank, "tensor": tensor, "step": step, "norm": 1.0 + ((step * 37 + rank * 11 + len(tensor)) % 101) / 10}
         for rank in range(2)
@@ -112,8 +112,8 @@ def test_bucket_deviations_compare_the_peak_of_a_bucket_with_the_mean_of_the_one
 
 
 @pytest.mark.parametrize("absent", [(), ("attempt",), ("micro_step", "index"), OPTIONAL_KEYS])
-def test_bucket_deviations_tell_apart_by_every_key_that_any_row_has(writer, connection, absent):
-    """The step is the first that has the highest norm; what no row has is null, of the type it has elsewhere."""
+def test_bucket_deviations_group_by_every_key_that_has_a_value(writer, connection, absent):
+    """The step is the first one with the highest norm. A column without values is null, with its usual type."""
     draw = random.Random(len(absent))
     rows = [
         {name: draw.choice([None] if name in absent else [None, 0, 3]) for name in OPTIONAL_KEYS}
@@ -147,12 +147,12 @@ def test_bucket_deviations_tell_apart_by_every_key_that_any_row_has(writer, conn
 
 
 def _as_sorted(norm: float) -> tuple[int, float]:
-    """As DuckDB orders floats: NaN is above all."""
+    """Return the sort key of DuckDB, in which NaN is the largest float."""
     return (1, 0.0) if math.isnan(norm) else (0, norm)
 
 
-def test_newest_rows_that_lie_in_many_files_are_those_of_one_scan_over_all(writer, connection):
-    """What is remembered of each file, and the files it leaves, against the view that looks at every row."""
+def test_tensor_latest_by_file_facts_equals_a_full_scan(writer, connection):
+    """Facts remembered per file and the selected files, compared with the view that reads all rows."""
     draw = random.Random(5)
     plain = TENSOR_LATEST.replace("tensor_latest", "by_scan")
     with connect(connection.path) as scanning:
@@ -179,7 +179,7 @@ def test_newest_rows_that_lie_in_many_files_are_those_of_one_scan_over_all(write
                 assert expected == connection.sql(f"FROM tensor_latest WHERE {where} ORDER BY ALL").fetchall()
 
 
-def test_latest_rows_open_only_files_that_hold_them(writer, connection):
+def test_tensor_latest_opens_only_files_with_its_rows(writer, connection):
     for step in range(5):
         append(writer, [{"step": step}, {"step": step, "run": "other"}])
     connection.query("FROM tensor_latest WHERE run = 'r'")
@@ -187,7 +187,7 @@ def test_latest_rows_open_only_files_that_hold_them(writer, connection):
     assert 1 == len(connection._views.files["tensor_stats"])
 
 
-def test_nonfinite_rows_are_those_with_a_nan_or_an_infinity_each_once(writer, connection):
+def test_nonfinite_has_each_row_with_nan_or_infinity_once(writer, connection):
     counts = [(nans, infs) for nans in (None, 0, 2) for infs in (None, 0, 3)]
     append(writer, [{"step": step, "nans": nans, "infs": infs} for step, (nans, infs) in enumerate(counts)])
 
@@ -196,7 +196,7 @@ def test_nonfinite_rows_are_those_with_a_nan_or_an_infinity_each_once(writer, co
     ) == sorted(connection.sql("SELECT step, nans, infs FROM nonfinite").fetchall(), key=lambda row: row[0])
 
 
-def test_who_measures_each_step_once_is_not_asked_for_a_last_word_until_somebody_does_not(writer, connection):
+def test_search_for_repeated_rows_starts_with_the_first_repetition(writer, connection):
     def row(seq: int, **changed: object) -> dict:
         return {"incarnation": "i", "seq": seq, "ordinal": seq, "step": seq, "norm": float(seq), **changed}
 
@@ -205,7 +205,7 @@ def test_who_measures_each_step_once_is_not_asked_for_a_last_word_until_somebody
                  [row(5, step=2)], [row(6, step=3, incarnation="j")]):  # fmt: skip
         append(writer, rows, watermarks={row["incarnation"]: row["seq"] for row in rows})
         norms = connection.sql("SELECT norm FROM tensor_latest ORDER BY ALL").fetchall()
-        seen.append((connection._views.engine.measured_once, [norm for (norm,) in norms]))
+        seen.append((connection._views.instance.facts["tensor_latest"][1], [norm for (norm,) in norms]))
 
     once, again = True, False
     assert [(once, [1, 1]), (once, [2, 3]), (once, [2, 3, 4]), (again, [2, 3, 5]), (once, [6])] == seen

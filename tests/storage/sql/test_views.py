@@ -1,4 +1,4 @@
-"""`tensor_global`: shards are combined, replicas count once."""
+"""`tensor_global` combines shards and counts replicas once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def combined(connection) -> list[dict]:
 
 
 def statistics(values: np.ndarray) -> dict:
-    """The reference: what the exporter publishes of one tensor, or of one shard."""
+    """Return the reference: the statistics that the exporter publishes for one tensor or shard."""
     finite = values[np.isfinite(values)]
     return {
         "norm": float(np.sqrt(np.sum(finite**2))) if finite.size else None,
@@ -66,7 +66,7 @@ NUMBERS = st.lists(
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(NUMBERS, min_size=1, max_size=4), st.integers(1, 2))
 def test_shards_combine_to_the_statistics_of_the_whole_tensor(tmp_path_factory, shards, copies):
-    """With hybrid sharding there are several copies of the whole set of shards, each its own group."""
+    """With hybrid sharding, several groups each contain all shards."""
     rows = []
     for copy in range(copies):
         for number, shard in enumerate(shards):
@@ -88,14 +88,14 @@ def test_replicas_count_once(writer, connection):
     assert_same({"parts": 4, "norm": 2.0, "numel": 4, "zeros": 1, "placement": "full"}, found)
 
 
-def test_a_nan_on_any_replica_shows(writer, connection):
+def test_nan_on_any_replica_is_visible(writer, connection):
     append(writer, [row(rank=0), row(rank=1, nans=2, infs=1)])
     (found,) = combined(connection)
 
     assert_same({"nans": 2, "infs": 1, "numel": 4}, found)
 
 
-def test_steps_kinds_tensors_heads_and_micro_steps_stay_apart(writer, connection):
+def test_steps_kinds_tensors_heads_and_micro_steps_are_separate(writer, connection):
     keys = {"step": 2, "kind": "param_after", "tensor": "v", "index": 0, "micro_step": 0, "vpp_stage": 1, "call_seq": 3}
     variants = [{}, {"attempt": 1}, *({name: value} for name, value in keys.items())]
     append(writer, [row(**variant) for variant in variants])
@@ -103,7 +103,7 @@ def test_steps_kinds_tensors_heads_and_micro_steps_stay_apart(writer, connection
     assert [1] * len(variants) == [found["parts"] for found in combined(connection)]
 
 
-def test_a_tensor_without_finite_elements_has_no_norm(writer, connection):
+def test_tensor_without_finite_elements_has_no_norm(writer, connection):
     nothing = {"norm": None, "min": None, "max": None, "mean": None, "nans": 4}
     append(writer, [row(placement="shard", shard_group="g", rank=rank, **nothing) for rank in range(2)])
     (found,) = combined(connection)
@@ -112,7 +112,7 @@ def test_a_tensor_without_finite_elements_has_no_norm(writer, connection):
 
 
 @pytest.mark.parametrize("placement", ["full", "shard"])
-def test_a_step_measured_twice_in_an_attempt_counts_once_with_its_last_word(writer, connection, placement):
+def test_step_measured_twice_in_an_attempt_counts_with_its_last_rows(writer, connection, placement):
     group = "g" if placement == "shard" else None
     append(
         writer,
@@ -128,8 +128,8 @@ def test_a_step_measured_twice_in_an_attempt_counts_once_with_its_last_word(writ
     assert_same({"parts": 2, "nans": 0, **whole}, found)
 
 
-def test_of_several_groups_of_shards_a_whole_one_is_shown(writer, connection):
-    """Of group a, first in the alphabet, one rank has not been heard."""
+def test_complete_group_of_shards_is_preferred(writer, connection):
+    """In group a, first in alphabetical order, one rank has no row."""
     append(
         writer,
         [
@@ -142,7 +142,7 @@ def test_of_several_groups_of_shards_a_whole_one_is_shown(writer, connection):
     assert_same({"parts": 4, "norm": math.sqrt(18), "numel": 8}, found)
 
 
-def test_what_is_not_finite_shows_in_whichever_group_of_shards_it_is(writer, connection):
+def test_non_finite_counts_include_every_group_of_shards(writer, connection):
     counts = {"a": (0, 1), "b": (2, 0)}
     append(
         writer,
@@ -157,7 +157,7 @@ def test_what_is_not_finite_shows_in_whichever_group_of_shards_it_is(writer, con
     assert_same({"nans": 4, "infs": 2, "numel": 8}, found)
 
 
-def test_a_whole_copy_beside_shards_is_not_added_to_them(writer, connection):
+def test_whole_copy_is_not_added_to_shards(writer, connection):
     append(
         writer,
         [

@@ -1,4 +1,4 @@
-"""Which rows of a batch are new, and which it may not hold: the shortcuts against the plain meaning."""
+"""Rows that are new by their watermarks, and rows that a batch may not contain, compared with a simple reference."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def is_beyond(row: tuple[str | None, int | None], limits: dict[str, int]) -> boo
     return name is not None and seq is not None and seq > limits.get(name, -1)
 
 
-@settings(deadline=None)  # the first one loads what Arrow computes with
+@settings(deadline=None)  # the first example loads the compute functions of Arrow
 @given(ROWS, LIMITS, st.booleans())
-def test_rows_at_or_below_the_watermark_of_their_incarnation_are_left_out(rows, stored, coded):
+def test_newer_drops_rows_up_to_the_watermark_of_their_incarnation(rows, stored, coded):
     stored = {"a": -1, "b": -1, **stored}
     fresh = [row for row in rows if None in row or is_beyond(row, stored)]
 
     assert fresh == [tuple(row.values()) for row in newer(table(rows, coded=coded), stored).to_pylist()]
 
 
-@settings(deadline=None)  # the first one loads what Arrow computes with
+@settings(deadline=None)  # the first example loads the compute functions of Arrow
 @given(ROWS, LIMITS, st.booleans())
-def test_rows_beyond_the_watermark_that_comes_with_them_are_refused(rows, watermarks, coded):
+def test_check_covered_refuses_rows_above_the_batch_watermark(rows, watermarks, coded):
     refused = True
     with contextlib.suppress(BatchError):
         check_covered(table(rows, coded=coded), "events", watermarks)

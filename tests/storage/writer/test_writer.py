@@ -1,4 +1,4 @@
-"""Exactly once: through repeats, overlaps, refusals, commits without an answer, and kill -9."""
+"""Exactly-once appends: repeats, overlaps, refusals, commits without a result, and kill -9."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stored_seqs(connection, incarnation: str = "i0") -> list[int]:
     return [seq for (seq,) in connection.sql(query, [incarnation]).fetchall()]
 
 
-def test_an_append_is_visible_at_the_version_it_returns(writer, batch, connection):
+def test_append_is_visible_at_the_returned_version(writer, batch, connection):
     commit = writer.append(batch(range(5)))
 
     assert [0, 1, 2, 3, 4] == stored_seqs(connection)
@@ -36,7 +36,7 @@ def test_an_append_is_visible_at_the_version_it_returns(writer, batch, connectio
     assert (1, connection.version) == (commit.files, commit.version)
 
 
-def test_the_watermark_is_the_last_seq_stored(writer, batch):
+def test_watermark_is_the_last_stored_seq(writer, batch):
     assert -1 == writer.watermark("i0")
 
     writer.append(batch(range(5)))
@@ -44,14 +44,14 @@ def test_the_watermark_is_the_last_seq_stored(writer, batch):
     assert 4 == writer.watermark("i0")
 
 
-def test_a_watermark_moves_over_records_that_have_no_rows(writer, store):
-    """A record may hold nothing: its seq is stored all the same, or the rank would send it for ever."""
+def test_watermark_advances_over_records_without_rows(writer, store):
+    """A record can be empty. Its seq is stored too, otherwise the rank would send it again forever."""
     commit = writer.append(Batch(tables={}, watermarks={"i0": 7}))
 
     assert ({}, 0, 7) == (commit.rows, commit.files, writer.watermark("i0"))
 
 
-def test_a_repeated_batch_stores_nothing_and_commits_nothing(writer, batch, connection):
+def test_repeated_batch_stores_and_commits_nothing(writer, batch, connection):
     first = writer.append(batch(range(5)))
     again = writer.append(batch(range(5)))
 
@@ -59,7 +59,7 @@ def test_a_repeated_batch_stores_nothing_and_commits_nothing(writer, batch, conn
     assert 5 == len(stored_seqs(connection))
 
 
-def test_an_overlapping_batch_stores_only_what_is_new(writer, batch, connection):
+def test_overlapping_batch_stores_only_new_rows(writer, batch, connection):
     writer.append(batch(range(5)))
     commit = writer.append(batch(range(3, 9)))
 
@@ -67,15 +67,15 @@ def test_an_overlapping_batch_stores_only_what_is_new(writer, batch, connection)
     assert list(range(9)) == stored_seqs(connection)
 
 
-def test_a_watermark_never_goes_back(writer, batch):
+def test_watermark_never_decreases(writer, batch):
     writer.append(batch(range(5)))
     writer.append(batch(range(2)))
 
     assert 4 == writer.watermark("i0")
 
 
-def test_rows_without_incarnation_or_seq_always_pass(writer, scalars, connection):
-    """What the service itself says has no incarnation; a note about a rank has one, but no seq."""
+def test_rows_without_incarnation_or_seq_are_always_stored(writer, scalars, connection):
+    """Rows of the service have no incarnation; its notes about a rank have an incarnation but no seq."""
     writer.append(Batch(tables={"scalars": scalars(range(3))}, watermarks={"i0": 2}))
     nobody = scalars(range(2), incarnation=None)
     no_seq = scalars(range(2)).set_column(4, "seq", pa.nulls(2, pa.int64()))
@@ -84,7 +84,7 @@ def test_rows_without_incarnation_or_seq_always_pass(writer, scalars, connection
     assert {"scalars": 4} == commit.rows
 
 
-def test_incarnations_are_trimmed_each_by_its_own_watermark(writer, scalars, connection):
+def test_each_incarnation_is_filtered_by_its_watermark(writer, scalars, connection):
     writer.append(Batch(tables={"scalars": scalars(range(3))}, watermarks={"i0": 2}))
     both = pa.concat_tables([scalars(range(6)), scalars(range(6), incarnation="i1", rank=1)])
     commit = writer.append(Batch(tables={"scalars": both}, watermarks={"i0": 5, "i1": 5}))
@@ -94,7 +94,7 @@ def test_incarnations_are_trimmed_each_by_its_own_watermark(writer, scalars, con
     assert list(range(6)) == stored_seqs(connection, "i1")
 
 
-def test_text_may_come_dictionary_encoded_and_in_chunks(writer, scalars, connection):
+def test_text_can_be_dictionary_encoded_and_chunked(writer, scalars, connection):
     table = pa.concat_tables([scalars(range(3)), scalars(range(6), run="s", incarnation="i1")])
     for name in ("run", "incarnation", "name"):
         column = pa.chunked_array([chunk.dictionary_encode() for chunk in table.column(name).chunks])
@@ -105,7 +105,7 @@ def test_text_may_come_dictionary_encoded_and_in_chunks(writer, scalars, connect
     assert [("r", 3), ("s", 6)] == connection.sql("SELECT run, count(*) FROM scalars GROUP BY 1 ORDER BY 1").fetchall()
 
 
-def test_all_datasets_of_a_batch_arrive_together(writer, scalars, connection):
+def test_all_datasets_of_a_batch_become_visible_together(writer, scalars, connection):
     event = pa.table({"run": ["r"], "incarnation": ["i0"], "seq": [0], "type": ["note"]})
     commit = writer.append(Batch(tables={"scalars": scalars([0]), "events": event}, watermarks={"i0": 0}))
 
@@ -120,7 +120,7 @@ def test_all_datasets_of_a_batch_arrive_together(writer, scalars, connection):
         (lambda table: table.set_column(8, "value", [["a", "b", "c"]]), "scalars.value must be double"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused_before_anything_is_written(writer, scalars, store, change, words):
+def test_rows_that_do_not_fit_are_refused_before_any_write(writer, scalars, store, change, words):
     with pytest.raises(BatchError, match=words):
         writer.append(Batch(tables={"scalars": change(scalars(range(3)))}, watermarks={"i0": 2}))
 
@@ -130,17 +130,17 @@ def test_rows_that_do_not_fit_are_refused_before_anything_is_written(writer, sca
 
 @pytest.mark.parametrize("watermarks", [{}, {"i0": 1}])
 def test_rows_above_the_watermark_of_their_batch_are_refused(writer, scalars, watermarks):
-    """Sent again after a restart, they would be stored twice."""
+    """If a rank sent them again after a restart, they would be stored twice."""
     with pytest.raises(BatchError, match="seq above the batch's watermark"):
         writer.append(Batch(tables={"scalars": scalars(range(3))}, watermarks=watermarks))
 
 
-def test_an_unknown_dataset_is_refused_with_the_known_ones(writer, scalars):
+def test_unknown_dataset_is_refused_with_the_list_of_datasets(writer, scalars):
     with pytest.raises(BatchError, match="tensor_stats"):
         writer.append(Batch(tables={"scalar": scalars([0])}, watermarks={"i0": 0}))
 
 
-def test_a_restarted_service_knows_the_watermarks_after_a_checkpoint(store, batch):
+def test_watermarks_are_restored_after_checkpoint_and_restart(store, batch):
     with store.claim(owner="a") as writer:
         for seq in range(25):
             writer.append(batch([seq]))
@@ -149,8 +149,8 @@ def test_a_restarted_service_knows_the_watermarks_after_a_checkpoint(store, batc
         assert 24 == writer.watermark("i0")
 
 
-def test_another_shard_that_took_a_target_over_is_noticed(store, batch, connection):
-    """Watermarks are cached, so what others commit meanwhile has to reach the cache."""
+def test_watermark_committed_by_another_shard_is_noticed(store, batch, connection):
+    """Watermarks are cached; the cache must include commits of other writers."""
     with store.claim("0/2", owner="a") as one, store.claim("1/2", owner="b") as other:
         one.append(batch(range(3)))
         other.append(batch(range(6)))
@@ -161,7 +161,7 @@ def test_another_shard_that_took_a_target_over_is_noticed(store, batch, connecti
     assert list(range(8)) == stored_seqs(connection)
 
 
-def test_cached_watermarks_are_dropped_when_the_log_no_longer_tells_what_moved(store, batch, monkeypatch, connection):
+def test_cached_watermarks_are_dropped_if_log_entries_are_missing(store, batch, monkeypatch, connection):
     with store.claim("0/2", owner="a") as one, store.claim("1/2", owner="b") as other:
         one.append(batch(range(3)))
         other.append(batch(range(6)))
@@ -171,7 +171,7 @@ def test_cached_watermarks_are_dropped_when_the_log_no_longer_tells_what_moved(s
     assert list(range(8)) == stored_seqs(connection)
 
 
-def test_the_log_tells_what_moved_until_an_entry_is_cleaned_up(store, writer, batch):
+def test_changed_transactions_is_none_after_clean_up_of_an_entry(store, writer, batch):
     for seq in range(3):
         writer.append(batch([seq]))
     log = Log.open(store.root, sync_to_disk)
@@ -183,7 +183,7 @@ def test_the_log_tells_what_moved_until_an_entry_is_cleaned_up(store, writer, ba
     assert log.changed_transactions(2) is None
 
 
-def test_a_refused_append_is_tried_again_and_leaves_no_file_behind(writer, batch, monkeypatch, store, connection):
+def test_refused_append_is_retried_and_leaves_no_file(writer, batch, monkeypatch, store, connection):
     genuine, refusals = Log.commit, [1, 2]
 
     def refuse_twice(log: Log, change: Change) -> int:
@@ -200,8 +200,8 @@ def test_a_refused_append_is_tried_again_and_leaves_no_file_behind(writer, batch
     assert 1 == len(list(store.root.rglob("dataset=*/part=*/*.parquet")))
 
 
-def test_files_that_a_clean_up_took_before_their_commit_are_written_anew(writer, batch, monkeypatch, connection, store):
-    """A service that was stopped for hours between the two, and whose files looked like leavings."""
+def test_files_vacuumed_before_their_commit_are_written_again(writer, batch, monkeypatch, connection, store):
+    """A service was suspended for hours between the two; vacuum deleted its files as uncommitted ones."""
     genuine, taken = Log.commit, []
 
     def wake(log: Log, change: Change) -> int:
@@ -216,7 +216,7 @@ def test_files_that_a_clean_up_took_before_their_commit_are_written_anew(writer,
     assert list(range(5)) == stored_seqs(connection)
 
 
-def test_refusals_without_end_become_an_error(writer, batch, monkeypatch, store):
+def test_append_fails_after_six_refusals(writer, batch, monkeypatch, store):
     def refuse(log: Log, change: Change) -> int:
         raise ConflictError("metadata changed")
 
@@ -228,10 +228,8 @@ def test_refusals_without_end_become_an_error(writer, batch, monkeypatch, store)
     assert [] == list(store.root.rglob("dataset=*/part=*/*.parquet"))
 
 
-def test_a_commit_without_an_answer_is_known_again_though_another_batch_came_first(
-    writer, scalars, monkeypatch, connection
-):
-    """The service appends what is pushed to it beside what it pulls."""
+def test_unknown_commit_is_resolved_after_an_append_of_another_batch(writer, scalars, monkeypatch, connection):
+    """The service appends pushed batches concurrently with polled ones."""
     genuine = Log.commit
 
     def fail(log: Log, change: Change) -> int:
@@ -249,7 +247,7 @@ def test_a_commit_without_an_answer_is_known_again_though_another_batch_came_fir
     assert [(7,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
 
 
-def test_what_a_batch_says_stands_in_the_log_for_the_next_owner(store, writer, scalars):
+def test_info_of_a_batch_is_in_the_log_for_the_next_owner(store, writer, scalars):
     writer.append(Batch(tables={"scalars": scalars(range(2))}, watermarks={"i0": 1}, info={"receipts": "a b"}))
     writer.append(Batch(tables={"scalars": scalars(range(4))}, watermarks={"i0": 3}))
     writer.close()
@@ -259,10 +257,8 @@ def test_what_a_batch_says_stands_in_the_log_for_the_next_owner(store, writer, s
 
 
 @pytest.mark.parametrize("landed", [True, False])
-def test_a_commit_without_an_answer_is_looked_up_when_the_batch_comes_again(
-    writer, scalars, monkeypatch, connection, landed
-):
-    """Also rows that carry no watermark, and would be stored twice otherwise."""
+def test_unknown_commit_is_resolved_when_its_batch_is_retried(writer, scalars, monkeypatch, connection, landed):
+    """This includes rows without a watermark, which would otherwise be stored twice."""
     genuine = Log.commit
 
     def fail(log: Log, change: Change) -> int:
@@ -283,8 +279,8 @@ def test_a_commit_without_an_answer_is_looked_up_when_the_batch_comes_again(
     assert [(7,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
 
 
-def test_a_commit_found_afterwards_is_on_the_disk_before_it_counts(writer, batch, monkeypatch):
-    """Its entry was written by the failed commit, which did not get as far as bringing it to the disk."""
+def test_resolved_commit_is_fsynced_before_it_is_acknowledged(writer, batch, monkeypatch):
+    """The failed commit wrote its entry but did not fsync it."""
     synced = []
 
     def unsynced(log: Log) -> int:
@@ -301,7 +297,7 @@ def test_a_commit_found_afterwards_is_on_the_disk_before_it_counts(writer, batch
     assert f"{commit.version:020d}.json" in [path.name for path in synced]
 
 
-def test_a_full_disk_is_said_and_the_batch_can_come_again(writer, batch, monkeypatch, connection, store):
+def test_full_disk_raises_store_error_and_the_batch_can_be_retried(writer, batch, monkeypatch, connection, store):
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
@@ -317,14 +313,14 @@ def test_a_full_disk_is_said_and_the_batch_can_come_again(writer, batch, monkeyp
     assert list(range(5)) == stored_seqs(connection)
 
 
-def test_a_staging_folder_that_somebody_tidied_away_is_made_again(writer, batch, store, connection):
+def test_deleted_staging_folder_is_created_again(writer, batch, store, connection):
     (store.root / "_staging").rmdir()
     writer.append(batch(range(5)))
 
     assert list(range(5)) == stored_seqs(connection)
 
 
-def test_two_threads_take_turns(writer, batch, connection):
+def test_appends_of_two_threads_are_serialised(writer, batch, connection):
     def append(incarnation: str) -> None:
         for seq in range(10):
             writer.append(batch([seq], incarnation=incarnation))
@@ -338,8 +334,8 @@ def test_two_threads_take_turns(writer, batch, connection):
     assert [(20,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
 
 
-def test_nothing_is_acknowledged_before_it_is_on_the_disk_in_this_order(folder, batch):
-    """File, its folders, then the entry that names it, then the folder of the log."""
+def test_append_fsyncs_files_folders_entry_and_log_in_this_order(folder, batch):
+    """The file, its folders, the entry that names it, the folder of the log."""
     seen: list[tuple[str, bool]] = []
     entry = folder / "_delta_log" / "00000000000000000002.json"
 
@@ -365,8 +361,8 @@ def test_nothing_is_acknowledged_before_it_is_on_the_disk_in_this_order(folder, 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(deliveries=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.booleans()), max_size=8))
-def test_whatever_is_delivered_again_every_record_is_stored_once(tmp_path_factory, batch, deliveries):
-    """A rank always sends from at or below the watermark; the service may die between any two deliveries."""
+def test_every_record_is_stored_once_for_any_repeated_deliveries(tmp_path_factory, batch, deliveries):
+    """A rank sends from the watermark or below; the service can be killed between any two deliveries."""
     store = Store.open(tmp_path_factory.mktemp("store"), create=True)
     writer, expected = store.claim(owner="a"), -1
     for start, count, restarted in deliveries:
@@ -381,8 +377,8 @@ def test_whatever_is_delivered_again_every_record_is_stored_once(tmp_path_factor
         assert list(range(expected + 1)) == stored_seqs(connection)
 
 
-def test_five_kills_lose_nothing_and_double_nothing(store, connection):
-    """A real process that appends in a loop, killed at five random moments."""
+def test_five_kills_neither_lose_nor_double_records(store, connection):
+    """A process appends in a loop and is killed at five random times."""
     chance = random.Random(20)
     for killed in (True, True, True, True, True, False):
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What is known of losses by their files is true, and is found out where it can be."""
+"""Facts about losses per file are correct, and complete where they can be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.query import file_facts
-from rankscope_storage.query.loss_facts import LossFacts, find_loss_facts
+from rankscope_storage.query.file_facts import LossFacts, find_loss_facts
 
 ROWS = st.fixed_dictionaries(
     {
@@ -30,10 +30,10 @@ ROWS = st.fixed_dictionaries(
 
 
 @pytest.fixture
-def looked_at(tmp_path, connection):
-    """Look at files with such rows."""
+def facts_of(tmp_path, connection):
+    """Return a function that finds the facts about files with the given rows."""
 
-    def look(files: list[list[dict]], runs: set[str] | None) -> LossFacts:
+    def read(files: list[list[dict]], runs: set[str] | None) -> LossFacts:
         paths = []
         for rows in files:
             paths.append(str(tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet"))
@@ -43,12 +43,12 @@ def looked_at(tmp_path, connection):
             pq.write_table(table, paths[-1], row_group_size=4)
         return find_loss_facts(paths, runs, lambda question: connection.sql(question).to_arrow_table())
 
-    return look
+    return read
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(ROWS, min_size=1, max_size=12), max_size=3), st.sampled_from([None, {"r"}, {"r", "s"}, {"t"}]))
-def test_losses_are_said_once_if_no_row_is_there_twice_and_no_two_files_meet(looked_at, files, runs):
+def test_losses_are_logged_once_without_repeated_rows_and_overlaps(facts_of, files, runs):
     said, ranges, attempts = Counter(), defaultdict(list), set()
     for rows in files:
         steps = defaultdict(list)
@@ -64,27 +64,27 @@ def test_losses_are_said_once_if_no_row_is_there_twice_and_no_two_files_meet(loo
     meet = any(last >= first for own in ranges.values() for (_, last), (first, _) in pairwise(sorted(own)))
     expected = max(said.values(), default=1) == 1 and not meet
 
-    assert LossFacts(are_said_once=expected, are_of_attempt_0=attempts <= {0}) == looked_at(files, runs)
+    assert LossFacts(are_logged_once=expected, are_of_attempt_0=attempts <= {0}) == facts_of(files, runs)
 
 
-def test_a_range_within_a_range_is_seen_also_behind_another(looked_at):
+def test_range_inside_of_another_range_overlaps(facts_of):
     ranges = [(0, 100), (10, 20), (200, 300)]
     files = [[{"run": "r", "rank": 0, "step": step} for step in pair] for pair in ranges]
 
-    assert not looked_at(files, None).are_said_once
-    assert looked_at([files[0], files[2]], None).are_said_once
+    assert not facts_of(files, None).are_logged_once
+    assert facts_of([files[0], files[2]], None).are_logged_once
 
 
 @pytest.mark.parametrize(("most_files", "most_bytes"), [(2, 1 << 30), (200, 1)])
-def test_many_or_large_files_are_looked_at_in_several_goes(looked_at, monkeypatch, most_files, most_bytes):
+def test_many_or_large_files_are_read_in_several_queries(facts_of, monkeypatch, most_files, most_bytes):
     monkeypatch.setattr(file_facts, "_BATCH_FILES", most_files)
     monkeypatch.setattr(file_facts, "_BATCH_BYTES", most_bytes)
-    goes, look = [], file_facts.ByFile._look_through
+    queries, read = [], file_facts.FileFact._read
     monkeypatch.setattr(
-        file_facts.ByFile, "_look_through", lambda self, files, ask: goes.append(len(files)) or look(self, files, ask)
+        file_facts.FileFact, "_read", lambda self, files, ask: queries.append(len(files)) or read(self, files, ask)
     )
     files = [[{"run": "r", "rank": 0, "step": step}] for step in range(5)]
 
-    assert LossFacts(are_said_once=True, are_of_attempt_0=True) == looked_at(files, None)
-    assert goes == ([2, 2, 1] if most_files == 2 else [1] * 5)
-    assert not looked_at([*files, files[0]], None).are_said_once
+    assert LossFacts(are_logged_once=True, are_of_attempt_0=True) == facts_of(files, None)
+    assert queries == ([2, 2, 1] if most_files == 2 else [1] * 5)
+    assert not facts_of([*files, files[0]], None).are_logged_once
