@@ -1,4 +1,4 @@
-"""Serve: claim the store, read back what was, and let the service work until a signal comes."""
+"""Run the service: claim the shard of the store, read the earlier state, and serve until a signal arrives."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.memory import tune_allocator, unfreeze_gc
 from rankscope_ingest.base.tls import client_tls, server_tls
+from rankscope_ingest.detect.history import History, read_history
+from rankscope_ingest.notify.notifiers import Notifier, make_notifiers
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.reporting.progress import Progress
-from rankscope_ingest.service.history import History, read_history
 from rankscope_ingest.service.service import Service
-from rankscope_ingest.service.wiring import configured_notifiers
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_storage.writer.writer import Writer
@@ -30,10 +30,10 @@ async def run(
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `stop`; then pull and store what is left, and return.
+    """Serve until SIGTERM, SIGINT or `stop`; then poll and commit the remaining records, and return.
 
-    `on_ready` gets the URL once the service listens, `on_progress` a snapshot every second and a last one at the end.
-    Raises IngestError or StoreError with a text for the user: no store, shard owned by another, port taken, …
+    `on_ready` receives the URL when the service listens; `on_progress` a snapshot each second and one at the end.
+    Raises IngestError or StoreError with a text for the user: no store, shard owned by another service, port in use, …
     """
     tune_allocator()
     try:
@@ -48,8 +48,8 @@ async def _serve(
     on_progress: Callable[[Progress], None] | None,
     on_ready: Callable[[str], None] | None,
 ) -> None:
-    # First what may be refused: an address or a file that nobody can use must not leave a store behind.
-    notifiers = configured_notifiers(config)
+    # Parts that can reject the configuration come first: an invalid file must not create a store.
+    notifiers = _notifiers(config)
     own_tls = server_tls(config.service.web_config)
     ranks_tls = client_tls(config.service.ca_file, config.service.cert_file, config.service.key_file)
     with _signals(stop):
@@ -71,6 +71,12 @@ async def _serve(
             writer.close()
 
 
+def _notifiers(config: ServiceConfig) -> list[Notifier]:
+    """Return the notifiers of this service. Raises ConfigError for an unsupported address."""
+    urls = [url.get_secret_value() for url in config.notify.urls] if config.notify.mode == "embedded" else []
+    return make_notifiers(urls, timeout_seconds=config.notify.timeout_seconds)
+
+
 def _claim(config: ServiceConfig) -> Writer:
     owner = f"process {os.getpid()} on {socket.gethostname()}"
     store = Store.open(config.store.path, create=True, mantissa_bits=config.store.mantissa_bits)
@@ -84,7 +90,7 @@ def _history(path: str) -> History:
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """Set `stop` at the first SIGTERM or SIGINT; a second one then ends the process as usual."""
+    """Set `stop` at the first SIGTERM or SIGINT. A second signal has its usual effect and ends the process."""
     loop = asyncio.get_running_loop()
     caught = (signal.SIGTERM, signal.SIGINT)
 
@@ -99,7 +105,7 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
     try:
         for number in caught:
             loop.add_signal_handler(number, on_signal)
-    except (ValueError, RuntimeError):  # not the main thread: signals are somebody else's business
+    except (ValueError, RuntimeError):  # not the main thread: the embedding program handles signals
         yield
         return
     try:

@@ -1,4 +1,7 @@
-"""What a starting service reads back from the store: attempt numbers, and what had not ended. No local state."""
+"""State that a starting service reads from the store: attempt numbers, open attempts, and open incidents.
+
+The service keeps no other local state.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,46 @@ import pyarrow as pa
 from rankscope_contract.model.events import EventType, RunState
 from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_contract.model.schema import DATASETS, DIMENSIONS
-from rankscope_ingest.detect.divergence_tracker import Diverged
+from rankscope_ingest.detect.divergence import Diverged, largest_first
 from rankscope_ingest.detect.incidents import IncidentTracker
-from rankscope_ingest.detect.symptoms import last_word, parse_details
-from rankscope_ingest.notify.announcer import OPENED, RESOLVED
-from rankscope_ingest.notify.incident import Incident, Symptom
-from rankscope_ingest.notify.text import RUN_FAILED, RUN_STALLED, failure_key
+from rankscope_ingest.detect.symptoms import exit_report, parse_details
 from rankscope_ingest.recovery.lost_records import GivenUp
-from rankscope_ingest.runs.models import ENDED, Attempt, Liveness, Rank
+from rankscope_ingest.reporting.rows import SYMPTOM_COLUMNS
+from rankscope_ingest.runs.incident import (
+    OPENED,
+    RESOLVED,
+    RUN_FAILED,
+    RUN_STALLED,
+    Incident,
+    Symptom,
+    failure_key,
+)
+from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.sql.views import HISTORY_SUFFIX
 
-_TOLD: Final = """\
+_ATTEMPTS: Final = "SELECT * FROM attempts WHERE source_kind = 'live' ORDER BY run, attempt"
+_RANKS: Final = """\
+SELECT run, attempt, rank, incarnation, type, details, ts FROM events
+WHERE (type = 'launch' AND ts_origin = 'ingest' OR type = 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
+  SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped'))
+ORDER BY ordinal"""
+_GIVEN_UP: Final = """\
+SELECT incarnation, details FROM events
+WHERE type = 'gap' AND ts_origin = 'ingest' AND seq IS NULL AND incarnation IS NOT NULL ORDER BY ordinal"""
+_PROCESSES: Final = """\
+SELECT incarnation, attempt FROM events
+WHERE type = 'launch' AND ts_origin = 'ingest' AND incarnation IS NOT NULL"""
+_INCIDENTS: Final = """\
+SELECT run, attempt, rank, step, severity, details, rule, kind, tensor, op, value, baseline, threshold FROM events
+WHERE type = 'incident' AND ts_origin = 'ingest' ORDER BY ordinal"""
+_DIVERGENCES: Final = """\
 SELECT run, attempt, step, kind, tensor, vpp_stage, details, type FROM events
 WHERE rule = 'ReplicaDesync' AND ts_origin = 'ingest' AND type IN ('anomaly', 'note') AND step IS NOT NULL
 ORDER BY ordinal"""
 
-# What all ranks of a group have reached was compared; what one has not is still to be.
-_WAITING: Final = """\
+# Steps that all ranks of a group have reached were compared. The hashes of later steps are still needed.
+_HASHES: Final = """\
 WITH live AS (SELECT run, attempt FROM attempts WHERE state NOT IN ('completed', 'stopped', 'failed')),
 last AS (
   SELECT run, attempt, replicas, rank, max(step) AS step FROM hashes
@@ -42,8 +67,7 @@ FROM hashes JOIN reached ON hashes.run = reached.run AND hashes.attempt = reache
   AND hashes.replicas = reached.replicas AND hashes.step > reached.step
 ORDER BY hashes.ordinal"""
 
-
-_NAMES: Final = ("run", "attempt", "kind", "tensor", "vpp_stage")
+_EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 
 class Reader(Protocol):
@@ -54,94 +78,40 @@ class Reader(Protocol):
         ...
 
 
-def read_apart(reader: Reader) -> list[Diverged]:
-    """Return the tensors that were told to be apart, and not to be equal again since."""
-    found: dict[tuple[Any, ...], Diverged] = {}
-    for row in reader.query(_TOLD).to_pylist():
-        details = parse_details(row["details"])
-        key = (*(row[name] for name in _NAMES), details.get("replicas"))
-        if row["type"] != EventType.ANOMALY:
-            found.pop(key, None)
-        elif (item := _apart(row, details)) is not None:
-            found[key] = item
-    return list(found.values())
-
-
-def read_hashes(reader: Reader) -> pa.Table:
-    """Return the hashes of steps that not all ranks of their group have reached."""
-    return reader.query(_WAITING)
-
-
-def _apart(row: Mapping[str, Any], details: Mapping[str, Any]) -> Diverged | None:
-    try:
-        ranks_by_hash = tuple((int(text, 16), tuple(map(int, ranks))) for text, ranks in details["hashes"].items())
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    ranks_by_hash = tuple(sorted(ranks_by_hash, key=lambda camp: (-len(camp[1]), camp[1])))
-    if len(ranks_by_hash) < 2:
-        return None
-    names = {name: row[name] for name in ("step", "kind", "tensor", "vpp_stage")}
-    return Diverged(
-        attempt_key=(row["run"], row["attempt"]),
-        replicas=str(details.get("replicas")),
-        ranks_by_hash=ranks_by_hash,
-        **names,
-    )
-
-
-_EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
-_SHOWN: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold")
-
-_ATTEMPTS: Final = "SELECT * FROM attempts WHERE source_kind = 'live' ORDER BY run, attempt"
-_RANKS: Final = """\
-SELECT run, attempt, rank, incarnation, type, details, ts FROM events
-WHERE (type = 'launch' AND ts_origin = 'ingest' OR type = 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
-  SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped'))
-ORDER BY ordinal"""
-_GIVEN_UP: Final = """\
-SELECT incarnation, details FROM events
-WHERE type = 'gap' AND ts_origin = 'ingest' AND seq IS NULL AND incarnation IS NOT NULL ORDER BY ordinal"""
-_LIVES: Final = """\
-SELECT incarnation, attempt FROM events
-WHERE type = 'launch' AND ts_origin = 'ingest' AND incarnation IS NOT NULL"""
-_INCIDENTS: Final = """\
-SELECT run, attempt, rank, step, severity, details, rule, kind, tensor, op, value, baseline, threshold FROM events
-WHERE type = 'incident' AND ts_origin = 'ingest' ORDER BY ordinal"""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What the store tells. `run_starts` holds the start of each run's first attempt, UTC µs.
+    """State of earlier services, read from the store.
 
-    `last_ordinal` is the highest arrival number of any row: a clock that was set back meanwhile must not go below it.
+    `run_starts`: start of the first attempt of each run in UTC µs. `last_ordinal`: highest arrival number of any row;
+    new numbers must be above it even if the clock was set back.
     """
 
     attempts: tuple[Attempt, ...] = ()
     run_starts: Mapping[str, int] = field(default_factory=dict)
     open_incidents: tuple[Incident, ...] = ()
-    past_incidents: tuple[Incident, ...] = ()  # of what goes on
+    past_incidents: tuple[Incident, ...] = ()  # of active attempts
     open_stalls: tuple[Incident, ...] = ()
     unsent: tuple[Incident, ...] = ()
-    failures_told: frozenset[str] = frozenset()
+    announced_failures: frozenset[str] = frozenset()
     last_ordinal: int = 0
     given_up: Mapping[str, GivenUp] = field(default_factory=dict)
-    apart: tuple[Diverged, ...] = ()  # replicas, of attempts that go on
-    hashes: pa.Table | None = None  # of steps that not all ranks had reached
-    lives: Mapping[str, int] = field(default_factory=dict)  # incarnation -> attempt, of all that ever registered
+    diverged: tuple[Diverged, ...] = ()  # of active attempts
+    hashes: pa.Table | None = None  # of steps that not all ranks of a group have reached
+    processes: Mapping[str, int] = field(default_factory=dict)  # attempts of all registered incarnations
     read_at: float = 0.0  # seconds of the service's monotonic clock
 
     @property
     def launches(self) -> list[tuple[str, str, int]]:
-        """Return (run, launch_id, attempt) of every launch that is known."""
+        """Return run, launch id and attempt of each known launch."""
         return [(attempt.run, attempt.launch_id, attempt.number) for attempt in self.attempts if attempt.launch_id]
 
     def restore(self, runs: RunTracker, incidents: IncidentTracker) -> None:
-        """Put back what had not ended, and remember what had."""
+        """Restore attempts and incidents that had not ended, and remember the others."""
         for attempt in self.attempts:
             if not attempt.has_ended:
                 runs.restore(attempt, self.read_at)
-            elif attempt.state is RunState.FAILED and failure_key(*attempt.key) not in self.failures_told:
-                attempt.has_news = bool(attempt.ranks)  # who was first is still to be told
+            elif attempt.state is RunState.FAILED and failure_key(*attempt.key) not in self.announced_failures:
+                attempt.has_news = bool(attempt.ranks)  # the failure is still to be announced
                 runs.restore(attempt, self.read_at)
             else:
                 runs.remember(attempt)
@@ -152,10 +122,10 @@ class History:
 
 
 def read_history(reader: Reader, now: float) -> History:
-    """Return what `reader` tells. Ranks of unfinished attempts get until `now` plus patience to speak up."""
+    """Return the history in the store. For ranks of active attempts, silence is measured from `now`."""
     rows = reader.query(_ATTEMPTS).to_pylist()
     attempts = {(row["run"], row["attempt"]): _attempt(row) for row in rows}
-    unfinished = {key: attempt for key, attempt in attempts.items() if attempt.state not in ENDED}
+    unfinished = {key: attempt for key, attempt in attempts.items() if not attempt.has_ended}
     for event in reader.query(_RANKS).to_pylist():
         if attempt := attempts.get((event["run"], event["attempt"])):
             _add_rank(attempt, event, now)
@@ -163,27 +133,27 @@ def read_history(reader: Reader, now: float) -> History:
     for attempt in attempts.values():
         starts[attempt.run] = min(starts.get(attempt.run, attempt.started_at), attempt.started_at)
     incidents = _incidents(reader, now)
-    known = [(incident, state == RESOLVED) for incident, state in incidents if incident.attempt_key in unfinished]
-    of_anomalies = [(one, is_over) for one, is_over in known if one.first.rule not in {RUN_FAILED, RUN_STALLED}]
+    active = [(incident, state == RESOLVED) for incident, state in incidents if incident.attempt_key in unfinished]
+    anomalies = [(one, is_over) for one, is_over in active if one.first.rule not in {RUN_FAILED, RUN_STALLED}]
     return History(
         attempts=tuple(attempts.values()),
         run_starts=starts,
-        open_incidents=tuple(one for one, is_over in of_anomalies if not is_over),
-        past_incidents=tuple(one for one, is_over in of_anomalies if is_over),
-        open_stalls=tuple(one for one, is_over in known if one.first.rule == RUN_STALLED and not is_over),
+        open_incidents=tuple(one for one, is_over in anomalies if not is_over),
+        past_incidents=tuple(one for one, is_over in anomalies if is_over),
+        open_stalls=tuple(one for one, is_over in active if one.first.rule == RUN_STALLED and not is_over),
         unsent=tuple(incident for incident, state in incidents if state == OPENED),
-        failures_told=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
+        announced_failures=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
         last_ordinal=_last_ordinal(reader),
         given_up=_given_up(reader),
-        apart=tuple(item for item in read_apart(reader) if item.attempt_key in unfinished),
-        hashes=read_hashes(reader),
-        lives={row["incarnation"]: row["attempt"] for row in reader.query(_LIVES).to_pylist()},
+        diverged=tuple(item for item in read_diverged(reader) if item.attempt_key in unfinished),
+        hashes=reader.query(_HASHES),
+        processes={row["incarnation"]: row["attempt"] for row in reader.query(_PROCESSES).to_pylist()},
         read_at=now,
     )
 
 
 def _given_up(reader: Reader) -> dict[str, GivenUp]:
-    """Return what was lost with processes that vanished, and was not found since: their records may still come."""
+    """Return the records that were lost with vanished processes and have not arrived since, by incarnation."""
     found: dict[str, GivenUp] = {}
     for row in reader.query(_GIVEN_UP).to_pylist():
         details = parse_details(row["details"])
@@ -196,13 +166,13 @@ def _given_up(reader: Reader) -> dict[str, GivenUp]:
 
 def _last_ordinal(reader: Reader) -> int:
     last = 0
-    # The small ones first: of the others only the parts that reach beyond are read, which their footers tell. Rollups
-    # are of days ago: whatever was said of their attempts since came later.
+    # Small datasets first: of the others, only row groups above `last` are read, according to their footers. Rollups
+    # are days old: their attempts have later rows in other datasets.
     rolled_up = set(ROLLUPS.values())
     for dataset in (*DIMENSIONS, *(name for name in DATASETS if name not in rolled_up.union(DIMENSIONS))):
         view = f"{dataset}{HISTORY_SUFFIX}" if dataset in DIMENSIONS else dataset
-        question = f"SELECT max(ordinal) AS last FROM {view} WHERE ordinal > {last}"  # noqa: S608 - our own names
-        last = reader.query(question).to_pylist()[0]["last"] or last
+        query = f"SELECT max(ordinal) AS last FROM {view} WHERE ordinal > {last}"  # noqa: S608 - our own names
+        last = reader.query(query).to_pylist()[0]["last"] or last
     return last
 
 
@@ -228,7 +198,7 @@ def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
     is_same = known is not None and known.incarnation == (event["incarnation"] or "")
     if event["type"] == EventType.LAUNCH:
         if is_same:
-            return  # it spoke to several services, and may have said its last word to an earlier one
+            return  # it registered with several services, and may have sent its exit report to an earlier one
         attempt.ranks[event["rank"]] = Rank(
             number=event["rank"],
             incarnation=event["incarnation"] or "",
@@ -236,16 +206,16 @@ def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
             liveness=Liveness(last_sign=now),
             known_since=now,
             is_restored=True,
-            # Of a run that failed some ranks are dead for good: one that lives on does not bring the run back.
+            # Some ranks of a failed run are dead: a live one does not make the run active again.
             is_vanished=attempt.state is RunState.FAILED,
         )
     elif known is not None and is_same:
-        known.exit_reason, known.error = last_word(details)
+        known.exit_reason, known.error = exit_report(details)
         known.exited_at = _micros(event["ts"]) or None
 
 
 def _incidents(reader: Reader, now: float) -> list[tuple[Incident, str]]:
-    """Return each incident with the last state it is known to have reached."""
+    """Return each incident with its last state."""
     latest: dict[str, tuple[Incident, str]] = {}
     for row in reader.query(_INCIDENTS).to_pylist():
         details = parse_details(row["details"])
@@ -255,8 +225,8 @@ def _incidents(reader: Reader, now: float) -> list[tuple[Incident, str]]:
             rank=row["rank"],
             step=row["step"],
             severity=row["severity"],
-            causal=(),  # smaller than any other: a restored incident keeps its name
-            **{name: row[name] for name in _SHOWN},
+            causal=(),  # smaller than any other, so that a restored incident keeps its name
+            **{name: row[name] for name in SYMPTOM_COLUMNS},
         )
         incident = Incident(
             first=first,
@@ -267,7 +237,7 @@ def _incidents(reader: Reader, now: float) -> list[tuple[Incident, str]]:
             ranks=set(details.get("ranks", ())),
             cause=None if details.get("cause") is None else str(details["cause"]),
             reports=tuple(map(str, details.get("reports", ()))),
-            lines=tuple(map(str, details.get("where", ()))),
+            places=tuple(map(str, details.get("where", ()))),
             is_settled=True,
             fixed_key=str(details.get("key")),
         )
@@ -277,3 +247,31 @@ def _incidents(reader: Reader, now: float) -> list[tuple[Incident, str]]:
 
 def _micros(moment: dt.datetime | None) -> int:
     return 0 if moment is None else (moment.astimezone(dt.UTC) - _EPOCH) // dt.timedelta(microseconds=1)
+
+
+def read_diverged(reader: Reader) -> list[Diverged]:
+    """Return the tensors that were reported as diverged and not as equal since."""
+    found: dict[tuple[Any, ...], Diverged] = {}
+    for row in reader.query(_DIVERGENCES).to_pylist():
+        details = parse_details(row["details"])
+        key = (*(row[name] for name in ("run", "attempt", "kind", "tensor", "vpp_stage")), details.get("replicas"))
+        if row["type"] != EventType.ANOMALY:
+            found.pop(key, None)
+        elif (item := _diverged(row, details)) is not None:
+            found[key] = item
+    return list(found.values())
+
+
+def _diverged(row: Mapping[str, Any], details: Mapping[str, Any]) -> Diverged | None:
+    try:
+        groups = largest_first((int(text, 16), tuple(map(int, ranks))) for text, ranks in details["hashes"].items())
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    if len(groups) < 2:
+        return None
+    return Diverged(
+        attempt_key=(row["run"], row["attempt"]),
+        replicas=str(details.get("replicas")),
+        ranks_by_hash=groups,
+        **{name: row[name] for name in ("step", "kind", "tensor", "vpp_stage")},
+    )
