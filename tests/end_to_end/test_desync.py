@@ -1,4 +1,4 @@
-"""Two real ranks under DDP, a single bit changed on one: the service tells people step, tensor and ranks."""
+"""Two real ranks under DDP with one changed bit: the notification contains step, tensor and ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trained(folder: Path, service: str, run: str, *cases: str) -> None:
     assert 0 == done.returncode, done.stderr[-4000:]
 
 
-def test_a_changed_bit_is_told_with_step_tensor_and_ranks_and_equal_ranks_never_are(service, tmp_path):
+def test_changed_bit_is_reported_and_equal_ranks_are_not(service, tmp_path):
     with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
