@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -31,6 +31,7 @@ from rankscope_ingest.runs.incident import (
 )
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.tracker import RunTracker
+from rankscope_storage.connection import Connection
 from rankscope_storage.sql.views import HISTORY_SUFFIX
 
 _ATTEMPTS: Final = "SELECT * FROM attempts WHERE source_kind = 'live' ORDER BY run, attempt"
@@ -68,14 +69,6 @@ FROM hashes JOIN reached ON hashes.run = reached.run AND hashes.attempt = reache
 ORDER BY hashes.ordinal"""
 
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
-
-
-class Reader(Protocol):
-    """A connection to the store."""
-
-    def query(self, query: str) -> pa.Table:
-        """Return the rows of an SQL query."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,18 +114,18 @@ class History:
             incidents.remember(incident)
 
 
-def read_history(reader: Reader, now: float) -> History:
+def read_history(store: Connection, now: float) -> History:
     """Return the history in the store. For ranks of active attempts, silence is measured from `now`."""
-    rows = reader.query(_ATTEMPTS).to_pylist()
+    rows = store.query(_ATTEMPTS).to_pylist()
     attempts = {(row["run"], row["attempt"]): _attempt(row) for row in rows}
     unfinished = {key: attempt for key, attempt in attempts.items() if not attempt.has_ended}
-    for event in reader.query(_RANKS).to_pylist():
+    for event in store.query(_RANKS).to_pylist():
         if attempt := attempts.get((event["run"], event["attempt"])):
             _add_rank(attempt, event, now)
     starts: dict[str, int] = {}
     for attempt in attempts.values():
         starts[attempt.run] = min(starts.get(attempt.run, attempt.started_at), attempt.started_at)
-    incidents = _incidents(reader, now)
+    incidents = _incidents(store, now)
     active = [(incident, state == RESOLVED) for incident, state in incidents if incident.attempt_key in unfinished]
     anomalies = [(one, is_over) for one, is_over in active if one.first.rule not in {RUN_FAILED, RUN_STALLED}]
     return History(
@@ -143,19 +136,19 @@ def read_history(reader: Reader, now: float) -> History:
         open_stalls=tuple(one for one, is_over in active if one.first.rule == RUN_STALLED and not is_over),
         unsent=tuple(incident for incident, state in incidents if state == OPENED),
         announced_failures=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
-        last_ordinal=_last_ordinal(reader),
-        given_up=_given_up(reader),
-        diverged=tuple(item for item in read_diverged(reader) if item.attempt_key in unfinished),
-        hashes=reader.query(_HASHES),
-        processes={row["incarnation"]: row["attempt"] for row in reader.query(_PROCESSES).to_pylist()},
+        last_ordinal=_last_ordinal(store),
+        given_up=_given_up(store),
+        diverged=tuple(item for item in read_diverged(store) if item.attempt_key in unfinished),
+        hashes=store.query(_HASHES),
+        processes={row["incarnation"]: row["attempt"] for row in store.query(_PROCESSES).to_pylist()},
         read_at=now,
     )
 
 
-def _given_up(reader: Reader) -> dict[str, GivenUp]:
+def _given_up(store: Connection) -> dict[str, GivenUp]:
     """Return the records that were lost with vanished processes and have not arrived since, by incarnation."""
     found: dict[str, GivenUp] = {}
-    for row in reader.query(_GIVEN_UP).to_pylist():
+    for row in store.query(_GIVEN_UP).to_pylist():
         details = parse_details(row["details"])
         last, records = details.get("last"), details.get("records")
         if isinstance(last, int) and isinstance(records, int):
@@ -164,7 +157,7 @@ def _given_up(reader: Reader) -> dict[str, GivenUp]:
     return {incarnation: lost for incarnation, lost in found.items() if lost.records > 0}
 
 
-def _last_ordinal(reader: Reader) -> int:
+def _last_ordinal(store: Connection) -> int:
     last = 0
     # Small datasets first: of the others, only row groups above `last` are read, according to their footers. Rollups
     # are days old: their attempts have later rows in other datasets.
@@ -172,7 +165,7 @@ def _last_ordinal(reader: Reader) -> int:
     for dataset in (*DIMENSIONS, *(name for name in DATASETS if name not in rolled_up.union(DIMENSIONS))):
         view = f"{dataset}{HISTORY_SUFFIX}" if dataset in DIMENSIONS else dataset
         query = f"SELECT max(ordinal) AS last FROM {view} WHERE ordinal > {last}"  # noqa: S608 - our own names
-        last = reader.query(query).to_pylist()[0]["last"] or last
+        last = store.query(query).to_pylist()[0]["last"] or last
     return last
 
 
@@ -214,10 +207,10 @@ def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
         known.exited_at = _micros(event["ts"]) or None
 
 
-def _incidents(reader: Reader, now: float) -> list[tuple[Incident, str]]:
+def _incidents(store: Connection, now: float) -> list[tuple[Incident, str]]:
     """Return each incident with its last state."""
     latest: dict[str, tuple[Incident, str]] = {}
-    for row in reader.query(_INCIDENTS).to_pylist():
+    for row in store.query(_INCIDENTS).to_pylist():
         details = parse_details(row["details"])
         first = Symptom(
             run=row["run"],
@@ -249,10 +242,10 @@ def _micros(moment: dt.datetime | None) -> int:
     return 0 if moment is None else (moment.astimezone(dt.UTC) - _EPOCH) // dt.timedelta(microseconds=1)
 
 
-def read_diverged(reader: Reader) -> list[Diverged]:
+def read_diverged(store: Connection) -> list[Diverged]:
     """Return the tensors that were reported as diverged and not as equal since."""
     found: dict[tuple[Any, ...], Diverged] = {}
-    for row in reader.query(_DIVERGENCES).to_pylist():
+    for row in store.query(_DIVERGENCES).to_pylist():
         details = parse_details(row["details"])
         key = (*(row[name] for name in ("run", "attempt", "kind", "tensor", "vpp_stage")), details.get("replicas"))
         if row["type"] != EventType.ANOMALY:

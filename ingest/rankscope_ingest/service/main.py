@@ -35,26 +35,14 @@ async def run(
     `on_ready` receives the URL when the service listens; `on_progress` a snapshot each second and one at the end.
     Raises IngestError or StoreError with a text for the user: no store, shard owned by another service, port in use, …
     """
+    stop = stop or asyncio.Event()
     tune_allocator()
     try:
-        await _serve(config, stop or asyncio.Event(), on_progress, on_ready)
-    finally:
-        unfreeze_gc()
-
-
-async def _serve(
-    config: ServiceConfig,
-    stop: asyncio.Event,
-    on_progress: Callable[[Progress], None] | None,
-    on_ready: Callable[[str], None] | None,
-) -> None:
-    # Parts that can reject the configuration come first: an invalid file must not create a store.
-    notifiers = _notifiers(config)
-    own_tls = server_tls(config.service.web_config)
-    ranks_tls = client_tls(config.service.ca_file, config.service.cert_file, config.service.key_file)
-    with _signals(stop):
-        writer = await asyncio.to_thread(_claim, config)
-        try:
+        # Parts that can reject the configuration come first: an invalid file must not create a store.
+        notifiers = _notifiers(config)
+        own_tls = server_tls(config.service.web_config)
+        ranks_tls = client_tls(config.service.ca_file, config.service.cert_file, config.service.key_file)
+        with _signals(stop), contextlib.closing(await asyncio.to_thread(_claim, config)) as writer:
             history = await asyncio.to_thread(_history, config.store.path)
             async with Fetcher(
                 networks=config.service.allowed_networks,
@@ -67,8 +55,8 @@ async def _serve(
                     config, writer=writer, history=history, fetcher=fetcher, notifiers=notifiers, tls=own_tls
                 )
                 await service.serve(stop, on_progress=on_progress, on_ready=on_ready)
-        finally:
-            writer.close()
+    finally:
+        unfreeze_gc()
 
 
 def _notifiers(config: ServiceConfig) -> list[Notifier]:
