@@ -74,9 +74,9 @@ class Ranks:
     def __post_init__(self) -> None:
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def order(self, run: str, what: str) -> None:
+    def send(self, run: str, command: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{run} {what}\n")
+        self.process.stdin.write(f"{run} {command}\n")
         self.process.stdin.flush()
 
     def _listen(self) -> None:
@@ -99,7 +99,7 @@ class Alerting:
     postbox: Postbox
     start_ranks: Callable[..., Ranks]
 
-    def told(self, sender: Sender, run: str, status: str = "firing", rule: str = "AnomalyNan") -> list[Alert]:
+    def notifications(self, sender: Sender, run: str, status: str = "firing", rule: str = "AnomalyNan") -> list[Alert]:
         """Return the notifications about a run from one sender, in order of arrival."""
         return [
             alert

@@ -161,14 +161,14 @@ def start_job(service: Service, tmp_path: Path) -> Iterator[StartJob]:
     path = tmp_path / "training.log"
 
     def start(script: Path, *arguments: object, torchrun: Sequence[str] = (), **environment: str) -> Any:
-        told = {"RANKSCOPE_INGEST_URL": service.url, "OMP_NUM_THREADS": "1"} | environment
+        settings = {"RANKSCOPE_INGEST_URL": service.url, "OMP_NUM_THREADS": "1"} | environment
         if not torchrun:
-            started.append(start_script(script, *arguments, log=path, **told))
+            started.append(start_script(script, *arguments, log=path, **settings))
             return started[-1]
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun, str(script), *map(str, arguments)]
         with path.open("ab") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **told}, start_new_session=True
+                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **settings}, start_new_session=True
             )
         started.append(process)
         return process
@@ -188,8 +188,8 @@ def train(start_job: StartJob, tmp_path: Path) -> StartJob:
     """Return a function that starts the training under torchrun."""
 
     def start(service: Service, run: str, *, steps: int, pause: float = 0.0) -> Any:
-        told = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": run}
-        return start_job(TRAINING, tmp_path, steps, pause, torchrun=TWO_RANKS, **told)
+        settings = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": run}
+        return start_job(TRAINING, tmp_path, steps, pause, torchrun=TWO_RANKS, **settings)
 
     return start
 

@@ -25,7 +25,7 @@ PAUSE_SECONDS = 0.05
 FAREWELL_STEPS = 6  # after these steps a killed rank has published the fault, possibly without a scrape in between
 
 
-def train(run: str, orders: TextIO) -> None:
+def train(run: str, commands: TextIO) -> None:
     """Train until a command arrives."""
     torch.manual_seed(0)
     net = nn.Linear(16, 4)
@@ -33,15 +33,15 @@ def train(run: str, orders: TextIO) -> None:
     spoil = False
     net.weight.register_hook(lambda gradient: gradient * float("nan") if spoil else gradient)
     lines: list[str] = []
-    threading.Thread(target=lambda: lines.extend(line.strip() for line in orders), daemon=True).start()
+    threading.Thread(target=lambda: lines.extend(line.strip() for line in commands), daemon=True).start()
     with rankscope.Monitor(rankscope.MonitorConfig(console=False, statistics="torch")).attach(
         net, optimizer
     ) as monitor:
         step, left = 0, -1
         while left != 0:
             step, left = step + 1, left - 1
-            order = lines.pop(0) if lines else ""
-            spoil = order.startswith("nan")
+            command = lines.pop(0) if lines else ""
+            spoil = command.startswith("nan")
             if spoil:
                 print("bad", run, step, time.time(), flush=True)
             loss = net(torch.ones(2, 16)).square().mean()
@@ -50,9 +50,9 @@ def train(run: str, orders: TextIO) -> None:
                 optimizer.step()
             optimizer.zero_grad()
             monitor.log(loss=loss)
-            if order == "nan-raise":
+            if command == "nan-raise":
                 raise RuntimeError("the last step was bad")
-            if order == "nan-die":
+            if command == "nan-die":
                 left = FAREWELL_STEPS
             time.sleep(PAUSE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -88,8 +88,8 @@ def main() -> None:
 
     threading.Thread(target=report, daemon=True).start()
     for line in sys.stdin:
-        run, order = line.split()
-        ranks[run][1].write(order + "\n")
+        run, command = line.split()
+        ranks[run][1].write(command + "\n")
     for child in runs:
         os.kill(child, signal.SIGKILL)
 

@@ -43,11 +43,11 @@ def ranks(running) -> Ranks:
     return started
 
 
-def break_it(running: Alerting, ranks: Ranks, run: str, order: str) -> tuple[int, float]:
+def break_it(running: Alerting, ranks: Ranks, run: str, command: str) -> tuple[int, float]:
     """Cause a fault in one step; return the step and its time."""
     before = len(ranks.bad[run])
     running.wait_for(lambda: live_runs(running.urls["service"])[run] > 5)
-    ranks.order(run, order)
+    ranks.send(run, command)
     running.wait_for(lambda: len(ranks.bad[run]) > before)
     return ranks.bad[run][-1]
 
@@ -55,8 +55,8 @@ def break_it(running: Alerting, ranks: Ranks, run: str, order: str) -> tuple[int
 def told_in_time(running: Alerting, run: str, at: float) -> None:
     """Wait until both senders notified about the run; return the delays."""
     for sender in (Sender.EMBEDDED, Sender.ALERTMANAGER):
-        told = running.wait_for(lambda sender=sender: running.told(sender, run))
-        seconds = told[0].at - at
+        received = running.wait_for(lambda sender=sender: running.notifications(sender, run))
+        seconds = received[0].at - at
         print(f"{run}: {sender} after {seconds:.2f} s")
 
         assert 0 < seconds <= SECONDS, (sender, seconds)
@@ -98,20 +98,20 @@ def test_doctor_lists_readers_of_ranks_and_alert_receivers(running, ranks):
 def test_alert_fires_resolves_and_fires_again_by_webhook_and_by_mail(running, ranks):
     step, at = break_it(running, ranks, "comes-again", "nan")
     told_in_time(running, "comes-again", at)
-    embedded, *more = running.told(Sender.EMBEDDED, "comes-again")
-    labels = [labels for alert in running.told(Sender.ALERTMANAGER, "comes-again") for labels in alert.labels]
-    resolved = running.wait_for(lambda: running.told(Sender.ALERTMANAGER, "comes-again", "resolved"))
+    embedded, *more = running.notifications(Sender.EMBEDDED, "comes-again")
+    labels = [labels for alert in running.notifications(Sender.ALERTMANAGER, "comes-again") for labels in alert.labels]
+    resolved = running.wait_for(lambda: running.notifications(Sender.ALERTMANAGER, "comes-again", "resolved"))
 
     assert [] == more
     assert {f"step: {step}", "rank: 0", "tensor: weight"} <= set(embedded.text.splitlines())
     assert {("comes-again", "0", "critical")} == {(of["run"], of["rank"], of["severity"]) for of in labels}
     assert resolved[0].at - at > EVENT_SECONDS / 2
 
-    fired = len(running.told(Sender.ALERTMANAGER, "comes-again"))
+    fired = len(running.notifications(Sender.ALERTMANAGER, "comes-again"))
     _, again_at = break_it(running, ranks, "comes-again", "nan")
-    running.wait_for(lambda: len(running.told(Sender.ALERTMANAGER, "comes-again")) > fired)
+    running.wait_for(lambda: len(running.notifications(Sender.ALERTMANAGER, "comes-again")) > fired)
 
-    seconds = running.told(Sender.ALERTMANAGER, "comes-again")[fired].at - again_at
+    seconds = running.notifications(Sender.ALERTMANAGER, "comes-again")[fired].at - again_at
 
     assert seconds <= SECONDS
     for status, times in (("FIRING", 2), ("RESOLVED", 1)):
@@ -156,5 +156,7 @@ def test_nan_inhibits_only_the_turbulence_of_its_tensor(running):
     request = urllib.request.Request(url, json.dumps(posted).encode(), {"Content-Type": "application/json"})
     urllib.request.urlopen(request, timeout=5).close()
 
-    told = running.wait_for(lambda: running.told(Sender.ALERTMANAGER, "inhibited", rule="AnomalyTurbulence"))
-    assert {"b", None} == {labels.get("tensor") for alert in told for labels in alert.labels}
+    received = running.wait_for(
+        lambda: running.notifications(Sender.ALERTMANAGER, "inhibited", rule="AnomalyTurbulence")
+    )
+    assert {"b", None} == {labels.get("tensor") for alert in received for labels in alert.labels}

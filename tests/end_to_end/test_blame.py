@@ -31,7 +31,7 @@ def message_of(service: Any, start_job: Callable[..., Any], folder: Path, situat
         ranks = [
             start_job(SCRIPT, folder, situation, RANK=rank, LOCAL_RANK=rank, **group, **environment) for rank in "012"
         ]
-        told: Alert = service.wait_for(lambda: receiver.alerts and receiver.alerts[0])
+        alert: Alert = service.wait_for(lambda: receiver.alerts and receiver.alerts[0])
         (folder / "go-on").touch()
         if situation == "sleeps":
             assert [0, 0, 0] == [rank.wait(60) for rank in ranks], (folder / "training.log").read_text()
@@ -39,7 +39,7 @@ def message_of(service: Any, start_job: Callable[..., Any], folder: Path, situat
             for rank in ranks:
                 rank.kill()
     assert 0 == service.stop(), service.log()
-    return told
+    return alert
 
 
 def incident_of(service: Any) -> tuple[str, int | None]:
@@ -91,13 +91,13 @@ def test_cause_of_a_stall_is_named_or_unknown(
     more: str,
 ) -> None:
     service.token, service.stalled_after_seconds = environment.get("RANKSCOPE_TOKEN"), 2.0
-    told = message_of(service, start_job, tmp_path, situation, MASTER_PORT=str(another_port), **environment)
+    alert = message_of(service, start_job, tmp_path, situation, MASTER_PORT=str(another_port), **environment)
 
     title = f"blame: RunStalled, rank {'unknown' if rank is None else rank}, step {STEP}"
-    assert re.search(title, told.title), told.title
-    assert re.search(rf"^cause: {cause}$", told.text, re.MULTILINE), told.text
-    assert re.search(more, told.text), told.text
-    assert ("last reports:" in told.text) == (rank is None)
+    assert re.search(title, alert.title), alert.title
+    assert re.search(rf"^cause: {cause}$", alert.text, re.MULTILINE), alert.text
+    assert re.search(more, alert.text), alert.text
+    assert ("last reports:" in alert.text) == (rank is None)
     assert ("RunStalled", rank) == incident_of(service)
 
 
@@ -105,8 +105,8 @@ def test_dead_rank_is_named_although_the_others_report_first(
     service: Any, start_job: Callable[..., Any], tmp_path: Path, another_port: int
 ) -> None:
     """Its peers lose the connection immediately. The service finds seconds later that the rank is dead."""
-    told = message_of(service, start_job, tmp_path, "dies", MASTER_PORT=str(another_port), **SILENT)
+    alert = message_of(service, start_job, tmp_path, "dies", MASTER_PORT=str(another_port), **SILENT)
 
-    assert re.search(f"blame: RunFailed, rank 1, step {STEP}", told.title), told.title
-    assert "cause: rank 1: first rank to stop responding without an exit report" in told.text.splitlines()
+    assert re.search(f"blame: RunFailed, rank 1, step {STEP}", alert.title), alert.title
+    assert "cause: rank 1: first rank to stop responding without an exit report" in alert.text.splitlines()
     assert ("RunFailed", 1) == incident_of(service)

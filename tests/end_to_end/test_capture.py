@@ -50,7 +50,7 @@ def test_sql_finds_samples_and_captured_steps_of_a_bad_loss(service):
                 monitor.end_step()
                 assert session.publisher.catch_up(60)
     with connect(service.store) as connection:
-        told = connection.execute(SAMPLES).fetchall()
+        rows = connection.execute(SAMPLES).fetchall()
         kinds = connection.execute(
             "select step, kind from tensor_stats where run = 'captured' group by all order by all"
         ).fetchall()
@@ -58,7 +58,7 @@ def test_sql_finds_samples_and_captured_steps_of_a_bad_loss(service):
             "select labels, value from scalars where run = 'captured' and name = 'overhead_seconds'"
         ).fetchall()
 
-    named = {state: (rule, json.loads(samples or "{}")) for _, state, rule, _, samples in told}
+    named = {state: (rule, json.loads(samples or "{}")) for _, state, rule, _, samples in rows}
     assert ("AnomalyNan", {str(BAD): [[f"shard-{BAD}", f"shard-{BAD + 100}"]]}) == named["asked"]
     captured = {str(step): [[f"shard-{step}", f"shard-{step + 100}"]] for step in (BAD + 1, BAD + 2)}
     assert captured == named["ended"][1]

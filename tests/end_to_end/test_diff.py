@@ -130,11 +130,11 @@ def test_first_tensor_is_the_causally_first_difference(stored: tuple[Path, dict[
     assert CHANGED_AT == min(step for step, *_ in differing)
     assert found.first is not None
     assert CHANGED_AT == found.first.step
-    told = {(point.step, point.kind, point.tensor) for point in found.points}
-    assert {key for key in told if key in seen["first"]} <= differing
+    reported = {(point.step, point.kind, point.tensor) for point in found.points}
+    assert {key for key in reported if key in seen["first"]} <= differing
     if other == "scaled":
         assert (CHANGED_AT, "param_before", "2.weight") == next(iter(told_in_order(found)))
-        assert {key for key in differing if key[0] == CHANGED_AT} <= told
+        assert {key for key in differing if key[0] == CHANGED_AT} <= reported
     else:
         # One bit of one weight changes no statistic, but changes the hash.
         after = {key for key in differing if key[:2] == (CHANGED_AT, "param_after")}

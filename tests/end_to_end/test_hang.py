@@ -40,8 +40,8 @@ def hanging(start_job: Start, tmp_path: Path, another_port: int) -> Start:
 
     def start(service: Any, **environment: str) -> list[Started]:
         group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(another_port)}
-        told = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": "hangs"} | group | environment
-        return [start_job(SCRIPT, tmp_path, RANK=rank, LOCAL_RANK=rank, **told) for rank in "01"]
+        settings = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": "hangs"} | group | environment
+        return [start_job(SCRIPT, tmp_path, RANK=rank, LOCAL_RANK=rank, **settings) for rank in "01"]
 
     return start
 
@@ -92,7 +92,7 @@ def test_hang_notification_has_the_place_of_each_rank_and_is_resolved(
         service.start()
         training = hanging(service, RANKSCOPE_TOKEN=TOKEN, RANKSCOPE_HANG_AFTER_SECONDS="0")
         service.wait_for(lambda: receiver.alerts)
-        told = receiver.alerts[0]
+        alert = receiver.alerts[0]
         asked = ask(service, "hangs")
         only_one = ask(service, "--rank", "1", "--json")
         refused = [ask(service, "hangs", token=token) for token in (None, "wrong")]
@@ -107,7 +107,7 @@ def test_hang_notification_has_the_place_of_each_rank_and_is_resolved(
         "[critical] hangs: RunStalled, rank 1, step 5",
         "[resolved] hangs: RunStalled, training continues",
     ] == titles
-    assert_message_names_both_places(told.text)
+    assert_message_names_both_places(alert.text)
     assert (0, "") == (asked.returncode, asked.stderr)
     assert_printed_groups(asked.stdout)
     assert [1] == [rank["rank"] for rank in json.loads(only_one.stdout)["ranks"]]
@@ -150,7 +150,7 @@ def test_without_a_token_ranks_report_hangs_and_requests_are_rejected(
         service.start()
         training = hanging(service, RANKSCOPE_HANG_AFTER_SECONDS="1.5")
         service.wait_for(lambda: receiver.alerts)
-        told = receiver.alerts[0]
+        alert = receiver.alerts[0]
         refused = ask(service, "hangs", token=None)
         (tmp_path / "go-on").touch()
 
@@ -158,8 +158,8 @@ def test_without_a_token_ranks_report_hangs_and_requests_are_rejected(
         service.wait_for(lambda: len(receiver.alerts) > 1)
     assert 0 == service.stop(), service.log()
 
-    assert "[critical] hangs: RunStalled, rank 1, step 5" == told.title
-    assert_message_names_both_places(told.text)
+    assert "[critical] hangs: RunStalled, rank 1, step 5" == alert.title
+    assert_message_names_both_places(alert.text)
     assert 1 == refused.returncode
     assert "set [service] token, and RANKSCOPE_TOKEN" in refused.stderr
     log = (tmp_path / "training.log").read_text()

@@ -94,9 +94,9 @@ def ranks(tmp_path, service):
 
     def start():
         for rank in ("0", "1"):
-            told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "RANKSCOPE_RUN": RUN}
-            told |= {"RANKSCOPE_INGEST_URL": service.url}
-            started.append(start_script(TRAINING, tmp_path, log=tmp_path / f"rank{rank}.log", **told))
+            settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "RANKSCOPE_RUN": RUN}
+            settings |= {"RANKSCOPE_INGEST_URL": service.url}
+            started.append(start_script(TRAINING, tmp_path, log=tmp_path / f"rank{rank}.log", **settings))
         return started
 
     yield start
@@ -214,9 +214,11 @@ def test_every_panel_variable_and_alert_has_a_result(service, ranks, prometheus,
     service.wait_for(lambda: not unanswered_panels(prometheus))
     assert {"run": [RUN], "rank": ["0", "1"]} == values_of_variables(prometheus)
 
-    assert set() == rates_unlike_scraped(prometheus, rate(TOKENS)), "as boards ask, though every step is stored as well"
+    assert set() == rates_unlike_scraped(prometheus, rate(TOKENS)), (
+        "the queries of the boards, although every step is stored as well"
+    )
     merged = f"rate({TOKENS.name}{RANKS}{RATE_WINDOW})"
-    assert {"0", "1"} == rates_unlike_scraped(prometheus, merged), "as nobody should: the store was asked"
+    assert {"0", "1"} == rates_unlike_scraped(prometheus, merged), "merged series: the store was queried"
 
     promtool = require_server("promtool", "prometheus")
     addresses = [address for one in json.loads(service.get("/sd")) for address in one["targets"]]
@@ -238,9 +240,9 @@ def test_every_panel_variable_and_alert_has_a_result(service, ranks, prometheus,
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
-    told = fired(prometheus)
+    firing = fired(prometheus)
     elsewhere = {"RuleDisagreement", "ServiceDown", "GpuXid", "GpuEccUncorrected", "GpuThrottled"}
     of_runs = {name for name, alert in ALERTS.items() if alert.name not in elsewhere}
-    assert set().union(death, *WHAT_A_STEP_WAITS_FOR.values()) <= told
-    assert "RuleDisagreement" not in {name for name, _ in told}, "ranks and Prometheus judge alike"
+    assert set().union(death, *WHAT_A_STEP_WAITS_FOR.values()) <= firing
+    assert "RuleDisagreement" not in {name for name, _ in firing}, "ranks and Prometheus agree"
     assert set() == of_the_run(prometheus, *of_runs)

@@ -90,14 +90,14 @@ def test_next_ranks_of_the_host_serve_the_spools_of_killed_ranks(service: Any, h
     for life in lives:
         life.kill()
     service.flush_after_seconds = 1.0
-    heirs = [host.start(service, rank, "second", steps=50, pause=0.02, end="linger") for rank in range(2)]
+    successors = [host.start(service, rank, "second", steps=50, pause=0.02, end="linger") for rank in range(2)]
     service.start()
     service.wait_for(lambda: host.left() == ["second-0", "second-1"])
     service.wait_for(lambda: len(json.loads(service.get("/sd"))) == 2)
     service.wait_for(lambda: service.runs()[0]["state"] != "pending")  # until the first record of the new ranks
     states = service.runs()
     discovered = sorted(entry["labels"]["instance"] for entry in json.loads(service.get("/sd")))
-    until(lambda: all(heir.published == 50 for heir in heirs))
+    until(lambda: all(successor.published == 50 for successor in successors))
     service.wait_for(lambda: all(targets(service)[f"second-{rank}"]["committed"] == 49 for rank in range(2)))
 
     assert 0 == service.stop(), service.log()

@@ -59,9 +59,9 @@ def statistics(tensor: torch.Tensor) -> dict[str, Any]:
 def until_stopped(stop: Path) -> Iterator[int]:
     """Count the steps; all ranks end at the same one."""
     for step in itertools.count(1):
-        told = torch.tensor(stop.exists())
-        dist.broadcast(told, 0)
-        if told:
+        is_stopped = torch.tensor(stop.exists())
+        dist.broadcast(is_stopped, 0)
+        if is_stopped:
             return
         yield step
 

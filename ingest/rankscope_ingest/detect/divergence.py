@@ -92,7 +92,7 @@ class Diverged(ReplicatedTensor):
 
 
 @dataclass(slots=True)
-class DivergenceNews:
+class DivergenceChanges:
     """Result of one check. `opened`: attempts without a reported divergence before this check."""
 
     diverged: list[Diverged] = field(default_factory=list)
@@ -179,9 +179,9 @@ class DivergenceTracker:
                 mask = pc.and_(mask, pc.equal(known[column], key[column]))
             self._add(key, known.filter(mask), now)
 
-    def check(self, attempts: Iterable[AttemptKey], now: float) -> DivergenceNews:
+    def check(self, attempts: Iterable[AttemptKey], now: float) -> DivergenceChanges:
         """Return the changes since the last check. `attempts`: all active attempts; others are forgotten."""
-        news, active = DivergenceNews(), set(attempts)
+        changes, active = DivergenceChanges(), set(attempts)
         for group in [group for group in (*self._steps, *self._reported) if group[0] not in active]:
             self._steps.pop(group, None)
             self._reported.pop(group, None)
@@ -189,15 +189,15 @@ class DivergenceTracker:
             had_diverged = self._has_diverged(group[0])
             members = set(parse_ranks(group[1]))
             for number in sorted(steps):
-                if not self._judge(group, number, steps[number], news, now):
+                if not self._judge(group, number, steps[number], changes, now):
                     break  # steps are reported in order
             if not had_diverged and self._has_diverged(group[0]):
-                news.opened.add(group[0])
+                changes.opened.add(group[0])
             for number in [number for number, step in steps.items() if step.judged and step.ranks >= members]:
                 del steps[number]
             for number in sorted(steps)[:-KEPT_STEPS]:
                 del steps[number]
-        return news
+        return changes
 
     def _add(self, key: Mapping[str, Any], rows: pa.Table, now: float) -> None:
         try:
@@ -213,7 +213,7 @@ class DivergenceTracker:
     def _has_diverged(self, key: AttemptKey) -> bool:
         return any(reported for (attempt, _), reported in self._reported.items() if attempt == key)
 
-    def _judge(self, group: GroupKey, number: int, step: _Step, news: DivergenceNews, now: float) -> bool:
+    def _judge(self, group: GroupKey, number: int, step: _Step, changes: DivergenceChanges, now: float) -> bool:
         """Judge one step if possible; return False if it waits for ranks that may show which rank is wrong."""
         delivered = step.ranks
         is_complete = delivered >= set(parse_ranks(group[1]))
@@ -232,11 +232,11 @@ class DivergenceTracker:
                 before.ranks |= set(item.ranks)
             else:
                 continue
-            news.diverged.append(item)
+            changes.diverged.append(item)
         if is_complete:
             for name in [name for name, item in reported.items() if name not in differences and number > item.step]:
                 del reported[name]
-                news.converged.append(ReplicatedTensor(**_tensor(group, number, name)))
+                changes.converged.append(ReplicatedTensor(**_tensor(group, number, name)))
         return True
 
 

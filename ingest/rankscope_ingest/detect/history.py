@@ -104,7 +104,7 @@ class History:
             if not attempt.has_ended:
                 runs.restore(attempt, self.read_at)
             elif attempt.state is RunState.FAILED and failure_key(*attempt.key) not in self.announced_failures:
-                attempt.has_news = bool(attempt.ranks)  # the failure is still to be announced
+                attempt.has_activity = bool(attempt.ranks)  # the failure is still to be announced
                 runs.restore(attempt, self.read_at)
             else:
                 runs.remember(attempt)

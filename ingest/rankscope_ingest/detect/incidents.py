@@ -129,7 +129,8 @@ class IncidentTracker:
             return True  # without steps, causes cannot be distinguished
         if not first - self._quiet_steps <= symptom.step <= last + self._quiet_steps:
             return False
-        # A later step with a higher severity than the announced one is news. Before the announcement it is part of it.
+        # A later step with a higher severity than the announced one opens a new incident. Before the announcement it is
+        # part of it.
         return not incident.is_settled or symptom.step <= first or not _is_worse(symptom, incident)
 
     def _is_over(self, incident: Incident, live: Mapping[int, int | None]) -> bool:

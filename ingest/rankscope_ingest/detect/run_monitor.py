@@ -187,14 +187,14 @@ class RunMonitor:
     def check_replicas(self) -> None:
         """Add events of replicas that differ or are equal again, and open an incident for a first divergence."""
         now = self.clock()
-        news = self.replicas.check([attempt.key for attempt in self.runs.attempts()], now)
-        for converged in news.converged:
+        changes = self.replicas.check([attempt.key for attempt in self.runs.attempts()], now)
+        for converged in changes.converged:
             self.add_event(converged_row(converged, self.stamp()))
-        for key, found in news.by_attempt().items():
+        for key, found in changes.by_attempt().items():
             for item in found[:MAX_EVENTS]:
                 self.add_event(diverged_row(item, self.stamp()))
                 self.metrics.fired(key[0], item.rank, {(REPLICA_DESYNC, item.kind): 1})
-            if key in news.opened and self.incidents.observe(divergence_symptom(found), now) is not None:
+            if key in changes.opened and self.incidents.observe(divergence_symptom(found), now) is not None:
                 self.poll_now(key[0], None)
 
     def due_incidents(self) -> list[Incident]:

@@ -93,12 +93,12 @@ class StallHandler:
 
     def check(self) -> None:
         """Check all attempts for stalls and start the actions that are due."""
-        news = self._monitor.stalls.check(self._monitor.runs.attempts(), self._monitor.clock())
-        for key, ranks in news.to_request:
+        actions = self._monitor.stalls.check(self._monitor.runs.attempts(), self._monitor.clock())
+        for key, ranks in actions.to_request:
             self._spawn(self._collect_stacks(key, ranks))
-        for incident in news.due:
+        for incident in actions.due:
             self._spawn(self._announcer.announce(incident))
-        for incident, has_continued in news.over:
+        for incident, has_continued in actions.over:
             self._spawn(self._announcer.resolve(incident, resolved_message(incident) if has_continued else None))
 
     async def request(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:

@@ -62,7 +62,7 @@ class Stall:
 
 
 @dataclass(slots=True, kw_only=True)
-class StallNews:
+class StallActions:
     """Result of one check: ranks whose stacks are to be requested, incidents to announce, and stalls that are over."""
 
     to_request: list[tuple[AttemptKey, tuple[int, ...]]] = field(default_factory=list)
@@ -94,9 +94,9 @@ class StallTracker:
         """Record that a rank sent no stacks on request."""
         self._report(key, rank, now).refusal = reason
 
-    def check(self, attempts: Iterable[Attempt], now: float) -> StallNews:
+    def check(self, attempts: Iterable[Attempt], now: float) -> StallActions:
         """Return the actions that are due. `attempts`: all active attempts; others are forgotten."""
-        news = StallNews()
+        actions = StallActions()
         known = {attempt.key: attempt for attempt in attempts}
         for key in [key for key in (*self._stalls, *self._reports) if key not in known]:
             self._stalls.pop(key, None)
@@ -104,12 +104,12 @@ class StallTracker:
         for attempt in known.values():
             self._forget_replaced_processes(attempt)
             if self._is_stalled(attempt):
-                self._follow(attempt, news, now)
+                self._follow(attempt, actions, now)
             elif (stall := self._stalls.pop(attempt.key, None)) and stall.incident is not None:
                 last_step = stall.incident.last_step or 0
                 has_stepped = attempt.last_step is not None and attempt.last_step > last_step
-                news.over.append((stall.incident, has_stepped or not attempt.has_ended))
-        return news
+                actions.over.append((stall.incident, has_stepped or not attempt.has_ended))
+        return actions
 
     def _report(self, key: AttemptKey, rank: int, now: float) -> Report:
         return self._reports.setdefault(key, {}).setdefault(rank, Report(now))
@@ -128,7 +128,7 @@ class StallTracker:
         live = {rank.number for rank in attempt.live_ranks}
         return attempt.state is RunState.STALLED or any(reports[rank].hang for rank in reports.keys() & live)
 
-    def _follow(self, attempt: Attempt, news: StallNews, now: float) -> None:
+    def _follow(self, attempt: Attempt, actions: StallActions, now: float) -> None:
         # A rank can report a hang before the service considers the attempt stalled.
         stall = self._stalls.setdefault(attempt.key, Stall(min(attempt.progressed_at, now), now))
         if stall.incident is not None:
@@ -143,11 +143,11 @@ class StallTracker:
         )
         if missing and not stall.are_stacks_requested:
             stall.are_stacks_requested = True
-            news.to_request.append((attempt.key, missing))
+            actions.to_request.append((attempt.key, missing))
         last = max((report.at for report in reports.values()), default=stall.opened_at)
         if now - stall.opened_at >= WAIT_SECONDS or (not missing and now - last >= QUIET_SECONDS):
             stall.incident = _incident(attempt, reports, now)
-            news.due.append(stall.incident)
+            actions.due.append(stall.incident)
 
 
 def _update(report: Report, row: Mapping[str, Any], now: float) -> None:

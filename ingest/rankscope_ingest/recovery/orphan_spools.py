@@ -271,7 +271,7 @@ def register_orphan(runs: RunTracker, target: Target, now: float, wall: int) -> 
     attempt = runs.registered(target.registration, target.attempt, target.liveness, wall)
     rank = attempt.ranks[target.registration.rank]
     if attempt.has_ended and attempt.settled_at is None:
-        attempt.settled_at = now  # it ended under an earlier service; its news are shown for a while
+        attempt.settled_at = now  # it ended under an earlier service; it is shown again for a while
     if before is not None and before.is_vanished:
         rank.is_vanished, rank.never_answered = True, before.never_answered
     elif attempt.state is RunState.FAILED and rank.exit_reason is None and not rank.is_closed:

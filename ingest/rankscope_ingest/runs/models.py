@@ -117,7 +117,7 @@ class Attempt:
     settled_at: float | None = None  # time at which the service found that the attempt had ended
     progressed_at: float = 0.0  # last step, registration or change of phase of a rank
     last_step: int | None = None
-    has_news: bool = False  # a rank was active after the end of the attempt
+    has_activity: bool = False  # a rank was active after the end of the attempt
     is_reopened: bool = False  # a rank trained after the end of the attempt
 
     @property
@@ -153,5 +153,5 @@ class Attempt:
     def note_activity(self, *, of_work: bool = False) -> None:
         """Record activity of a rank. After the end of the attempt, its state is then decided again."""
         if self.has_ended:
-            self.has_news = True
+            self.has_activity = True
             self.is_reopened |= of_work

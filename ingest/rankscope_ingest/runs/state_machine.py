@@ -39,7 +39,7 @@ def judge(attempt: Attempt, now: float, wall: int, limits: RunsSection) -> State
     ranks is active: a restarted service has less information than the previous process. A completed or stopped attempt
     is not reopened by a rank that only delivers records that the store already has.
     """
-    if attempt.has_ended and not attempt.has_news:
+    if attempt.has_ended and not attempt.has_activity:
         return None
     if attempt.state in CALM_ENDS and not attempt.is_reopened:
         return None

@@ -218,7 +218,7 @@ def _apply(attempt: Attempt, decision: StateDecision, now: float, wall: int) -> 
     has_ended = decision.state in ENDED
     is_change = decision.state is not attempt.state or (has_ended and decision.reason != attempt.reason)
     attempt.culprit, attempt.evidence = decision.culprit, decision.evidence
-    attempt.has_news = attempt.is_reopened = False
+    attempt.has_activity = attempt.is_reopened = False
     if not is_change:
         return False
     if not (has_ended and attempt.has_ended):

@@ -28,8 +28,8 @@ def rows(rank, step, replicas="0-2", run="r", **hashes):
     return pa.Table.from_pylist(named, schema=dataset_schema("hashes"))
 
 
-def found(news):
-    return [(item.step, item.tensor, item.ranks) for item in news.diverged]
+def found(changes):
+    return [(item.step, item.tensor, item.ranks) for item in changes.diverged]
 
 
 def check(tracker, now=0.0):
@@ -41,9 +41,9 @@ def test_equal_ranks_are_not_reported():
     for step in (1, 101, 201):
         for rank in range(3):
             tracker.add(rows(rank, step, a=7, b=-1), 0.0)
-            news = check(tracker, 1000.0)
+            changes = check(tracker, 1000.0)
 
-            assert ([], []) == (news.diverged, news.converged)
+            assert ([], []) == (changes.diverged, changes.converged)
 
 
 def test_differing_rank_is_named_when_all_ranks_have_delivered():
@@ -53,9 +53,9 @@ def test_differing_rank_is_named_when_all_ranks_have_delivered():
 
     assert [] == found(check(tracker, 1.0))
     tracker.add(rows(2, 101, a=7, b=1), 2.0)
-    news = check(tracker, 2.0)
-    assert [(101, "a", (1,))] == found(news)
-    assert {RUN} == news.opened
+    changes = check(tracker, 2.0)
+    assert [(101, "a", (1,))] == found(changes)
+    assert {RUN} == changes.opened
     assert [] == found(check(tracker, 99.0))
 
 
@@ -64,10 +64,13 @@ def test_two_ranks_without_a_majority_are_both_named():
     for rank in range(2):
         tracker.add(rows(rank, 5, "0,1", a=rank), 0.0)
 
-    news = check(tracker)
-    assert [(5, "a", (0, 1))] == found(news)
-    assert "ReplicaDesync in param_after of a, ranks 0-1, step 5" == headline(divergence_symptom(news.diverged))
-    assert (None, None) == (divergence_symptom(news.diverged).rank, diverged_row(news.diverged[0], Stamp(0, 0))["rank"])
+    changes = check(tracker)
+    assert [(5, "a", (0, 1))] == found(changes)
+    assert "ReplicaDesync in param_after of a, ranks 0-1, step 5" == headline(divergence_symptom(changes.diverged))
+    assert (None, None) == (
+        divergence_symptom(changes.diverged).rank,
+        diverged_row(changes.diverged[0], Stamp(0, 0))["rank"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,10 +120,10 @@ def test_further_tensors_are_reported_and_known_divergences_are_not():
     for step, hashes in ((1, {"a": 8, "b": 1}), (101, {"a": 9, "b": 1}), (201, {"a": 10, "b": 2})):
         for rank in range(3):
             tracker.add(rows(rank, step, **(hashes if rank == 1 else {"a": 7, "b": 1})), 0.0)
-    news = check(tracker)
+    changes = check(tracker)
 
-    assert [(1, "a", (1,)), (201, "b", (1,))] == found(news)
-    assert {RUN} == news.opened
+    assert [(1, "a", (1,)), (201, "b", (1,))] == found(changes)
+    assert {RUN} == changes.opened
 
 
 def test_convergence_is_reported_and_a_new_divergence_too():
@@ -129,9 +132,9 @@ def test_convergence_is_reported_and_a_new_divergence_too():
     for step, other in ((1, 8), (101, 7), (201, 9)):
         for rank in range(3):
             tracker.add(rows(rank, step, a=other if rank == 0 else 7), 0.0)
-        news = check(tracker)
-        assert ({1: [(1, "a", (0,))], 101: [], 201: [(201, "a", (0,))]}[step]) == found(news)
-        assert [101] * (step == 101) == [item.step for item in news.converged]
+        changes = check(tracker)
+        assert ({1: [(1, "a", (0,))], 101: [], 201: [(201, "a", (0,))]}[step]) == found(changes)
+        assert [101] * (step == 101) == [item.step for item in changes.converged]
 
 
 def test_ranks_of_different_groups_are_not_compared():
@@ -241,10 +244,10 @@ async def test_service_stores_events_and_one_incident_also_after_a_restart(start
                 await rank.register(service.url)
             for rank in ranks[1:]:
                 rank.publish(step=201, hashes=wire(a=7 + 100 * (rank is ranks[2]), b=4 if rank is ranks[2] else 3))
-            news = await eventually(
+            changes = await eventually(
                 lambda: [row for row in service.rows(EVENTS) if row["type"] == "anomaly" and row["step"] == 201]
             )
-        assert [(2, "a")] == [(row["rank"], row["tensor"]) for row in news]
+        assert [(2, "a")] == [(row["rank"], row["tensor"]) for row in changes]
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"hashes": 3}', '{"hashes": {"zz": [0]}}', '{"hashes": {"07": [0]}}'])

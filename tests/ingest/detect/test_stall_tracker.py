@@ -154,7 +154,7 @@ def test_restored_stall_is_not_announced_again_but_resolved():
     (incident,) = before.check([run], 200 + QUIET_SECONDS).due
     tracker = StallTracker([incident])
 
-    assert ([], []) == ((news := tracker.check([run], 300)).due, news.to_request)
+    assert ([], []) == ((actions := tracker.check([run], 300)).due, actions.to_request)
     run.state = RunState.RUNNING
     assert [(incident, True)] == tracker.check([run], 301).over
 

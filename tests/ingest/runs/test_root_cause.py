@@ -62,12 +62,12 @@ class Job:
         return (self.situation, one) == ("died", self.rank) and "heartbeat" in self.sources
 
     def stalled(self, now: float) -> list[Incident]:
-        news = self.stalls.check(self.runs.attempts(), now)
-        for _, ranks in news.to_request:
+        actions = self.stalls.check(self.runs.attempts(), now)
+        for _, ranks in actions.to_request:
             for one in ranks:
                 for kind, details in self.answers(one):
                     self.stalls.add(KEY, one, event(kind, details), now)
-        return news.due
+        return actions.due
 
     def answers(self, one: int) -> Iterator[tuple[str, str]]:
         """Yield the stacks that a rank sends on request. A dead rank sends nothing."""

@@ -350,7 +350,7 @@ async def test_token_with_arbitrary_bytes_is_a_wrong_token(start_service):
     assert b"HTTP/1.1 401 Unauthorized\r\n" == status
 
 
-LAST_WORDS = {
+EXIT_EVENTS = {
     "surrogate": ('{"reason": "exception", "error": "no file \\udcff.bin"}', "failed", "rank 0: no file ?.bin"),
     "nested": ('{"reason": "completed", "error": ["\\ud800"]}', "completed", None),
     "deep": ("[" * 3000, "stopped", "ended without reporting success"),
@@ -361,16 +361,16 @@ LAST_WORDS = {
 
 async def test_exit_events_of_any_content_are_handled(start_service, fake_rank, eventually):
     """Exit events are evaluated and stored. They stop neither this service nor the next one that reads them."""
-    expected = {run: (state, reason) for run, (_, state, reason) in LAST_WORDS.items()}
+    expected = {run: (state, reason) for run, (_, state, reason) in EXIT_EVENTS.items()}
     async with contextlib.AsyncExitStack() as stack:
         service = await stack.enter_async_context(start_service())
-        for run, (details, _, _) in LAST_WORDS.items():
+        for run, (details, _, _) in EXIT_EVENTS.items():
             rank = await stack.enter_async_context(fake_rank(run=run))
             rank.publish(events=[{"type": "exit", "details": details}])
             await rank.register(service.url)
 
         async def ended():
-            found = {run: await service.run_state(run) for run in LAST_WORDS}
+            found = {run: await service.run_state(run) for run in EXIT_EVENTS}
             return expected == {run: (shown["state"], shown.get("reason")) for run, shown in found.items()}
 
         await eventually(ended)
@@ -468,7 +468,7 @@ async def test_poke_causes_an_early_poll(start_service, fake_rank, eventually):
 
         await eventually(polled, seconds=5)
 
-        assert [404, 204] == [await poke("nobody"), await poke(rank.registration.incarnation)]
+        assert [404, 204] == [await poke("unknown"), await poke(rank.registration.incarnation)]
 
 
 @pytest.mark.parametrize("is_failing", [True, False])
