@@ -57,7 +57,8 @@ def measured(running: Alerting) -> dict[Sender, list[float]]:
         running.wait_for(lambda name=name: ranks.bad[name])
         ((_, at),) = ranks.bad[name]
         for sender, seconds in delays.items():
-            seconds.append(running.wait_for(lambda sender=sender, name=name: running.notifications(sender, name))[0].at - at)
+            received = running.wait_for(lambda sender=sender, name=name: running.notifications(sender, name))
+            seconds.append(received[0].at - at)
     return delays
 
 

@@ -29,7 +29,7 @@ SERVER = """
 import gc, json, os, sys, types
 import IMPORTED
 gc.collect()
-gc.freeze()  # a program that ends looks for cycles in what is its own, and not three times in all of torch
+gc.freeze()  # an exiting program then searches only its own objects for cycles, not three times all of torch
 def exit_code(pid, options=0):
     pid, status = os.waitpid(pid, options)
     return os.waitstatus_to_exitcode(status) if pid else ""
@@ -69,7 +69,7 @@ folder = tempfile.mkdtemp()
 rank = 1 if os.fork() == 0 else 0  # before any thread is started
 """
 
-BEHIND_TWO_RANKS = """
+AFTER_TWO_RANKS = """
 def run_rank():
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     result = main()
@@ -205,7 +205,7 @@ OF_COMMANDS = ("rankscope.commands", "rankscope_ingest.__main__", "duckdb", "del
 
 SERVICE = """
 import gc, sys
-gc.unfreeze()  # DuckDB complains of what of it is left at the end of a process
+gc.unfreeze()  # DuckDB reports objects that remain at the exit of a process
 from {module} import main
 sys.exit(main())
 """
@@ -240,7 +240,7 @@ def run_two_ranks(code: str, *, seconds: float = 300.0) -> list[dict[str, Any]]:
 
     `code` can use `rank`, `dist`, `json` and a common `folder`.
     """
-    done = run_program(f"{BEFORE_TWO_RANKS}{code}{BEHIND_TWO_RANKS}", seconds=seconds)
+    done = run_program(f"{BEFORE_TWO_RANKS}{code}{AFTER_TWO_RANKS}", seconds=seconds)
     assert 0 == done.returncode, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -164,7 +164,14 @@ class ServiceMetrics:
         self._series(catalogue.ROWS_PENDING).set(rows_pending)
         followed = [(target.registration, target.lag_records) for target in known if not target.is_gone]
         self._show_ranks(catalogue.LAG_RECORDS, {(rank.run, str(rank.rank)): lag for rank, lag in followed})
-        self._show_states(attempts)
+        states, missing = self._cleared(catalogue.RUN_STATE), self._cleared(catalogue.RANKS_MISSING)
+        for attempt in attempts:
+            missing.labels(attempt.run).set(attempt.ranks_missing)
+            for state in RunState:
+                states.labels(attempt.run, state).set(state is attempt.state)
+        ranks = ((attempt.run, rank) for attempt in attempts for rank in attempt.ranks.values())
+        self._show_ranks(catalogue.RANK_VANISHED, {(run, str(rank.number)): rank.is_vanished for run, rank in ranks})
+        self._keep_counters_of({attempt.run for attempt in attempts})
         families = {spec: self._cleared(spec) for spec in _RUN_GAUGES}
         for run in progress:
             for spec, value_of in _RUN_GAUGES.items():
@@ -176,16 +183,6 @@ class ServiceMetrics:
         family = self._cleared(RUN_GOODPUT)
         for run in ratios.keys() & runs:
             family.labels(run).set(ratios[run])
-
-    def _show_states(self, attempts: Sequence[Attempt]) -> None:
-        states, missing = self._cleared(catalogue.RUN_STATE), self._cleared(catalogue.RANKS_MISSING)
-        for attempt in attempts:
-            missing.labels(attempt.run).set(attempt.ranks_missing)
-            for state in RunState:
-                states.labels(attempt.run, state).set(state is attempt.state)
-        ranks = ((attempt.run, rank) for attempt in attempts for rank in attempt.ranks.values())
-        self._show_ranks(catalogue.RANK_VANISHED, {(run, str(rank.number)): rank.is_vanished for run, rank in ranks})
-        self._keep_counters_of({attempt.run for attempt in attempts})
 
     def _keep_counters_of(self, runs: set[str]) -> None:
         """Remove the counters of all other runs."""
