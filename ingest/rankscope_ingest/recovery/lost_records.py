@@ -1,4 +1,4 @@
-"""Counts lost records once, and undoes the count for records that arrive later. Creates rows; others write them.
+"""Count lost records once, and undo the count for records that arrive later. The caller adds the rows to the batch.
 
 `Target.given_up` is the last seq that was counted as lost with its process. Records up to it can still arrive: from a
 process that was only out of reach, or from its spool, possibly after a restart of this service.

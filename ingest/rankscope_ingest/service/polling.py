@@ -43,7 +43,7 @@ class Polling:
         monitor: RunMonitor,
         watermark: Callable[[str], Awaitable[int]],
     ) -> None:
-        """Each loop starts after the committed `watermark` of its process."""
+        """Create the common parts of the loops. `watermark` returns the last committed seq of a process."""
         self._config = config
         self._fetcher = fetcher
         self._monitor = monitor
