@@ -90,12 +90,10 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
         release()
         stop.set()
 
-    try:
+    # Outside the main thread, the embedding program handles signals.
+    with contextlib.suppress(ValueError, RuntimeError):
         for number in caught:
             loop.add_signal_handler(number, on_signal)
-    except (ValueError, RuntimeError):  # not the main thread: the embedding program handles signals
-        yield
-        return
     try:
         yield
     finally:
