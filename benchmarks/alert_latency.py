@@ -53,11 +53,12 @@ def measured(running: Alerting) -> dict[Sender, list[float]]:
     running.wait_for(lambda: all(step > 5 for step in live_runs(running.urls["service"]).values()))
     for number, name in enumerate(names):
         time.sleep(0.37 * (number % 3))  # at every moment between two scrapes
-        ranks.order(name, "nan")
+        ranks.send(name, "nan")
         running.wait_for(lambda name=name: ranks.bad[name])
         ((_, at),) = ranks.bad[name]
         for sender, seconds in delays.items():
-            seconds.append(running.wait_for(lambda sender=sender, name=name: running.told(sender, name))[0].at - at)
+            received = running.wait_for(lambda sender=sender, name=name: running.notifications(sender, name))
+            seconds.append(received[0].at - at)
     return delays
 
 

@@ -1,4 +1,4 @@
-"""Train a small GPT in a loop of one's own with Accelerate: what `prepare` returns is what the monitor takes.
+"""Train a small GPT in a custom loop with Accelerate. The monitor receives the objects that `prepare` returns.
 
 python examples/accelerate_loop.py 50
 torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py 50

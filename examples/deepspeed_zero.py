@@ -1,9 +1,9 @@
-"""Train a small GPT with DeepSpeed, whose ZeRO divides optimizer state, gradients and parameters over the ranks.
+"""Train a small GPT with DeepSpeed ZeRO, which shards optimizer state, gradients and parameters over the ranks.
 
     torchrun --standalone --nproc-per-node 2 examples/deepspeed_zero.py
 
-Each rank measures its own parts; `tensor_global` in the store puts them together. DeepSpeed compiles an operator when
-it first runs on a processor, for a minute or two.
+Each rank measures its own shards; the view `tensor_global` combines them. DeepSpeed compiles an operator at its first
+run on a CPU, which takes one or two minutes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Train a small GPT wrapped in FullyShardedDataParallel (FSDP1), two micro-batches to a step.
+"""Train a small GPT wrapped in FullyShardedDataParallel (FSDP1), with two micro-batches per step.
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp1.py
 
-`use_orig_params=True` keeps the parameters' names; without it there are only flat parameters to name.
+`use_orig_params=True` keeps the names of the parameters. Without it, only flat parameters have names.
 """
 
 from __future__ import annotations

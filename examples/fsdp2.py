@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py
 
-Each rank measures its own shards; `tensor_global` in the store puts them together.
+Each rank measures its own shards; the view `tensor_global` combines them.
 """
 
 from __future__ import annotations

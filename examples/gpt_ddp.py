@@ -1,9 +1,9 @@
-"""Train a small byte-level GPT on the Python standard library's own sources, with torchrun and DDP.
+"""Train a small byte-level GPT on the sources of the Python standard library, with torchrun and DDP.
 
     torchrun --standalone --nproc-per-node 2 examples/gpt_ddp.py
 
-An ordinary training script: what Rankscope needs of it are the lines marked [rankscope]. It can also break itself
-on purpose (`--nan-step`, `--scale-step`), so that one can watch what a fault looks like; `--no-faults` trains in peace.
+An ordinary training script: Rankscope needs only the lines marked [rankscope]. By default the script causes faults
+(`--nan-step`, `--scale-step`) to show their effects; `--no-faults` trains without them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        # Bias-free: the gradient of a key bias is zero but for rounding, and noise has no average worth watching.
+        # Without bias: the gradient of a key bias is zero except for rounding, and the average of noise is meaningless.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
@@ -66,7 +66,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, BYTES, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # What adds to the residual stream starts smaller the more layers add to it, as in GPT-2.
+                # As in GPT-2, layers that add to the residual stream start smaller if there are more of them.
                 into_residual = name.endswith(("attention.out.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_residual else 0.02)
 
@@ -76,7 +76,7 @@ class GPT(nn.Module):
 
 
 def standard_library_text(limit: int = 16_000_000) -> Tensor:
-    """Return the bytes of the interpreter's own library, the same on every rank."""
+    """Return the sources of the standard library as bytes, equal on all ranks."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")) + sorted(folder.glob("[a-z]*/*.py")):
@@ -100,7 +100,7 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 20) -> float
 
 
 class Fault:
-    """Multiplies one tensor's LOCAL gradient, before DDP averages it over the ranks, at one step of one rank."""
+    """Multiplies the local gradient of one tensor before DDP averages it, at one step of one rank."""
 
     def __init__(self, parameter: nn.Parameter, at_step: int, factor: float) -> None:
         self.at_step, self.factor, self.step = at_step, factor, 0
@@ -170,7 +170,7 @@ def main() -> None:
             loss = functional.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten())
             loss.backward()
             grad_norm = clip_grad_norm_(ddp.parameters(), 1.0)
-            if torch.isfinite(grad_norm):  # as real training does: a non-finite step is skipped, not taken
+            if torch.isfinite(grad_norm):  # like real trainings: an optimizer step with non-finite gradients is skipped
                 optimizer.step()
             optimizer.zero_grad()
 

@@ -1,4 +1,4 @@
-"""Train a tiny GPT-2 of random weights with Hugging Face Trainer: one callback monitors it. Nothing is downloaded.
+"""Train a tiny GPT-2 of random weights with Hugging Face Trainer: one callback adds the monitor. Nothing is downloaded.
 
 python examples/hf_trainer.py 50
 torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py 50

@@ -1,4 +1,4 @@
-"""Train a small GPT as a Lightning module: one callback monitors it, `self.log` reaches the store with its step.
+"""Train a small GPT as a Lightning module: a callback adds the monitor; `self.log` values are stored with their step.
 
 python examples/lightning_module.py 50
 python examples/lightning_module.py 50 2        # on two ranks

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/megatron_core.py
 
-Each rank measures the ranges that it updates; `tensor_global` in the store puts them together.
+Each rank measures the ranges that it updates; the view `tensor_global` combines them.
 """
 
 from __future__ import annotations

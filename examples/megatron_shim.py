@@ -1,4 +1,4 @@
-"""Megatron-Core names CUDA in many places: on a machine without, what it needs of it for a training on processors."""
+"""Replacements for the CUDA functions that Megatron-Core calls, for a training on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class _Stream:
-    """A stream or an event, on a device where everything happens at once."""
+    """A stream or an event of a device without asynchronous execution."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -19,9 +19,9 @@ class _Stream:
 
 
 def put() -> None:
-    """Put processors in the place of CUDA, for this process."""
+    """Replace CUDA by the CPU in this process."""
     cuda: Any = torch.cuda
-    # A function for each name: torch's compiler keeps a table of them, and refuses one that stands there twice.
+    # A separate function for each name: torch's compiler has a table of them and rejects duplicates.
     cuda.current_device = lambda: torch.device("cpu")
     cuda.device_count = lambda: 1
     cuda.set_device = lambda *_: None
@@ -40,7 +40,7 @@ def put() -> None:
 
 
 def seed() -> None:
-    """Seed what parallel layers draw from."""
+    """Seed the random number generators of parallel layers."""
     from megatron.core.tensor_parallel import random  # noqa: PLC0415 - only once `put` has been called
 
     if not torch.cuda.is_available():
@@ -60,7 +60,7 @@ def _on_processor(make: Any) -> Any:
 
 
 def _type_of(original: Any) -> Any:
-    """Megatron tells float types by the names of tensors on CUDA."""
+    """Megatron recognizes float types by the type names of CUDA tensors."""
 
     def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = original(self, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Train a small GPT in two stages, one on each rank, four micro-batches to a step (1F1B).
+"""Train a small GPT in two stages, one on each rank, with four micro-batches per step (1F1B).
 
     torchrun --standalone --nproc-per-node 2 examples/pipeline_parallel.py
 
-The monitor is given the stage: it tells when the gradients of all micro-batches are summed up and scaled.
+The monitor receives the stage, which shows when the gradients of all micro-batches are summed and scaled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class First(GPT):
 
 
 class Last(GPT):
-    """The other blocks and the head, under the names they have in the whole model."""
+    """The other blocks and the head, with the same names as in the complete model."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -58,7 +58,9 @@ def main(steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4)
 
     text = standard_library_text(limit=1_000_000)
-    generator = torch.Generator().manual_seed(1)  # the same data on both ranks: inputs enter here, targets there
+    generator = torch.Generator().manual_seed(
+        1
+    )  # equal data on both ranks: the first stage uses the inputs, the last one the targets
     with rankscope.Monitor(total_steps=steps).attach(stage, optimizer) as monitor:
         for _ in range(steps):
             inputs, targets = draw_batch(text, 8, 64, generator)

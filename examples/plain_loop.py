@@ -1,4 +1,4 @@
-"""Train a small GPT in one process; each option adds what large trainings use.
+"""Train a small GPT in one process. Each option adds a technique of large trainings.
 
 python examples/plain_loop.py --accumulate 4 --scaler --checkpointing --compile
 """
@@ -19,7 +19,7 @@ import rankscope
 
 
 class Checkpointed(nn.Sequential):
-    """Keeps the input of each block, and computes the rest again in the backward pass."""
+    """Keeps only the input of each block, and computes its activations again in the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self:
@@ -57,7 +57,7 @@ def main() -> None:
                 total += loss.detach()
             scaler.unscale_(optimizer)
             clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)  # or not, where a gradient is not finite: the step is then named skipped
+            scaler.step(optimizer)  # does not update if a gradient is not finite: the step is then marked as skipped
             scaler.update()
             optimizer.zero_grad()
             monitor.log(loss=total, tokens=args.accumulate * inputs.numel())

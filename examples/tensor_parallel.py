@@ -1,8 +1,8 @@
-"""Train a small GPT whose feed-forward layers are divided over the ranks (tensor parallelism).
+"""Train a small GPT whose feed-forward layers are sharded over the ranks (tensor parallelism).
 
     torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py
 
-All ranks see the same data. What is divided is measured in parts, everything else on each rank.
+All ranks have the same data. Sharded tensors are measured in shards, all other tensors on each rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(steps: int) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     for block in model.blocks:
         parallelize_module(block.mlp, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    # Adam's own loops over many tensors do not take plain tensors and DTensors together.
+    # The foreach implementation of Adam does not accept plain tensors and DTensors together.
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, foreach=False)
 
     text = standard_library_text(limit=1_000_000)

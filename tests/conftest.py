@@ -1,4 +1,4 @@
-"""What tests of all rooms share: real servers or an honest skip, a folder for a store, a free port."""
+"""Fixtures for the tests of all packages: real servers or a skip, a folder for a store, a free port, certificates."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tests.properties import THOROUGH, USUAL, examples
 
-# No test judges by the clock: a machine may be busy with something else for seconds.
+# Tests have no time limits, because a machine can be busy for seconds.
 settings.register_profile(
     "rankscope", max_examples=examples(USUAL), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("rankscope")
 
-# A job in the background of a shell ignores Ctrl-C, and so would every process that tests start and interrupt.
+# A background job of a shell ignores SIGINT, and so would the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Two ranks' worth of threads on a two-core machine measure only each other; torch reads this when it is loaded.
+# The threads of two ranks would compete on a machine with two cores. torch reads this variable when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to `make test-thorough` what proves at length what another case shows already."""
+    """Deselect thorough cases: `make test-thorough` runs them; a shorter case tests the same behaviour."""
     if not THOROUGH:
         left = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left)
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 OTHER_COMMAND: Final = "make "
-"""Beginning of the reason of a skip that names the command which runs the test."""
+"""Prefix of a skip reason that names the command which runs the test."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -53,7 +53,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail where servers are required and a test was skipped that no other command runs."""
+    """Fail if servers are required and a test was skipped that no other command runs."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not os.environ.get("RANKSCOPE_REQUIRE_SERVERS"):
         return
@@ -63,7 +63,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def skips_by_reason(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> Counter[str]:
-    """Return how many tests were skipped for each reason."""
+    """Return the number of skipped tests by reason."""
     return Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)  # type: ignore[index]
 
 
@@ -79,15 +79,15 @@ def _require_server(program: str, package: str | None = None) -> str:
 
 @pytest.fixture(scope="session")
 def require_server() -> Callable[..., str]:
-    """Return the path of a program; without it the test is skipped, and fails where servers are required.
+    """Return a function that returns the path of a program. Without the program, it skips or fails the test.
 
-    `require_server("promtool", "prometheus")` names the Debian package where it differs from the program.
+    `require_server("promtool", "prometheus")` names the Debian package if its name differs from that of the program.
     """
     return _require_server
 
 
 _PORTS: Final = range(10_000, 32_768, 32)
-"""The first ports of stretches that Linux gives to no outgoing connection, whose like would take one while we wait."""
+"""First ports of ranges that Linux does not use for outgoing connections."""
 
 
 def _free_port() -> int:
@@ -100,21 +100,21 @@ def _free_port() -> int:
 
 @pytest.fixture
 def free_port() -> int:
-    """Return a loopback port that was free a moment ago, like most likely the 31 behind it."""
+    """Return a loopback port that was free just now, as most likely are the 31 ports after it."""
     return _free_port()
 
 
 @pytest.fixture
 def another_port() -> int:
-    """Return one more."""
+    """Return a second free port."""
     return _free_port()
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """A CA and what it signed, made by openssl: `server` and `client` are good for every name of this machine.
+    """A CA and its certificates, created by openssl. `server` and `client` are valid for all names of this machine.
 
-    `expired` was signed by it too, `elsewhere` names another machine, and `stranger` is signed by a CA of its own.
+    `expired` has expired, `elsewhere` names another machine, and `stranger` is signed by another CA.
     """
 
     folder: Path
@@ -134,7 +134,7 @@ class Certificates:
         return self.folder / f"{name}.key"
 
     def web_config(self, path: Path, name: str = "server", **settings: str) -> Path:
-        """Write a web configuration that shows certificate `name`, and return `path`."""
+        """Write a web configuration with the certificate `name`; return `path`."""
         shown = {"cert_file": str(self.cert(name)), "key_file": str(self.key(name))}
         path.write_text(json.dumps({"tls_server_config": shown | settings}))
         return path
@@ -158,7 +158,7 @@ class Certificates:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: Any) -> Certificates:
-    """Return certificates of every kind that a rank or a service may meet."""
+    """Return certificates of each kind that a rank or a service can receive."""
     _require_server("openssl")
     made = Certificates(tmp_path_factory.mktemp("certificates"))
     here = f"DNS:localhost,DNS:{socket.gethostname()},IP:127.0.0.1,IP:127.0.0.2,IP:0:0:0:0:0:0:0:1"

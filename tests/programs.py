@@ -1,9 +1,9 @@
-"""Python programs for tests, each in a process of its own that ends as it likes, although torch is imported only once.
+"""Python programs for tests, each in a separate process, with only one import of torch.
 
-A first process imports torch, what its optimizers need, and the exporter (seconds), and is forked for each program. The
-child has a `__main__`, an environment and standard streams of its own, and runs off its end as any interpreter does.
-What depends on how modules are imported, or on spawned children of its own, needs `subprocess` instead.
-`warm_processes()` does the same for functions, which end as `multiprocessing` has it.
+A first process imports torch, the modules of its optimizers, and the exporter, which takes seconds. It is forked for
+each program. The child has a separate `__main__`, environment and standard streams, and exits like any interpreter.
+Programs that depend on the import of modules, or that spawn children, need `subprocess` instead. `warm_processes()`
+does the same for functions, which exit like those of `multiprocessing`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SERVER = """
 import gc, json, os, sys, types
 import IMPORTED
 gc.collect()
-gc.freeze()  # a program that ends looks for cycles in what is its own, and not three times in all of torch
+gc.freeze()  # an exiting program then searches only its own objects for cycles, not three times all of torch
 def exit_code(pid, options=0):
     pid, status = os.waitpid(pid, options)
     return os.waitstatus_to_exitcode(status) if pid else ""
@@ -69,7 +69,7 @@ folder = tempfile.mkdtemp()
 rank = 1 if os.fork() == 0 else 0  # before any thread is started
 """
 
-BEHIND_TWO_RANKS = """
+AFTER_TWO_RANKS = """
 def run_rank():
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     result = main()
@@ -90,11 +90,11 @@ assert 0 == status
 for one in range(2):
     print(open(f"{folder}/{one}.json").read())
 """
-"""The first rank prints what both have found. A rank that fails ends the program with a status of its own."""
+"""The first rank prints the results of both ranks. A failing rank ends the program with a separate exit status."""
 
 
 class Started:
-    """A program that runs beside the test, in a session of its own; it is asked as a `Popen` is."""
+    """A program that runs in parallel with the test, in a separate session. It has the methods of `Popen`."""
 
     def __init__(self, server: Server, pid: int) -> None:
         self.pid = pid
@@ -107,7 +107,7 @@ class Started:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Return its exit code; a program that does not end in time is the caller's to kill."""
+        """Return its exit code. The caller must kill a program that does not end in time."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -124,7 +124,7 @@ class Started:
 
 
 class Server:
-    """The process that has imported what its programs need."""
+    """The process that has imported the modules of its programs."""
 
     def __init__(self, *imported: str) -> None:
         self._process = subprocess.Popen(
@@ -139,7 +139,7 @@ class Server:
     def run(
         self, code: str, environment: dict[str, str], seconds: float, folder: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run `code` and return its exit code and what it and its children wrote; kill all after so many seconds."""
+        """Run `code`; return its exit code and all output, also of its children. Kill all after the timeout."""
         with tempfile.TemporaryDirectory() as pipes, ThreadPoolExecutor(2) as readers:
             streams = [Path(pipes) / name for name in ("out", "err")]
             for stream in streams:
@@ -156,12 +156,12 @@ class Server:
         return subprocess.CompletedProcess(["python", "-c", code], status, out, err)
 
     def start(self, code: str, argv: Sequence[str], log: Path, environment: dict[str, str], **script: str) -> Started:
-        """Begin `code` and return at once; what it says is appended to `log`."""
+        """Start `code` and return immediately. Its output is appended to `log`."""
         log.touch()
         return Started(self, self._fork(code, argv, [log, log], environment, None, **script))
 
     def exit_code(self, pid: int) -> int | None:
-        """Return how a program has ended that was started, None while it runs; it is asked once after the end."""
+        """Return the exit status of a started program, or None while it runs. Call it once after the end."""
         answer = self._ask(json.dumps({"poll": pid})).strip()
         return int(answer) if answer else None
 
@@ -201,11 +201,11 @@ class Server:
 
 OF_TRAINING = ("torch", "torch._dynamo", "torch.distributed", "rankscope_exporter")
 OF_COMMANDS = ("rankscope.commands", "rankscope_ingest.__main__", "duckdb", "deltalake")
-"""What most commands import, those above all that serve; it costs more than what they do."""
+"""Modules that most commands import, mainly those of the service. The import takes longer than the commands."""
 
 SERVICE = """
 import gc, sys
-gc.unfreeze()  # DuckDB complains of what of it is left at the end of a process
+gc.unfreeze()  # DuckDB reports objects that remain at the exit of a process
 from {module} import main
 sys.exit(main())
 """
@@ -213,40 +213,40 @@ sys.exit(main())
 
 @cache
 def server_of(*imported: str) -> Server:
-    """Return the one process of this test process that has imported these modules."""
+    """Return the process that has imported these modules. There is one for each test process."""
     return Server(*imported)
 
 
 def run_program(code: str, *, seconds: float = 90.0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` as `python -c` would, in this environment with `environment` over it."""
+    """Run `code` like `python -c`, in this environment updated by `environment`."""
     return server_of(*OF_TRAINING).run(code, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, seconds)
 
 
 def start_script(script: Path, *arguments: object, log: Path, **environment: str) -> Started:
-    """Begin a script as `python script` would, beside the test, which has to end it."""
+    """Start a script like `python script`, in parallel with the test, which must end it."""
     told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     server, argv = server_of(*OF_TRAINING), [str(script), *map(str, arguments)]
     return server.start(script.read_text(), argv, log, told, script=str(script))
 
 
 def start_module(module: str, *arguments: object, log: Path, **environment: str) -> Started:
-    """Begin `main()` of a module of the services as `python -m` would, beside the test, which has to end it."""
+    """Start `main()` of a module of the services like `python -m`, in parallel with the test, which must end it."""
     code, argv = SERVICE.format(module=module), [module, *map(str, arguments)]
     return server_of(*OF_COMMANDS).start(code, argv, log, {**os.environ, **environment})
 
 
 def run_two_ranks(code: str, *, seconds: float = 300.0) -> list[dict[str, Any]]:
-    """Return what `main()`, as `code` defines it, returns on each of two ranks that are joined by gloo.
+    """Return the results of `main()`, which `code` defines, on two ranks connected by Gloo.
 
-    `code` knows its `rank`, `dist`, `json` and a `folder` that both share.
+    `code` can use `rank`, `dist`, `json` and a common `folder`.
     """
-    done = run_program(f"{BEFORE_TWO_RANKS}{code}{BEHIND_TWO_RANKS}", seconds=seconds)
+    done = run_program(f"{BEFORE_TWO_RANKS}{code}{AFTER_TWO_RANKS}", seconds=seconds)
     assert 0 == done.returncode, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def warm_processes() -> ForkServerContext:
-    """Return a multiprocessing context whose processes find torch imported; their environment is that of the first."""
+    """Return a multiprocessing context whose processes have imported torch, with the environment of the first one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     return context

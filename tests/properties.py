@@ -1,6 +1,6 @@
-"""How often a property is tried: some examples at every change, all of them with RANKSCOPE_THOROUGH=1.
+"""Number of examples of property tests: a few by default, all of them with RANKSCOPE_THOROUGH=1.
 
-Examples are drawn anew in every run, so what one run leaves out another one tries.
+Examples are random in each run, so that repeated runs try further ones.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 
 THOROUGH = os.environ.get("RANKSCOPE_THOROUGH", "") not in ("", "0")
-USUAL = 100  # hypothesis' own default
+USUAL = 100  # the default of hypothesis
 
 
 def examples(thorough: int, *, at_least: int = 5) -> int:
-    """Return how many examples to try of a property that deserves so many of them."""
+    """Return the number of examples for a property whose thorough test has `thorough` examples."""
     return thorough if THOROUGH else max(thorough // 4, at_least)

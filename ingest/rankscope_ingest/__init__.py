@@ -1,5 +1,5 @@
-"""The ingest service: it finds the ranks, pulls every record of each, and commits them to the store exactly once.
+"""The ingest service: it polls every record of all ranks and commits each of them to the store exactly once.
 
-Pure parts (batch, decode, incidents, registry, runs) take values and a clock reading; sockets, files and signals are
-in the thin modules around them (fetch, loop, http, service).
+The modules that decide (batching, decoding, run states, incidents) are pure: they take values and the time. Sockets,
+files and signals are in small modules around them.
 """

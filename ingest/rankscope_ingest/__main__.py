@@ -1,4 +1,4 @@
-"""`python -m rankscope_ingest rankscope.toml`: the service without the comfort of the command line."""
+"""`python -m rankscope_ingest rankscope.toml`: run the service without the `rankscope` command."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from rankscope_ingest.base.memory import share_allocator
 from rankscope_storage.base.errors import ShardLostError, StoreError
 
 
-def _say(url: str) -> None:
-    sys.stdout.write(f"{url}\n")
-    sys.stdout.flush()
-
-
 def main() -> int:
-    """Serve as the file named by the only argument says; return the exit status: 3 where another has taken over."""
+    """Run the service with the configuration file of the only argument; return the exit status.
+
+    0: stopped. 1: error. 2: wrong usage. 3: another service has taken over the shard.
+    """
     if len(sys.argv) != 2:
         sys.stderr.write("usage: python -m rankscope_ingest CONFIG.toml\n")
         return 2
@@ -28,7 +26,8 @@ def main() -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(run(load_config(sys.argv[1], environment=os.environ), on_ready=_say))
+        config = load_config(sys.argv[1], environment=os.environ)
+        asyncio.run(run(config, on_ready=lambda url: print(url, flush=True)))  # noqa: T201 - the output of this command
     except (IngestError, StoreError) as error:
         sys.stderr.write(f"{error}\n")
         return 3 if isinstance(error, ShardLostError) else 1

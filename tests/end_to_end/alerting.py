@@ -1,4 +1,4 @@
-"""What the tests of alerts share: service, Prometheus and Alertmanager as `rankscope up` runs them, and who is told."""
+"""Shared parts of the alert tests: service, Prometheus and Alertmanager of `rankscope up`, and the receivers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ urls = ["{url}"]
 
 
 class Postbox:
-    """Takes mail from an SMTP server, as a mailbox would."""
+    """A mailbox: an SMTP server that keeps the received messages."""
 
     def __init__(self) -> None:
         self.mails: list[tuple[float, email.message.EmailMessage]] = []
@@ -65,7 +65,7 @@ class Postbox:
 
 @dataclass
 class Ranks:
-    """A `faulty_rank.py`, and what it said of each run."""
+    """A `faulty_rank.py` process, and the faults and exits that it reported for each run."""
 
     process: subprocess.Popen[str]
     bad: dict[str, list[tuple[int, float]]]
@@ -74,9 +74,9 @@ class Ranks:
     def __post_init__(self) -> None:
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def order(self, run: str, what: str) -> None:
+    def send(self, run: str, command: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{run} {what}\n")
+        self.process.stdin.write(f"{run} {command}\n")
         self.process.stdin.flush()
 
     def _listen(self) -> None:
@@ -91,7 +91,7 @@ class Ranks:
 
 @dataclass
 class Alerting:
-    """Everything that runs, with the means to break it and to see who was told."""
+    """All running programs, with functions to cause faults and to read the received notifications."""
 
     folder: Path
     urls: dict[str, str]
@@ -99,8 +99,8 @@ class Alerting:
     postbox: Postbox
     start_ranks: Callable[..., Ranks]
 
-    def told(self, sender: Sender, run: str, status: str = "firing", rule: str = "AnomalyNan") -> list[Alert]:
-        """Return what arrived of a run by one way, in order."""
+    def notifications(self, sender: Sender, run: str, status: str = "firing", rule: str = "AnomalyNan") -> list[Alert]:
+        """Return the notifications about a run from one sender, in order of arrival."""
         return [
             alert
             for alert in list(self.receiver.alerts)
@@ -126,7 +126,7 @@ class Alerting:
 def alerting(
     folder: Path, prometheus: str, alertmanager: str, *, scrape_seconds: float = SCRAPE_SECONDS
 ) -> Iterator[Alerting]:
-    """Run the three programs over `folder`, all told to one receiver, and Alertmanager's also to a mailbox."""
+    """Run the three programs in `folder`. One receiver gets all notifications, a mailbox those of Alertmanager."""
     postbox = Postbox()
     mail = Controller(postbox, hostname="127.0.0.1", port=free_port())
     with ExitStack() as stack:
@@ -184,6 +184,6 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def live_runs(service_url: str) -> dict[str, int]:
-    """Return the last step of every run that the service follows."""
+    """Return the last step of each run in the service."""
     with urllib.request.urlopen(f"{service_url}/api/v1/runs", timeout=5) as answer:
         return {run["run"]: run["step"] or 0 for run in json.load(answer)}

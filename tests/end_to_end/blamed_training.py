@@ -1,4 +1,4 @@
-"""Three ranks on gloo; at step 6 rank 1 sleeps, waits in a barrier of its own, or dies, before the others' collective.
+"""Three ranks on Gloo. At step 6, before the next collective, rank 1 sleeps, waits in another barrier, or dies.
 
 blamed_training.py FOLDER sleeps|barrier|dies, for each rank with its environment
 """

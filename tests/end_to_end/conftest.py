@@ -1,4 +1,4 @@
-"""Real processes: the service as its users start it, ranks under torchrun, and a store read through DuckDB."""
+"""Fixtures with real processes: the service, ranks under torchrun, and the store, which is read by DuckDB."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ scan_seconds = 0.3
 
 @dataclass
 class Service:
-    """`rankscope serve` in a process of its own, on a port that stays the same over restarts."""
+    """A `rankscope serve` process. It keeps its port across restarts."""
 
     folder: Path
     port: int
@@ -59,11 +59,11 @@ class Service:
     token: str | None = None
     stalled_after_seconds: float = 300.0
     ingest: str = ""
-    """More lines of its section."""
+    """Further lines of this section of the configuration."""
     program: Path | None = None
-    """A script that is to be used in place of `rankscope`."""
+    """A script that replaces the `rankscope` command."""
     place: Path | None = None
-    """Where the store is, if not in `folder`."""
+    """Path of the store, if it is not in `folder`."""
     process: subprocess.Popen[bytes] | Started | None = field(default=None, init=False)
 
     @property
@@ -113,7 +113,7 @@ class Service:
             if value:
                 return value
             time.sleep(0.05)
-        return pytest.fail(f"not within {seconds} s; the service said:\n{self.log()}")
+        return pytest.fail(f"not within {seconds} s; log of the service:\n{self.log()}")
 
     def get(self, path: str) -> str:
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
@@ -132,7 +132,7 @@ class Service:
         self.process.wait(10)
 
     def stop(self) -> int:
-        """Ask it to drain and end; return its exit code."""
+        """Send SIGTERM, wait for the drain, and return the exit code."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
@@ -143,7 +143,7 @@ class Service:
 
 @pytest.fixture
 def service(tmp_path: Path, free_port: int) -> Iterator[Service]:
-    """Give a service that is not started yet; whatever runs of it at the end is ended."""
+    """Yield a service that is not started. At the end of the test its process is stopped."""
     made = Service(tmp_path, free_port)
     yield made
     if made.process is not None and made.process.poll() is None:
@@ -153,22 +153,22 @@ def service(tmp_path: Path, free_port: int) -> Iterator[Service]:
 
 @pytest.fixture
 def start_job(service: Service, tmp_path: Path) -> Iterator[StartJob]:
-    """Return what starts a script as a job of its own, told of the service and writing to training.log.
+    """Return a function that starts a script as a job with the URL of the service. Its output goes to training.log.
 
-    With `torchrun`, its options, the script runs under it.
+    With the options `torchrun`, the script runs under torchrun.
     """
     started: list[subprocess.Popen[bytes] | Started] = []
     path = tmp_path / "training.log"
 
     def start(script: Path, *arguments: object, torchrun: Sequence[str] = (), **environment: str) -> Any:
-        told = {"RANKSCOPE_INGEST_URL": service.url, "OMP_NUM_THREADS": "1"} | environment
+        settings = {"RANKSCOPE_INGEST_URL": service.url, "OMP_NUM_THREADS": "1"} | environment
         if not torchrun:
-            started.append(start_script(script, *arguments, log=path, **told))
+            started.append(start_script(script, *arguments, log=path, **settings))
             return started[-1]
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun, str(script), *map(str, arguments)]
         with path.open("ab") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **told}, start_new_session=True
+                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **settings}, start_new_session=True
             )
         started.append(process)
         return process
@@ -185,18 +185,18 @@ TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
 
 @pytest.fixture
 def train(start_job: StartJob, tmp_path: Path) -> StartJob:
-    """Return what starts the training under torchrun."""
+    """Return a function that starts the training under torchrun."""
 
     def start(service: Service, run: str, *, steps: int, pause: float = 0.0) -> Any:
-        told = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": run}
-        return start_job(TRAINING, tmp_path, steps, pause, torchrun=TWO_RANKS, **told)
+        settings = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": run}
+        return start_job(TRAINING, tmp_path, steps, pause, torchrun=TWO_RANKS, **settings)
 
     return start
 
 
 @pytest.fixture
 def reference(tmp_path: Path) -> Callable[[], dict[tuple[int, int, str, str], dict[str, Any]]]:
-    """Return what reads the references that the ranks wrote, by (rank, step, kind, tensor)."""
+    """Return a function that reads the references of the ranks, by (rank, step, kind, tensor)."""
 
     def read() -> dict[tuple[int, int, str, str], dict[str, Any]]:
         rows = {}
@@ -211,7 +211,7 @@ def reference(tmp_path: Path) -> Callable[[], dict[tuple[int, int, str, str], di
 
 @pytest.fixture(scope="module")
 def parent() -> Iterator[subprocess.Popen[bytes]]:
-    """Return what forks ranks: torch is imported once for all of them."""
+    """Return a function that forks ranks, so that torch is imported only once."""
     process = subprocess.Popen([sys.executable, str(RANKS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     yield process
     process.kill()

@@ -1,8 +1,8 @@
-"""Ranks that do as they are told on standard input: `python faulty_rank.py RUN…`, then lines `RUN ORDER`.
+"""Ranks that execute commands from standard input: `python faulty_rank.py RUN…`, then lines `RUN COMMAND`.
 
-Orders: `nan` spoils one gradient; `nan-raise` does so and raises right after the step; `nan-die` is killed -9 a few
-steps later. In between each trains. Said on standard output: `bad RUN STEP SECONDS`, and `exit RUN CODE` at its end.
-All are forked from one process, since torch takes its time to load.
+Commands: `nan` sets one gradient to NaN; `nan-raise` also raises an exception after the step; `nan-die` kills the rank
+with SIGKILL a few steps later. Each rank trains between commands. Output: `bad RUN STEP SECONDS`, and `exit RUN CODE`
+at the end of a rank. All ranks are forked from one process, because torch takes long to load.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ import rankscope
 
 rankscope.Monitor  # noqa: B018 - loads the training side before the fork
 PAUSE_SECONDS = 0.05
-FAREWELL_STEPS = 6  # after these a rank that is killed has published, and no scrape of every second need have come
+FAREWELL_STEPS = 6  # after these steps a killed rank has published the fault, possibly without a scrape in between
 
 
-def train(run: str, orders: TextIO) -> None:
-    """Train until told otherwise."""
+def train(run: str, commands: TextIO) -> None:
+    """Train until a command arrives."""
     torch.manual_seed(0)
     net = nn.Linear(16, 4)
     optimizer = torch.optim.Adam(net.parameters())
     spoil = False
     net.weight.register_hook(lambda gradient: gradient * float("nan") if spoil else gradient)
-    said: list[str] = []
-    threading.Thread(target=lambda: said.extend(line.strip() for line in orders), daemon=True).start()
+    lines: list[str] = []
+    threading.Thread(target=lambda: lines.extend(line.strip() for line in commands), daemon=True).start()
     with rankscope.Monitor(rankscope.MonitorConfig(console=False, statistics="torch")).attach(
         net, optimizer
     ) as monitor:
         step, left = 0, -1
         while left != 0:
             step, left = step + 1, left - 1
-            order = said.pop(0) if said else ""
-            spoil = order.startswith("nan")
+            command = lines.pop(0) if lines else ""
+            spoil = command.startswith("nan")
             if spoil:
                 print("bad", run, step, time.time(), flush=True)
             loss = net(torch.ones(2, 16)).square().mean()
             loss.backward()
-            if not spoil:  # as a gradient scaler would
+            if not spoil:  # like a gradient scaler
                 optimizer.step()
             optimizer.zero_grad()
             monitor.log(loss=loss)
-            if order == "nan-raise":
+            if command == "nan-raise":
                 raise RuntimeError("the last step was bad")
-            if order == "nan-die":
+            if command == "nan-die":
                 left = FAREWELL_STEPS
             time.sleep(PAUSE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def start(run: str) -> tuple[int, TextIO]:
-    """Fork a rank; return its id and where to write its orders."""
+    """Fork a rank; return its process id and the pipe for its commands."""
     reading, writing = os.pipe()
     child = os.fork()
     if child:
@@ -77,7 +77,7 @@ def start(run: str) -> tuple[int, TextIO]:
 
 
 def main() -> None:
-    """Start the ranks, hand on orders, and tell how each ended."""
+    """Start the ranks, forward commands, and print the exit code of each rank."""
     ranks = {run: start(run) for run in sys.argv[1:]}
     runs = {child: run for run, (child, _) in ranks.items()}
 
@@ -88,8 +88,8 @@ def main() -> None:
 
     threading.Thread(target=report, daemon=True).start()
     for line in sys.stdin:
-        run, order = line.split()
-        ranks[run][1].write(order + "\n")
+        run, command = line.split()
+        ranks[run][1].write(command + "\n")
     for child in runs:
         os.kill(child, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Two ranks on gloo; rank 1 stands still before a collective that rank 0 waits in, until a file appears.
+"""Two ranks on Gloo. Rank 1 waits for a file before a collective in which rank 0 waits.
 
 hanging_training.py FOLDER, for each rank with its environment
 """
@@ -20,7 +20,7 @@ HANG_STEP, LAST_STEP = 6, 9
 
 def stand_still(until: Path) -> None:
     while not until.exists():
-        time.sleep(0.05)  # rank 1 is found here
+        time.sleep(0.05)  # rank 1 hangs here
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Rank processes that publish records without a training, and what became of these in the store."""
+"""Rank processes that publish records without a training, and queries for these records in the store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = Path(__file__).with_name("spool_ranks.py")
 
 @dataclass
 class Life:
-    """One rank process: what it has published is what it wrote down."""
+    """One rank process, which writes the seqs that it has published to a file."""
 
     pid: int
     out: Path
@@ -30,7 +30,7 @@ class Life:
 
     @property
     def left(self) -> int:
-        """Return how many records the rank said at its end that no store had."""
+        """Return the number of records that the rank reported as not stored when it exited."""
         return int(self.out.with_suffix(".left").read_bytes())
 
     @property
@@ -44,7 +44,7 @@ class Life:
 
 
 class Host:
-    """A machine on which ranks live and die. `spool` is their common folder."""
+    """A machine with rank processes. `spool` is their common folder."""
 
     def __init__(self, folder: Path, parent: subprocess.Popen[bytes]) -> None:
         self.folder = folder
@@ -90,7 +90,7 @@ def until(condition: Callable[[], Any], seconds: float = 90.0) -> None:
 
 
 def stored(store: Path) -> dict[str, list[int]]:
-    """Return the seqs of each process, as often as they are stored."""
+    """Return the seqs in the store for each process, with duplicates."""
     with connect(store) as connection:
         rows = connection.query("SELECT incarnation, seq FROM tensor_stats ORDER BY ALL").to_pylist()
     found: dict[str, list[int]] = {}
@@ -106,7 +106,7 @@ def gaps(store: Path) -> list[dict[str, Any]]:
 
 
 def attempts(store: Path) -> dict[str, tuple[int, str]]:
-    """Return number and last state of each launch."""
+    """Return the number and the last state of each attempt."""
     with connect(store) as connection:
         rows = connection.query("SELECT launch_id, attempt, state FROM attempts").to_pylist()
     return {row["launch_id"]: (row["attempt"], row["state"]) for row in rows}

@@ -1,6 +1,6 @@
-"""Ranks of several jobs on one host, each a training of its own: `python node_ranks.py RUN:RANKS …`; says their ids.
+"""Ranks of several independent jobs on one host: `python node_ranks.py RUN:RANKS …` prints their process ids.
 
-They are forked from one process, since torch takes its time to load, and train until they are killed or told to end.
+They are forked from one process, because torch takes long to load. They train until SIGTERM or SIGKILL.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ rankscope.Monitor  # noqa: B018 - loads the training side before the fork
 
 
 def train() -> None:
-    """Train until SIGTERM, then end as a script does."""
+    """Train until SIGTERM, then exit normally."""
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     net = nn.Linear(16, 4)

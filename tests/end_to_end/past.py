@@ -1,6 +1,6 @@
-"""Steps of months ago in a store, and what our boards show of them through a Prometheus that never scraped any.
+"""Steps from months ago in a store, and the boards that show them through a Prometheus that scraped none of them.
 
-Every metric that a rank stores has a series here, also what no CPU has, so that all panels of ranks are asked.
+Each metric of a rank has a series here, also those of GPUs, so that all panels of ranks are queried.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rankscope_storage.base.schema import dataset_schema
 RUN = "before"
 STEPS, SECONDS_PER_STEP = 40, 15
 CHOSEN = {"clock": "sm", "type": "uncorrected", "phase": "data_wait"}
-"""Values of labels that panels name."""
+"""Label values that panels use."""
 
 SCALARS = [spec for spec in CATALOG.values() if (spec.stored_as or "").startswith("scalars:")]
 BOARDS = {
@@ -36,7 +36,7 @@ VARIABLES = {"$__rate_interval": "1m", "$__interval": "30s", "$run": f"{RUN}|oth
 
 
 def put(folder: Path, then: int) -> None:
-    """Store steps of two ranks from `then` on, in seconds. All values are the step; of rank 1, twice that."""
+    """Store steps of two ranks from `then` (seconds) on. All values equal the step, those of rank 1 twice the step."""
     rows = [
         row for rank in (0, 1) for step in range(STEPS) for spec in SCALARS for row in _rows(spec, rank, step, then)
     ]
@@ -53,7 +53,7 @@ def _rows(spec: MetricSpec, rank: int, step: int, then: int) -> list[dict[str, A
 
 
 def panels_of_the_past() -> dict[str, str]:
-    """Return the queries whose metrics are all stored, by panel and place, as Grafana asks them."""
+    """Return the queries whose metrics are all stored, by panel and position, as Grafana sends them."""
     stored = {spec.name for spec in SCALARS} | {"rankscope_step"}
     found = {}
     for board in BOARDS.values():
@@ -65,21 +65,21 @@ def panels_of_the_past() -> dict[str, str]:
 
 
 def substituted(text: str) -> str:
-    """Return a query with the variables of the boards filled in."""
+    """Return a query with values for the variables of the boards."""
     for variable, value in VARIABLES.items():
         text = text.replace(variable, value)
     return text
 
 
 def shown(prometheus: str, expression: str, then: int) -> list[list[float]]:
-    """Return the lines of a panel at the steps 16, 20 and 24."""
+    """Return the values of a panel at steps 16, 20 and 24."""
     start, end = (then + SECONDS_PER_STEP * step for step in (16, 24))
     data = _asked(f"{prometheus}/api/v1/query_range", query=expression, start=start, end=end, step=4 * SECONDS_PER_STEP)
     return [[float(value) for _, value in series["values"]] for series in data["result"]]
 
 
 def listed(prometheus: str, then: int) -> dict[str, set[str]]:
-    """Return what the lists at the top of a board offer over that time, as `seriesEndpoint` has Grafana ask."""
+    """Return the entries of the variable lists of a board in that time. Grafana requests them from `seriesEndpoint`."""
     found = {}
     for variable in next(iter(BOARDS.values()))["templating"]["list"]:
         if variable["type"] == "query":

@@ -1,12 +1,12 @@
-"""A training that resumes from its checkpoint, for the tests of a run's life: told from outside how and when to end.
+"""A training that resumes from its checkpoint. Arguments set how and when it ends. For tests of the life cycle of runs.
 
     [torchrun …] restarting_training.py FOLDER STEPS SECONDS_PER_STEP [ENDING:STEP …] [--on-sigterm] [--hold]
 
-The last rank ends by the first ENDING in the first launch, by the second after torchrun's first restart, and so on:
-exception, kill, exit-3, exit-0, break, or silent (the process ends without leaving the monitor's context). Every fifth
-step is checkpointed. With `--on-sigterm` it leaves with exit code 143 when it is asked to end, as careful scripts do;
-with `--hold` it makes its last step only when there is a file FOLDER/finish, and ends by an ENDING only when there is
-FOLDER/end-LAUNCH: torchrun's agent ends the other ranks at once, with what nobody has read from them yet.
+The last rank ends by the first ENDING in the first launch, by the second one after torchrun's first restart, and so on:
+exception, kill, exit-3, exit-0, break, or silent (the process ends without leaving the context of the monitor). Each
+fifth step is checkpointed. With `--on-sigterm` it exits with code 143 on SIGTERM. With `--hold` it makes its last step
+only when the file FOLDER/finish exists, and ends by an ENDING only when FOLDER/end-LAUNCH exists: the agent of torchrun
+ends the other ranks immediately, and with them records that were not polled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import rankscope
 
 
 def end(how: str) -> bool:
-    """Do it; return whether the loop shall end."""
+    """End as requested; return whether the loop must stop."""
     if how == "exception":
         raise ValueError("planted")
     if how == "kill":
@@ -59,7 +59,9 @@ def main() -> None:
     done = int(checkpoint.read_text()) if checkpoint.exists() else 0
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    config = rankscope.MonitorConfig(console=False, statistics="torch")  # no kernel to compile: many short lives
+    config = rankscope.MonitorConfig(
+        console=False, statistics="torch"
+    )  # no kernel to compile: the processes are short-lived
     monitor = rankscope.Monitor(config, total_steps=steps, first_step=done + 1)
     monitor.attach(net, optimizer)
     last = int(at) if rank == world_size - 1 else 0

@@ -1,8 +1,8 @@
-"""Starts rank processes on request: imports what they need once, then forks one for each line of JSON it reads.
+"""Start rank processes on request: import their modules once, then fork one process for each line of JSON.
 
     {"rank": 0, "life": "first", "steps": 50, "pause": 0.01, "end": "linger", "out": "…", "environment": {…}}
 
-A rank writes each seq it has published to `out`, so that a test knows what it may ask for after a kill.
+A rank writes each published seq to `out`, so that a test knows after a kill which records must exist.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def live(order: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the ranks are not waited for
     for line in sys.stdin:
         child = os.fork()
         if child:

@@ -1,4 +1,4 @@
-"""What the service makes of the records that a rank of this process serves, through its own decoder."""
+"""Rows that the decoder of the service creates from the records of a rank in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rankscope_ingest.record_channel.validate import RowContext, check, plan_ids
 
 
 def tables_of(read: Reader, run: str = "r", incarnation: str = "i") -> dict[str, pa.Table]:
-    """Return the rows to store, by dataset, of everything in the ring, the tensors of its plans included."""
+    """Return the rows of all records in the ring by dataset, including the tensors of its plans."""
     wire = open_stream(read.get(f"{RECORDS_PATH}?after=-1", **{SCHEMA_HEADER: "1"}))
     cache = PlanCache()
     for plan in plan_ids(wire):

@@ -1,4 +1,4 @@
-"""All of it behind locks: IPv6, mutual TLS and a token on every way, a range of ports, and one page for the node."""
+"""Access control of all programs: IPv6, mutual TLS, a token on every connection, a port range, one page per node."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ mode = "off"
 
 
 class Node:
-    """A service, its ranks and a Prometheus on ::1, each with the certificates of one CA and one token."""
+    """A service, its ranks and a Prometheus on ::1, with certificates of one CA and one token."""
 
     def __init__(self, folder, certificates, port):
         self.folder, self.certificates, self.port = folder, certificates, port
         self.processes = []
-        self.temporary = tempfile.mkdtemp(prefix="rs-")  # sockets need a shorter one than pytest's
+        self.temporary = tempfile.mkdtemp(prefix="rs-")  # a socket path must be shorter than the path of pytest
         (folder / "token").write_text("open-sesame\n")
         certificates.web_config(
             folder / "web.json",
@@ -84,7 +84,7 @@ class Node:
         self.wait_for(lambda: self.get(f"https://[::1]:{self.port}/healthz"))
 
     def start_ranks(self, **jobs):
-        """Start so many ranks of each job and return their process ids, lowest rank first."""
+        """Start the given number of ranks of each job; return their process ids, the lowest rank first."""
         process = self.start(
             "ranks",
             [sys.executable, RANKS, *(f"{run}:{count}" for run, count in jobs.items())],
@@ -127,7 +127,7 @@ class Node:
             return answer.read().decode()
 
     def asked(self, expression):
-        """Return values by instance and rank."""
+        """Return the values by instance and rank."""
         query = urllib.parse.urlencode({"query": expression})
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port + 1}/api/v1/query?{query}", timeout=5) as answer:
             found = json.load(answer)["data"]["result"]
@@ -167,16 +167,14 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path, certificates, free_port):
-    """Give a node on which nothing runs yet, with the ports from `free_port` on."""
+    """Yield a node without running programs, with the ports from `free_port` on."""
     made = Node(tmp_path, certificates, free_port)
     yield made
     made.stop()
 
 
 @pytest.mark.timeout(240)
-def test_everything_runs_over_ipv6_with_mutual_tls_and_a_token_and_the_node_page_outlives_a_rank(
-    node, require_server, certificates
-):
+def test_ipv6_mutual_tls_token_and_node_page_that_survives_a_rank(node, require_server, certificates):
     program = require_server("prometheus")
     node.start_service()
     first, *_ = node.start_ranks(locked=2, beside=1)
@@ -184,7 +182,7 @@ def test_everything_runs_over_ipv6_with_mutual_tls_and_a_token_and_the_node_page
     host = os.environ.get("HOSTNAME") or socket.gethostname()
     instance, other = f"locked@{host}", f"beside@{host}"
 
-    # Every step of each rank is stored, and Prometheus has those of a job from one target, beside those of another job.
+    # Each step of each rank is stored. Prometheus has the steps of each job from one target.
     node.wait_for(lambda: [target for target in node.targets() if target["committed"] > 5][2:])
     everybody = {(instance, "0"), (instance, "1"), (other, "0")}
     assert node.wait_for(lambda: node.asked("rankscope_step > 5").keys() == everybody)
@@ -194,7 +192,7 @@ def test_everything_runs_over_ipv6_with_mutual_tls_and_a_token_and_the_node_page
     assert 3 == len(urls)
     assert all(url.startswith("https://[::1]:") for url in urls)
 
-    # Nobody without a certificate, and nobody without the token.
+    # Requests without a certificate or without the token are rejected.
     url = node.targets()[0]["url"]
     bare = ssl.create_default_context(cafile=str(certificates.ca))
     with pytest.raises(OSError):
@@ -202,7 +200,7 @@ def test_everything_runs_over_ipv6_with_mutual_tls_and_a_token_and_the_node_page
     with pytest.raises(urllib.error.HTTPError, match="401"):
         node.get(f"{url}/node/metrics", token="guessed")
 
-    # The rank that Prometheus asks is killed: the other takes over, and its own series go on.
+    # The rank that Prometheus scrapes is killed: another rank serves the page, and its series continue.
     os.kill(first, signal.SIGKILL)
     assert node.wait_for(lambda: node.asked('rankscope_step{run="locked"}').keys() == {(instance, "1")})
     step = node.asked("rankscope_step")[instance, "1"]

@@ -1,4 +1,4 @@
-"""Real jobs with fewer sources than usual: the message names the right rank, with the evidence, or none."""
+"""Real jobs with fewer sources than usual: the message names the right rank with its evidence, or no rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SCRIPT = Path(__file__).with_name("blamed_training.py")
 TOKEN = "a-token-of-both"
 NO_FLIGHT_RECORD = {"TORCH_FR_BUFFER_SIZE": "0"}
 ASKED = {"RANKSCOPE_TOKEN": TOKEN, "RANKSCOPE_HANG_AFTER_SECONDS": "0"}
-SILENT = {"RANKSCOPE_HANG_AFTER_SECONDS": "0"}  # no token: the service may not ask
+SILENT = {"RANKSCOPE_HANG_AFTER_SECONDS": "0"}  # no token: the service cannot request stacks
 STEP = "[56]"
-"""The last whole step, or the one that has begun, to which the end of a process and a fault of the monitor belong."""
+"""The last complete step, or the started one, to which the exit of a process belongs."""
 CALLED = r"called at blamed_training\.py:\d+ in"
 
 
 def message_of(service: Any, start_job: Callable[..., Any], folder: Path, situation: str, **environment: str) -> Alert:
-    """Return the first message about a job in `situation`."""
+    """Return the first notification about a job in `situation`."""
     with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
@@ -31,7 +31,7 @@ def message_of(service: Any, start_job: Callable[..., Any], folder: Path, situat
         ranks = [
             start_job(SCRIPT, folder, situation, RANK=rank, LOCAL_RANK=rank, **group, **environment) for rank in "012"
         ]
-        told: Alert = service.wait_for(lambda: receiver.alerts and receiver.alerts[0])
+        alert: Alert = service.wait_for(lambda: receiver.alerts and receiver.alerts[0])
         (folder / "go-on").touch()
         if situation == "sleeps":
             assert [0, 0, 0] == [rank.wait(60) for rank in ranks], (folder / "training.log").read_text()
@@ -39,11 +39,11 @@ def message_of(service: Any, start_job: Callable[..., Any], folder: Path, situat
             for rank in ranks:
                 rank.kill()
     assert 0 == service.stop(), service.log()
-    return told
+    return alert
 
 
 def incident_of(service: Any) -> tuple[str, int | None]:
-    """Return rule and rank of the one incident in the store."""
+    """Return rule and rank of the only incident in the store."""
     with connect(service.store) as connection:
         (found,) = connection.sql("select distinct rule, rank from events where type = 'incident'").fetchall()
     rule, rank = found
@@ -66,7 +66,7 @@ def incident_of(service: Any) -> tuple[str, int | None]:
             SILENT,
             None,
             "unknown: no rank gave stacks or a flight record",
-            rf"last reports:\n  ranks 0-2: step {STEP}, \d(-\d)? s ago\nwhere:\n  ranks 0-2 gave no stacks: ",
+            rf"last reports:\n  ranks 0-2: step {STEP}, \d(-\d)? s ago\nwhere:\n  ranks 0-2 sent no stacks: ",
             id="without any source no rank is named",
         ),
         pytest.param(
@@ -79,7 +79,7 @@ def incident_of(service: Any) -> tuple[str, int | None]:
         ),
     ],
 )
-def test_the_cause_of_a_stall_is_named_or_unknown(
+def test_cause_of_a_stall_is_named_or_unknown(
     service: Any,
     start_job: Callable[..., Any],
     tmp_path: Path,
@@ -91,22 +91,22 @@ def test_the_cause_of_a_stall_is_named_or_unknown(
     more: str,
 ) -> None:
     service.token, service.stalled_after_seconds = environment.get("RANKSCOPE_TOKEN"), 2.0
-    told = message_of(service, start_job, tmp_path, situation, MASTER_PORT=str(another_port), **environment)
+    alert = message_of(service, start_job, tmp_path, situation, MASTER_PORT=str(another_port), **environment)
 
     title = f"blame: RunStalled, rank {'unknown' if rank is None else rank}, step {STEP}"
-    assert re.search(title, told.title), told.title
-    assert re.search(rf"^cause: {cause}$", told.text, re.MULTILINE), told.text
-    assert re.search(more, told.text), told.text
-    assert ("last reports:" in told.text) == (rank is None)
+    assert re.search(title, alert.title), alert.title
+    assert re.search(rf"^cause: {cause}$", alert.text, re.MULTILINE), alert.text
+    assert re.search(more, alert.text), alert.text
+    assert ("last reports:" in alert.text) == (rank is None)
     assert ("RunStalled", rank) == incident_of(service)
 
 
-def test_a_rank_that_died_is_named_though_the_others_report_first(
+def test_dead_rank_is_named_although_the_others_report_first(
     service: Any, start_job: Callable[..., Any], tmp_path: Path, another_port: int
 ) -> None:
-    """Its peers lose the connection immediately; the service finds out seconds later that it is dead."""
-    told = message_of(service, start_job, tmp_path, "dies", MASTER_PORT=str(another_port), **SILENT)
+    """Its peers lose the connection immediately. The service finds seconds later that the rank is dead."""
+    alert = message_of(service, start_job, tmp_path, "dies", MASTER_PORT=str(another_port), **SILENT)
 
-    assert re.search(f"blame: RunFailed, rank 1, step {STEP}", told.title), told.title
-    assert "cause: rank 1: it is the first that vanished without a last report" in told.text.splitlines()
+    assert re.search(f"blame: RunFailed, rank 1, step {STEP}", alert.title), alert.title
+    assert "cause: rank 1: first rank to stop responding without an exit report" in alert.text.splitlines()
     assert ("RunFailed", 1) == incident_of(service)

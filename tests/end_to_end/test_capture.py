@@ -1,4 +1,4 @@
-"""A loss that becomes NaN, from the training to SQL: what was captured, of which samples, and what the monitor cost."""
+"""A loss that becomes NaN, from the training to SQL: captured steps, their samples, and the overhead of the monitor."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from events e
 where run = 'captured' and type = 'capture'
 order by state
 """
-"""As the page on capture has it."""
+"""The query of docs/capture.md."""
 
 
-def test_samples_and_captured_steps_of_a_bad_loss_are_found_by_sql(service):
+def test_sql_finds_samples_and_captured_steps_of_a_bad_loss(service):
     service.start()
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -30,7 +30,7 @@ def test_samples_and_captured_steps_of_a_bad_loss_are_found_by_sql(service):
         quantities=("parameters",),
         every=5,
         run="captured",
-        capture={"quantities": ["activations"], "steps": 2},  # type: ignore[arg-type]  # as a file has it
+        capture={"quantities": ["activations"], "steps": 2},  # type: ignore[arg-type]  # the form of a file
         max_overhead="90 %",
         console=False,
         exit_wait_seconds=120,
@@ -50,7 +50,7 @@ def test_samples_and_captured_steps_of_a_bad_loss_are_found_by_sql(service):
                 monitor.end_step()
                 assert session.publisher.catch_up(60)
     with connect(service.store) as connection:
-        told = connection.execute(SAMPLES).fetchall()
+        rows = connection.execute(SAMPLES).fetchall()
         kinds = connection.execute(
             "select step, kind from tensor_stats where run = 'captured' group by all order by all"
         ).fetchall()
@@ -58,7 +58,7 @@ def test_samples_and_captured_steps_of_a_bad_loss_are_found_by_sql(service):
             "select labels, value from scalars where run = 'captured' and name = 'overhead_seconds'"
         ).fetchall()
 
-    named = {state: (rule, json.loads(samples or "{}")) for _, state, rule, _, samples in told}
+    named = {state: (rule, json.loads(samples or "{}")) for _, state, rule, _, samples in rows}
     assert ("AnomalyNan", {str(BAD): [[f"shard-{BAD}", f"shard-{BAD + 100}"]]}) == named["asked"]
     captured = {str(step): [[f"shard-{step}", f"shard-{step + 100}"]] for step in (BAD + 1, BAD + 2)}
     assert captured == named["ended"][1]

@@ -1,4 +1,4 @@
-"""What a rank leaves out of its statistics is null in the rows that the service stores."""
+"""Statistics that a rank does not compute are null in the stored rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_exporter import Monitor, MonitorConfig
 
 
-def test_statistics_that_are_left_out_are_null_and_absent_tensors_have_no_row():
+def test_omitted_statistics_are_null_and_absent_tensors_have_no_row():
     net = nn.Linear(3, 2)
     net.bias.requires_grad_(False)  # its gradients are absent
     config = MonitorConfig(quantities=("gradients",), ops=["max", "zeros"], console=False, exit_wait_seconds=0)

@@ -1,4 +1,4 @@
-"""Calls of a collective in the store: each by its place, its number within the step and its position."""
+"""Calls of collectives in the store: source line, number within the step, and position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reduced_and_gathered() -> None:
     dist.all_gather([torch.zeros(4)], torch.tensor([1.0, torch.nan, 3.0, 4.0]))
 
 
-def test_calls_are_rows_of_the_store_with_their_place_number_and_position(tmp_path):
+def test_calls_are_stored_with_source_line_number_and_position(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
         tables = published()
@@ -44,7 +44,7 @@ def test_calls_are_rows_of_the_store_with_their_place_number_and_position(tmp_pa
 
 
 def published() -> dict[str, pa.Table]:
-    """Return what a service makes of the records of a monitored step."""
+    """Return the rows that a service creates from the records of a monitored step."""
     net = torch.nn.Linear(3, 2)
     config = MonitorConfig(quantities=("collectives",), console=False, exit_wait_seconds=0)
     with Monitor(config).attach(net, torch.optim.SGD(net.parameters(), lr=0.1)) as monitor:

@@ -1,4 +1,4 @@
-"""`make demo`, as a user runs it: whole once, and interrupted once."""
+"""`make demo` as a user runs it: one complete run, and one interrupted run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def test_interrupted_demo_leaves_no_process_behind(tmp_path):
     process.send_signal(signal.SIGINT)
     _, complaint = process.communicate(timeout=90)
 
-    assert len(children) >= 4  # the service, torchrun, two ranks; Prometheus and Alertmanager where they are
+    assert (
+        len(children) >= 4
+    )  # the service, torchrun, two ranks; also Prometheus and Alertmanager if they are installed
     assert [] == psutil.wait_procs(children, timeout=10)[1]
     assert 130 == process.returncode
     assert "Traceback" not in complaint

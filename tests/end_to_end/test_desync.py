@@ -1,4 +1,4 @@
-"""Two real ranks under DDP, a single bit changed on one: the service tells people step, tensor and ranks."""
+"""Two real ranks under DDP with one changed bit: the notification contains step, tensor and ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ hash_runs.main(Path({folder!r}), {cases!r})
 
 
 def trained(folder: Path, service: str, run: str, *cases: str) -> None:
-    told = {"RANKSCOPE_INGEST_URL": service, "RANKSCOPE_RUN": run}
+    settings = {"RANKSCOPE_INGEST_URL": service, "RANKSCOPE_RUN": run}
     folder.mkdir()
-    done = run_program(PROGRAM.format(folder=str(folder), cases=cases), seconds=200, **told)
+    done = run_program(PROGRAM.format(folder=str(folder), cases=cases), seconds=200, **settings)
 
     assert 0 == done.returncode, done.stderr[-4000:]
 
 
-def test_a_changed_bit_is_told_with_step_tensor_and_ranks_and_equal_ranks_never_are(service, tmp_path):
+def test_changed_bit_is_reported_and_equal_ranks_are_not(service, tmp_path):
     with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
@@ -51,17 +51,17 @@ def test_a_changed_bit_is_told_with_step_tensor_and_ranks_and_equal_ranks_never_
 
     truth = [json.loads((tmp_path / "bad" / f"{rank}.json").read_text())["disturbed"]["truth"] for rank in range(2)]
     parted = next(step for step in (1, 3, 5) if truth[0][str(step)] != truth[1][str(step)])
-    apart = {name for name, bits in truth[0][str(parted)].items() if bits != truth[1][str(parted)][name]}
+    differing = {name for name, bits in truth[0][str(parted)].items() if bits != truth[1][str(parted)][name]}
     first = [event for event in events if event["type"] == "anomaly" and event["step"] == parted]
     assert ["bad", "good"] == stored
     assert {"bad"} == {event["run"] for event in events}
-    assert (3, {"leave.weight"}) == (parted, apart)
-    assert apart == {event["tensor"] for event in first}
+    assert (3, {"leave.weight"}) == (parted, differing)
+    assert differing == {event["tensor"] for event in first}
     assert [[0, 1]] == [json.loads(event["details"])["ranks"] for event in first]
     assert [{"run": "bad", "step": 3, "tensor": "leave.weight", "apart": [0, 1]}] == history
     assert [("ReplicaDesync", 3, "leave.weight")] == [(row.rule, row.step, row.tensor) for row in anomalies]
-    told = [alert for alert in receiver.alerts if "ReplicaDesync" in alert.title]
-    assert 1 == len(told), receiver.alerts
-    assert "ReplicaDesync in param_after of leave.weight" in told[0].title
-    assert "step: 3" in told[0].text
-    assert "rank 0 against rank 1" in told[0].text
+    alerts = [alert for alert in receiver.alerts if "ReplicaDesync" in alert.title]
+    assert 1 == len(alerts), receiver.alerts
+    assert "ReplicaDesync in param_after of leave.weight" in alerts[0].title
+    assert "step: 3" in alerts[0].text
+    assert "rank 0 and rank 1 differ from each other" in alerts[0].text

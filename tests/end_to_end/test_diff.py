@@ -1,4 +1,4 @@
-"""Two real trainings compared in the store, against the tensors themselves compared by hand at every moment."""
+"""Two real trainings compared in the store; the expected result is computed from the tensors at each step."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ Seen = dict[tuple[int, str, str], torch.Tensor]
 
 
 def nothing(_step: int, _net: nn.Sequential) -> None:
-    """Leave all as it is."""
+    """Change nothing."""
 
 
 def one_bit(step: int, net: nn.Sequential) -> None:
-    """Move one weight of the third layer to the next number there is, before a step."""
+    """Change one weight of the third layer to the next representable number, before a step."""
     if step == CHANGED_AT:
         flat = net[2].weight.data.view(-1)
         flat[5] = torch.nextafter(flat[5], torch.tensor(torch.inf))
 
 
 def scaled(step: int, net: nn.Sequential) -> None:
-    """Make a layer a tenth larger, before a step."""
+    """Multiply a layer by 1.1, before a step."""
     if step == CHANGED_AT:
         net[2].weight.data.mul_(1.1)
 
 
 def train(store: Path, run: str, change: Change = nothing, *, steps: int = STEPS, width: int = 8) -> Seen:
-    """Train and store `run`; return what the tensors were, taken by the test itself."""
+    """Train and store `run`; return the tensors, which the test records itself."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
@@ -111,7 +111,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Se
     return store, runs
 
 
-def test_the_same_training_twice_parts_nowhere(stored: tuple[Path, dict[str, Seen]]) -> None:
+def test_equal_trainings_have_no_difference(stored: tuple[Path, dict[str, Seen]]) -> None:
     store, seen = stored
     found = compared(store, "first", "again")
 
@@ -122,9 +122,7 @@ def test_the_same_training_twice_parts_nowhere(stored: tuple[Path, dict[str, See
 
 
 @pytest.mark.parametrize("other", ["bit", "scaled"])
-def test_the_first_tensor_is_the_first_that_differs_in_the_order_of_cause(
-    stored: tuple[Path, dict[str, Seen]], other: str
-) -> None:
+def test_first_tensor_is_the_causally_first_difference(stored: tuple[Path, dict[str, Seen]], other: str) -> None:
     store, seen = stored
     found = compared(store, "first", other)
     differing = {key for key, value in seen["first"].items() if not torch.equal(value, seen[other][key])}
@@ -132,13 +130,13 @@ def test_the_first_tensor_is_the_first_that_differs_in_the_order_of_cause(
     assert CHANGED_AT == min(step for step, *_ in differing)
     assert found.first is not None
     assert CHANGED_AT == found.first.step
-    told = {(point.step, point.kind, point.tensor) for point in found.points}
-    assert {key for key in told if key in seen["first"]} <= differing
+    reported = {(point.step, point.kind, point.tensor) for point in found.points}
+    assert {key for key in reported if key in seen["first"]} <= differing
     if other == "scaled":
         assert (CHANGED_AT, "param_before", "2.weight") == next(iter(told_in_order(found)))
-        assert {key for key in differing if key[0] == CHANGED_AT} <= told
+        assert {key for key in differing if key[0] == CHANGED_AT} <= reported
     else:
-        # One bit of one weight shows in no statistic of it, but in its hash.
+        # One bit of one weight changes no statistic, but changes the hash.
         after = {key for key in differing if key[:2] == (CHANGED_AT, "param_after")}
         assert after == {(point.step, point.kind, point.tensor) for point in found.points if point.op == "hash"}
 
@@ -147,8 +145,8 @@ def told_in_order(found: Divergence) -> list[tuple[int, str, str]]:
     return [(point.step, point.kind, point.tensor) for point in found.points]
 
 
-def test_what_follows_is_told_in_the_order_in_which_it_follows(stored: tuple[Path, dict[str, Seen]]) -> None:
-    """The forward pass layer by layer, the backward pass against it, then the state and the update."""
+def test_later_differences_are_listed_in_causal_order(stored: tuple[Path, dict[str, Seen]]) -> None:
+    """The forward pass layer by layer, the backward pass in reverse, then optimizer state and update."""
     found = compared(stored[0], "first", "scaled")
     kinds = ("param_before", "act_out", "act_grad_out", "grad_reduced", "exp_avg", "param_after")
     order = [(point.kind, point.tensor) for point in found.points if point.kind in kinds]
@@ -164,7 +162,7 @@ def test_what_follows_is_told_in_the_order_in_which_it_follows(stored: tuple[Pat
     assert sorted(places) == places
 
 
-def test_a_tolerance_hides_what_lies_within_it(stored: tuple[Path, dict[str, Seen]]) -> None:
+def test_tolerance_hides_smaller_differences(stored: tuple[Path, dict[str, Seen]]) -> None:
     store, seen = stored
     tight, wide = (compared(store, "first", "scaled", Tolerance(relative=value)) for value in (0.09, 0.11))
     weights = [seen[run][CHANGED_AT, "param_before", "2.weight"].norm().item() for run in ("first", "scaled")]
@@ -177,7 +175,7 @@ def test_a_tolerance_hides_what_lies_within_it(stored: tuple[Path, dict[str, See
     assert compared(store, "first", "bit", Tolerance(relative=1e-4, absolute=1e-6)).first is None
 
 
-def test_how_it_grows_is_told_step_by_step(stored: tuple[Path, dict[str, Seen]]) -> None:
+def test_growth_of_the_difference_is_listed_by_step(stored: tuple[Path, dict[str, Seen]]) -> None:
     found = compared(stored[0], "first", "scaled", kinds=("param_after",))
 
     assert list(range(CHANGED_AT, STEPS + 1)) == [step.step for step in found.steps]

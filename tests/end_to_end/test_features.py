@@ -1,4 +1,4 @@
-"""Features from a training run, through the service and the store, into files in the layout of the existing tool."""
+"""Features of a training, through the service and the store, into files in the layout of msprobe."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def batch(micro: int) -> torch.Tensor:
 
 
 def expected() -> dict[str, list[tuple[str, ...]]]:
-    """Return the rows of the files by their families: name, micro-batch if any, numbers."""
+    """Return the rows of the files by family: name, micro-batch if present, numbers."""
     torch.manual_seed(0)
     model = Net().double()
     values = torch.linalg.svdvals(model.fc.weight.detach())
@@ -73,7 +73,7 @@ def expected() -> dict[str, list[tuple[str, ...]]]:
     }
 
 
-def test_features_of_a_run_stand_in_the_files_of_the_tool(
+def test_features_of_a_run_are_in_the_msprobe_files(
     service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.start()

@@ -1,4 +1,4 @@
-"""A real job that hangs: people are told which rank stands where, may ask for more, and hear when it goes on."""
+"""A real job that hangs: notification with the place of each rank, `rankscope stacks`, and the end of the stall."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ CAUSE = (
 
 @pytest.fixture
 def hanging(start_job: Start, tmp_path: Path, another_port: int) -> Start:
-    """Return what starts both ranks of the training; `environment` is added to that of each."""
+    """Return a function that starts both ranks of the training with additional `environment`."""
 
     def start(service: Any, **environment: str) -> list[Started]:
         group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(another_port)}
-        told = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": "hangs"} | group | environment
-        return [start_job(SCRIPT, tmp_path, RANK=rank, LOCAL_RANK=rank, **told) for rank in "01"]
+        settings = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": "hangs"} | group | environment
+        return [start_job(SCRIPT, tmp_path, RANK=rank, LOCAL_RANK=rank, **settings) for rank in "01"]
 
     return start
 
@@ -63,7 +63,7 @@ def assert_message_names_both_places(text: str) -> None:
     where = lines.index("where:")
 
     assert re.fullmatch(rf"cause: {CAUSE}", lines[where - 1]), text
-    # The collective comes first, then the rank that the other one waits for.
+    # First the collective, then the rank for which the other one waits.
     assert re.fullmatch(
         r"  rank 1 never entered all_reduce \d+ \(4 B float32\) of default_pg; rank 0 is in it since \d+ s,"
         rf" called at hanging_training\.py\[{line_of('# rank 0 waits here')}\]",
@@ -79,20 +79,20 @@ def assert_message_names_both_places(text: str) -> None:
         rf" called at hanging_training\.py:{line_of('# rank 0 waits here')} in main",
         lines[where + 3],
     ), text
-    assert "look closer: rankscope stacks hangs" in lines
+    assert "details: rankscope stacks hangs" in lines
 
 
-def test_a_hang_is_told_with_the_place_of_each_rank_and_so_is_its_end(
+def test_hang_notification_has_the_place_of_each_rank_and_is_resolved(
     service: Any, hanging: Start, tmp_path: Path
 ) -> None:
-    """The ranks' own watchdogs are off: the service judges, and asks them with its token."""
+    """The watchdogs of the ranks are off: the service detects the stall and requests stacks with its token."""
     service.token, service.stalled_after_seconds = TOKEN, 2.0
     with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
         training = hanging(service, RANKSCOPE_TOKEN=TOKEN, RANKSCOPE_HANG_AFTER_SECONDS="0")
         service.wait_for(lambda: receiver.alerts)
-        told = receiver.alerts[0]
+        alert = receiver.alerts[0]
         asked = ask(service, "hangs")
         only_one = ask(service, "--rank", "1", "--json")
         refused = [ask(service, "hangs", token=token) for token in (None, "wrong")]
@@ -103,8 +103,11 @@ def test_a_hang_is_told_with_the_place_of_each_rank_and_so_is_its_end(
         titles = [alert.title for alert in receiver.alerts]
     assert 0 == service.stop(), service.log()
 
-    assert ["[critical] hangs: RunStalled, rank 1, step 5", "[resolved] hangs: RunStalled, steps go on"] == titles
-    assert_message_names_both_places(told.text)
+    assert [
+        "[critical] hangs: RunStalled, rank 1, step 5",
+        "[resolved] hangs: RunStalled, training continues",
+    ] == titles
+    assert_message_names_both_places(alert.text)
     assert (0, "") == (asked.returncode, asked.stderr)
     assert_printed_groups(asked.stdout)
     assert [1] == [rank["rank"] for rank in json.loads(only_one.stdout)["ranks"]]
@@ -138,16 +141,16 @@ def assert_printed_groups(text: str) -> None:
     assert re.search(r"^ +all_reduce +.*distributed_c10d\.py:\d+$", second, re.MULTILINE)
 
 
-def test_without_any_token_the_ranks_tell_by_themselves_and_nobody_may_ask(
+def test_without_a_token_ranks_report_hangs_and_requests_are_rejected(
     service: Any, hanging: Start, tmp_path: Path
 ) -> None:
-    """Here the service would wait for minutes; the watchdogs of the ranks speak up."""
+    """The service would wait for minutes, but the watchdogs of the ranks report the hang."""
     with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
         training = hanging(service, RANKSCOPE_HANG_AFTER_SECONDS="1.5")
         service.wait_for(lambda: receiver.alerts)
-        told = receiver.alerts[0]
+        alert = receiver.alerts[0]
         refused = ask(service, "hangs", token=None)
         (tmp_path / "go-on").touch()
 
@@ -155,8 +158,8 @@ def test_without_any_token_the_ranks_tell_by_themselves_and_nobody_may_ask(
         service.wait_for(lambda: len(receiver.alerts) > 1)
     assert 0 == service.stop(), service.log()
 
-    assert "[critical] hangs: RunStalled, rank 1, step 5" == told.title
-    assert_message_names_both_places(told.text)
+    assert "[critical] hangs: RunStalled, rank 1, step 5" == alert.title
+    assert_message_names_both_places(alert.text)
     assert 1 == refused.returncode
     assert "set [service] token, and RANKSCOPE_TOKEN" in refused.stderr
     log = (tmp_path / "training.log").read_text()

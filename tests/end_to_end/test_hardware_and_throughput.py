@@ -1,4 +1,4 @@
-"""What a rank says of its speed and its GPU stands in the rows that the service stores, and meets there by time."""
+"""Throughput and GPU metrics of a rank are stored and can be joined by time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def query(page: str) -> str:
     return found[1]
 
 
-def test_clocks_meet_steps_by_time_and_slow_ranks_are_found_as_the_pages_say(monkeypatch):
+def test_gpu_clocks_join_steps_by_time_and_slow_ranks_are_found(monkeypatch):
     double = RecordedNvml()
     monkeypatch.setattr(poller, "uuid_of", lambda _device: "bbbbbbbb-0000-1111-2222-333333333333")
     monkeypatch.setattr(HardwarePoller.__init__, "__kwdefaults__", {"nvml": lambda: double})

@@ -1,4 +1,4 @@
-"""A run's life as real processes lead it: restarts by torchrun's agent, requeued jobs, and each way to end."""
+"""Life cycles of runs with real processes: restarts by the agent of torchrun, requeued jobs, and each kind of end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rankscope_storage.connection import connect
 
 TRAINING = Path(__file__).with_name("restarting_training.py")
 
-# torch 2.13 keeps one store over restarts of the workers, in which gloo then finds the addresses of dead peers.
+# torch 2.13 keeps one store across restarts of the workers, in which Gloo finds the addresses of dead peers.
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 Launch = Callable[..., Any]
@@ -22,7 +22,7 @@ Launch = Callable[..., Any]
 
 @pytest.fixture
 def launch(start_job: Launch) -> Launch:
-    """Return what starts the training as a job."""
+    """Return a function that starts the training as a job."""
 
     def start(*arguments: object, **more: Any) -> Any:
         return start_job(TRAINING, *arguments, **more)
@@ -58,13 +58,13 @@ def attempts(service: Any, run: str) -> list[dict[str, Any]]:
 
 
 def wait_for_step(service: Any, attempt: int, step: int) -> None:
-    """Wait until rank 0's duration of the step is stored."""
+    """Wait until the step duration of rank 0 is stored."""
     query = f"FROM scalars WHERE name = 'step_seconds' AND (rank, attempt, step) = (0, {attempt}, {step})"
     service.wait_for(lambda: bool(stored(service, query)), seconds=120)
 
 
 def assert_goodput_is_that_of_its_steps(service: Any, launches: list[dict[str, Any]], *, pause: float) -> None:
-    """Told apart by hand: of rank 0's steps those that no later launch began again, and none that was the first."""
+    """Computed by hand: the steps of rank 0 that no later launch repeated, without the first step of each launch."""
     (spent,) = stored(service, "FROM goodput")
     made: list[tuple[int, int]] = [
         (row["attempt"], row["step"])
@@ -92,15 +92,15 @@ def assert_goodput_is_that_of_its_steps(service: Any, launches: list[dict[str, A
     [("kill:17",), pytest.param(("exception:8", "kill:17"), marks=pytest.mark.thorough)],
     ids=["one restart", "two"],
 )
-def test_torchrun_restarts_failed_ranks_and_the_run_goes_on_from_its_checkpoint(
+def test_run_continues_from_its_checkpoint_after_restarts_by_torchrun(
     service: Any, launch: Launch, tmp_path: Path, endings: tuple[str, ...]
 ) -> None:
-    """Rank 0 loses its peer within the moment, and says so first: the cause is rank 1 all the same."""
+    """Rank 0 loses its peer and reports this first. The cause is still rank 1."""
     last = len(endings)
     service.start()
     agent = launch(
         *(tmp_path, 40, 0.02, *endings, "--hold"),
-        # By default it looks ten times a second, and may end rank 0 before that has said anything.
+        # By default, torchrun checks ten times per second and may end rank 0 before its exit report.
         torchrun=("--standalone", "--nproc-per-node", "2", "--max-restarts", str(last), "--monitor-interval", "2"),
         RANKSCOPE_RUN="elastic",
         **FRESH_STORE,
@@ -124,11 +124,12 @@ def test_torchrun_restarts_failed_ranks_and_the_run_goes_on_from_its_checkpoint(
     (host,) = {
         row["host"] for row in stored(service, "SELECT details->>'$.host' AS host FROM events WHERE type = 'launch'")
     }
-    reasons = {"exception": "rank 1: ValueError: planted", "kill": f"rank 1 on {host} vanished without a word"}
+    reasons = {
+        "exception": "rank 1: ValueError: planted",
+        "kill": f"rank 1 on {host} stopped responding without an exit report",
+    }
     assert [*(reasons[ending.partition(":")[0]] for ending in endings), None] == [found["reason"] for found in launches]
-    assert ["0", "1", "2"][: last + 1] == [
-        found["launch_id"].split(".")[-2] for found in launches
-    ]  # torchrun's own count
+    assert ["0", "1", "2"][: last + 1] == [found["launch_id"].split(".")[-2] for found in launches]  # count of torchrun
     ends = [found["ended_at"] for found in launches]
     assert sorted(ends) == ends
     assert all(found["started_at"] < found["ended_at"] for found in launches)
@@ -141,10 +142,10 @@ def test_torchrun_restarts_failed_ranks_and_the_run_goes_on_from_its_checkpoint(
         "SELECT attempt, min(step) AS first, max(step) AS last FROM scalars WHERE name = 'loss' "
         "GROUP BY attempt ORDER BY attempt",
     )
-    begun = [1, *({"exception:8": 6, "kill:17": 16}[ending] for ending in endings)]  # behind the last checkpoint
+    begun = [1, *({"exception:8": 6, "kill:17": 16}[ending] for ending in endings)]  # after the last checkpoint
     assert begun == [row["first"] for row in reach]
     assert 40 == reach[-1]["last"]
-    # A step that was made twice counts as its latest attempt made it: no step is missing, none is there twice.
+    # A repeated step counts with its latest attempt: no step is missing, and none occurs twice.
     assert [(step, sum(first <= step for first in begun) - 1) for step in range(1, 41)] == [
         (row["step"], row["attempt"])
         for row in stored(
@@ -155,10 +156,8 @@ def test_torchrun_restarts_failed_ranks_and_the_run_goes_on_from_its_checkpoint(
     ]
 
 
-def test_a_requeued_job_joins_its_history_whatever_became_of_the_service(
-    service: Any, launch: Launch, tmp_path: Path
-) -> None:
-    """Simulated Slurm: its variables, its SIGTERM, its second start of one job; then another job with the same name."""
+def test_requeued_job_joins_its_history_across_service_restarts(service: Any, launch: Launch, tmp_path: Path) -> None:
+    """Simulated Slurm: its variables, its SIGTERM, a second start of one job, and another job with the same name."""
     checkpoint, work = tmp_path / "checkpoint", (tmp_path, 60, 0.02, "--hold")
     service.start()
     job = launch(*work, "--on-sigterm", RANKSCOPE_RUN="long", SLURM_JOB_ID="71")
@@ -169,7 +168,7 @@ def test_a_requeued_job_joins_its_history_whatever_became_of_the_service(
     service.wait_for(lambda: run_of(service, "long")["state"] == "stopped")
     assert "rank 0: SIGTERM, SystemExit: 143" == run_of(service, "long")["reason"]
     assert 0 == service.stop(), service.log()
-    checkpoint.write_text("10")  # wherever it was: of sixty steps there are many left
+    checkpoint.write_text("10")  # at any step: many of the sixty steps remain
     service.start()
     requeued = launch(*work, RANKSCOPE_RUN="long", SLURM_JOB_ID="71", SLURM_RESTART_COUNT="1")
     service.wait_for(
@@ -180,7 +179,7 @@ def test_a_requeued_job_joins_its_history_whatever_became_of_the_service(
     assert 0 == service.stop(), service.log()
     checkpoint.write_text("20")
     other_job = launch(*work, RANKSCOPE_RUN="long", SLURM_JOB_ID="72")
-    until(lambda: int(checkpoint.read_text()) >= 30)  # it trains on while nobody listens
+    until(lambda: int(checkpoint.read_text()) >= 30)  # it trains while no service runs
     service.start()
     service.wait_for(lambda: shows(service, "long", state="running", attempt=2))
     service.kill()
@@ -211,24 +210,24 @@ ENDINGS = {
     "exception": ("failed", "rank 0: ValueError: planted", 1),
     "exit-0": ("stopped", "rank 0: sys.exit(0) at step 5 of 4000 planned", 0),
     "SIGINT": ("stopped", "rank 0: KeyboardInterrupt", None),
-    "SIGTERM": ("failed", "vanished without a word", -15),
-    "SIGTERM-heard": ("stopped", "rank 0: SIGTERM", -15),
+    "SIGTERM": ("failed", "stopped responding without an exit report", -15),
+    "SIGTERM-handled": ("stopped", "rank 0: SIGTERM", -15),
 }
-"""How a process ends, and what becomes of its run: state, reason, and the exit code that it would have without us."""
+"""Kinds of end of a process: state and reason of its run, and the exit code that it has without Rankscope."""
 
 
-def test_each_way_to_end_is_told_from_the_others(service: Any, launch: Launch, tmp_path: Path) -> None:
-    """Five runs on one host at once; nobody's end touches another's state."""
+def test_each_kind_of_end_has_its_state_and_reason(service: Any, launch: Launch, tmp_path: Path) -> None:
+    """Five runs on one host at the same time. The end of one run does not affect the others."""
     service.start()
     jobs = {}
     for ending in ENDINGS:
         (tmp_path / ending).mkdir()
         planted = () if ending.startswith("SIG") else (f"{ending}:5",)
-        heard = {"RANKSCOPE_STOP_SIGNALS": "SIGTERM"} if ending.endswith("-heard") else {}
-        jobs[ending] = launch(tmp_path / ending, 4000, 0.02, *planted, RANKSCOPE_RUN=ending, **heard)
-    for ending in ("SIGINT", "SIGTERM", "SIGTERM-heard"):
+        handled = {"RANKSCOPE_STOP_SIGNALS": "SIGTERM"} if ending.endswith("-handled") else {}
+        jobs[ending] = launch(tmp_path / ending, 4000, 0.02, *planted, RANKSCOPE_RUN=ending, **handled)
+    for ending in ("SIGINT", "SIGTERM", "SIGTERM-handled"):
         service.wait_for(lambda ending=ending: run_of(service, ending).get("state") == "running")
-        jobs[ending].send_signal(getattr(signal, ending.removesuffix("-heard")))
+        jobs[ending].send_signal(getattr(signal, ending.removesuffix("-handled")))
     for ending, (state, reason, code) in ENDINGS.items():
         assert jobs[ending].wait(60) == code or code is None, (tmp_path / "training.log").read_text()
         service.wait_for(lambda ending=ending, state=state: run_of(service, ending).get("state") == state)

@@ -1,4 +1,4 @@
-"""Ranks that vanish: what was fetched is stored, what was lost is counted, and the run says that it failed."""
+"""Ranks that vanish: polled records are stored, lost ones are counted, and the run fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ StartRank = Callable[..., Started]
 
 @pytest.fixture
 def start_rank(tmp_path: Path) -> Iterator[StartRank]:
-    """Return what starts one rank of a world of two: it prints its steps to rank-<n>.log until it is told to stop."""
+    """Return a function that starts one rank of two. The rank writes its steps to rank-<n>.log until it is stopped."""
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
     started: list[Started] = []
@@ -70,7 +70,7 @@ def last_printed(tmp_path: Path, rank: int) -> int:
     return int(lines[-1]) if lines else 0
 
 
-def test_a_rank_killed_is_a_failed_run_with_its_losses_counted(
+def test_killed_rank_fails_the_run_and_lost_records_are_counted(
     service: Any, start_rank: StartRank, tmp_path: Path
 ) -> None:
     service.start()
@@ -99,7 +99,7 @@ def test_a_rank_killed_is_a_failed_run_with_its_losses_counted(
 
     assert seconds < 60
     assert last_printed(tmp_path, 0) == stored[0]
-    assert died_after - 30 < stored[1] <= died_after  # a poll every 0.3 s brings all but the last few steps
+    assert died_after - 30 < stored[1] <= died_after  # polls every 0.3 s read all but the last few steps
     assert {(0, True, 0), (1, True, 0)} == set(whole)
     assert "failed" == states[0][0]
     assert "1" in states[0][1]
@@ -109,10 +109,10 @@ def test_a_rank_killed_is_a_failed_run_with_its_losses_counted(
     assert 0 <= lost <= died_after - stored[1] + 1
 
 
-def test_a_training_killed_with_a_spool_loses_no_step_it_had_published(
+def test_killed_training_with_a_spool_loses_no_published_step(
     service: Any, start_rank: StartRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole monitor: a step is published while the next one begins, so at most the last two are not yet."""
+    """The complete monitor publishes a step while the next one starts, so that at most the last two are missing."""
     monkeypatch.setenv("RANKSCOPE_SPOOL_DIR", str(tmp_path / "spool"))
     service.spools = (tmp_path / "spool",)
     service.start()
@@ -141,8 +141,8 @@ def lost_of(gaps: list[tuple[int, str]]) -> int:
     return sum(document["last"] - document["first"] + 1 for document in documents)
 
 
-def test_two_processes_that_claim_one_rank_are_told_apart(service: Any, start_rank: StartRank, tmp_path: Path) -> None:
-    """The second one trains on unheard; nothing of it mixes with the first one's rows."""
+def test_second_process_of_one_rank_is_rejected(service: Any, start_rank: StartRank, tmp_path: Path) -> None:
+    """The second process still trains. The rows contain nothing of it."""
     service.start()
     first = start_rank(service, 0, pause=0.05)
     service.wait_for(lambda: service.runs() and service.runs()[0]["step"])
@@ -163,9 +163,7 @@ def test_two_processes_that_claim_one_rank_are_told_apart(service: Any, start_ra
     assert (1, last_printed(tmp_path, 0)) == (incarnations, steps)
 
 
-def test_a_service_that_starts_late_gets_everything_from_the_start(
-    service: Any, start_rank: StartRank, tmp_path: Path
-) -> None:
+def test_service_that_starts_late_stores_all_steps(service: Any, start_rank: StartRank, tmp_path: Path) -> None:
     ranks = [start_rank(service, rank, pause=0.05) for rank in range(2)]
     deadline = time.monotonic() + 60
     while min(last_printed(tmp_path, rank) for rank in range(2)) < 10:

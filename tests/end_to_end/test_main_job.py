@@ -1,4 +1,4 @@
-"""From tensor to DuckDB, with real processes: every step, rank and tensor is stored, exactly and once."""
+"""From tensor to DuckDB with real processes: each step, rank and tensor is stored once, with exact values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_each_once(expected: set[tuple[int, int, str, str]], rows: list[dict[s
     assert len(rows) == len({tuple(row[name] for name in TENSOR_ROW_KEY) for row in rows})
 
 
-def test_every_step_rank_and_tensor_is_stored_as_the_reference_says(
+def test_every_step_rank_and_tensor_equals_the_reference(
     service: Any, train: Train, reference: Reference, tmp_path: Path
 ) -> None:
     service.start()
@@ -81,10 +81,10 @@ def assert_odd_numbers_are_kept_apart(store: Path) -> None:
     assert [(5,)] == skipped
 
 
-def test_a_service_killed_five_times_loses_and_doubles_nothing(
+def test_service_killed_five_times_stores_each_row_once(
     service: Any, train: Train, reference: Reference, tmp_path: Path
 ) -> None:
-    """Killed at random moments: in the middle of a poll, a flush, a commit; restarted at once each time."""
+    """The service is killed at random times, also during polls, flushes and commits, and restarted immediately."""
     draw = random.Random(7)
     service.start()
     training = train(service, "killed", steps=0, pause=0.1)

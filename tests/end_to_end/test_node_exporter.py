@@ -1,4 +1,4 @@
-"""A real node exporter beside the ranks: the service scrapes it, and the store has what its page says."""
+"""A real node_exporter: the service scrapes it, and the store contains the values of its page."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rankscope_storage.connection import connect
 
 SCRAPES = 'rankscope_ingest_exporter_scrapes_total{outcome="ok"}'
 CONSTANT = ("node_boot_time_seconds", "node_memory_MemTotal_bytes", "node_uname_info", "node_os_info", "node_dmi_info")
-"""What a machine says for as long as it runs, whatever else it does."""
+"""Series that do not change while a machine runs."""
 
 
 @pytest.fixture
 def node_exporter(require_server, another_port, tmp_path):
-    """Give the address of the page of a node exporter of this machine."""
+    """Yield the URL of a node_exporter on this machine."""
     command = [require_server("prometheus-node-exporter"), f"--web.listen-address=127.0.0.1:{another_port}"]
     with (tmp_path / "node-exporter.log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
         yield f"http://127.0.0.1:{another_port}/metrics"
@@ -26,7 +26,7 @@ def node_exporter(require_server, another_port, tmp_path):
 
 
 def page(url):
-    """Return what the page says by Prometheus' own parser: value by name and labels; an empty one counts as none."""
+    """Return the page as parsed by prometheus_client: value by name and labels. An empty label counts as absent."""
     with urllib.request.urlopen(url, timeout=10) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     return {
@@ -37,12 +37,12 @@ def page(url):
 
 
 def scrapes(service):
-    """Return how many scrapes went well."""
+    """Return the number of successful scrapes."""
     lines = service.get("/metrics").splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(SCRAPES))
 
 
-def test_the_store_has_each_series_of_a_node_exporter_and_its_values(service, node_exporter):
+def test_store_has_each_series_of_a_node_exporter_with_its_values(service, node_exporter):
     service.ingest = f'[[exporters]]\nurl = "{node_exporter}"\nname = "node-a"\nevery_seconds = 0.5'
     service.start()
     before = service.wait_for(lambda: page(node_exporter))

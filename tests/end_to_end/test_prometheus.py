@@ -1,7 +1,7 @@
-"""A real Prometheus with the configuration we ship: it finds the ranks, and answers every panel, variable and alert.
+"""A real Prometheus with the shipped configuration: it discovers the ranks and answers each panel, variable and alert.
 
-The queries are those of the files that a Grafana server reads, asked at the addresses it would ask. Grafana itself is
-not here, and nothing of this shows what it makes of the answers.
+The queries are those of the files that a Grafana server reads, sent to the same addresses. Grafana does not run here,
+so that its display of the responses is not tested.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ALERTS = {" ".join((alert.name, *alert.labels.values())): alert for group in ale
 
 
 class Asked:
-    """What a Prometheus answers."""
+    """Responses of a Prometheus server."""
 
     def __init__(self, url):
         self.url = url
@@ -52,7 +52,7 @@ class Asked:
         query = urllib.parse.urlencode(arguments, doseq=True)
         with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=10) as answer:
             document = json.load(answer)
-        # Prometheus asks the store for label values too, which the protocol of remote read has no question for.
+        # Prometheus also requests label values from the store, for which remote read has no request.
         assert set(document.get("warnings", ())) <= {"not implemented"}
         return document["data"]
 
@@ -68,7 +68,7 @@ class Asked:
 
 @pytest.fixture
 def prometheus(require_server, tmp_path, service, another_port):
-    """Give a Prometheus that was told of `service`, and nothing else."""
+    """Yield a Prometheus that discovers the targets of `service` only."""
     program = require_server("prometheus")
     folder = tmp_path / "prometheus"
     folder.mkdir()
@@ -89,14 +89,14 @@ def prometheus(require_server, tmp_path, service, another_port):
 
 @pytest.fixture
 def ranks(tmp_path, service):
-    """Return what starts two ranks of the troubled training; it returns their processes."""
+    """Return a function that starts two ranks of the troubled training and returns their processes."""
     started = []
 
     def start():
         for rank in ("0", "1"):
-            told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "RANKSCOPE_RUN": RUN}
-            told |= {"RANKSCOPE_INGEST_URL": service.url}
-            started.append(start_script(TRAINING, tmp_path, log=tmp_path / f"rank{rank}.log", **told))
+            settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "RANKSCOPE_RUN": RUN}
+            settings |= {"RANKSCOPE_INGEST_URL": service.url}
+            started.append(start_script(TRAINING, tmp_path, log=tmp_path / f"rank{rank}.log", **settings))
         return started
 
     yield start
@@ -119,11 +119,11 @@ def panel_targets():
 
 
 OF_ACCELERATORS = ("rankscope_gpu_", "rankscope_device_memory_")
-"""Metrics that a rank on a CPU has none of; their panels are held to a recorded double in tests/dashboards."""
+"""Metrics that a rank on a CPU does not have. Their panels are tested with recorded data in tests/dashboards."""
 
 
 def unanswered_panels(prometheus):
-    """Return the panels without data, asked as Grafana would: at one moment, or over a stretch of time."""
+    """Return the panels without data for the queries of Grafana: at one time, or over a range."""
     missing = []
     for name, target in panel_targets():
         if any(prefix in target["expr"] for prefix in OF_ACCELERATORS):
@@ -135,7 +135,7 @@ def unanswered_panels(prometheus):
 
 
 def values_of_variables(prometheus):
-    """Return what each variable lists, by the address for label values and by the one for series."""
+    """Return the entries of each variable, from the label values address and from the series address."""
     listed = {}
     for variable in (item for board in BOARDS for item in board["templating"]["list"] if item["type"] == "query"):
         selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", substituted(variable["query"])).groups()
@@ -148,7 +148,7 @@ def values_of_variables(prometheus):
 
 
 def rates_unlike_scraped(prometheus, rates):
-    """Return for which ranks speed was another than that of what was scraped, wherever enough was."""
+    """Return the ranks whose speed differs from the scraped values, where there are enough samples."""
     scraped = f"rate({TOKENS.name}{SERVICE_RANKS}{RATE_WINDOW})"
     found = prometheus.since_start(substituted(f"({rates} - on (run, rank) {scraped}) != 0"))
     return {series["metric"]["rank"] for series in found}
@@ -160,7 +160,7 @@ def unwell(promtool, page):
 
 
 def of_the_run(prometheus, *names):
-    """Return which of these alerts' expressions have had no result of the watched run yet."""
+    """Return the alerts whose expressions had no result for the run yet."""
     found = {name: prometheus.labels_since_start(ALERTS[name].expression) for name in names}
     return {name for name in names if not any(labels.get("run") == RUN for labels in found[name])}
 
@@ -180,14 +180,14 @@ def rank_logs(service):
 
 
 def kill_with_something_published(service, processes):
-    """Kill the ranks when the service knows, from a heartbeat, of records that it has not fetched."""
+    """Kill the ranks when a heartbeat has reported records that the service has not polled."""
     named = {target["pid"]: target for target in json.loads(service.get("/api/v1/targets"))}
     assert {process.pid for process in processes} == named.keys()
 
     def waiting():
         return [one["head"] - one["cursor"] for one in json.loads(service.get("/api/v1/targets"))]
 
-    # Heartbeats come twice as often as polls: with the first one that tells of more, the next poll is a second away.
+    # Heartbeats are twice as frequent as polls: after the first one with new records, the next poll is 1 s away.
     service.wait_for(lambda: 0 in waiting())
     service.wait_for(lambda: all(count > 0 for count in waiting()))
     for process in processes:
@@ -195,7 +195,7 @@ def kill_with_something_published(service, processes):
 
 
 @pytest.mark.timeout(300)
-def test_every_panel_variable_and_alert_has_an_answer(service, ranks, prometheus, require_server):
+def test_every_panel_variable_and_alert_has_a_result(service, ranks, prometheus, require_server):
     service.poll_seconds, service.stalled_after_seconds = 2.0, STALLED_AFTER_SECONDS
     service.start()
     processes = ranks()
@@ -214,9 +214,11 @@ def test_every_panel_variable_and_alert_has_an_answer(service, ranks, prometheus
     service.wait_for(lambda: not unanswered_panels(prometheus))
     assert {"run": [RUN], "rank": ["0", "1"]} == values_of_variables(prometheus)
 
-    assert set() == rates_unlike_scraped(prometheus, rate(TOKENS)), "as boards ask, though every step is stored as well"
+    assert set() == rates_unlike_scraped(prometheus, rate(TOKENS)), (
+        "the queries of the boards, although every step is stored as well"
+    )
     merged = f"rate({TOKENS.name}{RANKS}{RATE_WINDOW})"
-    assert {"0", "1"} == rates_unlike_scraped(prometheus, merged), "as nobody should: the store was asked"
+    assert {"0", "1"} == rates_unlike_scraped(prometheus, merged), "merged series: the store was queried"
 
     promtool = require_server("promtool", "prometheus")
     addresses = [address for one in json.loads(service.get("/sd")) for address in one["targets"]]
@@ -238,9 +240,9 @@ def test_every_panel_variable_and_alert_has_an_answer(service, ranks, prometheus
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
-    told = fired(prometheus)
+    firing = fired(prometheus)
     elsewhere = {"RuleDisagreement", "ServiceDown", "GpuXid", "GpuEccUncorrected", "GpuThrottled"}
     of_runs = {name for name, alert in ALERTS.items() if alert.name not in elsewhere}
-    assert set().union(death, *WHAT_A_STEP_WAITS_FOR.values()) <= told
-    assert "RuleDisagreement" not in {name for name, _ in told}, "ranks and Prometheus judge alike"
+    assert set().union(death, *WHAT_A_STEP_WAITS_FOR.values()) <= firing
+    assert "RuleDisagreement" not in {name for name, _ in firing}, "ranks and Prometheus agree"
     assert set() == of_the_run(prometheus, *of_runs)

@@ -1,6 +1,6 @@
-"""Real processes killed with -9, alone and together. With a spool every published record is stored exactly once.
+"""Real processes killed with SIGKILL. With a spool, each published record is stored exactly once.
 
-Without one, what is lost is counted where it happened, and stored and lost add up to what was published.
+Without a spool, lost records are counted; stored and lost records add up to the published ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from tests.end_to_end.lives import Host, attempts, gaps, stored, targets, until
 
 
-def test_a_rank_killed_beside_a_living_service_loses_nothing(service: Any, host: Host) -> None:
+def test_killed_rank_with_a_live_service_loses_no_record(service: Any, host: Host) -> None:
     service.spools = (host.spool,)
     service.start()
     life = host.start(service, 0, "first", steps=10_000, pause=0.002, end="linger")
@@ -25,14 +25,17 @@ def test_a_rank_killed_beside_a_living_service_loses_nothing(service: Any, host:
     assert 0 == service.stop(), service.log()
     published = list(range(life.published))
     assert published == stored(service.store)["first-0"][: len(published)]
-    assert len(stored(service.store)["first-0"]) - len(published) in {0, 1}  # killed before it wrote the number down
+    assert len(stored(service.store)["first-0"]) - len(published) in {
+        0,
+        1,
+    }  # killed before it wrote the number to the file
     assert [] == gaps(service.store)
     assert 0 == run["records_lost"]
     assert 'rankscope_ingest_lost_records_total{run="r"} 0.0' in page
-    assert "vanished" in run["reason"]
+    assert "stopped responding" in run["reason"]
 
 
-def test_a_rank_killed_together_with_the_service_is_stored_by_the_next_service(service: Any, host: Host) -> None:
+def test_rank_killed_together_with_the_service_is_stored_by_the_next_one(service: Any, host: Host) -> None:
     service.spools = (host.spool,)
     service.start()
     lives = [host.start(service, rank, "first", steps=10_000, pause=0.002, end="linger") for rank in range(2)]
@@ -54,8 +57,8 @@ def test_a_rank_killed_together_with_the_service_is_stored_by_the_next_service(s
     assert {"first": (0, "failed")} == attempts(service.store)
 
 
-def test_a_service_killed_between_fetch_and_commit_while_the_rank_exits_loses_nothing(service: Any, host: Host) -> None:
-    """The rank's last word is in the spool as well: the run has completed, though no service heard it say so."""
+def test_service_killed_before_the_commit_of_an_exited_rank_loses_nothing(service: Any, host: Host) -> None:
+    """The exit report is in the spool too: the run has completed, although no service received the report."""
     service.spools = (host.spool,)
     service.flush_after_seconds = 600.0
     service.start()
@@ -76,10 +79,8 @@ def test_a_service_killed_between_fetch_and_commit_while_the_rank_exits_loses_no
     assert {"first": (0, "completed")} == attempts(service.store)
 
 
-def test_after_everything_was_killed_the_next_ranks_of_the_host_hand_over_what_was_left(
-    service: Any, host: Host
-) -> None:
-    """The new service sees no spool folder: the new ranks speak for the dead, under their names and attempt."""
+def test_next_ranks_of_the_host_serve_the_spools_of_killed_ranks(service: Any, host: Host) -> None:
+    """The new service has no spool folder. The new ranks serve the spools under the identity of the dead ranks."""
     service.flush_after_seconds = 600.0
     service.start()
     lives = [host.start(service, rank, "first", steps=10_000, pause=0.002, end="linger") for rank in range(2)]
@@ -89,14 +90,14 @@ def test_after_everything_was_killed_the_next_ranks_of_the_host_hand_over_what_w
     for life in lives:
         life.kill()
     service.flush_after_seconds = 1.0
-    heirs = [host.start(service, rank, "second", steps=50, pause=0.02, end="linger") for rank in range(2)]
+    successors = [host.start(service, rank, "second", steps=50, pause=0.02, end="linger") for rank in range(2)]
     service.start()
     service.wait_for(lambda: host.left() == ["second-0", "second-1"])
     service.wait_for(lambda: len(json.loads(service.get("/sd"))) == 2)
-    service.wait_for(lambda: service.runs()[0]["state"] != "pending")  # until the first record of the heirs
+    service.wait_for(lambda: service.runs()[0]["state"] != "pending")  # until the first record of the new ranks
     states = service.runs()
     discovered = sorted(entry["labels"]["instance"] for entry in json.loads(service.get("/sd")))
-    until(lambda: all(heir.published == 50 for heir in heirs))
+    until(lambda: all(successor.published == 50 for successor in successors))
     service.wait_for(lambda: all(targets(service)[f"second-{rank}"]["committed"] == 49 for rank in range(2)))
 
     assert 0 == service.stop(), service.log()
@@ -111,7 +112,7 @@ def test_after_everything_was_killed_the_next_ranks_of_the_host_hand_over_what_w
     assert {"r": "running"} == {run["run"]: run["state"] for run in states}
 
 
-def test_without_a_spool_what_dies_with_a_rank_is_counted_and_adds_up(service: Any, host: Host) -> None:
+def test_without_a_spool_lost_records_of_a_killed_rank_are_counted(service: Any, host: Host) -> None:
     service.start()
     life = host.start(service, 0, "first", steps=10_000, pause=0.002, end="linger", spool=False)
     until(lambda: life.published > 300)
@@ -125,14 +126,12 @@ def test_without_a_spool_what_dies_with_a_rank_is_counted_and_adds_up(service: A
     seqs = stored(service.store)["first-0"]
     lost = sum(gap["records"] for gap in gaps(service.store))
     assert list(range(len(seqs))) == seqs
-    assert target["head"] + 1 == len(seqs) + lost  # all that the service was ever told of
+    assert target["head"] + 1 == len(seqs) + lost  # all records that were reported to the service
     assert lost == target["records_lost"]
     assert f'rankscope_ingest_lost_records_total{{run="r"}} {lost}.0' in page
 
 
-def test_without_a_spool_a_rank_that_exits_while_no_service_lives_says_how_much_is_lost(
-    service: Any, host: Host
-) -> None:
+def test_without_a_spool_an_exiting_rank_reports_its_lost_records(service: Any, host: Host) -> None:
     service.flush_after_seconds = 600.0
     service.start()
     life = host.start(service, 0, "first", steps=40, pause=0.03, end="0.1", spool=False)

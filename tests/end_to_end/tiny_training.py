@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 tiny_training.py FOLDER STEPS SECONDS_PER_STEP
 
-With STEPS = 0 it trains until there is a file `FOLDER/stop`. Each rank writes `FOLDER/reference-<rank>.jsonl`: what
-every stored row must say, computed without Rankscope.
+With STEPS = 0 it trains until the file `FOLDER/stop` exists. Each rank writes `FOLDER/reference-<rank>.jsonl` with the
+expected values of all stored rows, computed without Rankscope.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(24, 48)
         self.last = nn.Linear(48, 5)
-        self.rarely = nn.Parameter(torch.zeros(7))  # takes part in even steps only
+        self.rarely = nn.Parameter(torch.zeros(7))  # used in even steps only
 
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
         y = self.last(torch.relu(self.first(x)))
@@ -56,12 +56,12 @@ def statistics(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def until_told(stop: Path) -> Iterator[int]:
+def until_stopped(stop: Path) -> Iterator[int]:
     """Count the steps; all ranks end at the same one."""
     for step in itertools.count(1):
-        told = torch.tensor(stop.exists())
-        dist.broadcast(told, 0)
-        if told:
+        is_stopped = torch.tensor(stop.exists())
+        dist.broadcast(is_stopped, 0)
+        if is_stopped:
             return
         yield step
 
@@ -88,7 +88,7 @@ def main() -> None:
     ddp = DistributedDataParallel(net, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(rank)
-    config = rankscope.MonitorConfig(console=False, exit_wait_seconds=60.0)  # the service may be starting just then
+    config = rankscope.MonitorConfig(console=False, exit_wait_seconds=60.0)  # the service may be starting at that time
     monitor = rankscope.Monitor(config, total_steps=steps or None)
     with (folder / f"reference-{rank}.jsonl").open("w") as reference, monitor.attach(ddp, optimizer):
 
@@ -98,7 +98,7 @@ def main() -> None:
                     row = {"step": step, "kind": kind, "tensor": name, **statistics(tensor)}
                     reference.write(json.dumps(row) + "\n")
 
-        for step in range(1, steps + 1) if steps else until_told(folder / "stop"):
+        for step in range(1, steps + 1) if steps else until_stopped(folder / "stop"):
             local.clear()
             loss = ddp(torch.randn(16, 24, generator=generator), step).square().mean()
             loss.backward()

@@ -1,10 +1,11 @@
-"""A DDP training in which everything goes wrong once, and which waits until whoever watches has seen it.
+"""A DDP training with one fault of each kind. After each fault it waits until the test has observed it.
 
     RANK=… WORLD_SIZE=2 python troubled_training.py FOLDER
 
-The ranks meet in FOLDER, and begin when it holds a file `go`. Step 20: NaN in a gradient of rank 1. Step 30: gradients
-a thousand times too large on both. Step 32: rank 1 changes its bias by itself. Steps 21, 31 and 40 last until FOLDER
-holds a file `seen-<step>`: what a step was is published during the next one. After that it goes on until it is killed.
+The ranks meet in FOLDER and start when it contains the file `go`. Step 20: NaN in a gradient of rank 1. Step 30:
+gradients on both ranks are a thousand times too large. Step 32: only rank 1 changes its bias. Steps 21, 31 and 40 last
+until FOLDER contains the file `seen-<step>`, because a step is published during the next one. Then the training
+continues until it is killed.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ CONFIG = {
     "options": {"hashes": {"every": 1}},
     "throughput": {"peak_tflops": 1, "flops_per_token": 6 * 16 * 4},
 }
-"""With the settings without which a panel is empty: hashes, the peak of a CPU, FLOPs of a model without tokens."""
+"""Return a monitor with the settings that all panels need: hashes, peak FLOP/s of the CPU, FLOPs without tokens."""
 
 
 def wait_for(sign: Path) -> None:
-    """Return when the file is there."""
+    """Wait until the file exists."""
     while not sign.exists():
         time.sleep(PAUSE_SECONDS)
 

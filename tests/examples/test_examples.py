@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say, a few steps. `make test-examples`: each starts torch three times."""
+"""Each example runs for a few steps with the command of its docstring. Part of `make test-examples`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMMANDS = {
 
 @pytest.mark.skipif(not os.environ.get("RANKSCOPE_EXAMPLES"), reason="make test-examples")
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_example_trains_and_names_no_fault(name):
+def test_example_trains_without_a_fault(name):
     done = subprocess.run(COMMANDS[name], cwd=EXAMPLES, capture_output=True, text=True, timeout=150, check=False)
 
     assert 0 == done.returncode, done.stderr[-2000:]

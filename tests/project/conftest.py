@@ -1,4 +1,4 @@
-"""Fixture that loads a script of `docs/`, which is no package."""
+"""Fixture that loads a script of `docs/`, which is not a package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arrows between the rooms hold, and the training side loads nothing of the serving side."""
+"""The import rules hold, and the training side loads no package of the services."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def loaded_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_import_arrows():
+def test_import_rules_hold():
     linter = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert 0 == done.returncode, done.stdout + done.stderr
 
 
-def test_import_rankscope_alone_loads_nothing_heavy():
+def test_import_rankscope_loads_no_heavy_package():
     assert not loaded_after("import rankscope") & {*SERVING_SIDE, "torch", "pyarrow", "numpy"}
 
 
 @pytest.mark.parametrize("name", ["Monitor", "MonitorConfig"])
-def test_training_api_never_loads_the_serving_side(name):
+def test_training_api_loads_no_package_of_the_services(name):
     assert not loaded_after(f"import rankscope; rankscope.{name}") & set(SERVING_SIDE)
 
 
-def test_every_thread_of_the_monitor_limits_torch_on_itself():
-    """One that is started by another way would open an OpenMP team beside that of training."""
+def test_every_thread_of_the_exporter_is_started_by_process_threads():
+    """A thread that is started elsewhere would open another OpenMP team next to that of the training."""
     exporter = ROOT / "exporter" / "rankscope_exporter"
     own = exporter / "process" / "threads.py"
     others = [path for path in exporter.rglob("*.py") if path != own and STARTS_THREADS.search(path.read_text())]
@@ -46,7 +46,7 @@ def test_every_thread_of_the_monitor_limits_torch_on_itself():
     assert [] == others
 
 
-def test_connect_never_loads_torch():
+def test_connect_does_not_load_torch():
     assert "torch" not in loaded_after("import rankscope; rankscope.connect")
 
 

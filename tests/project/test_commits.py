@@ -13,17 +13,17 @@ def check(load_script):
 @pytest.mark.parametrize(
     "subject", ["exporter: read gradients", "cli, docs: rename a word", "storage/log: fsync entries"]
 )
-def test_a_subject_with_an_area_is_accepted(check, subject):
+def test_subject_with_an_area_is_accepted(check, subject):
     assert check.problem(subject) is None
 
 
 @pytest.mark.parametrize(
     "subject", ["Wrap", "exporter: Read gradients", "exporter: read gradients.", f"cli: {'x' * 70}"]
 )
-def test_another_subject_is_rejected(check, subject):
+def test_other_subject_is_rejected(check, subject):
     assert check.problem(subject) is not None
 
 
-def test_a_base_that_is_missing_is_reported(check, capsys):
+def test_missing_base_is_reported(check, capsys):
     assert [] == check.new_subjects("0" * 40)
     assert "not checked" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The check of plain English finds an expression wherever a reader meets text."""
+"""The check of plain English finds expressions in each kind of text."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def check(load_script):
         "def test_the_rank_is_told():\n    pass\n",
     ],
 )
-def test_an_expression_is_found_in_each_place(check, tmp_path, source):
+def test_expression_is_found_in_each_kind_of_text(check, tmp_path, source):
     path = tmp_path / "module.py"
     path.write_text(source)
 
     assert "told" in [expression for _, expression, _ in check.findings_in(path)]
 
 
-def test_a_finding_names_its_line(check, tmp_path):
+def test_finding_names_its_line(check, tmp_path):
     path = tmp_path / "page.md"
     path.write_text("# Page\n\n```\nwho is told\n```\n\nThe service is told.\n")
 

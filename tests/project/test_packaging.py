@@ -1,4 +1,4 @@
-"""The wheel holds all six packages, and on a rank it needs torch, numpy, pyarrow and prometheus_client alone."""
+"""The wheel contains all six packages. On a rank it needs only torch, numpy, pyarrow and prometheus_client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wheel(tmp_path_factory):
 
 
 def distributions_needed_by(names: tuple[str, ...]) -> set[str]:
-    """Return `names` and everything that is installed because they require it (extras left out)."""
+    """Return `names` and all their installed requirements, without extras."""
     found: set[str] = set()
     waiting = list(names)
     while waiting:
@@ -36,14 +36,14 @@ def distributions_needed_by(names: tuple[str, ...]) -> set[str]:
         try:
             requires = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
-            continue  # required on another platform only
+            continue  # required only on other platforms
         found.add(name)
         waiting += [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requires if "extra ==" not in text]
     return found
 
 
 def link_distributions(names: set[str], folder: Path) -> None:
-    """Give `folder` the installed files of `names`, and of nothing else, as links."""
+    """Link the installed files of `names` into `folder`."""
     for name in names:
         files = importlib.metadata.files(name) or []
         for top in {file.parts[0] for file in files if not file.parts[0].startswith("..")}:
@@ -53,7 +53,7 @@ def link_distributions(names: set[str], folder: Path) -> None:
                 target.symlink_to(source)
 
 
-def test_wheel_holds_all_packages_and_their_type_marks(wheel):
+def test_wheel_contains_all_packages_and_their_type_markers(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
 
@@ -62,7 +62,7 @@ def test_wheel_holds_all_packages_and_their_type_marks(wheel):
     assert {f"{package}/py.typed" for package in packages} <= names
 
 
-def test_base_requirements_are_the_rank_s_alone(wheel):
+def test_base_requirements_are_those_of_a_rank(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
         required = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist") or []
@@ -73,7 +73,7 @@ def test_base_requirements_are_the_rank_s_alone(wheel):
 
 @pytest.fixture(scope="module")
 def rank_install(wheel, tmp_path_factory):
-    """Return a folder like a rank's site-packages: the wheel, the packages it needs, and theirs."""
+    """Return a folder like the site-packages of a rank: the wheel and all its requirements."""
     folder = tmp_path_factory.mktemp("rank")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, wheel]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
@@ -82,7 +82,7 @@ def rank_install(wheel, tmp_path_factory):
 
 
 def run_on_rank(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """Run `script` where only what lies in `folder` can be imported."""
+    """Run `script` in an interpreter that can import only from `folder`."""
     command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{script}"]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
 
@@ -104,8 +104,8 @@ print(rankscope.__file__)
 """
 
 
-def test_installed_wheel_monitors_with_base_requirements_alone(rank_install):
-    """A model is attached and trained where no library of the serving side exists."""
+def test_installed_wheel_monitors_with_base_requirements_only(rank_install):
+    """A model is attached and trained without any library of the services."""
     done = run_on_rank(rank_install, TRAINING)
 
     assert not (rank_install / "duckdb").exists()
@@ -113,7 +113,7 @@ def test_installed_wheel_monitors_with_base_requirements_alone(rank_install):
     assert done.stdout.startswith(str(rank_install))
 
 
-def test_command_on_a_rank_says_what_to_install(rank_install):
+def test_command_on_a_rank_names_the_extra_to_install(rank_install):
     done = run_on_rank(rank_install, "import runpy; runpy.run_module('rankscope', run_name='__main__')")
 
     assert 1 == done.returncode
@@ -121,7 +121,7 @@ def test_command_on_a_rank_says_what_to_install(rank_install):
     assert 1 == done.stderr.count("\n")
 
 
-def test_asking_the_store_on_a_rank_says_what_to_install(rank_install):
+def test_connect_on_a_rank_names_the_extra_to_install(rank_install):
     done = run_on_rank(rank_install, "import rankscope; rankscope.connect")
 
     assert "run pip install '.[store]'" in done.stderr

@@ -1,4 +1,4 @@
-"""A skipped test is counted by its reason, and fails the run of CI unless another command runs it."""
+"""Skipped tests are counted by reason. In CI, a skip is a failure unless another command runs the test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(folder: Path, reason: str, *, in_ci: bool) -> subprocess.CompletedProces
     ("reason", "in_ci", "code"),
     [("make test-crashes", True, 0), ("no server", True, 1), ("no server", False, 0)],
 )
-def test_a_skip_fails_in_ci_unless_another_command_runs_the_test(tmp_path, reason, in_ci, code):
+def test_skip_fails_in_ci_unless_another_command_runs_the_test(tmp_path, reason, in_ci, code):
     done = run(tmp_path, reason, in_ci=in_ci)
 
     assert code == done.returncode, done.stdout + done.stderr

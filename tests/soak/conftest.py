@@ -1,6 +1,6 @@
-"""Trouble that lasts: real processes under `make soak`, which is not part of `make test`.
+"""Fixtures for faults that last: real processes under `make soak`, which is not part of `make test`.
 
-`RANKSCOPE_SOAK_SECONDS` says how long each trouble lasts: a minute where nothing is said, 600 for the whole promise.
+`RANKSCOPE_SOAK_SECONDS` is the duration of each fault: 60 by default, 600 for the complete guarantee.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ collect_ignore_glob = [] if os.environ.get("RANKSCOPE_SOAK") else ["test_*"]
 
 
 class Memory:
-    """The resident memory of a service over time, in MiB, whichever process it is just now."""
+    """The resident memory of a service over time in MiB, across restarts of its process."""
 
     def __init__(self, service: Any) -> None:  # noqa: F811
         self._service = service
@@ -43,7 +43,7 @@ class Memory:
                     continue
 
     def most(self, since: float, until: float) -> float:
-        """Return the most between two moments of the monotonic clock."""
+        """Return the maximum between two times of the monotonic clock."""
         return max((rss for at, rss in self.seen if since <= at <= until), default=0.0)
 
     def stop(self) -> None:
@@ -60,7 +60,7 @@ def memory(service: Any) -> Iterator[Memory]:  # noqa: F811
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Give a file system of 64 MiB in memory. Only root can mount one."""
+    """Yield a file system of 64 MiB in memory. Only root can mount it."""
     folder = tmp_path / "disk"
     folder.mkdir()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The `rankscope` command on a disk that takes its time: each fsync of it takes as long as the environment says."""
+"""The `rankscope` command with a slow disk: the environment sets the duration of each fsync."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def fsync(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    os.fsync = fsync  # type: ignore[assignment]  # of all that is called here
+    os.fsync = fsync  # type: ignore[assignment]  # only the arguments of the calls here
     main()

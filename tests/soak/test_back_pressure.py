@@ -1,7 +1,7 @@
-"""Whatever the store and the service do, and for how long: stored and lost add up, nothing is stored twice.
+"""With slow, absent or full storage of any duration, stored and lost records add up, and none is stored twice.
 
-Losses are no more than ring and spool could not hold, and are counted on the rank's page, the service's page and in the
-store. Meanwhile the service keeps within its memory.
+Only records that ring and spool could not hold are lost. They are counted on the page of the rank, on the page of the
+service and in the store. The memory of the service remains limited.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.timeout(4 * SECONDS + 400)
 
 RING = 1024
 PAUSE = 0.005
-"""Of a rank between two records: some 150 of them a second."""
+"""Pause of a rank between two records: about 150 records per second."""
 MEMORY_MB = 600.0
-"""What a service may take, with all its libraries and what it catches up with: its batches are bounded by rows."""
+"""Memory limit of a service with all its libraries and its backlog: batches are limited by rows."""
 GROWTH_MB = 64.0
-"""What it may take more in the second half of a trouble than in the first."""
+"""Largest increase of the memory from the first to the second half of a fault."""
 
 
 def value_of(page: str, name: str) -> float:
@@ -34,7 +34,7 @@ def value_of(page: str, name: str) -> float:
 
 
 def overrun(life: Life, service: Any) -> float:
-    """Return what the rank says its ring has overwritten before a store had it."""
+    """Return the number of records that the ring overwrote before they were stored, from the page of the rank."""
     target = targets(service)[life.out.stem]
     with urllib.request.urlopen(f"{target['url']}/metrics", timeout=10) as answer:
         page = answer.read().decode()
@@ -43,12 +43,12 @@ def overrun(life: Life, service: Any) -> float:
 
 
 def settled(life: Life, service: Any) -> None:
-    """Wait until the store has all that the rank still had; the rank publishes no more."""
+    """Wait until the store has all remaining records of a rank that publishes no more."""
     service.wait_for(lambda: targets(service)[life.out.stem]["committed"] == life.published - 1, seconds=300)
 
 
 def assert_it_adds_up(life: Life, service: Any, page: str) -> int:
-    """Return how many records were lost, after all that is counted was compared."""
+    """Compare all counts of lost records and return their number."""
     seqs = stored(service.store)[life.out.stem]
     lost = [seq for gap in gaps(service.store) for seq in range(gap["first"], gap["last"] + 1)]
 
@@ -69,7 +69,7 @@ def assert_memory_is_bounded(memory: Memory, began: float, ended: float) -> None
     assert second < first + GROWTH_MB
 
 
-def test_a_store_that_is_too_slow_slows_pulls_and_what_the_ring_cannot_hold_is_counted(
+def test_slow_store_slows_polls_and_overwritten_records_are_counted(
     service: Any, host: Host, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLOW_FSYNC_SECONDS", "0.7")
@@ -86,12 +86,12 @@ def test_a_store_that_is_too_slow_slows_pulls_and_what_the_ring_cannot_hold_is_c
 
     assert 0 == service.stop(), service.log()
     lost = assert_it_adds_up(life, service, page)
-    assert 0 < lost <= dropped  # of what was overwritten the service had fetched some, and stored it
+    assert 0 < lost <= dropped  # the service had polled and stored some of the overwritten records
     assert_memory_is_bounded(memory, began, ended)
 
 
 @pytest.mark.parametrize("spool", [False, True], ids=["with a ring alone", "with a spool"])
-def test_a_service_that_is_away_costs_no_more_than_ring_and_spool_could_not_hold(
+def test_absent_service_loses_only_records_beyond_ring_and_spool(
     spool: bool, service: Any, host: Host, memory: Memory
 ) -> None:
     service.start()
@@ -115,11 +115,11 @@ def test_a_service_that_is_away_costs_no_more_than_ring_and_spool_could_not_hold
         assert (0, 0) == (lost, dropped)
     else:
         assert 0 < lost <= min(at_most, dropped)
-    assert_memory_is_bounded(memory, back_at, ended)  # while it catches up, and after
+    assert_memory_is_bounded(memory, back_at, ended)  # while it reads the backlog, and later
 
 
 @pytest.mark.parametrize("spool", [False, True], ids=["with a ring alone", "with a spool"])
-def test_a_full_disk_under_the_store_is_told_and_waited_for(
+def test_full_disk_of_the_store_is_reported_and_retried(
     spool: bool, service: Any, host: Host, memory: Memory, small_disk: Path
 ) -> None:
     service.place = small_disk / "history"

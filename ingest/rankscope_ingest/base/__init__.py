@@ -1,1 +1,1 @@
-"""Modules without knowledge of runs: errors, configuration, TLS, table schemas, memory, background tasks, protobuf."""
+"""Modules that do not depend on runs: errors, configuration, TLS, table schemas, memory, background tasks, protobuf."""

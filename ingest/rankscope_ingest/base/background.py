@@ -1,113 +1,193 @@
-"""Works that go on as long as the service does: a fault in one of them must end neither it nor the service."""
+"""Background work on the event loop: a wait that can be ended early, periodic jobs, reported faults, a read budget.
+
+A fault in a job ends neither the other jobs nor the service.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import inspect
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
+
+log = logging.getLogger(__name__)
+
+RECENT_SECONDS: Final = 30.0
+"""Time for which /healthz reports a fault of a background task."""
+
+READ_SHARE: Final = 0.02
+"""Largest share of one core's time that repeated reads of the store may take, however long the history is."""
+
+_MAX_TEXT: Final = 300
+_MAX_LOGGED: Final = 100
+"""Faults that are remembered as logged. A limit is needed because texts of faults can contain changing numbers."""
 
 
 class WakeUp:
-    """Rings for one task that waits."""
+    """A wait with a timeout that other code on the event loop can end early. One task waits.
+
+    It uses a timer of the event loop because `asyncio.timeout` is slower: on timeout, that function cancels the task
+    and catches the exception.
+    """
 
     def __init__(self) -> None:
         self._over = asyncio.Event()
-        self._is_rung = False
+        self._is_set = False
 
     def set(self) -> None:
-        """End the wait that goes on, or the next one if there is none."""
-        self._is_rung = True
+        """End the current wait, or the next one if no task waits."""
+        self._is_set = True
         self._over.set()
 
     def clear(self) -> None:
-        """Take back a ring that nobody has heard."""
-        self._is_rung = False
+        """Undo a `set` that has not ended a wait yet."""
+        self._is_set = False
         self._over.clear()
 
     async def wait(self, seconds: float) -> bool:
-        """Return once it rings, or after `seconds`, which may be infinite; whether it rang."""
+        """Return after `seconds`, which may be infinite, or after `set`; return whether `set` was called."""
         timer = asyncio.get_running_loop().call_later(max(seconds, 0.0), self._over.set)
         try:
             await self._over.wait()
         finally:
             timer.cancel()
-        is_rung = self._is_rung
+        is_set = self._is_set
         self.clear()
-        return is_rung
-
-
-AGAIN_SECONDS: Final = 1.0
-
-LATELY_SECONDS: Final = 30.0
-_LONGEST_TEXT: Final = 300
-
-_MOST_TOLD: Final = 100
-"""Faults that are remembered: their text may hold numbers that change."""
-
-log = logging.getLogger(__name__)
+        return is_set
 
 
 class BackgroundFaults:
-    """Which works failed lately: what fails whenever it begins anew is not done at all, which people must know."""
+    """Faults of background tasks. Each distinct fault is logged once; /healthz reports the recent ones.
+
+    A task that fails at every start makes no progress, which an operator must be able to see.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._latest: dict[str, tuple[float, str]] = {}
         self._logged: set[tuple[str, str]] = set()
 
-    def attempt(self, what: str, work: Callable[[], object]) -> None:
-        """Call one of several works that do not depend on each other.
+    def report(self, task: str, error: Exception) -> None:
+        """Record a fault of `task`, and log it unless the same fault was logged before."""
+        text = repr(error)
+        self._latest[task] = (self._clock(), text[:_MAX_TEXT])
+        if (task, text) not in self._logged:
+            log.error("unexpected error in %s, retrying", task, exc_info=error)
+            if len(self._logged) >= _MAX_LOGGED:
+                self._logged.clear()
+            self._logged.add((task, text))
 
-        An error is noted, and logged once, so that the works after it are called as well.
-        """
+    def attempt(self, task: str, function: Callable[[], object]) -> None:
+        """Call `function`. Report an exception instead of raising it, so that the caller can continue."""
         try:
-            work()
-        except Exception as error:
-            text = repr(error)
-            self.note(what, text[:_LONGEST_TEXT])
-            if (what, text) not in self._logged:
-                log.exception("unexpected error in %s; it is tried again", what)
-            self._logged = {*self._logged, (what, text)} if len(self._logged) < _MOST_TOLD else {(what, text)}
-
-    def note(self, what: str, text: str) -> None:
-        """Note that a work failed."""
-        self._latest[what] = (self._clock(), text)
+            function()
+        except Exception as error:  # noqa: BLE001 - it is logged and reported
+            self.report(task, error)
 
     def recent(self) -> str | None:
-        """Return what failed within the last half minute, or None."""
+        """Return the faults of the last `RECENT_SECONDS` as one text, or None."""
         now = self._clock()
-        lately = [f"{what}: {text}" for what, (at, text) in self._latest.items() if now - at < LATELY_SECONDS]
-        return f"works of the service fail, see its log: {'; '.join(lately)}" if lately else None
+        recent = [f"{task}: {text}" for task, (at, text) in self._latest.items() if now - at < RECENT_SECONDS]
+        return f"background tasks failed, see the service's log: {'; '.join(recent)}" if recent else None
 
 
-async def run_forever(
-    what: str,
-    work: Callable[[], Awaitable[None]],
-    faults: BackgroundFaults | None = None,
-    *,
-    again_seconds: float = AGAIN_SECONDS,
+@dataclass(slots=True)
+class Job:
+    """A function that `run_jobs` calls repeatedly.
+
+    `interval`: seconds from the end of one call to the start of the next one. A callable is evaluated whenever a job
+    ends or the loop is woken up. A coroutine function runs as a separate task, so that the other jobs do not wait for
+    it. It may run until it is cancelled; then `interval` is the pause before it is restarted after a fault.
+    """
+
+    name: str
+    interval: float | Callable[[], float]
+    function: Callable[[], object]
+    starts_immediately: bool = field(default=False, kw_only=True)
+    ended_at: float = field(default=math.nan, init=False)
+    task: asyncio.Future[None] | None = field(default=None, init=False)
+
+    def due_at(self) -> float:
+        """Return the time of the next call, infinite while the job runs."""
+        if self.task is not None:
+            return math.inf
+        return self.ended_at + (self.interval() if callable(self.interval) else self.interval)
+
+
+async def run_jobs(
+    jobs: Sequence[Job], faults: BackgroundFaults, wake_up: WakeUp, *, clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Do `work` until it returns or is cancelled. When it raises, begin anew soon after; a fault is told once."""
-    told: set[str] = set()
-    while True:
+    """Call each job at its interval until cancelled. Report exceptions to `faults`.
+
+    `wake_up` makes the loop evaluate the intervals again before the next job is due.
+    """
+    began = clock()
+    for job in jobs:
+        job.ended_at = -math.inf if job.starts_immediately else began
+
+    def finish(job: Job, task: asyncio.Future[None]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            faults.report(job.name, error)
+        job.task, job.ended_at = None, clock()
+        wake_up.set()
+
+    def start(job: Job) -> None:
+        result = job.function()
+        if inspect.isawaitable(result):
+            job.task = asyncio.ensure_future(result)
+            job.task.add_done_callback(lambda task: finish(job, task))
+
+    try:
+        while True:
+            for job in jobs:
+                if job.due_at() <= clock():
+                    faults.attempt(job.name, functools.partial(start, job))
+                    job.ended_at = clock()
+            await wake_up.wait(min(job.due_at() for job in jobs) - clock())
+    finally:
+        await cancel([job.task for job in jobs if job.task is not None])
+
+
+class ReadBudget:
+    """Schedules repeated reads of the store so that they take at most `READ_SHARE` of one core's time.
+
+    The pause after a read is at least `interval_seconds`. It grows by one interval with each successful read, up to
+    `max_intervals` of them. A failed read is retried after one interval.
+    """
+
+    def __init__(self, interval_seconds: float, *, clock: Callable[[], float], max_intervals: int = 1) -> None:
+        self._interval_seconds = interval_seconds
+        self._clock = clock
+        self._max_intervals = max_intervals
+        self._intervals = 0
+        self._next_at = -math.inf
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether the next read may start."""
+        return self._clock() >= self._next_at
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Measure the read that happens inside, and schedule the next one."""
+        began, intervals = self._clock(), 1
+        self._next_at = began + self._interval_seconds
         try:
-            await work()
-        except Exception as error:  # whatever it is, rows must still be fetched and stored
-            text = repr(error)
-            if faults is not None:
-                faults.note(what, text[:_LONGEST_TEXT])
-            if text not in told:
-                log.exception("%s failed in a way nobody thought of; it begins anew", what)
-            told = {*told, text} if len(told) < _MOST_TOLD else {text}
-            await asyncio.sleep(again_seconds)
-        else:
-            return
+            yield
+            intervals = self._intervals = min(self._intervals + 1, self._max_intervals)
+        finally:
+            seconds = self._clock() - began
+            self._next_at = began + max(intervals * self._interval_seconds, seconds / READ_SHARE)
 
 
-async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they ended; how they ended is nobody's concern any more."""
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait until they have ended. Their results and exceptions are dropped."""
     listed = list(tasks)
     for task in listed:
         task.cancel()

@@ -1,4 +1,4 @@
-"""The service's one TOML file: its sections, their meaning and limits. Loading and error texts are in `config_file`."""
+"""Sections, keys and limits of the service's TOML file. `config_file` loads the file and writes the error texts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,38 @@ from rankscope_storage.maintenance.retention_policy import Retention
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Days = Annotated[float, Field(gt=0, le=36_500, allow_inf_nan=False)]
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+LabelName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_]*$")]
+
+
+def _unmapped(network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    """Return an IPv4 network that is written in IPv6 form as an IPv4 network: addresses are compared as IPv4."""
+    mapped = ipaddress.IPv6Network("::ffff:0:0/96")
+    if not isinstance(network, ipaddress.IPv6Network) or not network.subnet_of(mapped):
+        return network
+    return ipaddress.IPv4Network((int(network.network_address) & 0xFFFFFFFF, network.prefixlen - 96))
+
+
+Network = Annotated[ipaddress.IPv4Network | ipaddress.IPv6Network, AfterValidator(_unmapped)]
+
+
+def _http_url(example: str) -> AfterValidator:
+    """Return a validator for HTTP and HTTPS URLs. Its error contains `example`."""
+
+    def check(url: str) -> str:
+        try:
+            parts = urlsplit(url)
+            _ = parts.port
+        except ValueError as error:
+            raise ValueError(f'"{url}" is not an address such as {example}: {error}') from error
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ValueError(f'"{url}" is not an address such as {example}')
+        return url
+
+    return AfterValidator(check)
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return (host, port) of `host:port` or `[v6]:port`; raises ValueError with the form that is wanted."""
+    """Return host and port of `host:port` or `[v6]:port`. Raises ValueError, whose text shows the expected form."""
     host, colon, port = address.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if is_bracketed else host
@@ -38,7 +65,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` names this machine alone; a name other than localhost is not looked up and counts as no."""
+    """Return whether `host` is a loopback address or `localhost`. Other names are not resolved; the result is False."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -51,14 +78,14 @@ class _Section(BaseModel):
 
 
 class ServiceSection(_Section):
-    """[service]: where the service listens and with whom it speaks."""
+    """[service]: listening address, authentication, TLS and allowed networks."""
 
     listen: str = "127.0.0.1:9470"
     advertise: str | None = None
     token: SecretStr | None = None
     token_file: str | None = None
     web_config: str | None = None
-    ca_file: str | None = None  # these four: how ranks are dialled
+    ca_file: str | None = None  # this key and the next three: TLS of connections to ranks
     cert_file: str | None = None
     key_file: str | None = None
     server_name: str | None = None
@@ -66,7 +93,7 @@ class ServiceSection(_Section):
         ipaddress.ip_network("127.0.0.0/8"),
         ipaddress.ip_network("::1/128"),
     )
-    allowed_hosts: tuple[str, ...] = ()  # names beside its own under which it answers without a token
+    allowed_hosts: tuple[str, ...] = ()  # further host names for which requests without a token are accepted
     insecure: bool = False
 
     @field_validator("listen")
@@ -79,13 +106,13 @@ class ServiceSection(_Section):
     @classmethod
     def _check_advertise(cls, advertise: str | None) -> str | None:
         if advertise is not None and split_address(advertise)[0] in {"0.0.0.0", "::"}:  # noqa: S104 - refused here
-            raise ValueError(f'"{advertise}" is no address to dial: give a name or address of this machine')
+            raise ValueError(f'"{advertise}" cannot be dialed: give a name or address of this machine')
         return advertise
 
     @model_validator(mode="before")
     @classmethod
     def _read_token(cls, section: Any) -> Any:
-        """Put the token of a file where a token in the configuration itself would stand."""
+        """Read `token_file` and use its content as `token`."""
         if not isinstance(section, dict) or not isinstance(section.get("token_file"), str):
             return section
         if section.get("token") is not None:
@@ -105,18 +132,12 @@ class ServiceSection(_Section):
         if not text:
             raise ValueError("is empty: leave the key out or give a token")
         if not text.isascii() or not text.isprintable() or " " in text:
-            raise ValueError("must be printable ASCII without spaces: it travels in an HTTP header")
+            raise ValueError("must be printable ASCII without spaces: it is sent in an HTTP header")
         return token
-
-    @field_validator("allowed_networks")
-    @classmethod
-    def _plain_networks(cls, networks: tuple[Network, ...]) -> tuple[Network, ...]:
-        """Return IPv4 networks that were written as IPv6 ones as what they are: addresses are compared as such."""
-        return tuple(map(_unmapped, networks))
 
     @property
     def web(self) -> WebConfig | None:
-        """Return what `web_config` says, or None without one."""
+        """Return the parsed `web_config` file, or None if the key is not set."""
         return None if self.web_config is None else read_service_web_config(Path(self.web_config))
 
     @model_validator(mode="after")
@@ -130,16 +151,9 @@ class ServiceSection(_Section):
         if not is_loopback(host) and not is_guarded:
             raise ValueError(
                 f'listen = "{self.listen}" can be reached from other machines: set token '
-                "(or RANKSCOPE_TOKEN in the environment), or insecure = true if that is what you want"
+                "(or RANKSCOPE_TOKEN in the environment), or insecure = true to allow requests without a token"
             )
         return self
-
-
-def _unmapped(network: Network) -> Network:
-    mapped = ipaddress.IPv6Network("::ffff:0:0/96")
-    if not isinstance(network, ipaddress.IPv6Network) or not network.subnet_of(mapped):
-        return network
-    return ipaddress.IPv4Network((int(network.network_address) & 0xFFFFFFFF, network.prefixlen - 96))
 
 
 def _local(path: str) -> str:
@@ -149,7 +163,7 @@ def _local(path: str) -> str:
 
 
 class StoreSection(_Section):
-    """[store]: the table that receives everything."""
+    """[store]: the folder of the store, and the shard that this service writes."""
 
     path: Annotated[str, AfterValidator(_local)]
     shard: Annotated[str, Field(pattern=r"^\d+/[1-9]\d*$")] = "0/1"
@@ -157,7 +171,7 @@ class StoreSection(_Section):
 
 
 class RetentionSection(_Section):
-    """[retention]: days that rows are kept, by the clock in them; what has no days stays for ever."""
+    """[retention]: days for which rows are kept, by their own time. Rows without a limit are kept forever."""
 
     raw_days: Days | None = None
     scalars_days: Days | None = None
@@ -167,22 +181,17 @@ class RetentionSection(_Section):
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
-        _ = self.policy  # refuses rollups that would be too old when they are made
+        _ = self.policy  # raises ValueError if rollups would already be too old when they are created
         return self
 
     @property
     def policy(self) -> Retention:
-        """Return the same as the store takes it."""
-        return Retention(
-            raw_days=self.raw_days,
-            scalars_days=self.scalars_days,
-            samples_days=self.samples_days,
-            rollup_days=self.rollup_days,
-        )
+        """Return this section as the policy of the storage package."""
+        return Retention(**self.model_dump(exclude={"every_seconds"}))
 
 
 class IngestSection(_Section):
-    """[ingest]: how ranks are polled, and when rows are committed."""
+    """[ingest]: intervals and limits for polling ranks and for committing rows."""
 
     poll_seconds: Seconds = 2.0
     timeout_seconds: Seconds = 10.0
@@ -198,39 +207,42 @@ class IngestSection(_Section):
         if self.max_pending_rows < self.flush_rows:
             raise ValueError(
                 f"max_pending_rows ({self.max_pending_rows}) is below flush_rows ({self.flush_rows}): "
-                "pulling would stop before a batch is full; raise max_pending_rows"
+                "polling would stop before a batch is full; raise max_pending_rows"
             )
         return self
 
 
 class RunsSection(_Section):
-    """[runs]: how long silence may last before it means something."""
+    """[runs]: heartbeat interval, and timeouts after which a rank counts as dead or a run as stalled."""
 
     heartbeat_seconds: Seconds = 5.0
-    refused_after_seconds: Seconds = 10.0  # nobody listens on the rank's port any more, and no heartbeat came
-    failed_after_seconds: Seconds = 25.0  # neither a heartbeat nor an answer, for whatever reason
+    refused_after_seconds: Seconds = 10.0  # the rank's port is closed, and no heartbeat has arrived since
+    failed_after_seconds: Seconds = 25.0  # neither a heartbeat nor a response, for any reason
     stalled_after_seconds: Seconds = 300.0
-    stalled_in_phase_after_seconds: Seconds = 1800.0  # while a phase other than training is announced
+    stalled_in_phase_after_seconds: Seconds = 1800.0  # while a rank reports a phase other than training
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
         if self.failed_after_seconds < 2 * self.heartbeat_seconds:
             raise ValueError(
                 f"failed_after_seconds ({self.failed_after_seconds:g}) must be at least twice heartbeat_seconds "
-                f"({self.heartbeat_seconds:g}), or one late heartbeat would fail a run"
+                f"({self.heartbeat_seconds:g}), or one late heartbeat would set a run to failed"
             )
         return self
 
 
 class SpoolSection(_Section):
-    """[spool]: folders in which ranks keep their records, as far as this service can read them."""
+    """[spool]: folders with spools of ranks that this service can read."""
 
     folders: tuple[str, ...] = ()
     scan_seconds: Seconds = 2.0
 
 
 class NotifySection(_Section):
-    """[notify]: who tells people. Only `embedded` makes the service send; the others leave it to Prometheus' side."""
+    """[notify]: sender of notifications. The service sends them only in mode `embedded`.
+
+    In the other modes, Alertmanager or Grafana sends them.
+    """
 
     mode: Literal["embedded", "alertmanager", "grafana", "off"] = "embedded"
     urls: tuple[SecretStr, ...] = ()
@@ -240,28 +252,17 @@ class NotifySection(_Section):
 
 
 class StaticTarget(_Section):
-    """[[targets]]: a rank that does not register, read at a fixed address."""
+    """[[targets]]: a rank that does not register and is polled at a fixed address."""
 
-    url: str
+    url: Annotated[str, _http_url("http://127.0.0.1:9400"), AfterValidator(lambda url: url.rstrip("/"))]
     run: str
     rank: Annotated[int, Field(ge=0)] = 0
     world_size: Annotated[int, Field(ge=1)] = 1
-    launch_id: str = "static"  # all its lives are one attempt unless the file says otherwise
-
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ValueError(f'"{url}" is not an address such as http://127.0.0.1:9400')
-        return url.rstrip("/")
-
-
-LabelName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_]*$")]
+    launch_id: str = "static"  # all its processes belong to one attempt, unless this key changes
 
 
 class RemoteReadSection(_Section):
-    """[remote_read]: how much of its history the store shows Prometheus at once."""
+    """[remote_read]: limits of one remote-read response, and the external labels of Prometheus."""
 
     max_series: Annotated[int, Field(gt=0)] = 20_000
     max_samples: Annotated[int, Field(gt=0)] = 5_000_000
@@ -271,12 +272,12 @@ class RemoteReadSection(_Section):
     @classmethod
     def _check_labels(cls, labels: dict[str, str]) -> dict[str, str]:
         if taken := sorted({"run", "rank", "job", "instance"} & labels.keys()):
-            raise ValueError(f"{', '.join(taken)} is a label of series themselves, and cannot be one outside of them")
+            raise ValueError(f"{', '.join(taken)} is a label of the series and cannot be an external label")
         return labels
 
 
 class RemoteWriteSection(_Section):
-    """[remote_write]: samples that Prometheus pushes."""
+    """[remote_write]: limits for samples that Prometheus sends."""
 
     hold_seconds: Annotated[float, Field(ge=0, le=15, allow_inf_nan=False)] = 2.0
     max_pending_samples: Annotated[int, Field(gt=0)] = 1_000_000
@@ -284,7 +285,7 @@ class RemoteWriteSection(_Section):
 
 
 class _Scraping(_Section):
-    """How exporters that are not ours are read."""
+    """Keys that are common to single exporters and exporter lists."""
 
     every_seconds: Seconds = 15.0
     timeout_seconds: Seconds = 10.0
@@ -293,28 +294,18 @@ class _Scraping(_Section):
 
 
 class ExporterSection(_Scraping):
-    """[[exporters]]: one page of an exporter that is not ours."""
+    """[[exporters]]: one metrics page of another program, such as node_exporter."""
 
-    url: str
+    url: Annotated[str, _http_url("http://127.0.0.1:9100/metrics")]
     name: str | None = None
-
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, url: str) -> str:
-        return _checked_http(url, "http://127.0.0.1:9100/metrics")
 
 
 class ExporterListSection(_Scraping):
-    """[[exporter_lists]]: lists of such exporters as Prometheus takes them, in files or at a URL."""
+    """[[exporter_lists]]: exporters in Prometheus' service discovery format, in files or at a URL."""
 
     file: str | None = None
-    url: str | None = None
+    url: Annotated[str, _http_url("http://127.0.0.1:8080/targets")] | None = None
     refresh_seconds: Seconds = 10.0
-
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, url: str | None) -> str | None:
-        return None if url is None else _checked_http(url, "http://127.0.0.1:8080/targets")
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -323,19 +314,8 @@ class ExporterListSection(_Scraping):
         return self
 
 
-def _checked_http(url: str, example: str) -> str:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as error:
-        raise ValueError(f'"{url}" is not an address such as {example}: {error}') from error
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f'"{url}" is not an address such as {example}')
-    return url
-
-
 class ServiceConfig(_Section):
-    """The whole file."""
+    """The complete configuration file."""
 
     service: ServiceSection = ServiceSection()
     store: StoreSection
@@ -352,6 +332,6 @@ class ServiceConfig(_Section):
 
     @property
     def token(self) -> str | None:
-        """Return the bearer token that both sides show, or None."""
+        """Return the bearer token that ranks and service send to each other, or None."""
         token = self.service.token
         return None if token is None else token.get_secret_value()

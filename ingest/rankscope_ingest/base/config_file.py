@@ -1,4 +1,4 @@
-"""Read the service's TOML file; say what is wrong in it as a person would: file, key, what is allowed."""
+"""Read the TOML file of the service. Errors name the file, the key and the allowed values."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ from rankscope_ingest.base.errors import ConfigError
 TOKEN: Final = "RANKSCOPE_TOKEN"  # noqa: S105 - the name of a variable
 TOKEN_FILE: Final = "RANKSCOPE_TOKEN_FILE"  # noqa: S105 - the name of a variable
 
+_PATH_KEYS: Final = {
+    "store": ("path",),
+    "service": ("token_file", "web_config", "ca_file", "cert_file", "key_file"),
+    "spool": ("folders",),
+    "exporter_lists": ("file",),
+}
+"""Keys with file names by section. A URL in their place is left to the validation."""
+
 
 def load_config(
     path: str | Path | None,
@@ -25,17 +33,14 @@ def load_config(
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> ServiceConfig:
-    """Return the configuration in `path`, with `overrides` ("store.path": …) put over it.
+    """Return the configuration in `path`, with `overrides` ("store.path": …) applied to it.
 
-    Relative paths are relative to the file. Without a file the overrides must hold what has no default. Where the file
-    names no token, the one of `environment` is taken. Raises ConfigError naming every fault at once.
+    Relative paths are relative to the folder of the file. Without a file, `overrides` must contain the keys that have
+    no default. If the file has no token, the token of `environment` is used. Raises ConfigError with all faults.
     """
     document = {} if path is None else _read(Path(path))
     base = Path.cwd() if path is None else Path(path).resolve().parent
-    _anchor_store(document, base)
-    _anchor_files(document, base)
-    _anchor_spools(document, base)
-    _anchor_lists(document, base)
+    _resolve_paths(document, base)
     for key, value in (overrides or {}).items():
         _put(document, key, value)
     _take_token(document, environment)
@@ -58,34 +63,19 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not TOML: {error}") from error
 
 
-def _anchor_store(document: dict[str, Any], base: Path) -> None:
-    store = document.get("store")
-    if isinstance(store, dict) and isinstance(store.get("path"), str) and "://" not in store["path"]:
-        store["path"] = str(base / Path(store["path"]).expanduser())
+def _resolve_paths(document: dict[str, Any], base: Path) -> None:
+    """Make the relative paths in `document` relative to `base`. Values of a wrong type are left to the validation."""
+    for section_name, keys in _PATH_KEYS.items():
+        sections = document.get(section_name)
+        for section in sections if isinstance(sections, list) else [sections]:
+            if isinstance(section, dict):
+                section.update({key: _resolved(section[key], base) for key in keys if key in section})
 
 
-def _anchor_files(document: dict[str, Any], base: Path) -> None:
-    service = document.get("service")
-    if not isinstance(service, dict):
-        return
-    for key in ("token_file", "web_config", "ca_file", "cert_file", "key_file"):
-        if isinstance(service.get(key), str):
-            service[key] = str(base / Path(service[key]).expanduser())
-
-
-def _anchor_spools(document: dict[str, Any], base: Path) -> None:
-    spool = document.get("spool")
-    if isinstance(spool, dict) and isinstance(spool.get("folders"), list):
-        spool["folders"] = [
-            str(base / Path(folder).expanduser()) if isinstance(folder, str) else folder for folder in spool["folders"]
-        ]
-
-
-def _anchor_lists(document: dict[str, Any], base: Path) -> None:
-    lists = document.get("exporter_lists")
-    for one in lists if isinstance(lists, list) else ():
-        if isinstance(one, dict) and isinstance(one.get("file"), str):
-            one["file"] = str(base / Path(one["file"]).expanduser())
+def _resolved(value: Any, base: Path) -> Any:
+    if isinstance(value, list):
+        return [_resolved(item, base) for item in value]
+    return str(base / Path(value).expanduser()) if isinstance(value, str) and "://" not in value else value
 
 
 def _take_token(document: dict[str, Any], environment: Mapping[str, str]) -> None:
@@ -96,7 +86,10 @@ def _take_token(document: dict[str, Any], environment: Mapping[str, str]) -> Non
 
 
 def token_of(environment: Mapping[str, str]) -> str | None:
-    """Return the token that the environment gives, as ranks read it: itself or in a file; an empty one is none."""
+    """Return the token of `environment`, either its value or that of a token file, or None. An empty token is None.
+
+    Raises ConfigError if both variables are set or the file cannot be read.
+    """
     path, token = environment.get(TOKEN_FILE), environment.get(TOKEN)
     if path and token:
         raise ConfigError(f"{TOKEN} and {TOKEN_FILE} are both set: leave one of them out")
@@ -139,7 +132,7 @@ def _is_secret(key: str) -> bool:
 
 
 def _allowed(location: tuple[int | str, ...]) -> str:
-    """Return the keys that may stand where `location` ends, and the nearest to what was written."""
+    """Return the keys that are allowed at `location`, and the nearest one to the unknown key."""
     model: type[BaseModel] = ServiceConfig
     for part in location[:-1]:
         if isinstance(part, str):

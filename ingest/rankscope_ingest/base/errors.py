@@ -1,22 +1,22 @@
-"""What can go wrong in the ingest room, as one small hierarchy; every text is written for the person who reads it."""
+"""Exceptions of the ingest service, as one small hierarchy. Each text names the fault for the user."""
 
 from __future__ import annotations
 
 
 class IngestError(Exception):
-    """Base of all errors the service raises on purpose; its text names the fix."""
+    """Base class of all errors that the service raises on purpose. The text names the fix."""
 
 
 class ConfigError(IngestError):
-    """The configuration file is missing, unreadable or wrong."""
+    """The configuration file is missing, unreadable or invalid."""
 
 
 class DecodeError(IngestError):
-    """A body is not the record stream it claims to be; nothing of it may be taken."""
+    """A request or response body is malformed. The service takes no part of it."""
 
 
 class FetchError(IngestError):
-    """A poll brought nothing; `reason` is one of a few words, which label the failure counter."""
+    """A poll failed. `reason` is one of a few fixed words; it is the label of the failure counter."""
 
     def __init__(self, reason: str, text: str, *, retry_after_seconds: float | None = None) -> None:
         super().__init__(text)
@@ -25,7 +25,7 @@ class FetchError(IngestError):
 
 
 class RegistrationError(IngestError):
-    """A rank may not register; `status` is the HTTP status of the answer."""
+    """The service rejects an HTTP request, such as a registration. `status` is the HTTP status of the response."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -33,8 +33,8 @@ class RegistrationError(IngestError):
 
 
 class BusyError(IngestError):
-    """There is no room just now: the same request may come again later."""
+    """The service has no capacity at the moment. The client may send the same request again later."""
 
 
 class ServiceError(IngestError):
-    """The service cannot start or go on."""
+    """The service cannot start or cannot continue."""

@@ -1,4 +1,4 @@
-"""Schemas of tables on their way to the store, and small tables of rows that the service makes itself."""
+"""Arrow schemas of tables that go to the store, and small tables of rows that the service creates."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rankscope_contract.model.schema import DATASETS
 FROM_RANK: Final = "rank"
 FROM_INGEST: Final = "ingest"
 NO_RUN: Final = ""
-"""Of samples: an exporter beside the ranks measures a machine, whatever runs there."""
+"""Column `run` of samples: an exporter of another program measures a machine, not a run."""
 TIME: Final = pa.timestamp("us", "UTC")
 
 
 @functools.cache
 def table_schema(dataset: str) -> pa.Schema:
-    """Return the Arrow schema of `dataset`, all columns in the order of the table."""
+    """Return the Arrow schema of `dataset`, with all columns in the order of the table."""
     return arrow_schema(pa, DATASETS[dataset])
 
 
 @functools.cache
 def coded_schema(dataset: str) -> pa.Schema:
-    """Return the schema of `dataset` with every text column as codes into a dictionary."""
+    """Return the schema of `dataset` with each text column dictionary-encoded."""
     coded = pa.dictionary(pa.int32(), pa.string())
     return pa.schema(
         [field.with_type(coded) if pa.types.is_string(field.type) else field for field in table_schema(dataset)]
@@ -36,13 +36,13 @@ def coded_schema(dataset: str) -> pa.Schema:
 
 @functools.cache
 def samples_schema() -> pa.Schema:
-    """Return the columns that a sample of an exporter has, coded."""
+    """Return the schema of scraped samples: the columns of `samples` that they fill, dictionary-encoded."""
     names = ("run", "ts", "ts_origin", "target", "metric", "labels", "value")
     return pa.schema([coded_schema("samples").field(name) for name in names])
 
 
 def rows_table(dataset: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
-    """Return `rows` as a table of `dataset`; a column a row does not name is null, an unknown one is a mistake."""
+    """Return `rows` as a table of `dataset`. A missing column is null; an unknown one raises KeyError."""
     listed = list(rows)
     schema = table_schema(dataset)
     for row in listed:
@@ -52,7 +52,7 @@ def rows_table(dataset: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
 
 
 def constant(text: str | None, count: int) -> pa.DictionaryArray:
-    """Return `text` in all of `count` rows."""
-    if text is None:  # in the codes: dictionaries that hold a null cannot be joined
+    """Return a dictionary-encoded column of `count` rows, all with the value `text`."""
+    if text is None:  # null in the indices: Arrow cannot concatenate dictionaries that contain a null
         return pa.nulls(count, pa.dictionary(pa.int32(), pa.string()))
     return pa.DictionaryArray.from_arrays(np.zeros(count, np.int32), pa.array([text], pa.string()))

@@ -1,8 +1,7 @@
-"""TLS of the service: what it shows, how it dials ranks, and new certificates without a restart."""
+"""TLS of the service: its own certificate, connections to ranks, and reloading of certificates without a restart."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import ssl
 from pathlib import Path
@@ -24,32 +23,33 @@ from rankscope_ingest.base.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS: Final = 5.0
+RELOAD_SECONDS: Final = 5.0
+"""Interval of the check for changed certificate files."""
 
 
 def read_service_web_config(path: Path) -> WebConfig:
-    """Return the file as far as the service can follow it. Raises WebConfigError."""
+    """Return the parsed web configuration file. Raises WebConfigError if the service does not support a setting."""
     config = read_web_config(path, yaml.safe_load)
     if config.users:
         raise WebConfigError(
-            f"web_config {path}: basic_auth_users is not supported: ranks and readers show a token (token, "
+            f"web_config {path}: basic_auth_users is not supported: ranks and readers send a token (token, "
             "token_file), Prometheus by `authorization`"
         )
     return config
 
 
 def server_tls(path: str | None) -> Reloading | None:
-    """Return the context of the service's own server, always the same object. Raises ConfigError."""
+    """Return the TLS context of the service's own server. A reload keeps the context object. Raises ConfigError."""
     if path is None:
         return None
     try:
-        return Reloading(_Renewed(Path(path)))
+        return Reloading(_ServerContext(Path(path)))
     except WebConfigError as error:
         raise ConfigError(str(error)) from error
 
 
 def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None) -> Reloading:
-    """Return the contexts by which ranks are dialled. Raises ConfigError."""
+    """Return the TLS contexts for connections to ranks. Raises ConfigError."""
     ca, cert, key = (None if name is None else Path(name) for name in (ca_file, cert_file, key_file))
     try:
         return reloading_client(ca, cert, key)
@@ -58,39 +58,36 @@ def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None)
 
 
 def tls_trouble(error: BaseException | None) -> str | None:
-    """Return what is wrong with a rank in words, when TLS is to blame; aiohttp wraps errors in several ways."""
+    """Return an explanation of a TLS error of a connection to a rank, or None if TLS is not the cause.
+
+    aiohttp wraps TLS errors in several ways, so that several attributes are searched.
+    """
     wrapped = (getattr(error, name, None) for name in ("os_error", "certificate_error", "__cause__", "__context__"))
     found = next((cause for cause in (*wrapped, error) if isinstance(cause, ssl.SSLError)), None)
     return None if found is None else explain_to_client(found)
 
 
-async def reload_certificates(tls: Reloading) -> None:
-    """Take new certificates as they come; runs until cancelled."""
-    while True:
-        await asyncio.sleep(LOOK_SECONDS)
-        tls()
-
-
 class _Handshake(ssl.SSLObject):
-    """A connection whose failed handshake is told, once for each reason: asyncio would let it pass in silence."""
+    """A server connection that logs a failed handshake, once for each reason. asyncio does not report it."""
 
-    _told: ClassVar[set[str]] = set()
+    _logged: ClassVar[set[str]] = set()
 
     def do_handshake(self) -> None:
-        """Go on with the handshake as far as what arrived allows."""
+        """Continue the handshake with the data received so far."""
         try:
             super().do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise
         except ssl.SSLError as error:
-            why = str(explain_to_server(error))
-            log.log(logging.DEBUG if why in self._told else logging.WARNING, "a client was not let in: %s", why)
-            self._told.add(why)
+            reason = str(explain_to_server(error))
+            level = logging.DEBUG if reason in self._logged else logging.WARNING
+            log.log(level, "TLS handshake with a client failed: %s", reason)
+            self._logged.add(reason)
             raise
 
 
-class _Renewed:
-    """Puts new certificates into the context that the listening server holds: asyncio takes no other one later."""
+class _ServerContext:
+    """Loads renewed certificates into the context of the listening server: asyncio cannot replace that context."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -99,7 +96,7 @@ class _Renewed:
     def __call__(self) -> tuple[ssl.SSLContext, tuple[Path, ...]]:
         config = read_service_web_config(self._path).tls
         assert config is not None, "a configuration without users has TLS"
-        tried = server_context(config)  # a key that does not fit would spoil the context in use
+        tried = server_context(config)  # a key that does not match would break the context in use
         if self._context is None:
             tried.sslobject_class = _Handshake
             self._context = tried

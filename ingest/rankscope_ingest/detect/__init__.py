@@ -1,1 +1,1 @@
-"""Detection from records and from the clock: incidents, failures, stalls, replica divergence."""
+"""Detection from records and from the clock: incidents, failed runs, stalls, replica divergence."""

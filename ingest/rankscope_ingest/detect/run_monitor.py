@@ -1,121 +1,136 @@
-"""What becomes of everything the service hears: rows for the store, states of runs, incidents. No I/O of its own.
+"""Convert registrations and polled records into rows for the store, run states and incidents. Performs no I/O.
 
-It lives on the event loop: loops hand it bodies, the HTTP side hands it registrations, the service asks it once in a
-while what follows from the clock.
+All methods run on the event loop. `RecordSink` passes polled records, HTTP handlers pass registrations, and the
+periodic jobs of the service call the methods for decisions that depend on time, such as dead ranks and stalled runs.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
-from rankscope_contract.protocol.channel import DEFAULT_MAX_BYTES, Registration
+from rankscope_contract.model.events import REPLICA_DESYNC
+from rankscope_contract.protocol.channel import Registration
+from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.tables import rows_table
-from rankscope_ingest.detect.divergence_handler import DivergenceHandler
-from rankscope_ingest.detect.divergence_tracker import DivergenceTracker
+from rankscope_ingest.detect.divergence import (
+    MAX_EVENTS,
+    DivergenceTracker,
+    converged_row,
+    diverged_row,
+    divergence_symptom,
+)
+from rankscope_ingest.detect.history import History
 from rankscope_ingest.detect.incidents import FailureAlerts, IncidentTracker
-from rankscope_ingest.detect.stall_tracker import StallNews, StallTracker
+from rankscope_ingest.detect.stall_tracker import StallTracker
 from rankscope_ingest.network.dialing import Address
-from rankscope_ingest.notify.incident import Incident
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
 from rankscope_ingest.record_channel.admission import PollBudget
-from rankscope_ingest.recovery import orphan_runs
-from rankscope_ingest.recovery.lost_records import GivenUp, LostRecords
+from rankscope_ingest.recovery.lost_records import LostRecords
+from rankscope_ingest.recovery.orphan_spools import register_orphan
 from rankscope_ingest.reporting.progress import RunMeter, RunProgress, run_progress
 from rankscope_ingest.reporting.rows import Row, Stamp, Versions, incident_row, launch_row
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
+from rankscope_ingest.runs.incident import RESOLVED, Incident
+from rankscope_ingest.runs.models import Attempt, AttemptKey
 from rankscope_ingest.runs.target import Health, Target
-from rankscope_ingest.runs.tracker import ENDED, Attempt, AttemptKey, RunTracker
-from rankscope_ingest.targets.registry import Accepted, Registry
+from rankscope_ingest.runs.tracker import RunTracker
+from rankscope_ingest.targets.registry import Accepted, AttemptNumbers, Registry
 
 log = logging.getLogger(__name__)
 
 PollNow = Callable[[str, int | None], None]
-"""`urge(run, rank)` has that rank polled at once, without a rank all of the run."""
+"""`poll_now(run, rank)` polls this rank immediately; without a rank, all ranks of the run."""
 
 REMEMBER_SECONDS: Final = 600.0
 REMEMBER_ATTEMPT_SECONDS: Final = 3600.0
 
-AWAY_SECONDS: Final = 5.0
-"""A pause between two judgements, due once a second, that shows the service itself as stopped or starved."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoredState:
-    """State of earlier runs of the service, read from the store at the start."""
-
-    run_starts: Mapping[str, int] = field(default_factory=dict)
-    failures_told: Iterable[str] = ()
-    last_ordinal: int = 0
-    given_up: Mapping[str, GivenUp] = field(default_factory=dict)
-    stalls: StallTracker | None = None
-    replicas: DivergenceTracker | None = None
+PAUSE_SECONDS: Final = 5.0
+"""Time between two updates, due once a second, that shows that the service itself was stopped or starved."""
 
 
 class RunMonitor:
-    """The service's knowledge. `RecordSink` adds the records that arrive."""
+    """State of all runs, ranks and incidents."""
 
     def __init__(
         self,
+        config: ServiceConfig,
+        history: History,
         *,
-        registry: Registry,
-        runs: RunTracker,
-        incidents: IncidentTracker,
         batcher: Batcher,
         metrics: ServiceMetrics,
-        clock: Callable[[], float],
-        wall: Callable[[], int],
-        urge: PollNow,
-        restored: RestoredState | None = None,
-        max_bytes: int = DEFAULT_MAX_BYTES,
+        poll_now: PollNow,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
-        """Take over the parts that the service shares, and the state that it read from the store."""
-        restored = restored or RestoredState()
-        self.registry = registry
-        self.runs = runs
-        self.incidents = incidents
+        """Restore the state in `history`. `clock` returns monotonic seconds, `wall` UTC µs."""
+        heartbeat_seconds = config.runs.heartbeat_seconds
+        self.registry = Registry(
+            networks=config.service.allowed_networks,
+            heartbeat_seconds=heartbeat_seconds,
+            ttl_seconds=3 * heartbeat_seconds,
+            attempts=AttemptNumbers(history.launches),
+            lives=history.processes,
+        )
+        self.runs = RunTracker(config.runs)
+        self.incidents = IncidentTracker(
+            group_wait_seconds=config.notify.group_wait_seconds, quiet_steps=config.notify.quiet_steps
+        )
+        history.restore(self.runs, self.incidents)
+        self.stalls = StallTracker(history.open_stalls)
+        self.replicas = DivergenceTracker(history.diverged)
+        self.replicas.add(history.hashes, history.read_at)
         self.batcher = batcher
-        self.room = PollBudget(lambda: batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=max_bytes)
+        self.room = PollBudget(
+            lambda: batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=config.ingest.max_bytes
+        )
         self.metrics = metrics
+        self.poll_now = poll_now
         self.clock = clock
         self.wall = wall
-        self._failures = FailureAlerts(restored.failures_told, wait_seconds=runs.patience.failed_after_seconds)
-        self.stalls = restored.stalls or StallTracker()
-        self.replicas = DivergenceHandler(
-            restored.replicas or DivergenceTracker(),
-            incidents,
-            metrics,
-            add=self.add_event,
-            stamp=self.stamp,
-            urge=lambda run: urge(run, None),
-        )
-        self._judged_at: float | None = None
-        self.poll_now = urge
+        self.versions = Versions(self.stamp, history.run_starts)
+        self.losses = LostRecords(metrics, lambda target: self.meter(target.attempt_key), self.stamp, history.given_up)
+        self._failures = FailureAlerts(history.announced_failures, wait_seconds=config.runs.failed_after_seconds)
         self._meters: dict[AttemptKey, RunMeter] = {}
-        self._last_ordinal = restored.last_ordinal
-        self.versions = Versions(self.stamp, restored.run_starts)
-        self.losses = LostRecords(
-            metrics, lambda target: self.meter(attempt_key(target)), self.stamp, restored.given_up
-        )
+        self._last_ordinal = history.last_ordinal
+        self._updated_at: float | None = None
 
     def ordinals(self, count: int) -> int:
-        """Return the first of `count` new arrival numbers: the time in µs, and always above all that the store has."""
+        """Return the first of `count` new arrival numbers: the time in µs, but always above those in the store."""
         first = max(self.wall(), self._last_ordinal + 1)
         self._last_ordinal = first + count - 1
         return first
 
-    # What the HTTP side and the store say.
+    def stamp(self) -> Stamp:
+        """Return the time and the arrival number of a new row."""
+        return Stamp(self.wall(), self.ordinals(1))
+
+    def meter(self, key: AttemptKey) -> RunMeter:
+        """Return the counters of an attempt."""
+        return self._meters.setdefault(key, RunMeter())
+
+    def add_event(self, row: Row) -> None:
+        """Add a row of `events` to the batch."""
+        self.batcher.add({"events": rows_table("events", [row])}, self.clock())
+
+    def record_incident(self, incident: Incident, state: str) -> None:
+        """Add the state of an incident to the batch."""
+        self.add_event(incident_row(incident, state, self.stamp()))
+
+    # Calls by HTTP handlers and by the flusher.
 
     def accept(self, registration: Registration, addresses: Iterable[Address]) -> Accepted:
         """Take a registration or heartbeat. Raises RegistrationError."""
         now = self.clock()
         accepted = self.registry.register(registration, addresses, now, is_over=self.runs.is_over)
         target = accepted.target
-        register = orphan_runs.registered if target.is_dead else _registered
-        attempt = register(self.runs, target, now, self.wall())
+        if target.is_dead:
+            attempt = register_orphan(self.runs, target, now, self.wall())
+        else:
+            attempt = self.runs.registered(target.registration, target.attempt, target.liveness, self.wall())
         if accepted.is_new_target:
             self.losses.recall(target)
             self.add_event(launch_row(target, self.stamp()))
@@ -124,39 +139,43 @@ class RunMonitor:
         return accepted
 
     def committed(self, batch: PendingBatch, rows: Mapping[str, int], seconds: float) -> list[Target]:
-        """Note a commit; return the ranks that wait to hear of it."""
+        """Record a commit; return the draining ranks that wait for it."""
         self.metrics.committed(rows, seconds, self.wall())
         waiting = []
         for incarnation, seq in batch.watermarks.items():
             target = self.registry.get(incarnation)
             if target is None:
                 continue
-            self.meter(attempt_key(target)).rows_stored += target.commit(seq)
+            self.meter(target.attempt_key).rows_stored += target.commit(seq)
             if target.health is Health.DRAINING:
                 waiting.append(target)
         return waiting
 
-    def record_incident(self, incident: Incident, state: str) -> None:
-        """Put the state of an incident into the batch."""
-        self.add_event(incident_row(incident, state, self.stamp()))
+    def progress(self) -> tuple[RunProgress, ...]:
+        """Return the progress of the latest attempt of each run."""
+        targets: dict[AttemptKey, list[Target]] = defaultdict(list)
+        for target in self.registry.targets:
+            targets[target.attempt_key].append(target)
+        latest = self.runs.latest().values()
+        return tuple(run_progress(attempt, self.meter(attempt.key), targets[attempt.key]) for attempt in latest)
 
-    # What follows from the clock.
+    # Decisions that depend on time.
 
     def update_runs(self) -> list[Incident]:
-        """Look at all runs; write what changed, leave ranks that vanished, and return failures to tell of."""
+        """Update the states of all runs, and stop polling dead ranks; return the failures to announce."""
         now, wall = self.clock(), self.wall()
-        self._excuse_absence(now)
-        verdict = self.runs.tick(now, wall)
-        for _, rank in verdict.vanished:
+        self._exclude_pause(now)
+        changes = self.runs.tick(now, wall)
+        for rank in changes.vanished:
             if target := self.registry.get(rank.incarnation):
                 self._abandon(target, now)
         for target in self._unattended_targets():
-            if target.liveness.has_vanished(now, self.runs.patience):
+            if target.liveness.has_vanished(now, self.runs.limits):
                 self._abandon(target, now)
-        for attempt in verdict.changed:
+        for attempt in changes.changed:
             log.info("run is %s", attempt.state, extra={"run": attempt.run, "reason": attempt.reason})
             self._write_state(attempt)
-            if attempt.state in ENDED:
+            if attempt.has_ended:
                 self.batcher.want_flush()
         for attempt in self.versions.due(self.runs.attempts(), wall):
             self._write_state(attempt)
@@ -166,19 +185,20 @@ class RunMonitor:
         return failures
 
     def check_replicas(self) -> None:
-        """Tell of replicas that are no longer equal."""
-        self.replicas.judge(self.runs.attempts(), self.clock())
-
-    def check_stalls(self) -> StallNews:
-        """Return what is to be done about attempts that stand still, or do no more."""
-        return self.stalls.look(self.runs.attempts(), self.clock())
-
-    def no_stacks(self, key: AttemptKey, rank: int, why: str) -> None:
-        """Note that a rank that was asked where it stands gave no stacks."""
-        self.stalls.refused(key, rank, why, self.clock())
+        """Add events of replicas that differ or are equal again, and open an incident for a first divergence."""
+        now = self.clock()
+        changes = self.replicas.check([attempt.key for attempt in self.runs.attempts()], now)
+        for converged in changes.converged:
+            self.add_event(converged_row(converged, self.stamp()))
+        for key, found in changes.by_attempt().items():
+            for item in found[:MAX_EVENTS]:
+                self.add_event(diverged_row(item, self.stamp()))
+                self.metrics.fired(key[0], item.rank, {(REPLICA_DESYNC, item.kind): 1})
+            if key in changes.opened and self.incidents.observe(divergence_symptom(found), now) is not None:
+                self.poll_now(key[0], None)
 
     def due_incidents(self) -> list[Incident]:
-        """Return the incidents to announce now; for the others, ask the ranks they wait for."""
+        """Return the incidents to announce now; poll the ranks for which the other incidents wait."""
         if not self.incidents.unsettled():
             return []
         now, steps = self.clock(), self._live_steps()
@@ -189,41 +209,38 @@ class RunMonitor:
                 self.poll_now(incident.first.run, number)
         return settled
 
-    def resolve(self) -> list[Incident]:
-        """Return the incidents that are over."""
-        return self.incidents.resolve(self._live_steps())
+    def resolve_incidents(self) -> None:
+        """Add the end of incidents that are over to the batch."""
+        for incident in self.incidents.resolve(self._live_steps()):
+            self.record_incident(incident, RESOLVED)
 
-    def progress(self) -> tuple[RunProgress, ...]:
-        """Return where the latest attempt of each run stands."""
-        targets: dict[AttemptKey, list[Target]] = defaultdict(list)
-        for target in self.registry.targets:
-            targets[attempt_key(target)].append(target)
-        latest = self.runs.latest().values()
-        return tuple(run_progress(attempt, self.meter(attempt.key), targets[attempt.key]) for attempt in latest)
+    def _live_steps(self) -> dict[AttemptKey, dict[int, int | None]]:
+        return {
+            attempt.key: {rank.number: rank.last_step for rank in attempt.live_ranks}
+            for attempt in self.runs.attempts()
+        }
 
-    def _excuse_absence(self, now: float) -> None:
-        """Hold nobody's silence against him while this process was stopped: it had no chance to listen."""
-        away = 0.0 if self._judged_at is None else now - self._judged_at
-        self._judged_at = now
-        if away > AWAY_SECONDS:
-            log.warning("the service did not run for %.0f s: no rank's silence counts from that time", away)
-            self.runs.excuse(away, now)
+    def _exclude_pause(self, now: float) -> None:
+        """Exclude a time in which this process did not run from the silence of the ranks: it received nothing."""
+        pause = 0.0 if self._updated_at is None else now - self._updated_at
+        self._updated_at = now
+        if pause > PAUSE_SECONDS:
+            log.warning("the service did not run for %.0f s: this time does not count as silence of ranks", pause)
+            self.runs.exclude(pause, now)
             for target in self._unattended_targets():
-                target.liveness.excuse(away, now)
+                target.liveness.exclude(pause, now)
 
     def _unattended_targets(self) -> Iterable[Target]:
-        """Return the targets whose silence says nothing of a run any more: the process had its last word, or a heir."""
+        """Yield targets that `RunTracker.tick` does not check: processes with an exit report or a successor."""
         for target in self.registry.targets:
             rank = target.registration.rank
-            if target.health is not Health.GONE and not self.runs.is_live(
-                attempt_key(target), rank, target.incarnation
-            ):
+            if not target.is_gone and not self.runs.is_live(target.attempt_key, rank, target.incarnation):
                 yield target
 
     def _abandon(self, target: Target, now: float) -> None:
-        """Stop following a rank that vanished; what it had published and nobody fetched is lost."""
+        """Stop polling a vanished rank. Its published records that were not polled are lost."""
         target.leave(now)
-        for row in self.losses.of_vanished(target):
+        for row in self.losses.of_unread(target, "the process vanished before they were polled"):
             self.add_event(row)
 
     def _write_state(self, attempt: Attempt) -> None:
@@ -231,6 +248,7 @@ class RunMonitor:
         self.batcher.add(version, self.clock())
 
     def _forget(self, now: float) -> None:
+        """Remove targets and attempts that ended long ago."""
         for target in list(self.registry.targets):
             if target.gone_at is not None and now - target.gone_at >= REMEMBER_SECONDS and not target.uncommitted:
                 self.losses.forget(target)
@@ -239,30 +257,3 @@ class RunMonitor:
             if attempt.is_quiet(now, REMEMBER_ATTEMPT_SECONDS):
                 self.runs.forget(attempt.key)
                 self._meters.pop(attempt.key, None)
-
-    def add_event(self, row: Row) -> None:
-        """Put a row of `events` into the batch."""
-        self.batcher.add({"events": rows_table("events", [row])}, self.clock())
-
-    def stamp(self) -> Stamp:
-        """Return the moment and the arrival number of a row that is made now."""
-        return Stamp(self.wall(), self.ordinals(1))
-
-    def meter(self, key: AttemptKey) -> RunMeter:
-        """Return the counters of an attempt."""
-        return self._meters.setdefault(key, RunMeter())
-
-    def _live_steps(self) -> dict[AttemptKey, dict[int, int | None]]:
-        return {
-            attempt.key: {rank.number: rank.last_step for rank in attempt.live_ranks}
-            for attempt in self.runs.attempts()
-        }
-
-
-def attempt_key(target: Target) -> AttemptKey:
-    """Return the run and attempt of a target."""
-    return target.registration.run, target.attempt
-
-
-def _registered(runs: RunTracker, target: Target, _now: float, wall: int) -> Attempt:
-    return runs.registered(target.registration, target.attempt, target.liveness, wall)

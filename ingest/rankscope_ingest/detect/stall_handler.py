@@ -1,35 +1,26 @@
-"""Ask ranks where they stand, all at once. A rank that does not answer costs its own line, and delays no other."""
+"""Request stacks from ranks, all at the same time, and act on stalls. A rank that does not respond delays no other."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rankscope_ingest.base.errors import FetchError, RegistrationError
 from rankscope_ingest.detect.run_monitor import RunMonitor
-from rankscope_ingest.notify.announcer import Announcer
-from rankscope_ingest.notify.text import goes_on
-from rankscope_ingest.record_channel.client import Fetcher
+from rankscope_ingest.notify.announcer import Announcer, resolved_message
 from rankscope_ingest.runs.models import AttemptKey
 from rankscope_ingest.runs.target import Target
 
-AT_ONCE: Final = 64
-
-
-class Asker(Protocol):
-    """What asking one rank takes."""
-
-    async def stacks(self, url: str) -> dict[str, Any]:
-        """Return what a rank answers to POST /stacks. Raises FetchError."""
-        ...
+MAX_REQUESTS: Final = 64
+"""Ranks whose stacks are requested at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAnswer:
-    """What one rank answered, or why it did not."""
+    """Response of one rank to a request for its stacks, or the reason why there is none."""
 
     rank: int
     host: str
@@ -38,13 +29,13 @@ class RankAnswer:
     error: str | None = None
 
     def to_document(self) -> dict[str, Any]:
-        """Return the entry of this rank in the answer of POST /api/v1/stacks."""
-        who = {"rank": self.rank, "host": self.host, "pid": self.pid}
-        return who | ({"error": self.error} if self.document is None else self.document)
+        """Return the entry of this rank in the response to POST /api/v1/stacks."""
+        process = {"rank": self.rank, "host": self.host, "pid": self.pid}
+        return process | ({"error": self.error} if self.document is None else self.document)
 
 
 def parse_stacks_request(body: bytes) -> tuple[str, list[int] | None]:
-    """Return the run and the ranks asked for, None for all. Raises RegistrationError with the form that is wanted."""
+    """Return the run and the requested ranks, None for all. Raises RegistrationError that shows the valid form."""
     try:
         document = json.loads(body)
         run, ranks = document["run"], document.get("ranks")
@@ -52,69 +43,71 @@ def parse_stacks_request(body: bytes) -> tuple[str, list[int] | None]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         good = False
     if not good:
-        raise RegistrationError(400, 'ask with a JSON object such as {"run": "…", "ranks": [0, 1]}; no ranks: all')
+        raise RegistrationError(400, 'send a JSON object such as {"run": "…", "ranks": [0, 1]}; no ranks: all')
     return run, ranks
 
 
-async def ask(asker: Asker, targets: Iterable[Target], ranks: Collection[int] | None = None) -> list[RankAnswer]:
-    """Ask the live ones among `targets`, or those of them named in `ranks`; return their answers by rank."""
-    limit = asyncio.Semaphore(AT_ONCE)
+async def request_stacks(
+    fetch: Callable[[str], Awaitable[dict[str, Any]]], targets: Iterable[Target], ranks: Collection[int] | None = None
+) -> list[RankAnswer]:
+    """Request the stacks of the live targets, or of those among them in `ranks`; return the responses by rank.
 
-    async def one(target: Target) -> RankAnswer:
-        who = target.registration
+    `fetch` sends POST /stacks to a URL. It raises FetchError.
+    """
+    limit = asyncio.Semaphore(MAX_REQUESTS)
+
+    async def request(target: Target) -> RankAnswer:
+        process = target.registration
+        document = error = None
         try:
             async with limit:
-                document = await asker.stacks(who.url)
-        except FetchError as error:
-            return RankAnswer(rank=who.rank, host=who.host, pid=who.pid, error=_words(error))
-        return RankAnswer(rank=who.rank, host=who.host, pid=who.pid, document=document)
+                document = await fetch(process.url)
+        except FetchError as failure:
+            error = _NO_RESPONSE if failure.reason == "timeout" else str(failure)
+        return RankAnswer(rank=process.rank, host=process.host, pid=process.pid, document=document, error=error)
 
-    asked = [target for target in targets if not target.is_gone and not target.is_dead]
-    chosen = [target for target in asked if ranks is None or target.registration.rank in ranks]
-    return sorted(await asyncio.gather(*map(one, chosen)), key=lambda answer: answer.rank)
+    live = [target for target in targets if not target.is_gone and not target.is_dead]
+    chosen = [target for target in live if ranks is None or target.registration.rank in ranks]
+    return sorted(await asyncio.gather(*map(request, chosen)), key=lambda answer: answer.rank)
 
 
-def _words(error: FetchError) -> str:
-    if error.reason == "timeout":
-        return "it does not answer: its interpreter may be held by C code (docs/hangs.md names ways to look)"
-    return str(error)
+_NO_RESPONSE: Final = "no response: C code may hold its interpreter (docs/hangs.md describes how to look at it)"
 
 
 class StallHandler:
-    """Lives on the event loop; `spawn` has something done in the background."""
+    """Acts on stalls: requests stacks and sends notifications. It runs on the event loop."""
 
     def __init__(
         self,
-        collector: RunMonitor,
+        monitor: RunMonitor,
         announcer: Announcer,
-        fetcher: Fetcher,
+        fetch: Callable[[str], Awaitable[dict[str, Any]]],
         *,
-        targets: Callable[[], Iterable[Target]],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self._monitor = collector
+        """Set the dependencies. `fetch` requests the stacks of a URL, `spawn` starts a background task."""
+        self._monitor = monitor
         self._announcer = announcer
-        self._fetcher = fetcher
-        self._targets = targets
+        self._fetch = fetch
         self._spawn = spawn
 
-    def look(self) -> None:
-        """Do what is due."""
-        news = self._monitor.check_stalls()
-        for key, ranks in news.to_ask:
-            self._spawn(self._have_stacks_taken(key, ranks))
-        for incident in news.due:
+    def check(self) -> None:
+        """Check all attempts for stalls and start the actions that are due."""
+        actions = self._monitor.stalls.check(self._monitor.runs.attempts(), self._monitor.clock())
+        for key, ranks in actions.to_request:
+            self._spawn(self._collect_stacks(key, ranks))
+        for incident in actions.due:
             self._spawn(self._announcer.announce(incident))
-        for incident, went_on in news.over:
-            self._spawn(self._announcer.tell_end(incident, goes_on(incident) if went_on else None))
+        for incident, has_continued in actions.over:
+            self._spawn(self._announcer.resolve(incident, resolved_message(incident) if has_continued else None))
 
-    async def ask(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
-        """Have the live ranks of an attempt, or those named, say where they stand."""
-        targets = [each for each in self._targets() if (each.registration.run, each.attempt) == (run, attempt)]
-        return await ask(self._fetcher, targets, ranks)
+    async def request(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
+        """Request the stacks of the live ranks of an attempt, or of those among them in `ranks`."""
+        targets = [target for target in self._monitor.registry.targets if target.attempt_key == (run, attempt)]
+        return await request_stacks(self._fetch, targets, ranks)
 
-    async def _have_stacks_taken(self, key: AttemptKey, ranks: Collection[int]) -> None:
-        # What they answer comes as events of their records as well, and that is what counts.
-        for answer in await self.ask(*key, ranks):
+    async def _collect_stacks(self, key: AttemptKey, ranks: Collection[int]) -> None:
+        # Stacks also arrive as events in the records, and only these are evaluated.
+        for answer in await self.request(*key, ranks):
             if answer.error is not None:
-                self._monitor.no_stacks(key, answer.rank, answer.error)
+                self._monitor.stalls.add_refusal(key, answer.rank, answer.error, self._monitor.clock())

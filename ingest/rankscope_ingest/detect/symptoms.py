@@ -1,10 +1,10 @@
-"""Anomaly events of one body, boiled down to the first cause per step. Vectorised: a NaN step may bring thousands."""
+"""Reduce the anomaly events of one body to the first cause of each step. Vectorised: a NaN causes thousands."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,42 +13,40 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.events import NO_CALL, EventType, causal_key, causal_micro_step, causal_stage
 from rankscope_contract.model.kinds import CAUSAL_STAGE
-from rankscope_ingest.notify.incident import SEVERITIES, Symptom, urgency
+from rankscope_ingest.reporting.rows import SYMPTOM_COLUMNS
+from rankscope_ingest.runs.incident import SEVERITIES, Symptom, urgency
 
 
 def parse_details(text: str | None) -> dict[str, Any]:
-    """Return the object in `text`, {} when there is none; every text in it can be stored and sent."""
+    """Return the JSON object in `text`, or {} if there is none. All its texts are valid Unicode."""
     try:
         value = json.loads(text or "{}")
-        # "\\ud800" is legal in JSON, but no Unicode: neither Arrow nor a socket takes it.
+        # "\\ud800" is legal in JSON but not valid Unicode: neither Arrow nor a socket accepts it.
         value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def last_word(details: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return reason and error of an exit event; a reason nobody gave is the empty text, which is none that we know."""
+def exit_report(details: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return reason and error of the details of an exit event. A missing reason is the empty text."""
     reason, error = details.get("reason"), details.get("error")
     return str(reason or ""), None if error is None else str(error)
 
 
-def last_words(events: pa.Table | None) -> list[tuple[str, str | None, int | None]]:
-    """Return what the exit events of one rank say, which is at most one: reason, error, moment in UTC µs."""
+def exit_reports(events: pa.Table | None) -> list[tuple[str, str | None, int | None]]:
+    """Return reason, error and time (UTC µs) of the exit events of one body. There is at most one."""
     if events is None:
         return []
     exits = events.filter(pc.equal(events["type"], EventType.EXIT))
-    moments = exits["ts"].cast(pa.int64()).to_pylist()
+    times = exits["ts"].cast(pa.int64()).to_pylist()
     return [
-        (*last_word(parse_details(text)), at) for text, at in zip(exits["details"].to_pylist(), moments, strict=True)
+        (*exit_report(parse_details(text)), at) for text, at in zip(exits["details"].to_pylist(), times, strict=True)
     ]
 
 
-_SHOWN: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold", "message")
-
-
 def symptoms(events: pa.Table | None) -> list[Symptom]:
-    """Return one symptom per step of `events`, which come from one rank, in order of steps."""
+    """Return one symptom for each step of `events` of one rank, in order of the steps."""
     if events is None:
         return []
     anomalies = events.filter(pc.equal(events["type"], EventType.ANOMALY))
@@ -58,14 +56,14 @@ def symptoms(events: pa.Table | None) -> list[Symptom]:
     order = np.lexsort(tuple(reversed(keys)))
     steps = keys[0][order]
     firsts = np.flatnonzero(np.concatenate(([True], steps[1:] != steps[:-1])))
-    worst = np.maximum.reduceat(_urgencies(anomalies)[order], firsts)
+    worst = np.maximum.reduceat(_by_word(anomalies["severity"], urgency).astype(np.int64)[order], firsts)
     counts = np.diff(np.append(firsts, len(order)))
     rows = anomalies.take(pa.array(order[firsts])).to_pylist()
     return [_symptom(row, int(level), int(count)) for row, level, count in zip(rows, worst, counts, strict=True)]
 
 
 def firings(events: pa.Table | None) -> dict[tuple[str, str], int]:
-    """Return how often each rule fired on each kind in `events`; a scalar has the kind "", as on the rank's page."""
+    """Return the number of firings in `events` by rule and kind. The kind of a scalar is ""."""
     if events is None:
         return {}
     chosen = pc.and_(pc.equal(events["type"], EventType.ANOMALY), pc.is_valid(events["rule"]))
@@ -89,12 +87,13 @@ def _symptom(row: dict[str, Any], level: int, count: int) -> Symptom:
             call_id=row["call_id"],
         ),
         events=count,
-        **{name: row[name] for name in _SHOWN},
+        message=row["message"],
+        **{name: row[name] for name in SYMPTOM_COLUMNS},
     )
 
 
 def _causal_columns(events: pa.Table) -> list[npt.NDArray[Any]]:
-    """Return the parts of `causal_key` as columns, most significant first."""
+    """Return the elements of `causal_key` as columns, the most significant first."""
     stages = _by_word(events["kind"], causal_stage)
     sign = np.where(stages < CAUSAL_STAGE["act_grad_in"], 1, -1)
     micro_steps = _integers(events["micro_step"], NO_CALL)
@@ -109,12 +108,8 @@ def _causal_columns(events: pa.Table) -> list[npt.NDArray[Any]]:
     ]
 
 
-def _urgencies(events: pa.Table) -> npt.NDArray[Any]:
-    return _by_word(events["severity"], urgency).astype(np.int64)
-
-
 def _by_word(column: pa.ChunkedArray, number: Any) -> npt.NDArray[Any]:
-    """Return `number(word)` for each word of the column, calling it once per distinct word."""
+    """Return `number(word)` for each word of the column. It is called once for each distinct word."""
     encoded = column.combine_chunks().dictionary_encode(null_encoding="encode")
     numbers = np.array([number(word) for word in encoded.dictionary.to_pylist()], dtype=np.float64)
     positions: npt.NDArray[np.int32] = encoded.indices.to_numpy(zero_copy_only=False)

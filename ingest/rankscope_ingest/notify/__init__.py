@@ -1,1 +1,1 @@
-"""Incidents, the text of notifications, and their delivery."""
+"""Notifications: delivery of the texts about incidents."""

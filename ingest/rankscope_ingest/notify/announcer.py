@@ -1,4 +1,7 @@
-"""Tell people about an incident once: make it durable, send it, note that it was sent. `incidents` says why so."""
+"""Send one notification for each incident: commit the incident, send the message, and store that it was sent.
+
+The docstring of `detect.incidents` contains the reason for this order.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,33 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from rankscope_ingest.notify.incident import Incident
+from rankscope_contract.model.events import Severity
 from rankscope_ingest.notify.notifiers import Message, Notifier, NotifyError
-from rankscope_ingest.notify.text import message
+from rankscope_ingest.runs import text
+from rankscope_ingest.runs.incident import MUTED, NOTIFIED, OPENED, RESOLVED, UNDELIVERED, Incident
 
 log = logging.getLogger(__name__)
 
-OPENED: Final = "opened"
-NOTIFIED: Final = "notified"
-UNDELIVERED: Final = "undelivered"
-MUTED: Final = "muted"
-RESOLVED: Final = "resolved"
-
 RETRY_SECONDS: Final = (0.5, 2.0, 8.0, 30.0, 60.0, 120.0)
 COMMIT_WAIT_SECONDS: Final = 0.5
-"""A bad store must not keep people from hearing of a bad loss: with 1 s of gathering they hear of it within 2 s."""
+"""Longest wait for the commit before a message is sent. With 1 s of grouping, a message is sent within 2 s even if the
+store is slow."""
+
+
+def message(incident: Incident, *, is_repeated: bool = False) -> Message:
+    """Return the notification of `incident`. `is_repeated`: it may have been delivered before."""
+    body = text.body(incident, is_repeated=is_repeated)
+    return Message(key=incident.key, title=text.title(incident), body=body, severity=incident.severity)
+
+
+def resolved_message(incident: Incident) -> Message:
+    """Return the notification that a stalled run makes steps again."""
+    title, body = text.resolved_title(incident), text.resolved_body(incident)
+    return Message(key=f"{incident.key}:resolved", title=title, body=body, severity=Severity.INFO)
 
 
 class Announcer:
-    """Sends incidents to all notifiers. `record` notes a state; `commit` makes everything noted durable."""
+    """Sends incidents to all notifiers and stores their states."""
 
     def __init__(
         self,
@@ -36,45 +47,48 @@ class Announcer:
         count: Callable[[str], None],
         retry_seconds: Sequence[float] = RETRY_SECONDS,
     ) -> None:
+        """Set the callbacks: `record` adds a state to the batch, `commit` makes it durable, `count` counts outcomes."""
         self._notifiers = notifiers
         self._record = record
         self._commit = commit
         self._count = count
         self._retry_seconds = retry_seconds
 
-    async def announce(self, incident: Incident, *, again: bool = False) -> None:
-        """Record and send `incident`; one that is muted is only recorded."""
-        if not again:
+    async def announce(self, incident: Incident, *, is_repeated: bool = False) -> None:
+        """Store and send `incident`. A muted incident is only stored; a repeated one is stored already."""
+        if not is_repeated:
             self._record(incident, MUTED if incident.is_muted else OPENED)
             await self._commit_soon()
         if incident.is_muted:
             self._count(MUTED)
-            return
-        if not self._notifiers:
-            self._record(incident, NOTIFIED)  # nobody is to be told by us; a restart has nothing to catch up on
-            return
-        text = message(incident, again=again)
-        delivered = await asyncio.gather(*(self._deliver(notifier, text) for notifier in self._notifiers))
-        self._record(incident, NOTIFIED if all(delivered) else UNDELIVERED)
-        await self._commit_soon()
+        elif not self._notifiers:
+            self._record(incident, NOTIFIED)  # this service sends nothing, so that a restart must not send it either
+        else:
+            is_delivered = await self._send(message(incident, is_repeated=is_repeated))
+            self._record(incident, NOTIFIED if is_delivered else UNDELIVERED)
+            await self._commit_soon()
 
-    async def tell_end(self, incident: Incident, text: Message | None) -> None:
-        """Record that `incident` is over, and send `text` about it where there is one."""
+    async def resolve(self, incident: Incident, notice: Message | None) -> None:
+        """Store that `incident` is over, and send `notice` unless it is None."""
         self._record(incident, RESOLVED)
-        if text is not None:
-            await asyncio.gather(*(self._deliver(notifier, text) for notifier in self._notifiers))
+        if notice is not None:
+            await self._send(notice)
 
     async def _commit_soon(self) -> None:
         try:
             async with asyncio.timeout(COMMIT_WAIT_SECONDS):
                 await self._commit()
         except TimeoutError:
-            log.warning("the store is slow: a notification goes out before its incident is durable")
+            log.warning("commit of an incident timed out after %g s, sending the notification", COMMIT_WAIT_SECONDS)
 
-    async def _deliver(self, notifier: Notifier, text: Message) -> bool:
+    async def _send(self, notice: Message) -> bool:
+        """Send `notice` to all notifiers at the same time; return whether all of them delivered it."""
+        return all(await asyncio.gather(*(self._deliver(notifier, notice) for notifier in self._notifiers)))
+
+    async def _deliver(self, notifier: Notifier, notice: Message) -> bool:
         for wait in (*self._retry_seconds, None):
             try:
-                await notifier.send(text)
+                await notifier.send(notice)
             except NotifyError as error:
                 log.warning("notification failed: %s", error)
                 if wait is not None:

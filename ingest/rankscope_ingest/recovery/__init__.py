@@ -1,1 +1,1 @@
-"""Data of processes that have ended: orphaned spool files, runs known only from them, and lost records."""
+"""Recovery of records of dead processes from their spools, and the count of records that are lost."""

@@ -1,7 +1,7 @@
-"""Records that cannot be had: each is counted once, and taken back should it arrive after all. Makes rows, writes none.
+"""Count lost records once, and undo the count for records that arrive later. The caller adds the rows to the batch.
 
-`Target.given_up` is the last seq that was counted as lost with its process. Records up to there may still come: from
-a process that was only out of reach, or from its spool, maybe after this service was started anew.
+`Target.given_up` is the last seq that was counted as lost with its process. Records up to it can still arrive: from a
+process that was only out of reach, or from its spool, possibly after a restart of this service.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """What the store says was lost with a process: the last seq, and how many records."""
+    """Records that were counted as lost with a process: the last seq, and their number."""
 
     last: int
     records: int
 
 
 class LostRecords:
-    """The account of one service. `meter` gives the figures of a target's attempt, `stamp` a moment for a row."""
+    """Lost records of all targets of one service."""
 
     def __init__(
         self,
@@ -37,14 +37,18 @@ class LostRecords:
         stamp: Callable[[], Stamp],
         given_up: Mapping[str, GivenUp],
     ) -> None:
+        """Set the dependencies. `meter` returns the counters of a target's attempt, `stamp` the time of a new row.
+
+        `given_up`: records counted as lost by earlier services, by incarnation.
+        """
         self._metrics = metrics
         self._meter = meter
         self._stamp = stamp
         self._given_up = dict(given_up)
-        self._accounts: dict[str, RunMeter] = {}  # where what is given up stands already
+        self._accounts: dict[str, RunMeter] = {}  # meters that already include the lost records, by incarnation
 
     def recall(self, target: Target) -> None:
-        """Carry over what was counted as lost with the process of a new target: by a former service, or long ago."""
+        """Add to a new target the records that were counted as lost with its process before."""
         if known := self._given_up.get(target.incarnation):
             target.given_up = known.last
             target.records_lost += known.records
@@ -53,7 +57,7 @@ class LostRecords:
                 meter.records_lost += known.records
 
     def forget(self, target: Target) -> None:
-        """Keep of a target that is forgotten what was counted as lost with it: a host may be back after hours."""
+        """Keep only the count of lost records of a removed target: its host may come back after hours."""
         if target.given_up > target.cursor:
             self._given_up[target.incarnation] = GivenUp(last=target.given_up, records=target.given_up - target.cursor)
             self._accounts[target.incarnation] = self._meter(target)
@@ -61,40 +65,35 @@ class LostRecords:
             self._given_up.pop(target.incarnation, None)
 
     def of_body(self, target: Target, body: ValidBody) -> list[Row]:
-        """Return what a body says of records that are missing before or in it, and of such that are found."""
-        why = "neither the spool nor a store has them" if target.is_dead else "the ring had overwritten them"
-        rows = [self._gap(target, first, last, why) for first, last in body.missing]
+        """Return events for the records that are missing before or in `body`, and for those that have arrived late."""
+        reason = "neither the spool nor a store has them" if target.is_dead else "the ring had overwritten them"
+        rows = [self._lost(target, first, last, reason) for first, last in body.missing]
         if target.given_up > target.cursor:
             rows.append(self._found(target, target.cursor + 1, min(body.last, target.given_up)))
         return rows
 
-    def of_vanished(self, target: Target) -> list[Row]:
-        """Return what is lost with a process that vanished: what it had published and nobody fetched."""
-        return self._rest(target, "the process vanished before they were fetched")
-
-    def of_drained(self, target: Target) -> list[Row]:
-        """Return what a spool that was read to its end did not hold, though the process had said to have it."""
-        return self._rest(target, "the process died, and its spool does not have them")
-
-    def _rest(self, target: Target, why: str) -> list[Row]:
+    def of_unread(self, target: Target, reason: str) -> list[Row]:
+        """Return the event for published records of a dead process that were not polled; [] if there are none."""
         first = max(target.cursor, target.given_up) + 1
         if target.head < first:
             return []
         target.given_up = target.head
-        # Without a seq: the watermark must stay below these records, in case they arrive after all.
-        return [self._gap(target, first, target.head, why) | {"seq": None}]
+        # Without a seq: the watermark must remain below these records, in case they arrive later.
+        return [self._lost(target, first, target.head, reason) | {"seq": None}]
 
-    def _gap(self, target: Target, first: int, last: int, why: str) -> Row:
-        lost = last - first + 1
-        target.records_lost += lost
-        self._meter(target).records_lost += lost
-        self._metrics.lost(target.registration.run, lost)
-        log.warning("%d records lost: %s", lost, why, extra={"target": target.name, "first": first, "last": last})
-        return gap_row(target, first, last, why, self._stamp())
+    def _lost(self, target: Target, first: int, last: int, reason: str) -> Row:
+        records = last - first + 1
+        self._add(target, records)
+        self._metrics.lost(target.registration.run, records)
+        log.warning("%d records lost: %s", records, reason, extra={"target": target.name, "first": first, "last": last})
+        return gap_row(target, first, last, reason, self._stamp())
 
     def _found(self, target: Target, first: int, last: int) -> Row:
-        found = last - first + 1
-        target.records_lost -= found
-        self._meter(target).records_lost -= found
-        log.info("%d records that were taken for lost arrived", found, extra={"target": target.name})
+        records = last - first + 1
+        self._add(target, -records)
+        log.info("%d records that were counted as lost have arrived", records, extra={"target": target.name})
         return found_row(target, first, last, self._stamp())
+
+    def _add(self, target: Target, records: int) -> None:
+        target.records_lost += records
+        self._meter(target).records_lost += records

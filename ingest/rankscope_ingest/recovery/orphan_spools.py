@@ -1,7 +1,7 @@
-"""Spools of dead processes that lie where this service can read them: found by their free locks, read like ranks.
+"""Spools of dead processes in folders that this service can read. A free lock shows that the process is dead.
 
-A spool that is held answers under the URL of its folder as its process would have answered while it drained, so that
-cursor, watermark and batches are those of any other target. What it says of files and locks happens in threads.
+A claimed spool is polled under the URL of its folder like a draining rank, so that cursor, watermark and batches are
+those of any other target. File operations run in threads.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import pyarrow as pa
 
+from rankscope_contract.model.events import RunState
 from rankscope_contract.protocol.channel import STATE_DRAINING, Registration
 from rankscope_contract.spool import Orphan, SpoolError
 from rankscope_contract.spool.layout import folders
@@ -25,116 +26,113 @@ from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.client import Answer, Body, Drained, NothingNew, RingStatus
 from rankscope_ingest.record_channel.loop import Source
 from rankscope_ingest.record_channel.validate import plan_ids
+from rankscope_ingest.runs.models import Attempt
 from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_ingest.targets.registry import Accepted, Registry, check_registration
 
 log = logging.getLogger(__name__)
 
 SERVICE: Final = "service"
-"""Who reads the spool, where another exporter would name its incarnation."""
+"""Value of `served_by` for a spool that the service reads. Another rank would put its incarnation there."""
 
-AT_ONCE: Final = 64
-"""Each that is held costs an open file and a target; after a night without a service thousands may lie there."""
+MAX_CLAIMED: Final = 64
+"""Spools that are claimed at the same time. Each costs an open file and a target; there can be thousands of spools."""
+
+START_SECONDS: Final = 10.0
+"""Longest delay of the start of the service by the first scan."""
 
 
 class Spools:
-    """What is held, and all else as `http` answers. Implements `Source`."""
+    """The claimed spools as a source of records; requests for other targets go to `http`. Implements `Source`."""
 
     def __init__(self, roots: Iterable[str], http: Source) -> None:
         self._roots = [Path(root) for root in roots]
         self._http = http
-        self._held: dict[str, Orphan] = {}
-        self._put_off: set[str] = set()  # given back once: all others come first
-        self._done: set[str] = set()  # drained, and could not be removed
-        self._told: set[str] = set()
+        self._claimed: dict[str, Orphan] = {}
+        self._released: set[str] = set()  # incarnations that were released once: all others come first
+        self._done: set[str] = set()  # drained, but could not be removed
+        self._logged: set[str] = set()
 
     async def find(self) -> list[Registration]:
-        """Take spools that are free, as many as there is room for; return as whom to follow them, the oldest first."""
+        """Claim free spools up to MAX_CLAIMED; return registrations for their processes, oldest first."""
         found: list[Orphan] = []
         for root in self._roots:
-            found += await asyncio.to_thread(self._look, root, AT_ONCE - len(self._held) - len(found))
-        self._held |= {_url(orphan): orphan for orphan in found}
-        taken = [replace(o.registration, url=_url(o), state=STATE_DRAINING, head=o.head, phase=None) for o in found]
-        return [replace(who, served_by=SERVICE) for who in sorted(taken, key=lambda who: who.started_at)]
+            found += await asyncio.to_thread(self._claim_in, root, MAX_CLAIMED - len(self._claimed) - len(found))
+        self._claimed |= {_url(orphan): orphan for orphan in found}
+        oldest_first = sorted(found, key=lambda orphan: orphan.registration.started_at)
+        return [_draining(orphan) for orphan in oldest_first]
 
-    def held(self) -> list[tuple[str, str]]:
-        """Return incarnation and URL of each spool that is held."""
-        return [(orphan.incarnation, url) for url, orphan in self._held.items()]
+    def claimed(self) -> list[tuple[str, str]]:
+        """Return incarnation and URL of each claimed spool."""
+        return [(orphan.incarnation, url) for url, orphan in self._claimed.items()]
 
-    def unfreeze_gc(self, url: str, why: str) -> None:
-        """Give a spool back, to be found again."""
-        if orphan := self._held.pop(url, None):
+    def release(self, url: str, reason: str) -> None:
+        """Release a claimed spool. A later scan can claim it again."""
+        if orphan := self._claimed.pop(url, None):
             orphan.release()
-            self._put_off.add(orphan.incarnation)
-            self._tell(f"{orphan.folder} is not read now: {why}")
+            self._released.add(orphan.incarnation)
+            self._warn_once(f"spool {orphan.folder} is not read now: {reason}")
 
     async def remove(self, url: str) -> None:
-        """Delete a spool of which the store has everything."""
-        if orphan := self._held.pop(url, None):
+        """Delete a claimed spool. The store must have all its records."""
+        if orphan := self._claimed.pop(url, None):
             await asyncio.to_thread(self._remove, orphan)
 
     def close(self) -> None:
-        """Give back what is not drained yet."""
-        for orphan in self._held.values():
+        """Release the spools that are not drained yet."""
+        for orphan in self._claimed.values():
             orphan.release()
-        self._held.clear()
+        self._claimed.clear()
 
     async def records(
         self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int
     ) -> Answer:
-        """Answer from a spool, or have the rank asked. Raises FetchError."""
-        orphan = self._held.get(url)
+        """Return records of a claimed spool or of a rank. Raises FetchError."""
+        orphan = self._claimed.get(url)
         if orphan is None:
             return await self._http.records(
                 url, incarnation=incarnation, after=after, committed=committed, lease=lease, max_bytes=max_bytes
             )
         try:
-            answer = await asyncio.to_thread(self._read, orphan, after, committed, max_bytes)
+            answer = await asyncio.to_thread(_read, orphan, after, committed, max_bytes)
         except OSError as error:
             raise FetchError("spool", f"{orphan.folder}: {error.strerror or error}") from error
         if isinstance(answer, Drained):
             await self.remove(url)
-            log.info("%s is drained: %d records are stored", orphan.folder, orphan.committed + 1)
+            log.info("spool %s is drained: %d records are stored", orphan.folder, orphan.committed + 1)
         return answer
 
     async def plan(self, url: str, plan_id: str) -> str:
         """Return the text of a plan. Raises FetchError."""
-        orphan = self._held.get(url)
+        orphan = self._claimed.get(url)
         if orphan is None:
             return await self._http.plan(url, plan_id)
         text = await asyncio.to_thread(orphan.reader.plan, plan_id)
         if text is None:
-            raise FetchError("spool", f"{orphan.folder} has no plan {plan_id}: its numbers have no names")
+            raise FetchError("spool", f"{orphan.folder} has no plan {plan_id}: the names of its statistics are unknown")
         return text
 
-    def _read(self, orphan: Orphan, after: int, committed: int, max_bytes: int) -> Answer:
-        orphan.commit(committed)
-        stretch = orphan.after(after, max_bytes)
-        standing = RingStatus(head=orphan.head, ring_fill=1.0, is_draining=True)
-        if stretch is None:
-            return Drained() if orphan.is_done else NothingNew(standing)
-        return Body(data=stretch.data, first=stretch.first, last=stretch.last, rows=stretch.rows, standing=standing)
-
-    def _look(self, root: Path, room: int) -> list[Orphan]:
-        if room <= 0:
+    def _claim_in(self, root: Path, limit: int) -> list[Orphan]:
+        if limit <= 0:
             return []
         try:
-            candidates = sorted(folders(root), key=lambda folder: folder.name in self._put_off)
+            candidates = sorted(folders(root), key=lambda folder: folder.name in self._released)
         except FileNotFoundError:
-            return []  # no rank has made it yet
+            return []  # no rank has created the folder yet
         except OSError as error:
-            self._tell(f"[spool] folders: {root} cannot be read: {error.strerror or error}")
+            self._warn_once(f"[spool] folders: {root} cannot be read: {error.strerror or error}")
             return []
-        free = (orphan for folder in candidates if (orphan := self._take(folder)) is not None)
-        return list(islice(free, room))
+        free = (orphan for folder in candidates if (orphan := self._claim(folder)) is not None)
+        return list(islice(free, limit))
 
-    def _take(self, folder: Path) -> Orphan | None:
-        if folder.name in self._done or folder.absolute().as_uri() in self._held:
+    def _claim(self, folder: Path) -> Orphan | None:
+        if folder.name in self._done or folder.absolute().as_uri() in self._claimed:
             return None
         try:
             return Orphan.take(folder, _needed_plans)
         except (SpoolError, OSError) as error:
-            self._tell(f"a spool is passed over: {error}")
+            self._warn_once(f"spool skipped: {error}")
             return None
 
     def _remove(self, orphan: Orphan) -> None:
@@ -142,16 +140,36 @@ class Spools:
             orphan.remove()
         except OSError as error:
             self._done.add(orphan.incarnation)
-            self._tell(f"{orphan.folder} is stored and cannot be removed: {error.strerror or error}")
+            self._warn_once(f"spool {orphan.folder} is stored but cannot be removed: {error.strerror or error}")
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
             log.warning("%s", text)
 
 
 def _url(orphan: Orphan) -> str:
     return orphan.folder.absolute().as_uri()
+
+
+def _draining(orphan: Orphan) -> Registration:
+    return replace(
+        orphan.registration,
+        url=_url(orphan),
+        state=STATE_DRAINING,
+        head=orphan.head,
+        phase=None,
+        served_by=SERVICE,
+    )
+
+
+def _read(orphan: Orphan, after: int, committed: int, max_bytes: int) -> Answer:
+    orphan.commit(committed)
+    records = orphan.after(after, max_bytes)
+    status = RingStatus(head=orphan.head, ring_fill=1.0, is_draining=True)
+    if records is None:
+        return Drained() if orphan.is_done else NothingNew(status)
+    return Body(data=records.data, first=records.first, last=records.last, rows=records.rows, standing=status)
 
 
 def _needed_plans(stream: bytes) -> tuple[str, ...] | None:
@@ -161,94 +179,118 @@ def _needed_plans(stream: bytes) -> tuple[str, ...] | None:
         return None
 
 
-START_SECONDS: Final = 10.0
-"""How long the start of the service waits for the first look."""
-
-
-class Knowledge(Protocol):
-    """What the service knows, as far as it is needed here."""
-
-    registry: Registry
-
-    def accept(self, registration: Registration, addresses: tuple[Address, ...]) -> Accepted:
-        """Take a registration. Raises RegistrationError."""
-        ...
-
-
 class SpoolScanner:
-    """`watermark` asks the store how far it has a process, `follow` sees to it that a target is polled, at once."""
+    """Searches for spools of dead processes, registers the processes as targets, and releases spools it cannot read."""
 
     def __init__(
         self,
         spools: Spools,
-        knowledge: Knowledge,
+        registry: Registry,
         *,
+        accept: Callable[[Registration, tuple[Address, ...]], Accepted],
         watermark: Callable[[str], Awaitable[int]],
         follow: Callable[[Target], None],
     ) -> None:
+        """Set the dependencies. `accept` registers a process, `follow` starts polling a target immediately.
+
+        `watermark` returns the last committed seq of a process.
+        """
         self._spools = spools
-        self._knowledge = knowledge
+        self._registry = registry
+        self._accept = accept
         self._watermark = watermark
         self._follow = follow
         self._first: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Look for the first time; a disk that does not answer must not keep the service from starting."""
-        self._first = asyncio.create_task(self.look())
+        """Run the first scan. A disk that does not respond delays the start of the service by at most START_SECONDS."""
+        self._first = asyncio.create_task(self._scan_safely())
         done, _ = await asyncio.wait([self._first], timeout=START_SECONDS)
         if not done:
-            log.warning("[spool] folders: the disk does not answer, the service starts without it")
+            log.warning("[spool] folders: scan timed out after %g s, starting without the spools", START_SECONDS)
 
-    async def run(self, scan_seconds: float) -> None:
-        """Look until cancelled."""
+    async def scan(self) -> None:
+        """Register new orphan spools, delete those that the store has, and release those of live processes."""
         if self._first is not None:
             await self._first
-        while True:
-            await asyncio.sleep(scan_seconds)
-            await self.look()
+        await self._scan_safely()
 
-    async def look(self) -> None:
-        """Follow what is found, delete what the store has, and leave what belongs to a process that lives after all."""
+    async def _scan_safely(self) -> None:
         try:
-            await self._look()
-        except (
-            Exception
-        ):  # what lies on a disk may be anything, and must neither end the service nor keep it from starting
-            log.exception("looking for spools failed; it is tried again")
+            await self._scan()
+        except Exception:  # files of any content must neither stop the service nor prevent its start
+            log.exception("unexpected error in the scan for spools, retrying")
 
-    async def _look(self) -> None:
-        for who in await self._spools.find():
+    async def _scan(self) -> None:
+        for registration in await self._spools.find():
             try:
-                await self._adopt(who)
-            except Exception as error:  # one spool that cannot be followed must not keep back the others
-                log.exception("unexpected error in following the spool %s; it is tried again", who.url)
-                self._spools.unfreeze_gc(who.url, repr(error))
-        for incarnation, url in self._spools.held():
-            if (target := self._knowledge.registry.get(incarnation)) is not None:
-                self._look_after(target, url)
+                await self._adopt(registration)
+            except Exception as error:  # one spool must not prevent the adoption of the others
+                log.exception("unexpected error in adopting the spool %s, retrying", registration.url)
+                self._spools.release(registration.url, repr(error))
+        for incarnation, url in self._spools.claimed():
+            if (target := self._registry.get(incarnation)) is None:
+                continue
+            if target.registration.url != url:
+                self._spools.release(url, "its process lives. Does the file system support locks between hosts?")
+            elif target.is_gone:
+                self._spools.release(url, f"reading failed, retrying ({target.last_error})")
+            elif target.health is not Health.FAILING:
+                self._accept(target.registration, ())  # a heartbeat: the target may have to wait for the store
 
-    def _look_after(self, target: Target, url: str) -> None:
-        if target.registration.url != url:
-            self._spools.unfreeze_gc(url, "its process lives. Does the file system carry locks between hosts?")
-        elif target.is_gone:
-            self._spools.unfreeze_gc(url, f"it could not be read ({target.last_error}); it is tried again")
-        elif target.health is not Health.FAILING:
-            self._knowledge.accept(target.registration, ())  # a heartbeat: it may have to wait for the store
-
-    async def _adopt(self, who: Registration) -> None:
+    async def _adopt(self, registration: Registration) -> None:
         try:
-            check_registration(who)
-            known = self._knowledge.registry.get(who.incarnation)
+            check_registration(registration)
+            known = self._registry.get(registration.incarnation)
             if known is not None:
-                # A rank that does not register has its identity from our configuration, and so have its rows.
+                # A static target has the identity of the service's configuration, and so have its stored rows.
                 named = known.registration
-                who = replace(who, run=named.run, rank=named.rank, launch_id=named.launch_id)
-            elif await self._watermark(who.incarnation) >= who.head:
-                await self._spools.remove(who.url)
+                registration = replace(registration, run=named.run, rank=named.rank, launch_id=named.launch_id)
+            elif await self._watermark(registration.incarnation) >= registration.head:
+                await self._spools.remove(registration.url)
                 return
-            target = self._knowledge.accept(who, ()).target
+            target = self._accept(registration, ()).target
         except RegistrationError as error:
-            self._spools.unfreeze_gc(who.url, str(error))
+            self._spools.release(registration.url, str(error))
             return
-        log.info("records of a dead process are read from disk", extra={"target": target.name, "url": who.url})
+        log.info("reading the spool of a dead process", extra={"target": target.name, "url": registration.url})
         self._follow(target)
+
+
+def register_orphan(runs: RunTracker, target: Target, now: float, wall: int) -> Attempt:
+    """Record that records of a dead process are available; return its attempt.
+
+    This is no sign of life: a process that was found dead remains dead, another one until its spool is drained. A
+    process that has replaced the dead one is not changed. `now` is in monotonic seconds, `wall` in UTC µs.
+    """
+    attempt = runs.get(target.attempt_key)
+    known = None if attempt is None else attempt.ranks.get(target.registration.rank)
+    if attempt is not None and known is not None and known.incarnation != target.incarnation:
+        return attempt
+    before = None if known is None else replace(known)
+    attempt = runs.registered(target.registration, target.attempt, target.liveness, wall)
+    rank = attempt.ranks[target.registration.rank]
+    if attempt.has_ended and attempt.settled_at is None:
+        attempt.settled_at = now  # it ended under an earlier service; it is shown again for a while
+    if before is not None and before.is_vanished:
+        rank.is_vanished, rank.never_answered = True, before.never_answered
+    elif attempt.state is RunState.FAILED and rank.exit_reason is None and not rank.is_closed:
+        rank.vanish(now, wall)
+        rank.silent_from = None  # unknown until its records are read
+    return attempt
+
+
+def drain_orphan(runs: RunTracker, target: Target, now: float, wall: int) -> None:
+    """Record that all records of a dead process are read. Without an exit report, it vanished after the last one."""
+    attempt = runs.get(target.attempt_key)
+    rank = None if attempt is None else attempt.ranks.get(target.registration.rank)
+    if attempt is None or rank is None or rank.incarnation != target.incarnation:
+        return
+    if rank.exit_reason is not None or rank.is_closed:
+        return
+    if not rank.is_vanished:
+        rank.vanish(now, wall)
+        rank.silent_from = rank.silent_from if target.last_ts is None else target.last_ts
+    elif rank.silent_from is None:
+        rank.silent_from = target.last_ts
+    attempt.note_activity()

@@ -1,7 +1,7 @@
-"""How much of a run's time went into steps that count, asked of the store now and then while runs go on.
+"""Read the goodput of all runs from the store while runs continue: the share of the time spent in steps that count.
 
-The store knows all launches of a run and survives the service, so nothing is added up here. What was not committed yet
-is not in it: the ratio is as old as the last commit, and as the last look.
+The store contains all launches of a run and survives a restart of the service, so that no sums are kept here. Rows that
+are not committed are not included: the ratio is as old as the last commit, and as the last read.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from rankscope_ingest.base.background import ReadBudget
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
 
 WITHOUT_TIME: Final = frozenset({"tensor_stats", "tensors", "samples"})
-"""Datasets of which no row says what time went into. A commit of these alone leaves every ratio as it was."""
+"""Datasets that goodput is not computed from. A commit of these only changes no ratio."""
 
-LOOK_SECONDS: Final = 20.0
-_LONGEST: Final = 15
-"""What goes on for long changes its ratio slowly: each pause is longer by the first, until it is so many of them."""
-_SHARE: Final = 0.02
-"""Of the time of one core, at most this much goes into looking, however long the history is."""
+READ_SECONDS: Final = 20.0
+_MAX_INTERVALS: Final = 15
+"""The ratio of a long run changes slowly: the pause between reads grows up to this many intervals."""
 
 log = logging.getLogger(__name__)
 
@@ -30,51 +29,45 @@ Ratios = Mapping[str, float]
 
 
 def read_goodput(path: str) -> Ratios:
-    """Return the goodput of every run in the store that has one."""
+    """Return the goodput of each run in the store at `path` that has one."""
     with connect(path, single_threaded=True) as connection:
         rows = connection.query("SELECT run, goodput FROM goodput WHERE goodput IS NOT NULL").to_pylist()
     return {row["run"]: row["goodput"] for row in rows}
 
 
 class GoodputReader:
-    """Looks again when something was committed since, and never for a larger share of the time than allowed."""
+    """The latest goodput of each run. It is read again after a commit, within the limits of a `ReadBudget`."""
 
     def __init__(
         self,
         read: Callable[[], Ratios],
         commits: Callable[[], int],
         *,
-        look_seconds: float = LOOK_SECONDS,
+        read_seconds: float = READ_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._read = read
         self._commits = commits
-        self._look_seconds = look_seconds
-        self._clock = clock
-        self._commits_seen = -1  # what a former service stored is asked for as well
-        self._next_at = float("-inf")
-        self._looks = 0
+        self._commits_seen = -1  # the first read includes data of earlier services
+        self._budget = ReadBudget(read_seconds, clock=clock, max_intervals=_MAX_INTERVALS)
         self.ratios: Ratios = {}
 
-    async def run(self) -> None:
-        """Look whenever that is due, until cancelled."""
-        while True:
-            if self.due():
-                try:
-                    await asyncio.to_thread(self.look)
-                except (StoreError, OSError) as error:
-                    log.warning("goodput cannot be read, it is tried again: %s", error)
-            await asyncio.sleep(min(1.0, self._look_seconds))
+    async def read_if_due(self) -> None:
+        """Read in a thread if a read is due. A failed read is logged and retried."""
+        if self.is_due:
+            try:
+                await asyncio.to_thread(self.read)
+            except (StoreError, OSError) as error:
+                log.warning("goodput cannot be read, retrying: %s", error)
 
-    def due(self) -> bool:
-        """Return whether it is time, and there is something new."""
-        return self._clock() >= self._next_at and self._commits() > self._commits_seen
+    @property
+    def is_due(self) -> bool:
+        """Return whether the budget allows a read and rows were committed since the last one."""
+        return self._budget.is_due and self._commits() > self._commits_seen
 
-    def look(self) -> None:
-        """Read; blocks as long as that takes."""
-        began, commits = self._clock(), self._commits()
-        self._next_at = began + self._look_seconds
-        self.ratios = self._read()
-        self._commits_seen = commits
-        self._looks = min(self._looks + 1, _LONGEST)
-        self._next_at = began + max(self._looks * self._look_seconds, (self._clock() - began) / _SHARE)
+    def read(self) -> None:
+        """Read the ratios. Blocks until the store has answered."""
+        commits = self._commits()
+        with self._budget.reading():
+            self.ratios = self._read()
+            self._commits_seen = commits

@@ -1,4 +1,4 @@
-"""What the command line shows while the service works: snapshots of plain values, made once a second. Pure."""
+"""Snapshots of the progress of runs and of the service, for the command line and for metrics. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Final
 
 import pyarrow as pa
 
-from rankscope_ingest.runs.target import Health, Target
-from rankscope_ingest.runs.tracker import ENDED, Attempt
+from rankscope_ingest.runs.models import Attempt
+from rankscope_ingest.runs.target import Target
 
 LOSS: Final = "loss"
 TOKENS: Final = "tokens_total"
@@ -19,7 +19,7 @@ _WINDOW_SECONDS: Final = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """One run at one moment. None: not known (yet)."""
+    """Progress of one run at one time. None: unknown."""
 
     run: str
     attempt: int
@@ -36,27 +36,27 @@ class RunProgress:
     world_size: int
     eta_seconds: float | None
     started_at: int | None = None  # UTC µs
-    ended_at: int | None = None  # UTC µs; of an attempt that ended
-    failed_rank: int | None = None  # the one that failed first
+    ended_at: int | None = None  # UTC µs; None while the attempt runs
+    failed_rank: int | None = None  # the rank that failed first
     last_step_at: int | None = None  # UTC µs, by the rank's clock
     steps_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The service at one moment."""
+    """Progress of the service at one time."""
 
     url: str
     runs: tuple[RunProgress, ...]
     targets: int
     rows_pending: int
     rows_stored: int
-    degraded: str | None  # why the service cannot do its work, in words
+    degraded: str | None  # text: reason why the service cannot store rows
 
 
 @dataclass(slots=True, kw_only=True)
 class RunMeter:
-    """Figures of one attempt, gathered from the bodies of its ranks as they pass."""
+    """Loss, rates and counts of one attempt, collected from the polled bodies of its ranks."""
 
     loss: float | None = None
     rows_stored: int = 0
@@ -66,11 +66,15 @@ class RunMeter:
     _steps: deque[tuple[float, float]] = field(default_factory=deque)
 
     def observe(self, rank: int, scalars: Mapping[str, pa.Array] | pa.Table | None, ts: int, step: int | None) -> None:
-        """Take what one body says; `ts` is the rank's own clock in µs, so that a backlog does not look like speed."""
+        """Take the figures of one body. `step`: its last step.
+
+        `ts`: time in µs by the clock of the rank, so that a backlog does not look like a high rate.
+        """
         seconds = ts / 1e6
-        if step is not None and not (self._steps and step == self._steps[-1][1]):  # as what a rank says of a hang
+        newest = self._steps[-1][1] if self._steps else None
+        if step is not None and step != newest:  # reports of a hang repeat the last step
             self.last_step_at = ts if self.last_step_at is None else max(self.last_step_at, ts)
-        if step is not None and (not self._steps or step >= self._steps[-1][1]):  # a rank behind says nothing of speed
+        if step is not None and (newest is None or step >= newest):  # a rank that is behind does not show the rate
             _remember(self._steps, seconds, step)
         if scalars is None:
             return
@@ -81,16 +85,16 @@ class RunMeter:
             _remember(self._tokens.setdefault(rank, deque()), seconds, tokens)
 
     def tokens_per_second(self) -> float | None:
-        """Return the rate over the last half minute, summed over ranks."""
+        """Return the rate over the last 30 s, summed over the ranks."""
         rates = [rate for series in self._tokens.values() if (rate := _rate(series)) is not None]
         return sum(rates) if rates else None
 
     def steps_per_second(self) -> float | None:
-        """Return the speed over the last half minute, by the clock of the rank that is ahead."""
+        """Return the rate over the last 30 s, by the clock of the rank with the highest step."""
         return _rate(self._steps)
 
     def eta_seconds(self, planned_steps: int | None, step: int | None) -> float | None:
-        """Return how long the remaining steps take at the present speed."""
+        """Return the time for the remaining steps at the present rate, or None if it is unknown."""
         rate = _rate(self._steps)
         if planned_steps is None or step is None or not rate:
             return None
@@ -98,7 +102,7 @@ class RunMeter:
 
 
 def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -> RunProgress:
-    """Return where `attempt` stands; `targets` are its ranks."""
+    """Return the progress of `attempt`. `targets` are its ranks."""
     return RunProgress(
         run=attempt.run,
         attempt=attempt.number,
@@ -109,11 +113,11 @@ def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -
         loss=meter.loss,
         tokens_per_second=meter.tokens_per_second(),
         rows_stored=meter.rows_stored,
-        lag_records=sum(target.lag_records for target in targets if target.health is not Health.GONE),
+        lag_records=sum(target.lag_records for target in targets if not target.is_gone),
         records_lost=meter.records_lost,
         ranks_alive=len(attempt.live_ranks),
         world_size=attempt.world_size,
-        eta_seconds=None if attempt.state in ENDED else meter.eta_seconds(attempt.planned_steps, attempt.last_step),
+        eta_seconds=None if attempt.has_ended else meter.eta_seconds(attempt.planned_steps, attempt.last_step),
         started_at=attempt.started_at,
         ended_at=attempt.ended_at,
         failed_rank=attempt.culprit,
@@ -123,8 +127,8 @@ def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -
 
 
 def last_value(scalars: Mapping[str, pa.Array] | pa.Table, name: str) -> float | None:
-    """Return the newest value of the scalar `name` that has a value; labelled ones only where none is without."""
-    # A body has a few dozen scalars: going through them costs less than a kernel of Arrow that is called once.
+    """Return the newest value of the scalar `name`, or None. A value with labels is used only if all have labels."""
+    # A body has a few dozen scalars: a Python loop over them is faster than one call of an Arrow kernel.
     found = [position for position, known in enumerate(scalars["name"].to_pylist()) if known == name]
     if not found:
         return None
@@ -136,9 +140,9 @@ def last_value(scalars: Mapping[str, pa.Array] | pa.Table, name: str) -> float |
 
 def _remember(series: deque[tuple[float, float]], at: float, value: float) -> None:
     if series and at < series[-1][0]:
-        return  # another rank is ahead
+        return  # another rank is ahead of this one
     if series and value < series[-1][1]:
-        series.clear()  # the counter began anew
+        series.clear()  # the counter was reset
     series.append((at, value))
     while at - series[0][0] > _WINDOW_SECONDS:
         series.popleft()

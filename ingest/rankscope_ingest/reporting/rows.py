@@ -1,7 +1,7 @@
-"""Rows the service itself adds to the store: launches, gaps, incidents, and versions of runs and attempts. Pure.
+"""Rows that the service adds to the store: launches, gaps, incidents, and versions of runs and attempts. Pure.
 
-Their `ts_origin` is "ingest". A gap in a body stands at the last lost seq, so that it is dropped together with the
-records around it when they are stored already; other rows carry no seq, and a repeated version of a run is harmless.
+Their `ts_origin` is "ingest". A gap in a body has the seq of the last lost record, so that it is dropped together with
+the records around it if these are stored already. Other rows have no seq; a repeated version of a run does no harm.
 """
 
 from __future__ import annotations
@@ -14,116 +14,96 @@ from typing import Any, Final
 import pyarrow as pa
 
 from rankscope_contract.model.events import EventType, Severity
-from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table
-from rankscope_ingest.notify.incident import Incident, headline
 from rankscope_ingest.record_channel.plans import PlanColumns
+from rankscope_ingest.runs.incident import Incident
+from rankscope_ingest.runs.models import Attempt, AttemptKey
 from rankscope_ingest.runs.target import Target
-from rankscope_ingest.runs.tracker import ENDED, Attempt, AttemptKey
+from rankscope_ingest.runs.text import headline
 
 LIVE: Final = "live"
+
+SYMPTOM_COLUMNS: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold")
+"""Columns of `events` that a symptom has under the same names."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """When a row was made: wall clock in UTC µs, and its place in the order of arrival."""
+    """Creation of a row: wall clock time in UTC µs, and arrival number."""
 
     ts: int
     ordinal: int
 
     def columns(self) -> Row:
-        """Return the columns that say when."""
+        """Return the columns of time and order."""
         return {"ts": self.ts, "ordinal": self.ordinal, "ts_origin": FROM_INGEST}
 
 
+def event_row(stamp: Stamp, kind: EventType, severity: str, message: str, details: object, /, **columns: Any) -> Row:
+    """Return an event of the service. `details` becomes JSON; `columns` are further columns."""
+    event = {"type": kind, "severity": severity, "message": message, "details": compact_json(details)}
+    return {**stamp.columns(), **event, **columns}
+
+
+def compact_json(value: object) -> str:
+    """Return `value` as JSON without spaces, with sorted keys."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
 def launch_row(target: Target, stamp: Stamp) -> Row:
-    """Return the event of a process that registered."""
-    who = target.registration
-    details = {
-        "launch_id": who.launch_id,
-        "host": who.host,
-        "pid": who.pid,
-        "world_size": who.world_size,
-        "versions": who.versions,
-    }
-    message = f"rank {who.rank} of {who.world_size} registered from {who.host}, process {who.pid}"
-    return _rank_columns(who, target.attempt) | {
-        **stamp.columns(),
-        "type": EventType.LAUNCH,
-        "severity": Severity.INFO,
-        "message": message,
-        "details": _json(details),
-    }
+    """Return the event that a process has registered."""
+    process = target.registration
+    details = {name: getattr(process, name) for name in ("launch_id", "host", "pid", "world_size", "versions")}
+    message = f"rank {process.rank} of {process.world_size} registered from {process.host}, process {process.pid}"
+    return event_row(stamp, EventType.LAUNCH, Severity.INFO, message, details, **_rank_columns(target))
 
 
-def gap_row(target: Target, first: int, last: int, why: str, stamp: Stamp) -> Row:
-    """Return the event of records `first` to `last` that can no longer be had."""
-    count = last - first + 1
-    details = {"first": first, "last": last, "records": count, "reason": why}
-    return _rank_columns(target.registration, target.attempt) | {
-        **stamp.columns(),
-        "seq": last,
-        "type": EventType.GAP,
-        "severity": Severity.WARNING,
-        "value": float(count),
-        "message": f"{count} records lost (seq {first} to {last}): {why}",
-        "details": _json(details),
-    }
+def gap_row(target: Target, first: int, last: int, reason: str, stamp: Stamp) -> Row:
+    """Return the event that records with seq `first` to `last` are lost."""
+    records = last - first + 1
+    details = {"first": first, "last": last, "records": records, "reason": reason}
+    message = f"{records} records lost (seq {first} to {last}): {reason}"
+    columns = _rank_columns(target) | {"seq": last, "value": float(records)}
+    return event_row(stamp, EventType.GAP, Severity.WARNING, message, details, **columns)
 
 
 def found_row(target: Target, first: int, last: int, stamp: Stamp) -> Row:
-    """Return the event that takes a gap back: its count is negative, so that sums over gaps stay right."""
-    count = last - first + 1
-    details = {"first": first, "last": last, "records": -count, "reason": "the process was only out of reach"}
-    return _rank_columns(target.registration, target.attempt) | {
-        **stamp.columns(),
-        "type": EventType.GAP,
-        "severity": Severity.INFO,
-        "value": float(-count),
-        "message": f"{count} records taken for lost (seq {first} to {last}) arrived after all",
-        "details": _json(details),
-    }
+    """Return the event that undoes a gap: the records arrived. Its count is negative, so that sums remain correct."""
+    records = last - first + 1
+    details = {"first": first, "last": last, "records": -records, "reason": "the process was only out of reach"}
+    message = f"{records} records that were counted as lost (seq {first} to {last}) have arrived"
+    columns = _rank_columns(target) | {"value": float(-records)}
+    return event_row(stamp, EventType.GAP, Severity.INFO, message, details, **columns)
 
 
 def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
     """Return the event that an incident reached `state`: opened, notified, undelivered, muted or resolved.
 
-    Its rank is null where the incident singles out none.
+    The rank is null if the incident names no single rank.
     """
     first = incident.first
+    evidence = {"cause": incident.cause, "reports": incident.reports, "where": incident.places}
     details = {
         "key": incident.key,
         "state": state,
         "events": incident.events,
         "ranks": sorted(incident.ranks),
         "last_step": incident.last_step,
-        **({"cause": incident.cause} if incident.cause else {}),
-        **({"reports": incident.reports} if incident.reports else {}),
-        **({"where": incident.lines} if incident.lines else {}),
+        **{name: value for name, value in evidence.items() if value},
     }
-    return {
-        **stamp.columns(),
-        "run": first.run,
-        "attempt": first.attempt,
-        "rank": first.rank,
-        "step": first.step,
-        "type": EventType.INCIDENT,
-        "severity": incident.severity,
-        "message": headline(first),
-        "details": _json(details),
-        **{name: getattr(first, name) for name in ("rule", "kind", "tensor", "op", "value", "baseline", "threshold")},
-    }
+    columns = {name: getattr(first, name) for name in ("run", "attempt", "rank", "step", *SYMPTOM_COLUMNS)}
+    return event_row(stamp, EventType.INCIDENT, incident.severity, headline(first), details, **columns)
 
 
 def run_row(attempt: Attempt, started_at: int, stamp: Stamp) -> Row:
-    """Return the version of a run after its latest attempt; `started_at` is that of the first."""
+    """Return a version of a run after its latest attempt. `started_at`: start of its first attempt in UTC µs."""
     return _state_columns(attempt, stamp) | {"started_at": started_at}
 
 
 def attempt_row(attempt: Attempt, stamp: Stamp) -> Row:
-    """Return the version of an attempt."""
+    """Return a version of an attempt."""
     return _state_columns(attempt, stamp) | {"started_at": attempt.started_at, "launch_id": attempt.launch_id}
 
 
@@ -133,30 +113,27 @@ def _state_columns(attempt: Attempt, stamp: Stamp) -> Row:
         "run": attempt.run,
         "attempt": attempt.number,
         "state": attempt.state,
-        "ended_at": attempt.ended_at if attempt.state in ENDED else None,
+        "ended_at": attempt.ended_at if attempt.has_ended else None,
         "planned_steps": attempt.planned_steps,
         "last_step": attempt.last_step,
         "world_size": attempt.world_size,
         "source_kind": LIVE,
-        "config": _json(attempt.config) if attempt.config else None,
+        "config": compact_json(attempt.config) if attempt.config else None,
         "reason": attempt.reason,
     }
 
 
-def _rank_columns(who: Registration, attempt: int) -> Row:
-    return {"run": who.run, "attempt": attempt, "rank": who.rank, "incarnation": who.incarnation}
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+def _rank_columns(target: Target) -> Row:
+    process = target.registration
+    return {"run": process.run, "attempt": target.attempt, "rank": process.rank, "incarnation": process.incarnation}
 
 
 REFRESH_MICROSECONDS: Final = 60_000_000
-"""A run that goes on gets a new version this often, so that its last step is about right after a crash."""
+"""Interval of new versions of an active run, so that its last step is nearly correct after a crash."""
 
 
 class Versions:
-    """Knows what was written last. `stamp` gives a moment and a place in the order of arrival."""
+    """Versions of runs and attempts, and rows of tensors, that were not written yet. `stamp` numbers the rows."""
 
     def __init__(self, stamp: Callable[[], Stamp], run_starts: Mapping[str, int]) -> None:
         self._stamp = stamp
@@ -165,7 +142,7 @@ class Versions:
         self._known_plans: set[tuple[str, int, str]] = set()
 
     def of_attempt(self, attempt: Attempt, *, is_latest: bool) -> dict[str, pa.Table]:
-        """Return a version of the attempt, and of its run when that is the run's latest."""
+        """Return a version of the attempt, and also of its run if the attempt is the latest one."""
         stamp = self._stamp()
         self._written_at[attempt.key] = stamp.ts
         start = self._run_starts.setdefault(attempt.run, attempt.started_at)
@@ -175,26 +152,24 @@ class Versions:
         return tables
 
     def due(self, attempts: Iterable[Attempt], wall: int) -> list[Attempt]:
-        """Return the attempts that go on and were last written long ago."""
+        """Return the active attempts whose last version is older than REFRESH_MICROSECONDS. `wall` is in UTC µs."""
         return [
             attempt
             for attempt in attempts
-            if attempt.state not in ENDED
-            and wall - self._written_at.setdefault(attempt.key, wall) >= REFRESH_MICROSECONDS
+            if not attempt.has_ended and wall - self._written_at.setdefault(attempt.key, wall) >= REFRESH_MICROSECONDS
         ]
 
     def of_tensors(self, target: Target, plans: Mapping[str, PlanColumns]) -> pa.Table | None:
-        """Return the tensors of plans that are new in this attempt; the ranks of a launch mostly share theirs."""
+        """Return rows for the tensors of plans that are new in this attempt. Ranks of a launch usually share plans."""
         tables = []
         for plan_id, plan in plans.items():
             known = (target.registration.run, target.attempt, plan_id)
             if known not in self._known_plans:
                 self._known_plans.add(known)
-                # A place in the order of arrival for each: the plan has the order of the model, and of its calls.
+                # An arrival number for each tensor keeps the order of the plan, which is that of the model.
                 tables.append(plan.dimension_rows(lambda: self._tensor_columns(target)))
         return pa.concat_tables(tables) if tables else None
 
     def _tensor_columns(self, target: Target) -> dict[str, Any]:
-        who, stamp = target.registration, self._stamp()
-        place = {"run": who.run, "attempt": target.attempt, "rank": who.rank}
-        return place | {"ts": stamp.ts, "ordinal": stamp.ordinal, "ts_origin": FROM_INGEST}
+        process = target.registration
+        return {"run": process.run, "attempt": target.attempt, "rank": process.rank, **self._stamp().columns()}

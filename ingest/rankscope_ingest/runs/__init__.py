@@ -1,1 +1,1 @@
-"""States of runs, attempts and ranks, liveness of processes, and the root cause of a failure."""
+"""Runs, attempts and ranks: their states, liveness, root causes and incidents, and all texts about them."""

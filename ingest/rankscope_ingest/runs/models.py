@@ -1,4 +1,4 @@
-"""What is known of an attempt and of each of its ranks: the facts from which its state is decided. No decision here."""
+"""Facts about an attempt and its ranks, from which `state_machine` decides the state of the attempt."""
 
 from __future__ import annotations
 
@@ -7,106 +7,98 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rankscope_contract.model.events import RunState
+from rankscope_ingest.base.config import RunsSection
 
+ENDED: Final = frozenset({RunState.COMPLETED, RunState.STOPPED, RunState.FAILED})
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long silence may last before it means that a process is gone."""
+ARRIVAL_SECONDS: Final = 6.0
+"""Longest time from a restart of the service, or from the registration of a rank, to the rank's first response."""
 
-    refused_after_seconds: float  # nobody listens any more, and no heartbeat came since
-    failed_after_seconds: float  # silence for whatever reason: a host may be down, or a network cut
+AttemptKey = tuple[str, int]
+"""Run and attempt number."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Liveness:
-    """Times are seconds of the service's monotonic clock."""
+    """Latest signs that a process runs or does not run. Times are seconds of the service's monotonic clock."""
 
     last_sign: float
     last_refused: float = -math.inf
 
-    def heard(self, now: float) -> None:
-        """Note a heartbeat or any answer."""
+    def note_sign(self, now: float) -> None:
+        """Record a heartbeat or a response."""
         self.last_sign = max(self.last_sign, now)
 
-    def refused(self, now: float) -> None:
-        """Note that nobody listened, or somebody else."""
+    def note_refusal(self, now: float) -> None:
+        """Record that the port of the process is closed, or that another process uses it."""
         self.last_refused = max(self.last_refused, now)
 
-    def excuse(self, seconds: float, now: float) -> None:
-        """Take a time in which nobody listened off the silence, of which there is none at `now` at the least."""
+    def exclude(self, seconds: float, now: float) -> None:
+        """Exclude a time in which the service received nothing from the silence of the process."""
         shift = min(seconds, now - self.last_sign)
         self.last_sign += shift
         self.last_refused += shift
 
     def is_alive(self, now: float, ttl_seconds: float) -> bool:
-        """Return whether the process must be assumed to run: heard of lately, and not found gone since."""
+        """Return whether the last sign of life is younger than `ttl_seconds`, without a refused connection since."""
         return self.last_refused <= self.last_sign and now - self.last_sign < ttl_seconds
 
-    def has_vanished(self, now: float, patience: Patience) -> bool:
-        """Return whether the process must be assumed dead.
+    def has_vanished(self, now: float, limits: RunsSection) -> bool:
+        """Return whether the process must be considered dead.
 
-        A closed port alone is not enough: while heartbeats come, only the exporter's server may have failed.
+        A closed port is not sufficient: while heartbeats arrive, only the rank's HTTP server may have failed.
         """
-        silence = now - self.last_sign
         is_refused = self.last_refused > self.last_sign
-        return silence >= (patience.refused_after_seconds if is_refused else patience.failed_after_seconds)
-
-
-ENDED: Final = frozenset({RunState.COMPLETED, RunState.STOPPED, RunState.FAILED})
-
-ARRIVAL_SECONDS: Final = 6.0
-"""How long a rank may take from a restart of the service, or from its registration, to its first answer."""
-
-AttemptKey = tuple[str, int]
+        limit = limits.refused_after_seconds if is_refused else limits.failed_after_seconds
+        return now - self.last_sign >= limit
 
 
 @dataclass(slots=True, kw_only=True)
 class Rank:
-    """One rank of one attempt. Times with a µs comment are wall clock, the others monotonic seconds."""
+    """One rank of one attempt. Times with a µs comment are wall clock time, the others monotonic seconds."""
 
     number: int
     incarnation: str
     host: str
     liveness: Liveness
-    known_since: float  # restored or registered
+    known_since: float  # time of its restoration or registration
     last_step: int | None = None
-    stepped_at: float | None = None
     phase: str | None = None
     exit_reason: str | None = None
     error: str | None = None
     exited_at: int | None = None  # UTC µs, by the clock of the rank
-    is_restored: bool = False  # known from the store, and not registered since this service started
-    is_read: bool = False  # it answered a poll
-    is_closed: bool = False  # it drained and said so
+    is_restored: bool = False  # read from the store, and not registered since this service started
+    is_read: bool = False  # it has answered a poll
+    is_closed: bool = False  # it has drained: the store has all its records
     is_vanished: bool = False
-    silent_from: int | None = None  # UTC µs: the last sign of one that vanished
-    silent_until: int | None = None  # UTC µs: when that was found
-    is_unheard: bool = False  # it vanished without having spoken to this service at all
+    silent_from: int | None = None  # UTC µs: last sign of life before it vanished
+    silent_until: int | None = None  # UTC µs: time at which the service found that it had vanished
+    never_answered: bool = False  # it vanished without an answer to this service
 
     @property
     def has_ended(self) -> bool:
-        """Return whether nothing more is expected of the process."""
+        """Return whether the process has ended, as far as the service knows."""
         return self.exit_reason is not None or self.is_closed or self.is_vanished
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the process is gone and nobody knows why."""
+        """Return whether the process vanished for an unknown reason."""
         return self.is_vanished and self.exit_reason is None and not self.is_closed
 
-    def speaks(self) -> bool:
-        """Note a sign of life; return whether that is news: whoever took the process for dead was wrong."""
-        was_vanished, self.is_vanished, self.is_unheard = self.is_vanished, False, False
+    def revive(self) -> bool:
+        """Record a sign of life; return whether the rank was considered dead."""
+        was_vanished, self.is_vanished, self.never_answered = self.is_vanished, False, False
         return was_vanished
 
     def vanish(self, now: float, wall: int) -> None:
-        """Note that the process is taken for dead; of one that only the store knows, the last sign is not known."""
-        self.is_vanished, self.is_unheard, self.silent_until = True, self.is_restored, wall
+        """Record that the process is considered dead. For a rank read from the store, the last sign is unknown."""
+        self.is_vanished, self.never_answered, self.silent_until = True, self.is_restored, wall
         self.silent_from = None if self.is_restored else wall - round((now - self.liveness.last_sign) * 1e6)
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One launch of a run. Times with a µs comment are wall clock, the others monotonic seconds."""
+    """One launch of a run. Times with a µs comment are wall clock time, the others monotonic seconds."""
 
     run: str
     number: int
@@ -118,15 +110,15 @@ class Attempt:
     ranks: dict[int, Rank] = field(default_factory=dict)
     state: RunState = RunState.PENDING
     reason: str | None = None
-    culprit: int | None = None  # the rank that failed first, where the reports single it out
-    evidence: str | None = None  # why that rank is named, or why none is
-    judged_at: float | None = None  # when the service found the present reason of its end
+    culprit: int | None = None  # the rank that failed first, if the reports single it out
+    evidence: str | None = None  # reason why that rank is named, or why none is
+    judged_at: float | None = None  # time at which the service found the present reason of the end
     ended_at: int | None = None  # UTC µs
-    settled_at: float | None = None  # when the service found that it had ended
-    progressed_at: float = 0.0  # when a rank last stepped, registered or changed its phase
+    settled_at: float | None = None  # time at which the service found that the attempt had ended
+    progressed_at: float = 0.0  # last step, registration or change of phase of a rank
     last_step: int | None = None
-    has_news: bool = False  # of a rank, since it ended
-    is_reopened: bool = False  # a rank that had not been counted is at work
+    has_activity: bool = False  # a rank was active after the end of the attempt
+    is_reopened: bool = False  # a rank trained after the end of the attempt
 
     @property
     def key(self) -> AttemptKey:
@@ -135,35 +127,31 @@ class Attempt:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the attempt is over, as far as is known."""
+        """Return whether the attempt is completed, stopped or failed."""
         return self.state in ENDED
 
     @property
     def live_ranks(self) -> list[Rank]:
-        """Return the ranks that still run, as far as is known."""
+        """Return the ranks that still run, as far as the service knows."""
         return [rank for rank in self.ranks.values() if not rank.has_ended]
 
     def is_arriving(self, now: float) -> bool:
-        """Return whether a rank that became known a moment ago has not been read yet: it may know more."""
+        """Return whether a rank became known less than ARRIVAL_SECONDS ago and has not been polled successfully."""
         return any(not rank.is_read and now - rank.known_since < ARRIVAL_SECONDS for rank in self.live_ranks)
 
     @property
     def ranks_missing(self) -> int:
-        """Return how many ranks of the world are not alive; 0 for an attempt that ended as it should."""
+        """Return the number of ranks of the world that are not alive; 0 for a completed or stopped attempt."""
         if self.state in {RunState.COMPLETED, RunState.STOPPED}:
             return 0
         return max(0, self.world_size - len(self.live_ranks))
 
     def is_quiet(self, now: float, seconds: float) -> bool:
-        """Return whether it ended `seconds` ago, and nobody of it came back."""
+        """Return whether the attempt ended at least `seconds` ago and none of its ranks is alive."""
         return self.has_ended and not self.live_ranks and (self.settled_at is None or now - self.settled_at >= seconds)
 
-    def judged(self) -> None:
-        """Note that all news so far were weighed."""
-        self.has_news = self.is_reopened = False
-
-    def hear_news(self, *, of_work: bool = False) -> None:
-        """Note that a rank did something; after the end that is a reason to judge again."""
+    def note_activity(self, *, of_work: bool = False) -> None:
+        """Record activity of a rank. After the end of the attempt, its state is then decided again."""
         if self.has_ended:
-            self.has_news = True
+            self.has_activity = True
             self.is_reopened |= of_work

@@ -1,83 +1,75 @@
-"""The state machine of an attempt: what its facts say about it at one moment. Pure; docs/runs.md has it as a table."""
+"""The state machine of an attempt: decides its state from its facts. Pure; docs/runs.md shows it as a table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.model.events import RunState
-from rankscope_ingest.runs.models import Attempt, Patience
-from rankscope_ingest.runs.root_cause import Cause, Kind, end_of, ending, first_cause
+from rankscope_contract.model.events import ExitReason, RunState
+from rankscope_ingest.base.config import RunsSection
+from rankscope_ingest.runs.models import Attempt
+from rankscope_ingest.runs.root_cause import Cause, EndKind, first_cause
+from rankscope_ingest.runs.text import (
+    NO_SUCCESS,
+    exit_reports,
+    failure_evidence,
+    failure_reason,
+    short_of_plan,
+    stall_reason,
+)
 
 CALM_ENDS: Final = frozenset({RunState.COMPLETED, RunState.STOPPED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """How long things may take."""
-
-    patience: Patience
-    stalled_after_seconds: float
-    stalled_in_phase_after_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StateDecision:
-    """Where an attempt stands. `moment` is when it ended, in UTC µs; `culprit` the rank that failed first, if known."""
+    """The state of an attempt. `moment`: end in UTC µs. `culprit`: the rank that failed first, if it is known."""
 
     state: RunState
     reason: str | None = None
     culprit: int | None = None
-    evidence: str | None = None  # why that rank is named, or why none is; of an attempt that failed
+    evidence: str | None = None  # of a failed attempt: reason why that rank is named, or why none is
     moment: int | None = None
 
 
-def judge(attempt: Attempt, now: float, wall: int, timing: Timing) -> StateDecision | None:
-    """Return where `attempt` stands; None for one that ended and stays as it is.
+def judge(attempt: Attempt, now: float, wall: int, limits: RunsSection) -> StateDecision | None:
+    """Return the state of `attempt`, or None if it has ended and its state does not change.
 
-    An attempt that ended is left alone until news of its ranks: a restarted service knows less than the former one.
-    A rank that only hands over what is stored already does not bring back what was completed or stopped.
+    `now` is in monotonic seconds, `wall` in UTC µs. After its end, an attempt is judged again only when one of its
+    ranks is active: a restarted service has less information than the previous process. A completed or stopped attempt
+    is not reopened by a rank that only delivers records that the store already has.
     """
-    if attempt.has_ended and not attempt.has_news:
+    if attempt.has_ended and not attempt.has_activity:
         return None
     if attempt.state in CALM_ENDS and not attempt.is_reopened:
         return None
     cause = first_cause(attempt, wall)
-    if cause is not None and cause.kind is not Kind.SIGNALLED:
-        return _failed(cause)
+    if cause is not None and cause.kind is not EndKind.SIGNALLED:
+        return StateDecision(
+            state=RunState.FAILED,
+            reason=failure_reason(cause),
+            culprit=cause.culprit,
+            evidence=failure_evidence(cause),
+            moment=cause.moment,
+        )
     if attempt.ranks and not attempt.live_ranks:
         return _ended(attempt, cause, wall)
-    return _at_work(attempt, now, timing)
-
-
-def _failed(cause: Cause) -> StateDecision:
-    return StateDecision(
-        state=RunState.FAILED,
-        reason=cause.words,
-        culprit=cause.culprit,
-        evidence=cause.evidence,
-        moment=cause.moment,
-    )
+    idle = now - attempt.progressed_at
+    is_in_phase = attempt.last_step is None or any(rank.phase for rank in attempt.live_ranks)
+    if idle >= (limits.stalled_in_phase_after_seconds if is_in_phase else limits.stalled_after_seconds):
+        return StateDecision(state=RunState.STALLED, reason=stall_reason(attempt, idle))
+    return StateDecision(state=RunState.PENDING if attempt.last_step is None else RunState.RUNNING)
 
 
 def _ended(attempt: Attempt, signal: Cause | None, wall: int) -> StateDecision:
-    moment = end_of(attempt.ranks.values(), wall)
+    """Return how an attempt ended that has no live and no failed rank."""
+    ranks = attempt.ranks.values()
+    moment = max((rank.exited_at for rank in ranks if rank.exited_at is not None), default=wall)
     if signal is not None:
-        return StateDecision(state=RunState.STOPPED, reason=signal.words, moment=moment)
-    state, reason = ending(attempt)
-    return StateDecision(state=state, reason=reason, moment=moment)
-
-
-def _at_work(attempt: Attempt, now: float, timing: Timing) -> StateDecision:
-    idle = now - attempt.progressed_at
-    if attempt.last_step is None:
-        if idle < timing.stalled_in_phase_after_seconds:
-            return StateDecision(state=RunState.PENDING)
-        missing = attempt.world_size - len(attempt.ranks)
-        who = f"; {missing} of {attempt.world_size} ranks never registered" if missing > 0 else ""
-        return StateDecision(state=RunState.STALLED, reason=f"alive, but no first step for {idle:.0f} s{who}")
-    in_phase = any(rank.phase for rank in attempt.live_ranks)
-    limit = timing.stalled_in_phase_after_seconds if in_phase else timing.stalled_after_seconds
-    if idle < limit:
-        return StateDecision(state=RunState.RUNNING)
-    return StateDecision(state=RunState.STALLED, reason=f"alive, but no step for {idle:.0f} s")
+        return StateDecision(state=RunState.STOPPED, reason=failure_reason(signal), moment=moment)
+    if all(rank.exit_reason == ExitReason.COMPLETED for rank in ranks):
+        return StateDecision(state=RunState.COMPLETED, reason=short_of_plan(attempt), moment=moment)
+    reported = [rank for rank in ranks if rank.error]
+    return StateDecision(
+        state=RunState.STOPPED, reason=exit_reports(reported) if reported else NO_SUCCESS, moment=moment
+    )

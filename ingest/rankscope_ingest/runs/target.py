@@ -1,4 +1,4 @@
-"""One rank as the service sees it: who it is, how far it was read and committed, and how it is."""
+"""One polled process as the service sees it: identity, position of reading and committing, and health."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rankscope_contract.protocol.channel import NOTHING, Registration
-from rankscope_ingest.runs.models import Liveness
+from rankscope_ingest.runs.models import AttemptKey, Liveness
 
 
 class Health(enum.StrEnum):
-    """How a target answers."""
+    """Result of the latest polls of a target."""
 
     PENDING = "pending"  # registered, not polled yet
     UP = "up"
-    DRAINING = "draining"  # it waits for its last records to be committed
-    FAILING = "failing"  # the last poll brought an error; it is tried again
-    GONE = "gone"  # it ended, or vanished; no longer polled
+    DRAINING = "draining"  # the process waits until its last records are committed
+    FAILING = "failing"  # the last poll failed; the service retries
+    GONE = "gone"  # the process ended or vanished; it is no longer polled
 
 
 @dataclass(slots=True, kw_only=True)
 class Target:
-    """A registered incarnation and its cursor. Mutated only on the service's event loop."""
+    """A registered incarnation and its cursor. Changed only on the event loop of the service."""
 
     registration: Registration
     attempt: int
     lease: str
     liveness: Liveness
-    cursor: int = NOTHING  # last seq taken; what comes next is asked for after it
-    committed: int = NOTHING  # last seq that is durable; passed back to the rank
-    head: int = NOTHING  # newest seq the rank is known to have published
+    cursor: int = NOTHING  # last seq taken; the next poll requests records after it
+    committed: int = NOTHING  # last seq that is durable; it is reported to the rank
+    head: int = NOTHING  # newest seq that the rank is known to have published
     health: Health = Health.PENDING
     last_error: str | None = None
     last_scrape: float | None = None  # seconds of the service's monotonic clock
@@ -40,8 +40,8 @@ class Target:
     records_lost: int = 0
     gone_at: float | None = None
     last_ts: int | None = None  # UTC µs of the newest record taken, by the clock of the rank
-    given_up: int = NOTHING  # up to this seq, what was not taken was counted as lost when the process vanished
-    uncommitted: deque[tuple[int, int]] = field(default_factory=deque)  # (last seq, rows) of each body on its way
+    given_up: int = NOTHING  # records up to this seq that were not taken are counted as lost
+    uncommitted: deque[tuple[int, int]] = field(default_factory=deque)  # last seq and rows of each pending body
 
     @property
     def incarnation(self) -> str:
@@ -49,36 +49,41 @@ class Target:
         return self.registration.incarnation
 
     @property
+    def attempt_key(self) -> AttemptKey:
+        """Return run and attempt number."""
+        return self.registration.run, self.attempt
+
+    @property
     def identity(self) -> tuple[str, str, int]:
-        """Return what at most one live process may be: run, launch, rank."""
+        """Return run, launch and rank, which at most one live process has."""
         return self.registration.run, self.registration.launch_id, self.registration.rank
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the process ended, or is taken for dead."""
+        """Return whether the process ended or is considered dead."""
         return self.health is Health.GONE
 
     @property
     def is_dead(self) -> bool:
-        """Return whether somebody else speaks for the process, from its spool."""
+        """Return whether another process serves the records of this one from its spool."""
         return self.registration.served_by is not None
 
     @property
     def name(self) -> str:
-        """Return run and rank for people and for the `instance` label."""
+        """Return run and rank for logs and for the `instance` label."""
         return f"{self.registration.run}/{self.registration.rank}"
 
     @property
     def lag_records(self) -> int:
-        """Return how many published records are not durable yet."""
+        """Return the number of published records that are not durable yet."""
         return max(0, self.head - self.committed)
 
     def leave(self, now: float) -> None:
-        """Stop following the process: it ended, or is taken for dead."""
+        """Stop polling the process: it ended, or it is considered dead."""
         self.health, self.gone_at = Health.GONE, now
 
     def commit(self, seq: int) -> int:
-        """Note that everything up to `seq` is durable; return how many rows that made so."""
+        """Record that everything up to `seq` is durable; return the number of rows that became durable."""
         self.committed = max(self.committed, seq)
         rows = 0
         while self.uncommitted and self.uncommitted[0][0] <= seq:

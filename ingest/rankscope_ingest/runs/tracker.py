@@ -1,8 +1,8 @@
-"""All runs and what was heard of them: registrations, steps, exit words and silence. Pure: the clock is an argument.
+"""All runs and their facts: registrations, steps, exit reports and silence. Pure: the caller passes the time.
 
-A run is its latest attempt. An attempt has failed as soon as one rank raised or vanished without a word; it has ended
-when all ranks it ever had did. Ranks that never registered are counted as missing, but prove nothing: a training may
-watch rank 0 alone. What the facts say is decided in `rulings`.
+The state of a run is that of its latest attempt. An attempt has failed as soon as one rank raised an exception or
+vanished without an exit report. It has ended when all its ranks have ended. Ranks that never registered count as
+missing but prove nothing: a training may monitor rank 0 only. `state_machine` decides the state.
 """
 
 from __future__ import annotations
@@ -13,36 +13,30 @@ from dataclasses import dataclass
 from rankscope_contract.model.events import RunState
 from rankscope_contract.protocol.channel import Registration
 from rankscope_contract.security.redaction import redacted
-from rankscope_ingest.runs.models import ARRIVAL_SECONDS, ENDED, Attempt, AttemptKey, Liveness, Patience, Rank
-from rankscope_ingest.runs.state_machine import StateDecision, Timing, judge
-
-__all__ = ["ARRIVAL_SECONDS", "ENDED", "Attempt", "AttemptKey", "Rank", "RunTracker", "Timing", "Verdict"]
+from rankscope_ingest.base.config import RunsSection
+from rankscope_ingest.runs.models import ENDED, Attempt, AttemptKey, Liveness, Rank
+from rankscope_ingest.runs.state_machine import StateDecision, judge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What one look at the clock brought: attempts whose state changed, and ranks that were found dead."""
+class RunChanges:
+    """Result of one `tick`: the attempts whose state changed, and the ranks that were found dead."""
 
     changed: tuple[Attempt, ...]
-    vanished: tuple[tuple[Attempt, Rank], ...]
+    vanished: tuple[Rank, ...]
 
 
 class RunTracker:
-    """All attempts that may still change, and those that ended long ago or under a former service."""
+    """All attempts whose state may still change, and past ones that ended long ago or under an earlier service."""
 
-    def __init__(self, timing: Timing) -> None:
-        self._timing = timing
+    def __init__(self, limits: RunsSection) -> None:
+        self.limits = limits
         self._attempts: dict[AttemptKey, Attempt] = {}
         self._past: dict[AttemptKey, Attempt] = {}
         self._newest: dict[str, int] = {}
 
-    @property
-    def patience(self) -> Patience:
-        """Return after how much silence a rank is taken for dead."""
-        return self._timing.patience
-
     def attempts(self) -> Iterable[Attempt]:
-        """Return every attempt that is looked at."""
+        """Return the attempts whose state may still change."""
         return self._attempts.values()
 
     def get(self, key: AttemptKey) -> Attempt | None:
@@ -50,7 +44,7 @@ class RunTracker:
         return self._attempts.get(key)
 
     def latest(self) -> dict[str, Attempt]:
-        """Return the newest attempt of each run; an older one that goes on alone does not speak for its run."""
+        """Return the newest attempt of each run. A run is absent if only an older attempt still changes."""
         return {attempt.run: attempt for attempt in self._attempts.values() if self.is_newest(attempt)}
 
     def is_newest(self, attempt: Attempt) -> bool:
@@ -58,34 +52,34 @@ class RunTracker:
         return self._newest.get(attempt.run) == attempt.number
 
     def is_live(self, key: AttemptKey, number: int, incarnation: str) -> bool:
-        """Return whether this process is at work as a rank: then `tick` finds out when it vanishes."""
+        """Return whether this process is the live process of a rank. Then `tick` finds out when it vanishes."""
         attempt = self._attempts.get(key)
         rank = None if attempt is None else attempt.ranks.get(number)
         return rank is not None and rank.incarnation == incarnation and not rank.has_ended
 
     def restore(self, attempt: Attempt, now: float = 0.0) -> None:
-        """Put back an attempt that had not ended when a former service stopped; its ranks must speak up again."""
-        # One that had stalled stays so until a step comes, though nobody knows any more since when.
+        """Add an attempt from the store that had not ended. Its ranks must report to this service."""
+        # A stalled attempt remains stalled until its next step; the store does not contain the time of the last step.
         attempt.progressed_at = float("-inf") if attempt.state is RunState.STALLED else now
         self._attempts[attempt.key] = attempt
         self._note_number(attempt)
 
     def remember(self, attempt: Attempt) -> None:
-        """Keep an attempt that had ended, in case one of its ranks speaks up after all."""
+        """Add an attempt from the store that had ended. It is judged again if one of its ranks reports."""
         self._past[attempt.key] = attempt
         self._note_number(attempt)
 
     def forget(self, key: AttemptKey) -> None:
-        """Look no more at an attempt that ended, until one of its ranks speaks up."""
+        """Stop judging an attempt that ended, until one of its ranks reports."""
         if attempt := self._attempts.pop(key, None):
-            if attempt.state is not RunState.FAILED:  # of a failed one, who was lost must be known when some come back
+            if attempt.state is not RunState.FAILED:  # a failed one keeps its lost ranks: only some may come back
                 attempt.ranks.clear()
             self._past[key] = attempt
 
     def is_over(self, key: AttemptKey, registration: Registration) -> bool:
-        """Return whether a process that was never heard of begins a new attempt, though its launch id is known.
+        """Return whether an unknown process starts a new attempt although its launch id is known.
 
-        Ranks without a process group derive their launch id, and derive the same one when they are started again.
+        Ranks without a process group derive their launch id. They derive the same id when they are started again.
         """
         attempt = self._attempts.get(key) or self._past.get(key)
         if attempt is None or attempt.live_ranks:
@@ -96,56 +90,65 @@ class RunTracker:
         return attempt.ended_at is not None and registration.started_at > attempt.ended_at
 
     def registered(self, registration: Registration, number: int, liveness: Liveness, wall: int) -> Attempt:
-        """Note a registration or heartbeat."""
+        """Record a registration or heartbeat for attempt `number`; return the attempt. `wall` is in UTC µs."""
         key = (registration.run, number)
         attempt = self._wake(key)
         if attempt is None:
             attempt = self._attempts[key] = _new_attempt(registration, number, wall)
-            if registration.served_by is None or not self._began_before_newest(attempt):
+            newest_key = (attempt.run, self._newest.get(attempt.run, attempt.number))
+            newest = self._attempts.get(newest_key) or self._past.get(newest_key) or attempt
+            # A spool can belong to a launch that is older than the newest one, although it is found later.
+            if registration.served_by is None or attempt.started_at >= newest.started_at:
                 self._note_number(attempt)
         attempt.world_size = max(attempt.world_size, registration.world_size)
         attempt.planned_steps = registration.planned_steps or attempt.planned_steps
-        attempt.config = attempt.config or redacted(registration.config)  # a rank of another release may mask less
+        attempt.config = attempt.config or redacted(registration.config)  # other releases may mask less
         rank = attempt.ranks.get(registration.rank)
         if rank is None or rank.incarnation != registration.incarnation:
-            # An attempt put back without its ranks had counted this one before it ended.
-            attempt.hear_news(of_work=bool(attempt.ranks))
-            rank = attempt.ranks[registration.rank] = _new_rank(registration, liveness)
+            # An attempt that was restored without its ranks had counted this one before it ended.
+            attempt.note_activity(of_work=bool(attempt.ranks))
+            rank = attempt.ranks[registration.rank] = Rank(
+                number=registration.rank,
+                incarnation=registration.incarnation,
+                host=registration.host,
+                liveness=liveness,
+                known_since=liveness.last_sign,
+            )
             attempt.progressed_at = max(attempt.progressed_at, liveness.last_sign)
         rank.liveness = liveness
         if rank.is_restored:
             rank.is_restored, rank.known_since, rank.phase = False, liveness.last_sign, registration.phase
-        if rank.speaks():
-            attempt.hear_news()
+        if rank.revive():
+            attempt.note_activity()
         if rank.phase != registration.phase:
-            # Behind a long evaluation the next step is not late: its time begins now.
+            # After a long evaluation, the next step is not late: the time without a step starts here.
             rank.phase, attempt.progressed_at = registration.phase, liveness.last_sign
         return attempt
 
-    def heard(self, key: AttemptKey, number: int, incarnation: str | None = None) -> None:
-        """Note that a rank answered: whoever took it for dead was wrong."""
+    def answered(self, key: AttemptKey, number: int, incarnation: str | None = None) -> None:
+        """Record that a rank answered a poll. If it was considered dead, it is alive again."""
         if found := self._find(key, number, incarnation):
             attempt, rank = found
             rank.is_read = True
-            if rank.speaks():
-                attempt.hear_news()
+            if rank.revive():
+                attempt.note_activity()
 
     def stepped(
         self, key: AttemptKey, number: int, step: int | None, now: float, incarnation: str | None = None
     ) -> None:
-        """Note records of a rank; a step may rewind, so any step but the one that is known counts as progress."""
+        """Record the last step of new records. Any other step than the known one is progress: a step may rewind."""
         attempt = self._wake(key)
         if attempt is None or step is None:
             return
         found = self._find(key, number, incarnation)
         known = attempt.last_step if found is None or found[1].last_step is None else found[1].last_step
-        if step != known:  # a rank that hangs says so under its last step, which is no progress
+        if step != known:  # a rank that hangs reports this under its last step, which is no progress
             attempt.progressed_at = now
         attempt.last_step = step if attempt.last_step is None else max(attempt.last_step, step)
         if found is not None:
             rank = found[1]
-            rank.last_step, rank.stepped_at = step, now
-            attempt.hear_news(of_work=not rank.has_ended)
+            rank.last_step = step
+            attempt.note_activity(of_work=not rank.has_ended)
 
     def exited(
         self,
@@ -157,82 +160,73 @@ class RunTracker:
         at: int | None = None,
         incarnation: str | None = None,
     ) -> None:
-        """Note the last word of a process, which is the first one heard; `at` is when, in UTC µs by its own clock."""
+        """Record the exit report of a process. Only the first one counts. `at`: UTC µs by the clock of the process."""
         found = self._find(key, number, incarnation)
         if found is not None and found[1].exit_reason is None:
             attempt, rank = found
             rank.exit_reason, rank.error, rank.exited_at = reason, error, at
-            attempt.hear_news(of_work=True)
+            attempt.note_activity(of_work=True)
 
     def closed(self, key: AttemptKey, number: int, incarnation: str | None = None) -> None:
-        """Note that a rank handed over everything and ends."""
+        """Record that a rank has drained and ends."""
         if found := self._find(key, number, incarnation):
             attempt, rank = found
             rank.is_closed = True
-            attempt.hear_news()
+            attempt.note_activity()
 
-    def excuse(self, seconds: float, now: float) -> None:
-        """Take `seconds` in which the service itself could not listen off everybody's silence."""
+    def exclude(self, seconds: float, now: float) -> None:
+        """Exclude `seconds`, in which the service itself did not run, from the silence of all ranks."""
         for attempt in self._attempts.values():
             attempt.progressed_at = min(now, attempt.progressed_at + seconds)
             for rank in attempt.live_ranks:
-                rank.liveness.excuse(seconds, now)
+                rank.liveness.exclude(seconds, now)
 
-    def tick(self, now: float, wall: int) -> Verdict:
-        """Judge every attempt at this moment."""
+    def tick(self, now: float, wall: int) -> RunChanges:
+        """Find dead ranks and judge every attempt. `now` is in monotonic seconds, `wall` in UTC µs."""
         changed, vanished = [], []
         for attempt in self._attempts.values():
-            vanished += [(attempt, rank) for rank in self._find_vanished(attempt, now, wall)]
-            ruling = judge(attempt, now, wall, self._timing)
-            if ruling is not None and _follow(attempt, ruling, now, wall):
+            for rank in attempt.live_ranks:
+                if rank.liveness.has_vanished(now, self.limits):
+                    rank.vanish(now, wall)
+                    attempt.note_activity()
+                    vanished.append(rank)
+            decision = judge(attempt, now, wall, self.limits)
+            if decision is not None and _apply(attempt, decision, now, wall):
                 changed.append(attempt)
-        return Verdict(changed=tuple(changed), vanished=tuple(vanished))
-
-    def _began_before_newest(self, attempt: Attempt) -> bool:
-        """Return whether a launch that was heard of late, by what a dead process left, is older than the newest."""
-        key = (attempt.run, self._newest.get(attempt.run, attempt.number))
-        newest = self._attempts.get(key) or self._past.get(key) or attempt
-        return attempt.started_at < newest.started_at
+        return RunChanges(changed=tuple(changed), vanished=tuple(vanished))
 
     def _note_number(self, attempt: Attempt) -> None:
         self._newest[attempt.run] = max(attempt.number, self._newest.get(attempt.run, 0))
 
     def _wake(self, key: AttemptKey) -> Attempt | None:
-        """Return the attempt, and look at it again when it had ended long ago."""
+        """Return the attempt. A past attempt is judged again from now on."""
         if key in self._past:
             self._attempts[key] = self._past.pop(key)
         return self._attempts.get(key)
 
     def _find(self, key: AttemptKey, number: int, incarnation: str | None) -> tuple[Attempt, Rank] | None:
-        """Return the rank; None for a process whose place another one has taken: its words are not about that one."""
+        """Return attempt and rank; None if another process has replaced `incarnation` as this rank."""
         attempt = self._wake(key)
         rank = None if attempt is None else attempt.ranks.get(number)
         if attempt is None or rank is None or incarnation not in {None, rank.incarnation}:
             return None
         return attempt, rank
 
-    def _find_vanished(self, attempt: Attempt, now: float, wall: int) -> list[Rank]:
-        found = [rank for rank in attempt.live_ranks if rank.liveness.has_vanished(now, self._timing.patience)]
-        for rank in found:
-            rank.vanish(now, wall)
-            attempt.hear_news()
-        return found
 
-
-def _follow(attempt: Attempt, ruling: StateDecision, now: float, wall: int) -> bool:
-    """Let `attempt` be as `ruling` says; return whether that is worth a new version."""
-    has_ended = ruling.state in ENDED
-    is_change = ruling.state is not attempt.state or (has_ended and ruling.reason != attempt.reason)
-    attempt.culprit, attempt.evidence = ruling.culprit, ruling.evidence
-    attempt.judged()
+def _apply(attempt: Attempt, decision: StateDecision, now: float, wall: int) -> bool:
+    """Set the state of `attempt`; return whether a new version of it must be stored."""
+    has_ended = decision.state in ENDED
+    is_change = decision.state is not attempt.state or (has_ended and decision.reason != attempt.reason)
+    attempt.culprit, attempt.evidence = decision.culprit, decision.evidence
+    attempt.has_activity = attempt.is_reopened = False
     if not is_change:
         return False
     if not (has_ended and attempt.has_ended):
         attempt.settled_at = now if has_ended else None
     attempt.judged_at = now if has_ended else None
-    attempt.state, attempt.reason = ruling.state, ruling.reason
-    # A rank's clock may be off, and an end is never before the start nor in the future.
-    moment = min(wall, max(attempt.started_at, wall if ruling.moment is None else ruling.moment))
+    attempt.state, attempt.reason = decision.state, decision.reason
+    # The clock of a rank may be wrong. An end is never before the start, and never in the future.
+    moment = min(wall, max(attempt.started_at, wall if decision.moment is None else decision.moment))
     attempt.ended_at = moment if has_ended else None
     return True
 
@@ -244,14 +238,4 @@ def _new_attempt(registration: Registration, number: int, wall: int) -> Attempt:
         launch_id=registration.launch_id,
         world_size=registration.world_size,
         started_at=registration.started_at or wall,
-    )
-
-
-def _new_rank(registration: Registration, liveness: Liveness) -> Rank:
-    return Rank(
-        number=registration.rank,
-        incarnation=registration.incarnation,
-        host=registration.host,
-        liveness=liveness,
-        known_since=liveness.last_sign,
     )

@@ -1,1 +1,1 @@
-"""Start of the service, wiring of its parts, periodic work, drain."""
+"""Start of the service, wiring of its parts, periodic jobs, and drain."""

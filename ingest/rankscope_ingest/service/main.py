@@ -1,4 +1,4 @@
-"""Serve: claim the store, read back what was, and let the service work until a signal comes."""
+"""Run the service: claim the shard of the store, read the earlier state, and serve until a signal arrives."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.memory import tune_allocator, unfreeze_gc
 from rankscope_ingest.base.tls import client_tls, server_tls
+from rankscope_ingest.detect.history import History, read_history
+from rankscope_ingest.notify.notifiers import Notifier, make_notifiers
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.reporting.progress import Progress
-from rankscope_ingest.service.history import History, read_history
 from rankscope_ingest.service.service import Service
-from rankscope_ingest.service.wiring import configured_notifiers
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_storage.writer.writer import Writer
@@ -30,31 +30,19 @@ async def run(
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `stop`; then pull and store what is left, and return.
+    """Serve until SIGTERM, SIGINT or `stop`; then poll and commit the remaining records, and return.
 
-    `on_ready` gets the URL once the service listens, `on_progress` a snapshot every second and a last one at the end.
-    Raises IngestError or StoreError with a text for the user: no store, shard owned by another, port taken, …
+    `on_ready` receives the URL when the service listens; `on_progress` a snapshot each second and one at the end.
+    Raises IngestError or StoreError with a text for the user: no store, shard owned by another service, port in use, …
     """
+    stop = stop or asyncio.Event()
     tune_allocator()
     try:
-        await _serve(config, stop or asyncio.Event(), on_progress, on_ready)
-    finally:
-        unfreeze_gc()
-
-
-async def _serve(
-    config: ServiceConfig,
-    stop: asyncio.Event,
-    on_progress: Callable[[Progress], None] | None,
-    on_ready: Callable[[str], None] | None,
-) -> None:
-    # First what may be refused: an address or a file that nobody can use must not leave a store behind.
-    notifiers = configured_notifiers(config)
-    own_tls = server_tls(config.service.web_config)
-    ranks_tls = client_tls(config.service.ca_file, config.service.cert_file, config.service.key_file)
-    with _signals(stop):
-        writer = await asyncio.to_thread(_claim, config)
-        try:
+        # Parts that can reject the configuration come first: an invalid file must not create a store.
+        notifiers = _notifiers(config)
+        own_tls = server_tls(config.service.web_config)
+        ranks_tls = client_tls(config.service.ca_file, config.service.cert_file, config.service.key_file)
+        with _signals(stop), contextlib.closing(await asyncio.to_thread(_claim, config)) as writer:
             history = await asyncio.to_thread(_history, config.store.path)
             async with Fetcher(
                 networks=config.service.allowed_networks,
@@ -67,8 +55,14 @@ async def _serve(
                     config, writer=writer, history=history, fetcher=fetcher, notifiers=notifiers, tls=own_tls
                 )
                 await service.serve(stop, on_progress=on_progress, on_ready=on_ready)
-        finally:
-            writer.close()
+    finally:
+        unfreeze_gc()
+
+
+def _notifiers(config: ServiceConfig) -> list[Notifier]:
+    """Return the notifiers of this service. Raises ConfigError for an unsupported address."""
+    urls = [url.get_secret_value() for url in config.notify.urls] if config.notify.mode == "embedded" else []
+    return make_notifiers(urls, timeout_seconds=config.notify.timeout_seconds)
 
 
 def _claim(config: ServiceConfig) -> Writer:
@@ -84,7 +78,7 @@ def _history(path: str) -> History:
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """Set `stop` at the first SIGTERM or SIGINT; a second one then ends the process as usual."""
+    """Set `stop` at the first SIGTERM or SIGINT. A second signal has its usual effect and ends the process."""
     loop = asyncio.get_running_loop()
     caught = (signal.SIGTERM, signal.SIGINT)
 
@@ -96,12 +90,10 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
         release()
         stop.set()
 
-    try:
+    # Outside the main thread, the embedding program handles signals.
+    with contextlib.suppress(ValueError, RuntimeError):
         for number in caught:
             loop.add_signal_handler(number, on_signal)
-    except (ValueError, RuntimeError):  # not the main thread: signals are somebody else's business
-        yield
-        return
     try:
         yield
     finally:

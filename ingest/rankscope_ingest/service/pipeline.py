@@ -1,4 +1,4 @@
-"""Rows on their way into the store: the batcher, the flusher, remote write, the quarantine, and counts of commits."""
+"""Rows on their way to the store: the batcher, the flusher, remote write, the quarantine, and counts of commits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
+from rankscope_contract.metrics.catalogue import ROWS_SET_ASIDE
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
 from rankscope_ingest.pipeline.flusher import Committed, Flusher
@@ -26,8 +27,17 @@ log = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 1.0
 
 
+def make_batcher(config: ServiceConfig) -> Batcher:
+    """Return the batcher with the limits of section [ingest]."""
+    return Batcher(
+        flush_rows=config.ingest.flush_rows,
+        flush_after_seconds=config.ingest.flush_after_seconds,
+        max_pending_rows=config.ingest.max_pending_rows,
+    )
+
+
 class Pipeline:
-    """Owns the writer of the store. Other parts add rows to `batcher`."""
+    """The writer of the store and all parts that pass rows to it. Other parts add rows to `batcher`."""
 
     def __init__(
         self,
@@ -39,7 +49,7 @@ class Pipeline:
         stamp: Callable[[], Stamp],
         on_commit: Callable[[PendingBatch, Committed], None],
     ) -> None:
-        """Call `on_commit` after each commit of batches; `stamp` returns the columns of rows that are made here."""
+        """Set the callbacks: `on_commit` follows each commit of batches, `stamp` numbers rows that are created here."""
         self._config = config
         self._writer = writer
         self._metrics = metrics
@@ -48,10 +58,10 @@ class Pipeline:
         self.commits = 0
         self.commits_of_time = 0
         self.rows_stored = 0
-        aside = Quarantine(Path(config.store.path), stamp=stamp, count=metrics.set_aside)
+        aside = Quarantine(Path(config.store.path), stamp=stamp, count=lambda rows: metrics.count(ROWS_SET_ASIDE, rows))
         self.flusher = Flusher(writer, batcher, on_commit=self._on_batch, clock=time.monotonic, aside=aside)
         self.remote_write = RemoteWrite(
-            config.remote_write, writer, metrics, on_commit=self._on_pushed, clock=time.monotonic, aside=aside
+            config.remote_write, writer, metrics, on_commit=self._on_remote_write, clock=time.monotonic, aside=aside
         )
 
     @property
@@ -61,25 +71,22 @@ class Pipeline:
 
     @property
     def degraded(self) -> str | None:
-        """Return why rows are not stored as fast as they arrive, or None."""
-        if (trouble := self.flusher.trouble or self.remote_write.trouble) is not None:
-            return trouble
-        if self.batcher.is_full:
-            return "rows come faster than the store takes them: pulling waits for commits"
-        return None
+        """Return the reason why rows are not stored as fast as they arrive, or None."""
+        is_full = "rows arrive faster than the store commits them: polling waits for commits"
+        return self.flusher.trouble or self.remote_write.trouble or (is_full if self.batcher.is_full else None)
 
     async def watermark(self, incarnation: str) -> int:
-        """Return the last committed sequence number of a process; retry until the store can be read."""
+        """Return the last committed sequence number of a process. Retry until the store can be read."""
         while True:
             try:
                 return await self.flusher.watermark(incarnation)
             except StoreError as error:
-                # A rank must not be read from the beginning because of a failed read of the store.
+                # A failed read of the store must not cause a rank to be read from the beginning.
                 log.warning("watermark cannot be read from the store, retrying: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
 
     def maintain(self) -> Coroutine[Any, Any, None]:
-        """Return the periodic maintenance of the store."""
+        """Maintain the store until cancelled."""
         seconds = self._config.retention.every_seconds
         return run_maintenance(
             self._writer, lambda: self.commits, retain=retention_job(self._config), retain_seconds=seconds
@@ -89,7 +96,7 @@ class Pipeline:
         self._count(commit)
         self._on_commit(batch, commit)
 
-    def _on_pushed(self, _: PendingBatch, commit: Committed) -> None:
+    def _on_remote_write(self, _: PendingBatch, commit: Committed) -> None:
         self._count(commit)
         if commit.rows:
             self._metrics.committed(commit.rows, commit.seconds, time.time_ns() // 1000)

@@ -1,28 +1,40 @@
-"""Targets that the service polls: registered ranks, static targets, and spools of processes that have ended."""
+"""Sources of records and samples: registered ranks, static targets, spools of dead processes, external exporters."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
+import pyarrow as pa
+
 from rankscope_contract.protocol.channel import Registration
+from rankscope_ingest.base.background import Job, cancel
 from rankscope_ingest.base.config import ServiceConfig, StaticTarget
 from rankscope_ingest.base.errors import RegistrationError
+from rankscope_ingest.base.tls import client_tls
 from rankscope_ingest.detect.record_sink import RecordSink
 from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.network.dialing import parse_target_url
+from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.record_channel.loop import Pace, TargetLoop
 from rankscope_ingest.record_channel.plans import PlanCache
 from rankscope_ingest.recovery.orphan_spools import Spools, SpoolScanner
-from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.reporting.service_metrics import ServiceMetrics
+from rankscope_ingest.runs.target import Target
+from rankscope_ingest.scrape.discovery import ExporterList, configured
+from rankscope_ingest.scrape.http import PageFetcher
+from rankscope_ingest.scrape.sample_table import Scrape
+from rankscope_ingest.scrape.scraper import Followed, Scraper, described
 from rankscope_ingest.targets.pollers import Pollers, watch
 
 
 class Polling:
-    """One loop for each target. Bodies change the state of `monitor`."""
+    """One loop for each target. Polled bodies change the state of `monitor`."""
 
     def __init__(
         self,
@@ -31,21 +43,26 @@ class Polling:
         monitor: RunMonitor,
         watermark: Callable[[str], Awaitable[int]],
     ) -> None:
-        """Start each loop behind the committed `watermark` of its process."""
+        """Create the common parts of the loops. `watermark` returns the last committed seq of a process."""
         self._config = config
         self._fetcher = fetcher
         self._monitor = monitor
-        self._sink = RecordSink(monitor)
-        self._plans = PlanCache()
-        self._pace = Pace.of(
+        pace = Pace.of(
             poll_seconds=config.ingest.poll_seconds,
             max_backoff_seconds=config.ingest.max_backoff_seconds,
             flush_after_seconds=config.ingest.flush_after_seconds,
             targets=lambda: len(self.pollers),
         )
-        self.pollers = Pollers(self._loop, watermark)
         self.spools = Spools(config.spool.folders, fetcher)
-        self.spool_scanner = SpoolScanner(self.spools, monitor, watermark=watermark, follow=self._follow_at_once)
+        sink, plans = RecordSink(monitor), PlanCache()
+
+        def make_loop(target: Target) -> TargetLoop:
+            return TargetLoop(target, self.spools, plans, sink, pace, clock=time.monotonic)
+
+        self.pollers = Pollers(make_loop, watermark)
+        self.spool_scanner = SpoolScanner(
+            self.spools, monitor.registry, accept=monitor.accept, watermark=watermark, follow=self._follow_now
+        )
 
     @property
     def targets(self) -> Iterable[Target]:
@@ -62,7 +79,7 @@ class Polling:
         return self.pollers.follow(self._monitor.accept(registration, addresses).target)
 
     def poke(self, incarnation: str) -> bool:
-        """Poll a target immediately; return False when it is unknown."""
+        """Poll a target immediately; return False if it is unknown."""
         if self._monitor.registry.get(incarnation) is None:
             return False
         self.pollers.poke(incarnation)
@@ -72,27 +89,75 @@ class Polling:
         """Poll a rank of a run immediately, or all its ranks."""
         for target in self.targets:
             registration = target.registration
-            if registration.run == run and rank in {None, registration.rank} and target.health is not Health.GONE:
+            if registration.run == run and rank in {None, registration.rank} and not target.is_gone:
                 self.poke(target.incarnation)
 
-    def tasks(self) -> list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]]:
-        """Return the periodic searches for targets, each with its name."""
-        tasks: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = [
-            (f"watching {static.url}", functools.partial(self._watch_static, static)) for static in self._config.targets
+    def jobs(self) -> list[Job]:
+        """Return the periodic searches for targets."""
+        interval = self._config.ingest.poll_seconds
+        jobs = [
+            Job(f"watching {static.url}", interval, functools.partial(self._watch, static), starts_immediately=True)
+            for static in self._config.targets
         ]
         if self._config.spool.folders:
-            tasks.append(("reading spools", lambda: self.spool_scanner.run(self._config.spool.scan_seconds)))
-        return tasks
+            jobs.append(Job("scanning for spools", self._config.spool.scan_seconds, self.spool_scanner.scan))
+        return jobs
 
-    def _watch_static(self, static: StaticTarget) -> Coroutine[Any, Any, None]:
-        return watch(static, self._fetcher, self._accept_static, poll_seconds=self._config.ingest.poll_seconds)
+    def _watch(self, static: StaticTarget) -> Coroutine[Any, Any, None]:
+        def accept(registration: Registration) -> Target:
+            return self.pollers.follow(self._monitor.accept(registration, ()).target)
 
-    def _accept_static(self, registration: Registration) -> Target:
-        return self.pollers.follow(self._monitor.accept(registration, ()).target)
+        return watch(static, self._fetcher, accept, poll_seconds=self._config.ingest.poll_seconds)
 
-    def _follow_at_once(self, target: Target) -> None:
+    def _follow_now(self, target: Target) -> None:
         self.pollers.follow(target)
         self.poke(target.incarnation)
 
-    def _loop(self, target: Target) -> TargetLoop:
-        return TargetLoop(target, self.spools, self._plans, self._sink, self._pace, clock=time.monotonic)
+
+class ExternalExporters:
+    """Scrapes the exporters of the configuration into a batcher. Implements the `Sink` of the scraper."""
+
+    def __init__(self, config: ServiceConfig, batcher: Batcher, metrics: ServiceMetrics) -> None:
+        self._config = config
+        self._batcher = batcher
+        # Exporters receive no certificate of this service. Theirs are verified with the CA of the ranks.
+        self._fetcher = PageFetcher(
+            networks=config.service.allowed_networks, tls=client_tls(config.service.ca_file, None, None)
+        )
+        self.scraped, self.read, self.dropped = metrics.scraped, metrics.read, metrics.dropped
+        self._scraper = Scraper(self._fetcher, self, clock=time.monotonic, wall=lambda: time.time_ns() // 1000)
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether scraping must wait for a commit."""
+        return self._batcher.is_full
+
+    @property
+    def followed(self) -> Iterable[Followed]:
+        """Return the scraped exporters."""
+        return self._scraper.followed
+
+    def samples(self, table: pa.Table) -> None:
+        """Add rows of `samples` to the batch."""
+        self._batcher.add({"samples": table}, time.monotonic())
+
+    def scrape(self, scrape: Scrape) -> None:
+        """Add the samples of one scrape to the batch."""
+        self._batcher.add_scrape(scrape, time.monotonic())
+
+    def described(self) -> Iterable[Mapping[str, object]]:
+        """Return the state of each exporter."""
+        now = time.monotonic()
+        return [described(exporter, now) for exporter in self.followed]
+
+    @asynccontextmanager
+    async def scraping(self) -> AsyncIterator[None]:
+        """Scrape while the context is open."""
+        async with self._fetcher:
+            self._scraper.show("[[exporters]]", map(configured, self._config.exporters))
+            lists = [ExporterList(section, self._fetcher, self._scraper) for section in self._config.exporter_lists]
+            tasks = [asyncio.create_task(exporter_list.run()) for exporter_list in lists]
+            try:
+                yield
+            finally:
+                await cancel([*tasks, *self._scraper.tasks])

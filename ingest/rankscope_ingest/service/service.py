@@ -1,28 +1,28 @@
-"""The running service: start its parts, do the periodic work, and drain when it is stopped."""
+"""The running service: start the parts, run the periodic jobs, and drain when the service is stopped."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
+from rankscope_contract.metrics.catalogue import NOTIFICATIONS
 from rankscope_contract.security.tls import Reloading
-from rankscope_ingest.base.background import BackgroundFaults, WakeUp, cancel, run_forever
+from rankscope_ingest.base import memory, tls
+from rankscope_ingest.base.background import BackgroundFaults, Job, WakeUp, cancel, run_jobs
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import ServiceError
-from rankscope_ingest.base.memory import trim_periodically
-from rankscope_ingest.base.tls import reload_certificates
+from rankscope_ingest.detect.history import History
+from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.detect.stall_handler import StallHandler
 from rankscope_ingest.http.routes import make_application
 from rankscope_ingest.network.auth import own_names
 from rankscope_ingest.network.sockets import bind
-from rankscope_ingest.notify.announcer import RESOLVED, Announcer
-from rankscope_ingest.notify.incident import Incident
+from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.pipeline.batcher import PendingBatch
 from rankscope_ingest.pipeline.flusher import Committed
@@ -30,23 +30,20 @@ from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.record_channel.loop import TargetLoop
 from rankscope_ingest.reporting.progress import Progress
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
-from rankscope_ingest.runs.target import Health
+from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.service.api import Api
-from rankscope_ingest.service.external_exporters import ExternalExporters
-from rankscope_ingest.service.history import History
-from rankscope_ingest.service.pipeline import Pipeline
-from rankscope_ingest.service.polling import Polling
-from rankscope_ingest.service.wiring import make_batcher, make_run_monitor
+from rankscope_ingest.service.pipeline import Pipeline, make_batcher
+from rankscope_ingest.service.polling import ExternalExporters, Polling
 from rankscope_storage.api.store import Writer
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TICK_SECONDS: Final = 0.1
-"""Interval of the check for incidents to announce, as long as one of them waits for other ranks."""
+SETTLE_SECONDS: Final = 0.1
+"""Interval of the check for incidents to announce, while one of them waits for other ranks."""
 UPDATE_SECONDS: Final = 1.0
-"""Interval of the update of all runs."""
+"""Interval of the update of all runs, and of most other jobs."""
 
 
 class Service:
@@ -62,7 +59,7 @@ class Service:
         notifiers: Sequence[Notifier],
         tls: Reloading | None,
     ) -> None:
-        """Build the parts of the service; nothing runs before `serve`."""
+        """Create the parts of the service. Nothing runs before `serve`."""
         self._config = config
         self._history = history
         self._tls = tls
@@ -71,28 +68,26 @@ class Service:
         self._faults = BackgroundFaults()
         metrics = ServiceMetrics()
         batcher = make_batcher(config)
-        self._monitor = make_run_monitor(config, history, batcher, metrics, self._poll_now)
+        self._monitor = RunMonitor(config, history, batcher=batcher, metrics=metrics, poll_now=self._poll_now)
         self._pipeline = Pipeline(
             config, writer, batcher, metrics, stamp=self._monitor.stamp, on_commit=self._on_commit
         )
         self._polling = Polling(config, fetcher, self._monitor, self._pipeline.watermark)
-        self._exporters = ExternalExporters(config, batcher, metrics)
         self._announcer = Announcer(
             notifiers,
             record=self._monitor.record_incident,
             commit=self._pipeline.flusher.commit_now,
-            count=metrics.notified,
+            count=lambda outcome: metrics.count(NOTIFICATIONS, 1, outcome),
         )
-        self._stalls = StallHandler(
-            self._monitor, self._announcer, fetcher, targets=lambda: self._polling.targets, spawn=self._spawn
-        )
+        self._stalls = StallHandler(self._monitor, self._announcer, fetcher.stacks, spawn=self._spawn)
+        self._exporters = ExternalExporters(config, batcher, metrics)
         self._api = Api(
-            config,
+            config=config,
             metrics=metrics,
             monitor=self._monitor,
             polling=self._polling,
             pipeline=self._pipeline,
-            exporters=self._exporters,
+            external_exporters=self._exporters,
             stalls=self._stalls,
             faults=self._faults,
         )
@@ -104,69 +99,64 @@ class Service:
         on_progress: Callable[[Progress], None] | None,
         on_ready: Callable[[str], None] | None,
     ) -> None:
-        """Do everything until `stop`, then drain."""
-        await self._polling.spool_scanner.begin()  # before anybody can register: older launches are older attempts
+        """Run the service until `stop` is set, then drain."""
+        # Before ranks can register: older launches must get lower attempt numbers.
+        await self._polling.spool_scanner.begin()
         await self._pipeline.remote_write.begin()
         async with self._listening():
             if on_ready is not None:
                 on_ready(self._api.url)
             flushing = asyncio.create_task(self._pipeline.flusher.run())
-            pushing = asyncio.create_task(self._pipeline.remote_write.run())
-            others = [asyncio.create_task(work) for work in self._tasks(on_progress)]
+            work = [
+                flushing,
+                asyncio.create_task(self._pipeline.remote_write.run()),
+                asyncio.create_task(run_jobs(self._jobs(on_progress), self._faults, self._wake_up)),
+            ]
             stopping = asyncio.create_task(stop.wait())
             for incident in self._history.unsent:
-                self._spawn(self._announcer.announce(incident, again=True))
+                self._spawn(self._announcer.announce(incident, is_repeated=True))
             try:
-                # Only flushing ends by itself, and only with an error that says why nothing more can be stored.
+                # Without `stop`, only a flusher ends, with the error that prevents further commits.
                 async with self._exporters.scraping():
-                    await asyncio.wait([flushing, pushing, stopping, *others], return_when=asyncio.FIRST_COMPLETED)
-                for task in (flushing, pushing, *others):
+                    await asyncio.wait([*work, stopping], return_when=asyncio.FIRST_COMPLETED)
+                for task in work:
                     if task.done():
                         task.result()
                 await self._drain(flushing)
             finally:
-                await cancel([stopping, *others, *self._polling.pollers.tasks, *self._background, flushing, pushing])
-                with contextlib.ExitStack() as stack:  # closes all of them, and then raises what one raised
+                await cancel([stopping, *reversed(work), *self._polling.pollers.tasks, *self._background])
+                with contextlib.ExitStack() as stack:  # closes all parts, and then raises the first exception
                     for part in (self._api.status, self._pipeline.remote_write, self._api.read, self._polling.spools):
                         stack.callback(part.close)
                 if on_progress is not None:
                     on_progress(self._api.progress())
 
-    def _tasks(self, on_progress: Callable[[Progress], None] | None) -> list[Coroutine[Any, Any, None]]:
-        tasks: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = [
-            ("judging runs", self._tick),
-            ("upkeep of the store", self._pipeline.maintain),
-            ("reading goodput", self._api.goodput.run),
-            ("giving memory back", trim_periodically),
+    def _jobs(self, on_progress: Callable[[Progress], None] | None) -> list[Job]:
+        jobs = [
+            Job("settling incidents", self._settle_seconds, self._settle_incidents),
+            Job("updating runs", UPDATE_SECONDS, self._update_runs),
+            Job("resolving incidents", UPDATE_SECONDS, self._monitor.resolve_incidents),
+            Job("checking for stalls", UPDATE_SECONDS, self._stalls.check),
+            Job("measuring the lag of ranks", UPDATE_SECONDS, self._api.status.look),
+            Job("reading goodput", UPDATE_SECONDS, self._api.goodput.read_if_due, starts_immediately=True),
+            Job("maintenance of the store", UPDATE_SECONDS, self._pipeline.maintain, starts_immediately=True),
+            Job("trimming memory", memory.TRIM_SECONDS, lambda: asyncio.to_thread(memory.trim)),
+            *self._polling.jobs(),
         ]
-        if (tls := self._tls) is not None:
-            tasks.append(("reading certificates", lambda: reload_certificates(tls)))
-        tasks += self._polling.tasks()
+        if self._tls is not None:
+            jobs.append(Job("reloading certificates", tls.RELOAD_SECONDS, self._tls))
         if on_progress is not None:
-            tasks.append(("telling progress", lambda: self._report(on_progress)))
-        return [run_forever(name, work, self._faults) for name, work in tasks]
+            jobs.append(Job("reporting progress", UPDATE_SECONDS, lambda: on_progress(self._api.progress())))
+        return jobs
 
-    async def _tick(self) -> None:
-        update_at = time.monotonic() + TICK_SECONDS
-        while True:
-            rest = update_at - time.monotonic()
-            await self._wake_up.wait(min(TICK_SECONDS, rest) if self._monitor.incidents.unsettled() else rest)
-            self._faults.attempt("settling incidents", lambda: self._announce(self._monitor.due_incidents()))
-            if time.monotonic() >= update_at:
-                update_at = time.monotonic() + UPDATE_SECONDS
-                self._faults.attempt("judging runs", lambda: self._announce(self._monitor.update_runs()))
-                self._faults.attempt("resolving incidents", self._resolve)
-                self._faults.attempt("looking for stalls", self._stalls.look)
-                self._faults.attempt("measuring the lag of ranks", self._api.status.look)
+    def _settle_seconds(self) -> float:
+        return SETTLE_SECONDS if self._monitor.incidents.unsettled() else UPDATE_SECONDS
 
-    def _resolve(self) -> None:
-        for incident in self._monitor.resolve():
-            self._monitor.record_incident(incident, RESOLVED)
+    def _settle_incidents(self) -> None:
+        self._announce(self._monitor.due_incidents())
 
-    async def _report(self, on_progress: Callable[[Progress], None]) -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            on_progress(self._api.progress())
+    def _update_runs(self) -> None:
+        self._announce(self._monitor.update_runs())
 
     def _announce(self, incidents: Iterable[Incident]) -> None:
         for incident in incidents:
@@ -187,7 +177,10 @@ class Service:
             self._polling.poke(target.incarnation)
 
     async def _drain(self, flushing: asyncio.Task[None]) -> None:
-        """Pull what the live ranks still have, store it, tell them, and deliver what is to be told."""
+        """Poll the remaining records of live ranks, commit them, report this to the ranks, and send notifications.
+
+        Raises ServiceError if rows could not be committed in time.
+        """
         self._api.is_draining = True
         await cancel(self._polling.pollers.tasks)
         drained = asyncio.create_task(self._finish())
@@ -200,36 +193,36 @@ class Service:
         if flushing in done:
             flushing.result()
         if rows := self._pipeline.batcher.pending_rows:
-            why = self._pipeline.flusher.trouble or f"that took more than {limit:g} s"
+            reason = self._pipeline.flusher.trouble or f"the drain timed out after {limit:g} s"
             raise ServiceError(
-                f"stopped with {rows} rows not stored: {why}. "
-                "Ranks that live still have them: start the service again with the same store"
+                f"stopped with {rows} rows not stored: {reason}. "
+                "Live ranks still have them: start the service again with the same store"
             )
-        log.warning("stopped before all notifications were delivered; the next start sends the others")
+        log.warning("stopped before all notifications were delivered; the next start sends them")
 
     async def _finish(self) -> None:
-        alive = [target for target in self._polling.targets if target.health is not Health.GONE]
-        live = await _all_that_succeed("finding a rank's watermark", map(self._polling.pollers.loop_of, alive))
-        await _all_that_succeed("pulling the rest of a rank", map(self._pull_rest, live))
+        alive = [target for target in self._polling.targets if not target.is_gone]
+        live = await _results("reading the watermark of a rank", map(self._polling.pollers.loop_of, alive))
+        await _results("polling the remaining records of a rank", map(self._poll_rest, live))
         self._faults.attempt("comparing replicas", self._monitor.check_replicas)
         if self._monitor.incidents.unsettled():
-            await asyncio.sleep(self._config.notify.group_wait_seconds + 2 * TICK_SECONDS)  # the tick announces them
-        self._faults.attempt("judging runs", lambda: self._announce(self._monitor.update_runs()))
+            await asyncio.sleep(self._config.notify.group_wait_seconds + 2 * SETTLE_SECONDS)  # a job announces them
+        self._faults.attempt("updating runs", self._update_runs)
         await self._pipeline.remote_write.finish()
         await self._pipeline.flusher.commit_now()
-        # Once more, so that the ranks hear what is committed and need not keep it for the next service.
-        heard = [loop.poll_once() for loop in live if loop.target.failures_in_row == 0]
-        await _all_that_succeed("the last poll of a rank", heard)
+        # One more poll reports the commit to the ranks, so that they need not keep the records for the next service.
+        reached = [loop.poll_once() for loop in live if loop.target.failures_in_row == 0]
+        await _results("the last poll of a rank", reached)
         while self._background:
             await asyncio.wait(self._background)
         await self._pipeline.flusher.commit_now()
 
-    async def _pull_rest(self, loop: TargetLoop) -> None:
-        more = True
-        while more:
+    async def _poll_rest(self, loop: TargetLoop) -> None:
+        has_more = True
+        while has_more:
             if self._pipeline.batcher.is_full:
                 await self._pipeline.flusher.commit_now()
-            more = await loop.poll_once() == 0.0
+            has_more = await loop.poll_once() == 0.0
 
     @contextlib.asynccontextmanager
     async def _listening(self) -> AsyncIterator[None]:
@@ -243,10 +236,10 @@ class Service:
             await runner.cleanup()
 
 
-async def _all_that_succeed(what: str, works: Iterable[Awaitable[T]]) -> list[T]:
-    """Await all works side by side and return the results of those that succeed; log the errors of the others."""
+async def _results(task: str, works: Iterable[Awaitable[T]]) -> list[T]:
+    """Await all works at the same time and return the results. An exception of a work is logged as one of `task`."""
     results = await asyncio.gather(*works, return_exceptions=True)
     for error in results:
         if isinstance(error, BaseException):
-            log.error("unexpected error in %s; the others go on", what, exc_info=error)
+            log.error("unexpected error in %s, continuing with the others", task, exc_info=error)
     return [result for result in results if not isinstance(result, BaseException)]

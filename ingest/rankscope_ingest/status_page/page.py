@@ -13,7 +13,7 @@ from typing import Final
 from rankscope_contract.model.events import RunState
 from rankscope_contract.protocol.channel import EXPORTERS_PATH, METRICS_PATH, RUNS_PATH, STATUS_PATH, TARGETS_PATH
 from rankscope_ingest.reporting.progress import RunProgress
-from rankscope_ingest.runs.tracker import ENDED
+from rankscope_ingest.runs.models import ENDED
 from rankscope_ingest.status_page.assets import REFRESH_SECONDS, SCRIPT, STYLE
 from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status, TargetStatus
 from rankscope_ingest.status_page.target_html import Budget, exporter_table, target_tables

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
+from rankscope_ingest.base.background import ReadBudget
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.runs.tags import parse_tags
@@ -17,9 +18,6 @@ from rankscope_storage.runs.tags import parse_tags
 LOOK_SECONDS: Final = 5.0
 PATIENCE_SECONDS: Final = 1.0
 """A store that does not answer for so long is not waited for: what was known before is shown."""
-
-_SHARE: Final = 0.02
-"""Of the time of one core, at most this much goes into looking, however long the history is."""
 
 # As the view `runs` has them, without looking at the versions that say nothing of labels, which are nearly all.
 _LABELS: Final = """\
@@ -45,16 +43,15 @@ class LabelReader:
 
     def __init__(self, path: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
-        self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-labels")
         self._connection: Connection | None = None
-        self._next_at = float("-inf")
+        self._budget = ReadBudget(LOOK_SECONDS, clock=clock)
         self._look: asyncio.Future[None] | None = None
         self.labels: Mapping[str, Labels] = {}
 
     async def fresh(self) -> Mapping[str, Labels]:
         """Return the labels as they are, or where the store is slow as they were a moment ago."""
-        if self._look is None and self._clock() >= self._next_at:
+        if self._look is None and self._budget.is_due:
             self._look = asyncio.get_running_loop().run_in_executor(self._thread, self._read)
         if self._look is not None:
             await asyncio.wait([self._look], timeout=PATIENCE_SECONDS)
@@ -73,15 +70,13 @@ class LabelReader:
             log.warning("labels of runs cannot be read, it is tried again: %s", error)
 
     def _read(self) -> None:
-        began = self._clock()
         try:
-            self._connection = self._connection or connect(self._path, single_threaded=True)
-            rows = self._connection.query(_LABELS).to_pylist()
+            with self._budget.reading():
+                self._connection = self._connection or connect(self._path, single_threaded=True)
+                rows = self._connection.query(_LABELS).to_pylist()
         except (StoreError, OSError):
             self._close()
             raise
-        finally:
-            self._next_at = began + max(LOOK_SECONDS, (self._clock() - began) / _SHARE)
         self.labels = {row["run"]: Labels(parse_tags(row["tags"]), row["note"] or None) for row in rows}
 
     def _close(self) -> None:

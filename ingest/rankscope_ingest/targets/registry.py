@@ -181,7 +181,7 @@ class Registry:
 
     def _heartbeat(self, target: Target, registration: Registration, now: float) -> None:
         target.registration = registration
-        target.liveness.heard(now)
+        target.liveness.note_sign(now)
         if target.health is Health.GONE:
             target.health, target.gone_at = Health.PENDING, None  # whoever took it for dead was wrong
         target.head = max(target.head, registration.head)

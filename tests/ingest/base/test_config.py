@@ -1,4 +1,4 @@
-"""One TOML file; a mistake is named with its place, what is wrong, and what is allowed."""
+"""The TOML file of the service: defaults, tokens, and errors that name the key and the allowed values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write(tmp_path, text):
     return path
 
 
-def test_store_alone_is_enough_and_the_rest_is_safe(tmp_path):
+def test_store_path_is_the_only_required_key(tmp_path):
     config = load_config(write(tmp_path, '[store]\npath = "data"'))
 
     assert str(tmp_path / "data") == config.store.path
@@ -28,19 +28,19 @@ def test_store_alone_is_enough_and_the_rest_is_safe(tmp_path):
     assert ["127.0.0.0/8", "::1/128"] == list(map(str, config.service.allowed_networks))
 
 
-def test_overrides_win_over_the_file_and_need_none(tmp_path):
+def test_overrides_take_precedence_and_work_without_a_file(tmp_path):
     path = write(tmp_path, '[store]\npath = "data"\n[ingest]\npoll_seconds = 7')
 
     assert 0.5 == load_config(path, {"ingest.poll_seconds": 0.5}).ingest.poll_seconds
     assert ["/x", "/x"] == [load_config(None, {"store.path": given}).store.path for given in ("/x", Path("/x"))]
 
 
-def test_token_of_the_environment_is_taken_where_the_file_names_none(tmp_path):
+def test_token_of_the_environment_is_used_if_the_file_has_none(tmp_path):
     (tmp_path / "token").write_text("of-a-file\n")
     of_file = {"RANKSCOPE_TOKEN_FILE": str(tmp_path / "token")}
     plain = write(tmp_path, "[store]\npath='x'\n[service]\nlisten='0.0.0.0:9470'")
 
-    assert "said" == load_config(plain, environment={"RANKSCOPE_TOKEN": "said"}).token
+    assert "given" == load_config(plain, environment={"RANKSCOPE_TOKEN": "given"}).token
     assert "of-a-file" == load_config(plain, environment=of_file).token
     assert "of-a-file" == load_config(None, {"store.path": "x"}, environment=of_file).token
     assert load_config(None, {"store.path": "x"}, environment={"RANKSCOPE_TOKEN": ""}).token is None
@@ -56,7 +56,7 @@ def test_token_of_the_environment_is_taken_where_the_file_names_none(tmp_path):
         ({"RANKSCOPE_TOKEN": "two words"}, "without spaces"),
     ],
 )
-def test_token_of_the_environment_that_cannot_be_is_named(environment, complaint):
+def test_invalid_token_of_the_environment_is_reported(environment, complaint):
     with pytest.raises(ConfigError, match=complaint) as refused:
         load_config(None, {"store.path": "x"}, environment=environment)
     assert "two words" not in str(refused.value)
@@ -85,7 +85,7 @@ def test_token_of_the_environment_that_cannot_be_is_named(environment, complaint
         ("[store", ["not TOML"]),
     ],
 )
-def test_every_mistake_is_named_with_its_place_and_what_is_allowed(tmp_path, text, complaints):
+def test_error_names_the_key_and_the_allowed_values(tmp_path, text, complaints):
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as error:
         load_config(path)
@@ -94,7 +94,7 @@ def test_every_mistake_is_named_with_its_place_and_what_is_allowed(tmp_path, tex
     assert [] == [complaint for complaint in complaints if complaint not in str(error.value)]
 
 
-def test_all_mistakes_are_told_at_once(tmp_path):
+def test_error_contains_all_faults(tmp_path):
     text = "[store]\npath='x'\n[ingest]\npoll_seconds=0\nflush_rows=0\ntimeout=3"
     with pytest.raises(ConfigError) as error:
         load_config(write(tmp_path, text))
@@ -102,7 +102,7 @@ def test_all_mistakes_are_told_at_once(tmp_path):
     assert 3 == str(error.value).count("\n  ingest.")
 
 
-def test_secrets_never_stand_in_an_error_or_in_the_printed_configuration(tmp_path):
+def test_secrets_appear_neither_in_errors_nor_in_the_printed_config(tmp_path):
     config = load_config(
         write(tmp_path, "[store]\npath='x'\n[service]\ntoken='s3cret'\n[notify]\nurls=['json://u:s3cret@h']")
     )
@@ -114,12 +114,12 @@ def test_secrets_never_stand_in_an_error_or_in_the_printed_configuration(tmp_pat
     assert "s3cret" not in str(error.value)
 
 
-def test_missing_file_is_named(tmp_path):
+def test_missing_file_is_reported(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "absent.toml")
 
 
-def test_token_waives_the_loopback_rule(tmp_path):
+def test_token_permits_an_address_that_is_not_loopback(tmp_path):
     text = "[store]\npath='x'\n[service]\nlisten='0.0.0.0:0'\ntoken='t'"
 
     assert "0.0.0.0:0" == load_config(write(tmp_path, text)).service.listen

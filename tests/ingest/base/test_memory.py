@@ -1,4 +1,4 @@
-"""The process of a service keeps free memory, where its allocator can be told to."""
+"""A service process keeps free memory between flushes, if its allocator is glibc."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def faults(how: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc alone is told")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
 def test_memory_of_one_flush_serves_the_next():
-    """20 flushes of 80 MB each, in a thread: the pages of one of them are asked for, and not of all."""
+    """20 flushes of 80 MB each run in a thread. Only the pages of one of them are requested from the system."""
     assert 2 * faults("keep") < faults("leave")
 
 
@@ -59,9 +59,9 @@ print(full - before, kept - before, resident() - before, columns[0].sum())
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc alone is told")
-def test_free_memory_before_a_piece_in_use_goes_back():
-    """Of 400 MB the last one stays in use: by itself the allocator lets nothing go that is not the end of the heap."""
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
+def test_trim_returns_free_memory_before_a_used_block():
+    """The last of 400 MB remains in use. Without trim, the allocator returns only memory at the end of the heap."""
     done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True, timeout=60)
     full, kept, trimmed, still = map(int, done.stdout.split())
 
@@ -71,22 +71,22 @@ def test_free_memory_before_a_piece_in_use_goes_back():
     assert still == 1 << 20
 
 
-SAY_AT_THE_END = """
+REPORT_AT_EXIT = """
 import atexit, ctypes, sys, tempfile, threading
 from pathlib import Path
 
 def heaps():
     libc = ctypes.CDLL(None)
     libc.fopen.restype = ctypes.c_void_p
-    with tempfile.NamedTemporaryFile() as told:
-        file = ctypes.c_void_p(libc.fopen(told.name.encode(), b"w"))
+    with tempfile.NamedTemporaryFile() as info:
+        file = ctypes.c_void_p(libc.fopen(info.name.encode(), b"w"))
         libc.malloc_info(0, file)
         libc.fclose(file)
-        return Path(told.name).read_text().count("<heap nr=")
+        return Path(info.name).read_text().count("<heap nr=")
 
-def say():
+def report():
     import pyarrow
-    print("arrow takes", pyarrow.default_memory_pool().backend_name)
+    print("arrow uses", pyarrow.default_memory_pool().backend_name)
     threads = [threading.Thread(target=bytearray, args=(1 << 16,)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -95,10 +95,10 @@ def say():
     if sys.platform.startswith("linux"):
         print("heaps:", heaps())
 
-atexit.register(say)
+atexit.register(report)
 """
 
-UPKEEP = """
+MAINTENANCE = """
 import asyncio, itertools, sys
 from pathlib import Path
 import numpy as np
@@ -138,40 +138,40 @@ print(*Store.seen[:3])
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc alone is told")
-def test_what_a_piece_of_upkeep_took_is_given_back_before_the_next_one():
-    before, full, after = upkeep(400)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
+def test_memory_of_a_large_maintenance_task_is_returned_before_the_next_one():
+    before, full, after = maintenance(400)
 
     assert full - before >= 400
     assert after - before < 20
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc alone is told")
-def test_upkeep_that_took_little_leaves_free_memory_to_the_flushes():
-    before, full, after = upkeep(20)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
+def test_small_maintenance_task_leaves_free_memory_to_the_flushes():
+    before, full, after = maintenance(20)
 
     assert full - before >= 20
     assert after >= full
 
 
-def upkeep(megabytes: int) -> list[int]:
-    """Return what is resident before a piece of upkeep that takes so much, at its end, and before the next one."""
-    command = [sys.executable, "-c", UPKEEP, str(megabytes)]
+def maintenance(megabytes: int) -> list[int]:
+    """Return the resident MB before a maintenance task that allocates `megabytes`, at its end, and before the next."""
+    command = [sys.executable, "-c", MAINTENANCE, str(megabytes)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return [int(size) for size in done.stdout.split()]
 
 
 @pytest.mark.parametrize("module", ["rankscope", "rankscope_ingest"])
-@pytest.mark.parametrize(("chosen", "taken"), [(None, "system"), ("mimalloc", "mimalloc")])
-def test_all_threads_and_arrow_share_one_heap_unless_the_user_has_chosen_another(module, chosen, taken, tmp_path):
-    """Arrow also where nobody tells it what to take: `default_memory_pool`, before it is told, is what it uses then."""
-    (tmp_path / "sitecustomize.py").write_text(SAY_AT_THE_END)
+@pytest.mark.parametrize(("chosen", "used"), [(None, "system"), ("mimalloc", "mimalloc")])
+def test_threads_and_arrow_share_one_heap_unless_the_user_chose_another(module, chosen, used, tmp_path):
+    """The report uses `default_memory_pool` before `tune_allocator` sets it: only the environment variable counts."""
+    (tmp_path / "sitecustomize.py").write_text(REPORT_AT_EXIT)
     environment = {name: value for name, value in os.environ.items() if name != "ARROW_DEFAULT_MEMORY_POOL"}
     environment |= {"PYTHONPATH": str(tmp_path)} | ({} if chosen is None else {"ARROW_DEFAULT_MEMORY_POOL": chosen})
     command = [sys.executable, "-m", module, *(["serve"] if module == "rankscope" else []), "missing.toml"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
 
     assert "missing.toml" in done.stderr
-    assert f"arrow takes {taken}" in done.stdout
+    assert f"arrow uses {used}" in done.stdout
     if sys.platform.startswith("linux"):
         assert "heaps: 1\n" in done.stdout

@@ -1,4 +1,4 @@
-"""One bad cause is one incident: named by what came first, told once, over after a quiet stretch."""
+"""One cause is one incident: named by its first event, announced once, and over after a quiet time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from rankscope_contract.model.kinds import CAUSAL_STAGE
 from rankscope_contract.model.schema import DATASETS
 from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, IncidentTracker
 from rankscope_ingest.detect.symptoms import symptoms
-from rankscope_ingest.notify.incident import SEVERITIES, Symptom, incident_key, urgency
-from rankscope_ingest.notify.text import MUTE_FOLLOWS, message
+from rankscope_ingest.notify.announcer import message
+from rankscope_ingest.runs.incident import SEVERITIES, Symptom, incident_key, urgency
+from rankscope_ingest.runs.text import MUTE_FOLLOWS
 
 ATTEMPT = ("r", 0)
 
@@ -27,7 +28,7 @@ def symptom(step=60, *, rank=0, kind="grad_reduced", severity="critical", tensor
     )
 
 
-def book(**changes):
+def tracker(**changes):
     return IncidentTracker(**({"group_wait_seconds": 1.0, "quiet_steps": 20} | changes))
 
 
@@ -35,9 +36,9 @@ def live(**steps):
     return {ATTEMPT: {int(rank[1:]): step for rank, step in steps.items()}}
 
 
-def test_all_anomalies_of_a_step_are_one_incident_named_by_the_first_cause():
-    """The gradient of rank 1 is bad before any reduction; all others only show it."""
-    incidents = book()
+def test_anomalies_of_a_step_are_one_incident_named_by_the_first_cause():
+    """The gradient of rank 1 is bad before the reduction; the other events are consequences."""
+    incidents = tracker()
     incidents.observe(symptom(rank=0, kind="grad_reduced"), 0.0)
     incidents.observe(symptom(rank=0, kind="exp_avg"), 0.0)
     incidents.observe(symptom(rank=1, kind="grad_unreduced", tensor="blocks.3"), 0.1)
@@ -48,8 +49,8 @@ def test_all_anomalies_of_a_step_are_one_incident_named_by_the_first_cause():
     assert [] == incidents.settle(9.0, {})
 
 
-def test_incident_waits_for_the_slower_ranks_but_no_longer_than_the_group_wait():
-    incidents = book()
+def test_incident_waits_for_slower_ranks_up_to_the_group_wait():
+    incidents = tracker()
     incidents.observe(symptom(), 10.0)
 
     assert [] == incidents.settle(10.9, live(r0=60, r1=59))
@@ -57,9 +58,9 @@ def test_incident_waits_for_the_slower_ranks_but_no_longer_than_the_group_wait()
     assert 1 == len(incidents.settle(11.0, live(r0=60, r1=59)))
 
 
-def test_incident_waits_for_ranks_that_are_not_back_yet():
-    """After a restart of the service, the rank that came back first is seldom the one that began it."""
-    incidents = book()
+def test_incident_waits_for_ranks_that_did_not_answer_yet():
+    """After a restart of the service, the first rank to answer is rarely the cause."""
+    incidents = tracker()
     incidents.observe(symptom(rank=0), 0.0)
     early = incidents.settle(5.0, live(r0=60, r1=None), {ATTEMPT})
     incidents.observe(symptom(rank=1, kind="grad_unreduced"), 5.1)
@@ -68,8 +69,8 @@ def test_incident_waits_for_ranks_that_are_not_back_yet():
     assert ([], 1) == (early, incident.first.rank)
 
 
-def test_echoes_join_and_a_quiet_stretch_ends_the_incident():
-    incidents = book()
+def test_later_steps_join_and_a_quiet_time_resolves_the_incident():
+    incidents = tracker()
     incidents.observe(symptom(120, severity="warning"), 0.0)
     (incident,) = incidents.settle(1.0, {})
     opened = [incidents.observe(symptom(step, severity="warning"), 2.0) for step in range(121, 160)]
@@ -81,17 +82,17 @@ def test_echoes_join_and_a_quiet_stretch_ends_the_incident():
     assert incidents.observe(symptom(181), 3.0) is not None
 
 
-def test_causes_far_apart_are_two_incidents_even_when_they_arrive_together():
-    """As after an outage of the service, when a backlog is read at once."""
-    incidents = book()
+def test_distant_steps_are_two_incidents_even_if_they_arrive_together():
+    """This happens after an outage of the service, when a backlog is read."""
+    incidents = tracker()
     for step in (60, 61, 120, 125):
         incidents.observe(symptom(step), 0.0)
 
     assert [60, 120] == [incident.first.step for incident in incidents.settle(1.0, {})]
 
 
-def test_critical_after_an_announced_warning_is_news_once():
-    incidents = book()
+def test_critical_step_after_an_announced_warning_opens_one_incident():
+    incidents = tracker()
     incidents.observe(symptom(60, severity="warning", rule="AnomalyTurbulence"), 0.0)
     incidents.settle(1.0, {})
     opened = [incidents.observe(symptom(step), 2.0) is not None for step in (61, 62, 63)]
@@ -99,8 +100,8 @@ def test_critical_after_an_announced_warning_is_news_once():
     assert [True, False, False] == opened
 
 
-def test_critical_before_the_announcement_is_part_of_it():
-    incidents = book()
+def test_critical_step_before_the_announcement_joins_the_incident():
+    incidents = tracker()
     incidents.observe(symptom(60, severity="warning", rule="AnomalyTurbulence"), 0.0)
     incidents.observe(symptom(61), 0.0)
     (incident,) = incidents.settle(1.0, {})
@@ -108,8 +109,8 @@ def test_critical_before_the_announcement_is_part_of_it():
     assert ("AnomalyTurbulence", "critical") == (incident.first.rule, incident.severity)
 
 
-def test_late_rank_at_the_same_step_joins_what_was_announced_and_keeps_its_name():
-    incidents = book()
+def test_late_rank_joins_the_announced_incident_which_keeps_its_key():
+    incidents = tracker()
     incidents.observe(symptom(60, severity="warning"), 0.0)
     (incident,) = incidents.settle(1.0, {})
     late = incidents.observe(symptom(60, rank=1, kind="grad_unreduced"), 5.0)
@@ -118,13 +119,13 @@ def test_late_rank_at_the_same_step_joins_what_was_announced_and_keeps_its_name(
     assert ("grad_reduced", incident_key(incident.first)) == (incident.first.kind, incident.key)
 
 
-def test_a_rank_that_could_not_be_read_until_the_incident_was_over_brings_no_news_of_it():
-    """As when its records come from a spool, or it was out of reach for minutes."""
-    incidents = book()
+def test_late_rank_does_not_reopen_a_past_incident():
+    """Its records come from a spool, or it was unreachable for minutes."""
+    incidents = tracker()
     incidents.observe(symptom(60, rank=1, kind="grad_unreduced"), 0.0)
     (incident,) = incidents.settle(1.0, {})
     incidents.resolve(live(r1=90))
-    after = book()
+    after = tracker()
     after.remember(incident)
     for known in (incidents, after):
         late = [known.observe(symptom(step), 30.0) for step in (58, 60, 80)]
@@ -134,8 +135,8 @@ def test_a_rank_that_could_not_be_read_until_the_incident_was_over_brings_no_new
         assert news is not None
 
 
-def test_what_is_worse_than_an_incident_that_is_over_is_news():
-    incidents = book()
+def test_higher_severity_than_a_past_incident_opens_a_new_one():
+    incidents = tracker()
     incidents.observe(symptom(60, severity="warning"), 0.0)
     incidents.settle(1.0, {})
     incidents.resolve(live(r1=90))
@@ -143,33 +144,33 @@ def test_what_is_worse_than_an_incident_that_is_over_is_news():
     assert incidents.observe(symptom(61), 30.0) is not None
 
 
-def test_restored_incident_takes_up_a_replay():
-    """After a restart the records above the watermark come again: they must not be told again."""
-    before = book()
+def test_restored_incident_absorbs_replayed_records():
+    """After a restart, the records above the watermark are polled again. They must not be announced again."""
+    before = tracker()
     before.observe(symptom(60), 0.0)
     (incident,) = before.settle(1.0, {})
-    after = book()
+    after = tracker()
     after.restore(dataclasses.replace(incident, first=dataclasses.replace(incident.first, causal=())))
 
     assert after.observe(symptom(60, rank=1, kind="grad_unreduced"), 0.0) is None
     assert [] == after.settle(100.0, {})
 
 
-def test_key_depends_on_the_first_cause_alone():
+def test_incident_key_depends_only_on_the_first_cause():
     assert incident_key(symptom(60)) == incident_key(symptom(60))
     assert 4 == len({incident_key(s) for s in (symptom(60), symptom(61), symptom(60, rank=1), symptom(60, tensor="v"))})
 
 
-def test_runs_do_not_mix():
-    incidents = book()
+def test_runs_have_separate_incidents():
+    incidents = tracker()
     incidents.observe(symptom(60, run="a"), 0.0)
     incidents.observe(symptom(60, run="b"), 0.0)
 
     assert ["a", "b"] == [incident.first.run for incident in incidents.settle(1.0, {})]
 
 
-def test_flood_is_muted_but_kept_and_the_last_message_says_so():
-    incidents = book()
+def test_flood_of_incidents_is_muted_and_the_last_message_announces_it():
+    incidents = tracker()
     for number in range(ANNOUNCED_PER_HOUR + 5):
         incidents.observe(symptom(100 * number), 0.0)
     settled = incidents.settle(1.0, {})
@@ -181,8 +182,8 @@ def test_flood_is_muted_but_kept_and_the_last_message_says_so():
     assert [ANNOUNCED_PER_HOUR - 1] == [n for n, i in enumerate(settled) if MUTE_FOLLOWS in message(i).body]
 
 
-def test_message_names_run_rank_tensor_kind_and_step():
-    incidents = book()
+def test_message_contains_run_rank_tensor_kind_and_step():
+    incidents = tracker()
     incidents.observe(symptom(60, rank=1, kind="grad_unreduced", tensor="blocks.3.weight"), 0.0)
     (incident,) = incidents.settle(1.0, {})
     text = message(incident)
@@ -200,7 +201,7 @@ events = st.lists(
             "severity": st.sampled_from([*map(str, SEVERITIES), "odd", None]),
             "step": SMALL,
             "micro_step": SMALL,
-            "kind": st.none() | st.sampled_from([*map(str, CAUSAL_STAGE), "unheard_of"]),
+            "kind": st.none() | st.sampled_from([*map(str, CAUSAL_STAGE), "unknown_kind"]),
             "vpp_stage": SMALL,
             "pp_stage": SMALL,
             "call_id": SMALL,
@@ -212,8 +213,8 @@ events = st.lists(
 
 @settings(deadline=None)
 @given(events)
-def test_vectorised_first_cause_is_that_of_the_contract(rows):
-    """Ties go to the earlier row."""
+def test_vectorised_first_cause_equals_that_of_the_contract(rows):
+    """The first of equal causes is the earlier row."""
     schema = arrow_schema(pa, DATASETS["events"])
     full = [row | {"run": "r", "attempt": 0, "rank": 0, "message": str(n)} for n, row in enumerate(rows)]
     found = symptoms(pa.Table.from_pylist(full, schema=schema))

@@ -1,4 +1,4 @@
-"""What becomes of what is heard: the order of arrival, silence, losses, and words of the dead."""
+"""Arrival numbers, silence of ranks, lost records, and reports of dead processes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import numpy as np
 from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import FetchError
-from rankscope_ingest.detect.incidents import IncidentTracker
+from rankscope_ingest.detect.history import History
 from rankscope_ingest.detect.record_sink import RecordSink
-from rankscope_ingest.detect.run_monitor import RestoredState, RunMonitor
+from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.record_channel.validate import RowContext, ValidBody
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
-from rankscope_ingest.runs.models import Patience
-from rankscope_ingest.runs.tracker import RunTracker, Timing
-from rankscope_ingest.service.wiring import make_batcher
-from rankscope_ingest.targets.registry import AttemptNumbers, Registry
+from rankscope_ingest.service.pipeline import make_batcher
 
 BODY_UP_TO_9 = ValidBody(
     context=RowContext(run="r", attempt=0, rank=0, incarnation="first"),
@@ -35,18 +32,16 @@ BODY_UP_TO_9 = ValidBody(
 )
 
 
-def collector(wall, last_ordinal=0, clock=lambda: 0.0):
-    patience = Patience(refused_after_seconds=10, failed_after_seconds=25)
+def run_monitor(wall, last_ordinal=0, clock=lambda: 0.0):
+    config = ServiceConfig.model_validate({"store": {"path": "nowhere"}})
     return RunMonitor(
-        registry=Registry(networks=[], heartbeat_seconds=5, ttl_seconds=15, attempts=AttemptNumbers()),
-        runs=RunTracker(Timing(patience=patience, stalled_after_seconds=300, stalled_in_phase_after_seconds=1800)),
-        incidents=IncidentTracker(group_wait_seconds=1, quiet_steps=20),
-        batcher=make_batcher(ServiceConfig.model_validate({"store": {"path": "nowhere"}})),
+        config,
+        History(last_ordinal=last_ordinal),
+        batcher=make_batcher(config),
         metrics=ServiceMetrics(),
+        poll_now=lambda run, rank: None,
         clock=clock,
         wall=wall,
-        restored=RestoredState(last_ordinal=last_ordinal),
-        urge=lambda run, rank: None,
     )
 
 
@@ -64,115 +59,117 @@ def process(incarnation, rank=0, world_size=1):
     )
 
 
-def refuse_from(start, book, now, incarnation):
-    """Let nobody listen where a process was, for a minute, while all others are heard; return when it was left."""
-    target = book.registry.get(incarnation)
+def refuse_from(start, monitor, now, incarnation):
+    """Refuse connections to one process for 60 s while all others answer; return the time at which it is abandoned."""
+    target = monitor.registry.get(incarnation)
     for second in range(start, start + 60):
         now[0] = float(second)
-        for other in book.registry.targets:
+        for other in monitor.registry.targets:
             if other is not target:
-                RecordSink(book).on_answer(other)
+                RecordSink(monitor).on_answer(other)
         if not target.is_gone:
-            RecordSink(book).on_failure(target, FetchError("refused", "nobody listens"))
-        book.update_runs()
+            RecordSink(monitor).on_failure(target, FetchError("refused", "connection refused"))
+        monitor.update_runs()
     return target.gone_at
 
 
-def test_arrival_numbers_are_the_time_and_rise_though_the_clock_stands_still_or_goes_back():
+def test_ordinals_are_the_time_and_increase_even_if_the_clock_goes_back():
     moments = iter([1000, 1000, 400, 5000])
-    book = collector(lambda: next(moments))
+    monitor = run_monitor(lambda: next(moments))
     counts = (3, 2, 1, 1)
-    firsts = [book.ordinals(count) for count in counts]
+    firsts = [monitor.ordinals(count) for count in counts]
 
     assert (1000, 5000) == (firsts[0], firsts[-1])
     assert all(later >= first + count for (first, later), count in zip(pairwise(firsts), counts, strict=False))
 
 
-def test_arrival_numbers_go_on_above_the_store_though_the_clock_was_set_back_before_the_restart():
-    book = collector(lambda: 400, last_ordinal=1000)
+def test_ordinals_after_a_restart_are_above_those_in_the_store():
+    monitor = run_monitor(lambda: 400, last_ordinal=1000)
 
-    assert [1001, 1003] == [book.ordinals(2), book.ordinals(1)]
+    assert [1001, 1003] == [monitor.ordinals(2), monitor.ordinals(1)]
 
 
-def test_silence_while_the_service_itself_was_stopped_is_held_against_nobody():
+def test_pause_of_the_service_does_not_count_as_silence_of_a_rank():
     now = [0.0]
-    book = collector(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
-    book.accept(process("i"), ())
-    told = []
-    for moment in (0, 1, 2, 602, 603, 624, 649):  # stopped for ten minutes, and then nothing is heard any more
+    monitor = run_monitor(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
+    monitor.accept(process("i"), ())
+    failures = []
+    for moment in (0, 1, 2, 602, 603, 624, 649):  # stopped for ten minutes; no rank reports afterwards
         for second in range(int(now[0]) + 1, moment) if moment > 603 else ():
             now[0] = float(second)
-            told += [(second, failure) for failure in book.update_runs()]
+            failures += [(second, failure) for failure in monitor.update_runs()]
         now[0] = float(moment)
-        told += [(moment, failure) for failure in book.update_runs()]
+        failures += [(moment, failure) for failure in monitor.update_runs()]
 
-    assert [625] == [moment for moment, _ in told]
-    assert "failed" == book.runs.get(("r", 0)).state
+    assert [625] == [moment for moment, _ in failures]
+    assert "failed" == monitor.runs.get(("r", 0)).state
 
 
-def test_a_process_killed_after_its_last_word_and_before_it_drained_is_not_asked_for_ever():
+def test_process_killed_after_its_exit_report_is_not_polled_forever():
     now = [0.0]
-    book = collector(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
-    book.accept(process("i"), ())
-    book.runs.exited(("r", 0), 0, "completed", None, incarnation="i")
-    left_at = refuse_from(1, book, now, "i")
+    monitor = run_monitor(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
+    monitor.accept(process("i"), ())
+    monitor.runs.exited(("r", 0), 0, "completed", None, incarnation="i")
+    left_at = refuse_from(1, monitor, now, "i")
 
     assert 10.0 == left_at
-    assert "completed" == book.runs.get(("r", 0)).state
+    assert "completed" == monitor.runs.get(("r", 0)).state
 
 
-def test_what_is_lost_with_a_process_is_counted_though_another_one_has_its_place_already():
-    """The next process of a rank may register before anybody has found out that the first one is dead."""
+def test_records_lost_with_a_replaced_process_are_counted():
+    """The next process of a rank may register before the service has found that the first one is dead."""
     now = [0.0]
-    book = collector(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
+    monitor = run_monitor(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
     for rank in range(2):
-        book.accept(process(f"first-{rank}", rank, world_size=2), ())
-    killed = book.registry.get("first-0")
+        monitor.accept(process(f"first-{rank}", rank, world_size=2), ())
+    killed = monitor.registry.get("first-0")
     killed.cursor, killed.head = 3, 9
     now[0] = 1.0
-    RecordSink(book).on_failure(killed, FetchError("refused", "nobody listens"))
-    book.accept(process("second-0", 0, world_size=2), ())
-    refuse_from(2, book, now, "first-0")
+    RecordSink(monitor).on_failure(killed, FetchError("refused", "connection refused"))
+    monitor.accept(process("second-0", 0, world_size=2), ())
+    refuse_from(2, monitor, now, "first-0")
 
-    assert (0, 0) == (killed.attempt, book.registry.get("second-0").attempt)
+    assert (0, 0) == (killed.attempt, monitor.registry.get("second-0").attempt)
     assert (6, True) == (killed.records_lost, killed.is_gone)
 
 
-def test_a_dead_process_that_is_heard_of_hours_later_keeps_its_attempt_and_what_was_counted_as_lost_with_it():
-    """A host that was down is back: the next rank there hands over what was left, long after the target was dropped."""
+def test_spool_found_hours_later_keeps_attempt_and_undoes_lost_records():
+    """A host is back: its next rank serves the spool of the dead process long after the target was removed."""
     now = [0.0]
-    book = collector(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
-    first = book.accept(process("first"), ()).target
+    monitor = run_monitor(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
+    first = monitor.accept(process("first"), ()).target
     first.cursor, first.head = 3, 9
-    refuse_from(1, book, now, "first")
-    second = book.accept(process("second"), ()).target
+    refuse_from(1, monitor, now, "first")
+    second = monitor.accept(process("second"), ()).target
     for second_of_day in range(61, 800):
         now[0] = float(second_of_day)
-        RecordSink(book).on_answer(second)
-        book.update_runs()
-    dropped = book.registry.get("first")
-    heir = book.accept(replace(process("first"), served_by="second", state="draining", head=9), ()).target
-    heir.cursor = 3  # as the store says
-    found = book.losses.of_body(heir, BODY_UP_TO_9)
+        RecordSink(monitor).on_answer(second)
+        monitor.update_runs()
+    dropped = monitor.registry.get("first")
+    successor = monitor.accept(replace(process("first"), served_by="second", state="draining", head=9), ()).target
+    successor.cursor = 3  # the watermark of the store
+    found = monitor.losses.of_body(successor, BODY_UP_TO_9)
 
     assert None is dropped
-    assert (0, 1) == (heir.attempt, second.attempt)
+    assert (0, 1) == (successor.attempt, second.attempt)
     assert [-6] == [json.loads(row["details"])["records"] for row in found]
-    assert 0 == book.meter(("r", 0)).records_lost
+    assert 0 == monitor.meter(("r", 0)).records_lost
 
 
-def test_of_dead_processes_the_first_is_named_once_all_ranks_are_known():
-    """The spool of another host may be found when the run is said to have failed already."""
+def test_first_dead_process_is_named_when_all_spools_are_read():
+    """The spool of another host may be found when the run has failed already."""
     now = [0.0]
-    book = collector(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
+    monitor = run_monitor(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
     named = []
     for rank, died_at in ((0, 600), (1, 10)):
-        dead = replace(process(f"dead-{rank}", rank, world_size=2), served_by="heir", state="draining", started_at=1)
-        target = book.accept(dead, ()).target
+        dead = replace(
+            process(f"dead-{rank}", rank, world_size=2), served_by="successor", state="draining", started_at=1
+        )
+        target = monitor.accept(dead, ()).target
         now[0] += 1000.0
         target.last_ts = 10**15 - 10**12 + died_at * 10**6
-        RecordSink(book).on_drained(target)
-        book.update_runs()
-        named.append(book.runs.get(("r", 0)).culprit)
+        RecordSink(monitor).on_drained(target)
+        monitor.update_runs()
+        named.append(monitor.runs.get(("r", 0)).culprit)
 
     assert [None, 1] == named

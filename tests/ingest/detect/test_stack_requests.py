@@ -1,4 +1,4 @@
-"""Asking ranks where they stand, over real HTTP: what they answer, and what becomes of those that do not."""
+"""Requests for the stacks of ranks over real HTTP: responses, errors and timeouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from rankscope_contract.protocol.channel import Registration
-from rankscope_ingest.detect.stall_handler import ask
+from rankscope_ingest.detect.stall_handler import request_stacks
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.runs.models import Liveness
 from rankscope_ingest.runs.target import Health, Target
@@ -30,7 +30,7 @@ def target(rank: int, url: str, **more: Any) -> Target:
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Make]:
-    """Return what serves a handler of POST /stacks on loopback and gives its URL."""
+    """Return a function that serves a handler of POST /stacks on loopback and returns its URL."""
     runners: list[web.AppRunner] = []
 
     async def start(handler: Any) -> str:
@@ -49,13 +49,13 @@ async def serve() -> AsyncIterator[Make]:
 
 @pytest.fixture
 async def fetcher() -> AsyncIterator[Fetcher]:
-    """Return a fetcher with a token and little patience."""
+    """Return a fetcher with a token and a timeout of 0.5 s."""
     networks = [ipaddress.ip_network("127.0.0.0/8")]
     async with Fetcher(networks=networks, token="secret", timeout_seconds=0.5) as made:
         yield made
 
 
-async def test_the_live_ranks_are_asked_with_the_token_and_answer_by_rank(serve: Make, fetcher: Fetcher) -> None:
+async def test_live_ranks_receive_the_token_and_answers_are_sorted_by_rank(serve: Make, fetcher: Fetcher) -> None:
     asked = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -64,11 +64,11 @@ async def test_the_live_ranks_are_asked_with_the_token_and_answer_by_rank(serve:
 
     url = await serve(answer)
     targets = [target(2, url), target(0, url), target(1, url, health=Health.GONE)]
-    answers = await ask(fetcher, targets)
+    answers = await request_stacks(fetcher.stacks, targets)
 
     assert [(0, 70), (2, 72)] == [(each.rank, each.pid) for each in answers]
     assert [{"rank": 0, "host": "node", "pid": 70, "stacks": {"threads": []}}] == [
-        each.to_document() for each in await ask(fetcher, targets, [0, 1, 5])
+        each.to_document() for each in await request_stacks(fetcher.stacks, targets, [0, 1, 5])
     ]
     assert {"Bearer secret"} == set(asked)
 
@@ -83,38 +83,38 @@ async def test_the_live_ranks_are_asked_with_the_token_and_answer_by_rank(serve:
         (302, "", "redirects are not followed"),
     ],
 )
-async def test_a_rank_that_gives_none_says_why(
+async def test_answer_of_a_rank_without_stacks_contains_the_reason(
     serve: Make, fetcher: Fetcher, status: int, body: str, words: str
 ) -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.Response(status=status, text=body, headers={"Location": "http://127.0.0.1:1/"})
 
-    (given,) = await ask(fetcher, [target(3, await serve(answer))])
+    (given,) = await request_stacks(fetcher.stacks, [target(3, await serve(answer))])
 
     assert words in given.to_document()["error"]
     assert None is given.document
 
 
-async def test_a_rank_that_does_not_answer_delays_no_other_and_is_told_for_what_it_is(
-    serve: Make, fetcher: Fetcher
-) -> None:
-    told = asyncio.Event()
+async def test_rank_that_times_out_delays_no_other_rank(serve: Make, fetcher: Fetcher) -> None:
+    ended = asyncio.Event()
 
     async def never(_: web.Request) -> web.Response:
-        await told.wait()
+        await ended.wait()
         return web.Response()
 
-    async def at_once(_: web.Request) -> web.Response:
+    async def immediate(_: web.Request) -> web.Response:
         return web.Response(text=json.dumps({"stacks": 1}))
 
-    hung, well = await ask(fetcher, [target(0, await serve(never)), target(1, await serve(at_once))])
-    told.set()  # the server waits for its last answer
+    hung, healthy = await request_stacks(
+        fetcher.stacks, [target(0, await serve(never)), target(1, await serve(immediate))]
+    )
+    ended.set()  # the server waits for its last response
 
-    assert "its interpreter may be held by C code" in str(hung.error)
-    assert {"stacks": 1} == well.document
+    assert "C code may hold its interpreter" in str(hung.error)
+    assert {"stacks": 1} == healthy.document
 
 
-async def test_only_allowed_networks_are_asked(fetcher: Fetcher) -> None:
-    (given,) = await ask(fetcher, [target(0, "http://192.0.2.1:80")])
+async def test_stacks_are_requested_only_in_allowed_networks(fetcher: Fetcher) -> None:
+    (given,) = await request_stacks(fetcher.stacks, [target(0, "http://192.0.2.1:80")])
 
     assert "allowed_networks" in str(given.error)

@@ -1,4 +1,4 @@
-"""When a run stands still: whom to ask, what to tell and when, and what ends it. No clock, no network."""
+"""Stalls: requests for stacks, the time of the notification, and the end of the stall."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, StackDump, ThreadStack
 from rankscope_contract.model.events import RunState
 from rankscope_contract.protocol.channel import Registration
+from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.stall_handler import parse_stacks_request
 from rankscope_ingest.detect.stall_tracker import QUIET_SECONDS, WAIT_SECONDS, StallTracker
-from rankscope_ingest.notify.text import goes_on, message
-from rankscope_ingest.runs.models import Attempt, Liveness, Patience, Rank
-from rankscope_ingest.runs.tracker import RunTracker, Timing
+from rankscope_ingest.notify.announcer import message, resolved_message
+from rankscope_ingest.runs.models import Attempt, Liveness, Rank
+from rankscope_ingest.runs.tracker import RunTracker
 
 KEY = ("r", 0)
 
@@ -51,84 +52,84 @@ def hang(state: str) -> Any:
     return event("hang", json.dumps({"state": state, "seconds": 240.0}), "no sign of training for 240 s, after step 41")
 
 
-def heard_from_both(book: StallTracker, now: float) -> None:
-    book.heard(KEY, 0, stacks(88), now)
-    book.heard(KEY, 0, flight(41, is_pending=True), now)
-    book.heard(KEY, 1, stacks(12), now)
-    book.heard(KEY, 1, flight(40, is_pending=False), now)
+def add_reports_of_both(tracker: StallTracker, now: float) -> None:
+    tracker.add(KEY, 0, stacks(88), now)
+    tracker.add(KEY, 0, flight(41, is_pending=True), now)
+    tracker.add(KEY, 1, stacks(12), now)
+    tracker.add(KEY, 1, flight(40, is_pending=False), now)
 
 
-def test_a_stalled_run_has_its_silent_ranks_asked_once_and_is_told_once_with_who_waits_where():
-    book, run = StallTracker(), attempt()
-    book.heard(KEY, 1, stacks(12), 200)
-    first = book.look([run], 201)
+def test_stall_requests_missing_stacks_once_and_is_announced_once():
+    tracker, run = StallTracker(), attempt()
+    tracker.add(KEY, 1, stacks(12), 200)
+    first = tracker.check([run], 201)
 
-    assert [(KEY, (0,))] == first.to_ask
-    assert ([], []) == (book.look([run], 202).to_ask, first.due)
+    assert [(KEY, (0,))] == first.to_request
+    assert ([], []) == (tracker.check([run], 202).to_request, first.due)
 
-    heard_from_both(book, 203)
+    add_reports_of_both(tracker, 203)
 
-    assert [] == book.look([run], 203 + QUIET_SECONDS / 2).due
-    (told,) = book.look([run], 203 + QUIET_SECONDS).due
-    assert [] == book.look([run], 300).due
+    assert [] == tracker.check([run], 203 + QUIET_SECONDS / 2).due
+    (incident,) = tracker.check([run], 203 + QUIET_SECONDS).due
+    assert [] == tracker.check([run], 300).due
     assert (
         "rank 1 never entered all_reduce 41 of default_pg; rank 0 is in it since 300 s, called at train.py[88]",
         "rank 1 at train.py:12 in main; its last collective was all_reduce 40",
         "rank 0 in all_reduce seq 41 (gloo, default_pg), called at train.py:88 in main",
-    ) == told.lines
-    assert 1 == told.first.rank
-    assert "RunStalled:0:41:r" == told.key
+    ) == incident.places
+    assert 1 == incident.first.rank
+    assert "RunStalled:0:41:r" == incident.key
 
 
-def test_a_rank_that_does_not_answer_delays_the_message_by_no_more_than_its_time():
-    book, run = StallTracker(), attempt()
-    book.heard(KEY, 0, stacks(88), 200)
-    book.look([run], 201)
-    book.refused(KEY, 1, "it does not answer: C code", 205)
+def test_rank_without_stacks_delays_the_message_by_the_wait_time():
+    tracker, run = StallTracker(), attempt()
+    tracker.add(KEY, 0, stacks(88), 200)
+    tracker.check([run], 201)
+    tracker.add_refusal(KEY, 1, "no response: C code", 205)
 
-    assert [] == book.look([run], 200 + WAIT_SECONDS).due
-    (told,) = book.look([run], 201 + WAIT_SECONDS).due
-    assert "rank 1 gave no stacks: it does not answer: C code" == told.lines[-1]
+    assert [] == tracker.check([run], 200 + WAIT_SECONDS).due
+    (incident,) = tracker.check([run], 201 + WAIT_SECONDS).due
+    assert "rank 1 sent no stacks: no response: C code" == incident.places[-1]
 
 
-def test_what_a_rank_says_of_its_own_hang_is_enough_though_the_others_make_steps():
-    book = StallTracker()
-    book.heard(KEY, 1, hang("began"), 200)
-    book.heard(KEY, 1, stacks(12), 200)
+def test_hang_report_of_one_rank_is_a_stall_while_others_make_steps():
+    tracker = StallTracker()
+    tracker.add(KEY, 1, hang("began"), 200)
+    tracker.add(KEY, 1, stacks(12), 200)
     run = attempt(state=RunState.RUNNING, progressed_at=250)
-    book.look([run], 251)
-    (told,) = book.look([run], 251 + WAIT_SECONDS).due
+    tracker.check([run], 251)
+    (incident,) = tracker.check([run], 251 + WAIT_SECONDS).due
 
-    assert "rank 1: no sign of training for 240 s, after step 41" == told.first.message
-    assert "rank 1 at train.py:12 in main" == told.lines[0]
+    assert "rank 1: no sign of training for 240 s, after step 41" == incident.first.message
+    assert "rank 1 at train.py:12 in main" == incident.places[0]
 
-    book.heard(KEY, 1, hang("ended"), 270)
+    tracker.add(KEY, 1, hang("ended"), 270)
     run.last_step = 42
 
-    assert [(told, True)] == book.look([run], 271).over
-    assert [] == book.look([run], 272).over
+    assert [(incident, True)] == tracker.check([run], 271).over
+    assert [] == tracker.check([run], 272).over
 
 
-def test_a_process_that_took_the_place_of_one_that_hung_does_not_hang_though_nobody_took_that_back():
-    book, run = StallTracker(), attempt(state=RunState.RUNNING)
-    book.heard(KEY, 0, hang("began"), 200)
-    heard_from_both(book, 200)
-    (told,) = book.look([run], 200 + WAIT_SECONDS).due
+def test_process_that_replaces_a_hanging_one_ends_the_stall():
+    tracker, run = StallTracker(), attempt(state=RunState.RUNNING)
+    tracker.add(KEY, 0, hang("began"), 200)
+    add_reports_of_both(tracker, 200)
+    (incident,) = tracker.check([run], 200 + WAIT_SECONDS).due
     run.ranks[0] = Rank(number=0, incarnation="next", host="h", liveness=Liveness(last_sign=260), known_since=260)
     run.last_step = 42
 
-    assert [(told, True)] == book.look([run], 261).over
+    assert [(incident, True)] == tracker.check([run], 261).over
 
 
-def test_stacks_from_before_the_last_step_say_nothing_of_this_standstill():
-    book, run = StallTracker(), attempt(progressed_at=150)
-    heard_from_both(book, 149)
+def test_stacks_from_before_the_last_step_are_requested_again():
+    tracker, run = StallTracker(), attempt(progressed_at=150)
+    add_reports_of_both(tracker, 149)
 
-    assert [(KEY, (0, 1))] == book.look([run], 450).to_ask
+    assert [(KEY, (0, 1))] == tracker.check([run], 450).to_request
 
 
 @pytest.mark.parametrize(
-    ("state", "last_step", "went_on"),
+    ("state", "last_step", "has_continued"),
     [
         (RunState.RUNNING, 42, True),
         (RunState.COMPLETED, 50, True),
@@ -136,54 +137,54 @@ def test_stacks_from_before_the_last_step_say_nothing_of_this_standstill():
         (RunState.STOPPED, 41, False),
     ],
 )
-def test_the_end_of_a_standstill_is_told_where_steps_followed(state, last_step, went_on):
-    book, run = StallTracker(), attempt()
-    heard_from_both(book, 200)
-    book.look([run], 200)
-    (told,) = book.look([run], 200 + QUIET_SECONDS).due
+def test_end_of_a_stall_reports_whether_training_continued(state, last_step, has_continued):
+    tracker, run = StallTracker(), attempt()
+    add_reports_of_both(tracker, 200)
+    tracker.check([run], 200)
+    (incident,) = tracker.check([run], 200 + QUIET_SECONDS).due
     run.state, run.last_step = state, last_step
 
-    assert [(told, went_on)] == book.look([run], 200 + 2 * QUIET_SECONDS).over
+    assert [(incident, has_continued)] == tracker.check([run], 200 + 2 * QUIET_SECONDS).over
 
 
-def test_a_service_that_starts_anew_tells_no_standstill_twice_and_still_tells_its_end():
+def test_restored_stall_is_not_announced_again_but_resolved():
     before, run = StallTracker(), attempt()
-    heard_from_both(before, 200)
-    before.look([run], 200)
-    (told,) = before.look([run], 200 + QUIET_SECONDS).due
-    book = StallTracker([told])
+    add_reports_of_both(before, 200)
+    before.check([run], 200)
+    (incident,) = before.check([run], 200 + QUIET_SECONDS).due
+    tracker = StallTracker([incident])
 
-    assert ([], []) == ((news := book.look([run], 300)).due, news.to_ask)
+    assert ([], []) == ((actions := tracker.check([run], 300)).due, actions.to_request)
     run.state = RunState.RUNNING
-    assert [(told, True)] == book.look([run], 301).over
+    assert [(incident, True)] == tracker.check([run], 301).over
 
 
-def test_details_that_make_no_sense_are_passed_over():
-    book, run = StallTracker(), attempt(ranks=1)
+def test_malformed_details_are_ignored():
+    tracker, run = StallTracker(), attempt(ranks=1)
     for kind in ("stacks", "flight_record", "hang"):
         for details in ("", "[]", '{"threads": 3}', "no json", '{"state": 7}'):
-            book.heard(KEY, 0, event(kind, details), 200)
-    book.look([run], 201)
-    (told,) = book.look([run], 201 + WAIT_SECONDS).due
+            tracker.add(KEY, 0, event(kind, details), 200)
+    tracker.check([run], 201)
+    (incident,) = tracker.check([run], 201 + WAIT_SECONDS).due
 
-    assert ("rank 0 gave no stacks: no answer",) == told.lines
-
-
-def test_an_attempt_that_is_known_no_more_is_forgotten():
-    book = StallTracker()
-    heard_from_both(book, 200)
-    book.look([attempt()], 201)
-    book.look([], 202)
-
-    assert ({}, {}) == (book._reports, book._stalls)
+    assert ("rank 0 sent no stacks: no response",) == incident.places
 
 
-def test_the_messages_as_people_get_them():
-    book, run = StallTracker(), attempt()
-    heard_from_both(book, 200)
-    book.look([run], 200)
-    (told,) = book.look([run], 200 + QUIET_SECONDS).due
-    began, ended = message(told), goes_on(told)
+def test_reports_of_an_inactive_attempt_are_removed():
+    tracker = StallTracker()
+    add_reports_of_both(tracker, 200)
+    tracker.check([attempt()], 201)
+    tracker.check([], 202)
+
+    assert ({}, {}) == (tracker._reports, tracker._stalls)
+
+
+def test_texts_of_the_notifications_of_a_stall():
+    tracker, run = StallTracker(), attempt()
+    add_reports_of_both(tracker, 200)
+    tracker.check([run], 200)
+    (incident,) = tracker.check([run], 200 + QUIET_SECONDS).due
+    began, ended = message(incident), resolved_message(incident)
 
     assert "[critical] r: RunStalled, rank 1, step 41" == began.title
     assert (
@@ -191,19 +192,20 @@ def test_the_messages_as_people_get_them():
 run: r (attempt 0)
 rank: 1
 step: 41
-said: alive, but no step for 300 s
+message: alive, but no step for 300 s
 cause: rank 1: it never entered all_reduce 41 of default_pg, in which rank 0 waits (flight records)
 where:
   rank 1 never entered all_reduce 41 of default_pg; rank 0 is in it since 300 s, called at train.py[88]
   rank 1 at train.py:12 in main; its last collective was all_reduce 40
   rank 0 in all_reduce seq 41 (gloo, default_pg), called at train.py:88 in main
-look closer: rankscope stacks r
+details: rankscope stacks r
 incident: RunStalled:0:41:r"""
         == began.body
     )
-    assert "[resolved] r: RunStalled, steps go on" == ended.title
-    assert "run: r (attempt 0)\nTraining goes on. It had stood still after step 41.\nincident: RunStalled:0:41:r" == (
-        ended.body
+    assert "[resolved] r: RunStalled, training continues" == ended.title
+    assert (
+        "run: r (attempt 0)\nTraining continues. The last step before the stall was 41.\nincident: RunStalled:0:41:r"
+        == (ended.body)
     )
     assert began.key != ended.key
 
@@ -211,21 +213,22 @@ incident: RunStalled:0:41:r"""
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{}", b'{"run": 3}', b'{"run": "r", "ranks": [true]}', b'{"run": "r", "ranks": 1}']
 )
-def test_a_request_without_sense_is_told_the_form(body):
-    with pytest.raises(RegistrationError, match="ask with a JSON object"):
+def test_malformed_stacks_request_is_rejected_with_the_valid_form(body):
+    with pytest.raises(RegistrationError, match="send a JSON object"):
         parse_stacks_request(body)
 
 
-def test_a_request_names_a_run_and_may_name_ranks():
+def test_stacks_request_names_a_run_and_optionally_ranks():
     assert ("r", None) == parse_stacks_request(b'{"run": "r"}')
     assert ("r", [0, 3]) == parse_stacks_request(b'{"run": "r", "ranks": [0, 3]}')
 
 
-def test_what_a_rank_says_under_its_last_step_is_no_progress():
-    """Stacks and hangs carry the step that was finished last; else each would end the standstill it tells of."""
-    book = RunTracker(
-        Timing(
-            patience=Patience(refused_after_seconds=1e9, failed_after_seconds=1e9),
+def test_records_of_the_last_step_are_no_progress():
+    """Stacks and hangs have the number of the last step. Otherwise each report would end its own stall."""
+    tracker = RunTracker(
+        RunsSection(
+            refused_after_seconds=1e9,
+            failed_after_seconds=1e9,
             stalled_after_seconds=10,
             stalled_in_phase_after_seconds=60,
         )
@@ -233,12 +236,12 @@ def test_what_a_rank_says_under_its_last_step_is_no_progress():
     who = Registration(
         run="r", rank=0, world_size=1, local_rank=0, host="h", pid=1, incarnation="i", launch_id="l", url="http://h:1"
     )
-    book.registered(who, 0, Liveness(last_sign=0), wall=0)
-    book.stepped(KEY, 0, 41, now=1)
-    book.stepped(KEY, 0, 41, now=9)
-    book.tick(11, wall=0)
+    tracker.registered(who, 0, Liveness(last_sign=0), wall=0)
+    tracker.stepped(KEY, 0, 41, now=1)
+    tracker.stepped(KEY, 0, 41, now=9)
+    tracker.tick(11, wall=0)
 
-    assert RunState.STALLED is book.get(KEY).state
-    book.stepped(KEY, 0, 40, now=12)  # a step may rewind
-    book.tick(13, wall=0)
-    assert RunState.RUNNING is book.get(KEY).state
+    assert RunState.STALLED is tracker.get(KEY).state
+    tracker.stepped(KEY, 0, 40, now=12)  # a step may rewind
+    tracker.tick(13, wall=0)
+    assert RunState.RUNNING is tracker.get(KEY).state

@@ -1,4 +1,4 @@
-"""Firings that reached the service stay on its page when the rank and its own page are gone."""
+"""Firings that the service has polled remain on its page after the end of the rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attempt():
     return Attempt()
 
 
-def test_firings_are_counted_by_rule_and_kind_and_a_scalar_has_none():
+def test_firings_are_counted_by_rule_and_kind():
     happened = events(
         ("anomaly", "AnomalyNan", "grad_reduced"),
         ("anomaly", "AnomalyNan", "grad_reduced"),
@@ -44,7 +44,7 @@ def test_firings_are_counted_by_rule_and_kind_and_a_scalar_has_none():
     assert {} == firings(events(("exit", None, None)))
 
 
-def test_counter_grows_and_stays_while_the_run_is_known(attempt):
+def test_counter_increases_and_remains_while_the_run_is_known(attempt):
     metrics = ServiceMetrics()
     metrics.fired("r", 1, {("AnomalyNan", "grad_reduced"): 2})
     metrics.fired("r", 1, {("AnomalyNan", "grad_reduced"): 3})
@@ -53,7 +53,7 @@ def test_counter_grows_and_stays_while_the_run_is_known(attempt):
     assert {("r", "1", "AnomalyNan", "grad_reduced"): 5.0} == counted(metrics)
 
 
-def test_counter_leaves_the_page_with_its_run(attempt):
+def test_counter_is_removed_with_its_run(attempt):
     metrics = ServiceMetrics()
     metrics.fired("r", 1, {("AnomalyNan", ""): 1})
     metrics.fired("gone", 0, {("AnomalyNan", ""): 1})

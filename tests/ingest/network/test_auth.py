@@ -215,7 +215,7 @@ async def test_only_certificates_of_the_ca_get_in(start_service, certificates, t
 async def test_a_rank_that_is_not_let_in_is_told_on_both_sides(
     start_service, certificates, tmp_path, caplog, monkeypatch, url, name, told_here, told_there
 ):
-    monkeypatch.setattr(service_tls._Handshake, "_told", set())
+    monkeypatch.setattr(service_tls._Handshake, "_logged", set())
     web_config = certificates.web_config(
         tmp_path / "web.json", client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca)
     )
@@ -227,7 +227,7 @@ async def test_a_rank_that_is_not_let_in_is_told_on_both_sides(
             await asyncio.to_thread(client.poke, "nobody")
 
     assert told_there in str(error.value)
-    assert f"a client was not let in: {told_here}" in caplog.text
+    assert f"TLS handshake with a client failed: {told_here}" in caplog.text
 
 
 async def test_clients_that_stall_in_the_handshake_hold_up_nobody(start_service, certificates, web_config):
@@ -247,7 +247,7 @@ async def test_clients_that_stall_in_the_handshake_hold_up_nobody(start_service,
 async def test_a_new_certificate_is_shown_without_a_restart(
     start_service, certificates, tmp_path, eventually, monkeypatch
 ):
-    monkeypatch.setattr(service_tls, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(service_tls, "RELOAD_SECONDS", 0.05)
     shown = tmp_path / "web.json"
     certificates.web_config(shown, "expired")
     context = client_context(certificates.ca, None, None)
@@ -290,7 +290,7 @@ def test_a_token_file_is_relative_to_the_configuration(tmp_path):
         ("token='a'\ntoken_file='b'", "token and token_file are both set"),
         ("token_file='nowhere'", "nowhere: No such file"),
         ("token='two words'", "printable ASCII without spaces"),
-        ("advertise='0.0.0.0:1'", "no address to dial"),
+        ("advertise='0.0.0.0:1'", "cannot be dialed"),
         ("web_config='nowhere.yml'", "nowhere.yml: No such file"),
         ("web_config='users.yml'", "basic_auth_users is not supported"),
         ("listen='0.0.0.0:0'\nweb_config='open.json'", "can be reached from other machines"),

@@ -240,7 +240,7 @@ def test_dead_rank_fails_the_run_and_what_was_lost_is_counted(make_service, tmp_
     gaps = service.rows("SELECT coalesce(sum(value), 0)::INT AS lost FROM events WHERE type = 'gap'")[0]["lost"]
 
     assert took < 60  # what is promised; a closed port is evidence after ten seconds
-    assert "rank 0 on h vanished without a word" == state["reason"]
+    assert "rank 0 on h stopped responding without an exit report" == state["reason"]
     assert stored["n"] == stored["last"] + 1
     assert target["head"] - target["cursor"] == gaps == state["records_lost"]
     assert [{"state": "failed"}] == service.rows("SELECT state FROM runs")
@@ -353,7 +353,7 @@ async def test_failed_run_is_told_once(start_service, fake_rank, eventually):
                 state = await service.run_state()
 
     assert ["[critical] r: RunFailed, rank 0, step 3"] == [message["title"] for message in receiver.messages]
-    assert "said: rank 0: boom" in receiver.messages[0]["message"]
+    assert "message: rank 0: boom" in receiver.messages[0]["message"]
     assert 3 == state["step"]
 
 

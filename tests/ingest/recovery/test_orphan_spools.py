@@ -1,4 +1,4 @@
-"""What dead processes left on disk, and what a service makes of it: stored once, in its own run, attempt and state."""
+"""Spools of dead processes: the service stores them once, in tsuccessor own run and attempt, with the right state."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def record(step: int, *events: Event) -> StepRecord:
     return StepRecord(ts=1_000_000 + step, step=step, statistics=numbers, scalars=(Scalar("loss", 1.0),), events=events)
 
 
-def leave_behind(
+def make_spool(
     root: Path, incarnation: str, steps: int, *events: Event, first: int = 0, service: str | None = None, **who: Any
 ) -> Spool:
-    """Leave the spool of a process that published `steps` records, `events` with the last, and was killed."""
+    """Create the spool of a process that was killed after `steps` records, with `events` in the last one."""
     facts = {"run": "r", "rank": 0, "world_size": 1, "launch_id": "launch", "started_at": 7} | who
     spool = Spool(str(root), incarnation, max_bytes=1 << 30, service=service)
     spool.open(Registration(local_rank=0, host="here", pid=1, incarnation=incarnation, url="", **facts))
@@ -56,8 +56,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "spool"
 
 
-async def test_what_lies_there_at_the_start_is_stored_and_deleted(start_service, eventually, root):
-    leave_behind(root, "dead", 10, EXIT)
+async def test_spool_is_stored_and_deleted_at_the_start(start_service, eventually, root):
+    make_spool(root, "dead", 10, EXIT)
     async with start_service(**settings(root)) as service:
         await eventually(lambda: not any(root.iterdir()))
         state = await eventually(lambda: _state(service, "completed"))
@@ -73,9 +73,9 @@ async def test_what_lies_there_at_the_start_is_stored_and_deleted(start_service,
     assert "[]" == sd[1]
 
 
-async def test_a_service_takes_what_lies_in_its_folders_whatever_service_it_was_for(start_service, eventually, root):
-    """Its configuration names the folder; and a service that has moved has another address."""
-    leave_behind(root, "dead", 3, EXIT, service="http://former:9470")
+async def test_service_reads_spools_in_its_folders_that_name_another_service(start_service, eventually, root):
+    """The configuration names the folder. A service that was moved has another address."""
+    make_spool(root, "dead", 3, EXIT, service="http://earlier:9470")
     async with start_service(**settings(root)) as service:
         await eventually(lambda: not any(root.iterdir()))
 
@@ -87,15 +87,15 @@ async def _state(service: Any, wanted: str) -> Any:
     return state if state["state"] == wanted else None
 
 
-async def test_what_the_store_has_already_is_not_stored_again(start_service, eventually, root):
-    """A reader that was killed between its commit and the deletion leaves exactly this."""
-    leave_behind(root, "dead", 6)
+async def test_stored_records_of_a_spool_are_not_stored_again(start_service, eventually, root):
+    """A service that was killed between commit and deletion leaves such a spool."""
+    make_spool(root, "dead", 6)
     async with start_service(**settings(root)) as service:
         await eventually(lambda: not any(root.iterdir()))
-    leave_behind(root, "dead", 10, EXIT)
+    make_spool(root, "dead", 10, EXIT)
     async with start_service(**settings(root)) as service:
         await eventually(lambda: not any(root.iterdir()))
-    leave_behind(root, "dead", 10, EXIT)
+    make_spool(root, "dead", 10, EXIT)
     async with start_service(**settings(root)) as service:
         await eventually(lambda: not any(root.iterdir()))
     rows = service.rows(SEQS)
@@ -103,9 +103,9 @@ async def test_what_the_store_has_already_is_not_stored_again(start_service, eve
     assert [("dead", 0, seq) for seq in range(10)] == [tuple(row.values()) for row in rows]
 
 
-async def test_a_process_that_lives_is_left_alone(start_service, eventually, root):
-    leave_behind(root, "dead", 3)
-    spool = leave_behind(root, "alive", 3)
+async def test_spool_of_a_live_process_is_not_read(start_service, eventually, root):
+    make_spool(root, "dead", 3)
+    spool = make_spool(root, "alive", 3)
     lock = FolderLock.take(root / "alive")
     assert lock is not None
     async with start_service(**settings(root)) as service:
@@ -121,19 +121,17 @@ async def _enough(service: Any) -> bool:
     return len(service.snapshots) >= 1
 
 
-async def test_a_known_rank_that_died_goes_on_from_its_spool_where_it_was_left(
-    start_service, fake_rank, eventually, root
-):
-    """Its last records were never fetched: they are in the spool, and nothing is counted as lost."""
+async def test_spool_of_a_known_rank_is_read_from_its_cursor(start_service, fake_rank, eventually, root):
+    """Its last records were not polled. They are in the spool, so that none is counted as lost."""
     async with start_service(**settings(root)) as service, fake_rank() as rank:
         rank.publish_steps(4)
         await rank.register(service.url)
         await eventually(lambda: rank.committed == 3)
         rank.publish_steps(3)
         rank.behave = _silent
-        await rank.register(service.url)  # it says that it has 7, and dies
+        await rank.register(service.url)  # it reports 7 records and dies
         await rank.die()
-        leave_behind(root, rank.registration.incarnation, 7)
+        make_spool(root, rank.registration.incarnation, 7)
         await eventually(lambda: not any(root.iterdir()))
         state = await eventually(lambda: _state(service, "failed"))
         (target,) = await service.targets()
@@ -143,7 +141,7 @@ async def test_a_known_rank_that_died_goes_on_from_its_spool_where_it_was_left(
     assert list(range(7)) == seqs
     assert (0, 0) == (state["records_lost"], target["records_lost"])
     assert (gaps[0]["lost"] or 0.0) == 0.0
-    assert "vanished" in state["reason"]
+    assert "stopped responding" in state["reason"]
 
 
 async def _silent(_request: Any) -> Any:
@@ -152,16 +150,16 @@ async def _silent(_request: Any) -> Any:
     await asyncio.sleep(60)
 
 
-async def test_what_the_spool_does_not_have_either_is_counted(start_service, fake_rank, eventually, root):
+async def test_records_missing_in_the_spool_are_counted(start_service, fake_rank, eventually, root):
     async with start_service(**settings(root)) as service, fake_rank() as rank:
         rank.publish_steps(4)
         await rank.register(service.url)
         await eventually(lambda: rank.committed == 3)
         rank.publish_steps(6)
         rank.behave = _silent
-        await rank.register(service.url)  # 10 are announced; its disk was full after 7
+        await rank.register(service.url)  # 10 records are reported, but only 8 are in the spool
         await rank.die()
-        leave_behind(root, rank.registration.incarnation, 8, first=6)
+        make_spool(root, rank.registration.incarnation, 8, first=6)
         await eventually(lambda: not any(root.iterdir()))
         state = await eventually(lambda: _state(service, "failed"))
     gaps = service.rows("SELECT details FROM events WHERE type = 'gap' ORDER BY ordinal")
@@ -170,9 +168,7 @@ async def test_what_the_spool_does_not_have_either_is_counted(start_service, fak
     assert 4 == state["records_lost"] == sum(json.loads(row["details"])["records"] for row in gaps)
 
 
-async def test_losses_that_a_former_service_counted_are_taken_back_when_they_are_found(
-    start_service, fake_rank, eventually, root
-):
+async def test_lost_records_of_an_earlier_service_are_undone_by_the_spool(start_service, fake_rank, eventually, root):
     async with start_service() as service, fake_rank() as rank:
         rank.publish_steps(4)
         await rank.register(service.url)
@@ -182,7 +178,7 @@ async def test_losses_that_a_former_service_counted_are_taken_back_when_they_are
         await rank.register(service.url)
         await rank.die()
         lost = await eventually(lambda: _state(service, "failed"))
-    leave_behind(root, rank.registration.incarnation, 10, EXIT)
+    make_spool(root, rank.registration.incarnation, 10, EXIT)
     async with start_service(**settings(root)) as service:
         await eventually(lambda: not any(root.iterdir()))
         found = await eventually(lambda: _state(service, "completed"))
@@ -193,8 +189,8 @@ async def test_losses_that_a_former_service_counted_are_taken_back_when_they_are
     assert list(range(10)) == [row["seq"] for row in service.rows(SEQS)]
 
 
-async def test_a_dead_process_keeps_the_attempt_of_its_launch(start_service, fake_rank, eventually, root):
-    """The next launch has begun meanwhile, under the same launch id: processes without a group derive the same."""
+async def test_dead_process_keeps_the_attempt_of_its_launch(start_service, fake_rank, eventually, root):
+    """The next launch has the same launch id: processes without a process group derive equal ids."""
     async with start_service() as service, fake_rank() as rank:
         rank.publish_steps(2)
         await rank.register(service.url)
@@ -207,7 +203,7 @@ async def test_a_dead_process_keeps_the_attempt_of_its_launch(start_service, fak
             await eventually(lambda: second.committed == 2)
             second.state = "draining"
             await eventually(lambda: _state(service, "stopped"))
-    leave_behind(root, rank.registration.incarnation, 5, EXIT)
+    make_spool(root, rank.registration.incarnation, 5, EXIT)
     async with start_service(**settings(root)) as service:
         await eventually(lambda: not any(root.iterdir()))
     rows = service.rows("SELECT incarnation, attempt, count(*) AS n FROM scalars GROUP BY ALL ORDER BY ALL")
@@ -215,16 +211,14 @@ async def test_a_dead_process_keeps_the_attempt_of_its_launch(start_service, fak
     assert [("inc-r-0", 0, 5), ("second", 1, 3)] == [tuple(row.values()) for row in rows]
 
 
-async def test_a_rank_that_does_not_register_keeps_the_name_it_has_in_the_configuration(
-    start_service, fake_rank, eventually, root
-):
+async def test_spool_of_a_static_target_keeps_its_configured_identity(start_service, fake_rank, eventually, root):
     async with fake_rank() as rank:
         rank.publish_steps(2)
         static = {"url": rank.registration.url, "run": "named-here", "rank": 3, "world_size": 4}
         async with start_service(**settings(root), targets=[static]) as service:
             await eventually(lambda: _cursors(service, [1]))
             await rank.die()
-            leave_behind(root, rank.registration.incarnation, 5, EXIT)
+            make_spool(root, rank.registration.incarnation, 5, EXIT)
             await eventually(lambda: not any(root.iterdir()))
     rows = service.rows("SELECT run, rank, seq FROM scalars ORDER BY seq")
 
@@ -235,18 +229,18 @@ async def _cursors(service: Any, wanted: list[int]) -> bool:
     return [target["cursor"] for target in await service.targets()] == wanted
 
 
-async def test_a_living_rank_with_the_same_identity_is_not_disturbed(start_service, fake_rank, eventually, root):
-    """An elastic restart without a process group: same run, launch and rank, while the old spool is drained."""
+async def test_live_rank_with_the_identity_of_a_spool_is_not_affected(start_service, fake_rank, eventually, root):
+    """An elastic restart without a process group has the same run, launch and rank while the old spool is drained."""
     async with start_service(**settings(root)) as service, fake_rank(incarnation="new") as rank:
         rank.publish_steps(2)
         assert 200 == (await rank.register(service.url))[0]
         await eventually(lambda: rank.committed == 1)
-        leave_behind(root, "old", 5, EXIT)
+        make_spool(root, "old", 5, EXIT)
         await eventually(lambda: not any(root.iterdir()))
         rank.publish_steps(2)
         await eventually(lambda: rank.committed == 3)
         assert 200 == (await rank.register(service.url))[0]
-        state = await eventually(lambda: _state(service, "running"))  # judged once a second
+        state = await eventually(lambda: _state(service, "running"))  # updated once a second
 
     assert "running" == state["state"]
     assert {"old": 5, "new": 4} == {
@@ -255,22 +249,22 @@ async def test_a_living_rank_with_the_same_identity_is_not_disturbed(start_servi
     }
 
 
-async def test_a_heir_speaks_for_a_dead_process_once_that_is_silent(start_service, fake_rank, eventually):
-    """Registered by another exporter: refused while the process itself was just heard of; never in http_sd."""
+async def test_another_rank_serves_the_spool_of_a_silent_process(start_service, fake_rank, eventually):
+    """The registration is rejected while the process is alive. The target is never in http_sd."""
     async with start_service() as service, fake_rank() as rank:
         rank.publish_steps(2)
         await rank.register(service.url)
         await eventually(lambda: rank.committed == 1)
-        rank.registration = dataclasses.replace(rank.registration, served_by="heir")
+        rank.registration = dataclasses.replace(rank.registration, served_by="successor")
         early = await rank.register(service.url)
         await rank.die()
         await eventually(lambda: _gone(service))
-        async with fake_rank(incarnation=rank.registration.incarnation, served_by="heir") as heir:
-            heir.records, heir.head, heir.state = rank.records, 1, "draining"
-            heir.publish(scalars=[{"name": "loss", "value": 1.0}], events=[_exit()])
-            late = await heir.register(service.url)
+        async with fake_rank(incarnation=rank.registration.incarnation, served_by="successor") as successor:
+            successor.records, successor.head, successor.state = rank.records, 1, "draining"
+            successor.publish(scalars=[{"name": "loss", "value": 1.0}], events=[_exit()])
+            late = await successor.register(service.url)
             discovered = await service.get("/sd")
-            await eventually(lambda: heir.committed == 2)
+            await eventually(lambda: successor.committed == 2)
             state = await eventually(lambda: _state(service, "completed"))
 
     assert (409, 200) == (early[0], late[0])
@@ -301,22 +295,22 @@ SPOILED = {
 }
 
 
-async def test_a_folder_that_is_not_understood_is_named_and_stays(start_service, eventually, root, caplog):
+async def test_unreadable_folder_is_reported_and_not_changed(start_service, eventually, root, caplog):
     for name, (spoil, _) in SPOILED.items():
-        spoil(leave_behind(root, name, 3).folder)
-    leave_behind(root, "whole", 3)
+        spoil(make_spool(root, name, 3).folder)
+    make_spool(root, "whole", 3)
     (root / "empty").mkdir()
     (root / "foreign.txt").write_text("no spool")
     async with start_service(**settings(root)) as service:
         await eventually(lambda: not (root / "whole").exists())
-        await eventually(lambda: all(told in caplog.text for _, told in SPOILED.values()))
+        await eventually(lambda: all(text in caplog.text for _, text in SPOILED.values()))
         await eventually(lambda: _enough(service))
 
     assert {*SPOILED, "empty", "foreign.txt"} == {path.name for path in root.iterdir()}
     assert all((root / name / f"{0:012d}.arrows").exists() for name in SPOILED)
     assert {"whole"} == {row["incarnation"] for row in service.rows(SEQS)}
-    for _, told in SPOILED.values():
-        assert 1 == sum(told in message for message in caplog.messages)
+    for _, text in SPOILED.values():
+        assert 1 == sum(text in message for message in caplog.messages)
 
 
 def _change(folder: Path, old: str, new: str) -> None:
@@ -325,10 +319,10 @@ def _change(folder: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
-async def test_what_cannot_be_deleted_is_named_and_not_stored_again(
+async def test_spool_that_cannot_be_deleted_is_reported_and_stored_once(
     start_service, eventually, root, caplog, monkeypatch
 ):
-    leave_behind(root, "dead", 3)
+    make_spool(root, "dead", 3)
     real = os.unlink
 
     def refuse(path: Any, *arguments: Any, **named: Any) -> None:
@@ -339,7 +333,7 @@ async def test_what_cannot_be_deleted_is_named_and_not_stored_again(
     monkeypatch.setattr(os, "unlink", refuse)
     for _ in range(2):
         async with start_service(**settings(root)):
-            await eventually(lambda: "is stored and cannot be removed" in caplog.text)
+            await eventually(lambda: "is stored but cannot be removed" in caplog.text)
             caplog.clear()
     async with start_service() as service:
         pass
@@ -347,9 +341,9 @@ async def test_what_cannot_be_deleted_is_named_and_not_stored_again(
     assert [0, 1, 2] == [row["seq"] for row in service.rows(SEQS)]
 
 
-async def test_older_launches_are_older_attempts_though_nobody_knew_them(start_service, fake_rank, eventually, root):
-    leave_behind(root, "b", 2, launch_id="second", started_at=9)
-    leave_behind(root, "a", 2, launch_id="first", started_at=5)
+async def test_older_launches_found_at_the_start_get_lower_attempt_numbers(start_service, fake_rank, eventually, root):
+    make_spool(root, "b", 2, launch_id="second", started_at=9)
+    make_spool(root, "a", 2, launch_id="first", started_at=5)
     async with start_service(**settings(root)) as service, fake_rank(launch_id="third", started_at=12) as rank:
         await rank.register(service.url)
         await eventually(lambda: not any(root.iterdir()))
@@ -358,13 +352,13 @@ async def test_older_launches_are_older_attempts_though_nobody_knew_them(start_s
     assert 2 == rank.attempt
 
 
-async def test_a_launch_that_is_heard_of_late_does_not_speak_for_the_run(start_service, fake_rank, eventually, root):
-    """Its records come when a later launch is at work: the run is what that one is."""
+async def test_older_launch_found_late_is_not_the_state_of_the_run(start_service, fake_rank, eventually, root):
+    """Its records arrive while a later launch trains, whose state is that of the run."""
     async with start_service(**settings(root)) as service, fake_rank(launch_id="new", started_at=12) as rank:
         rank.publish_steps(3)
         await rank.register(service.url)
         await eventually(lambda: _state(service, "running"))
-        leave_behind(root, "old", 2, launch_id="old", started_at=5)
+        make_spool(root, "old", 2, launch_id="old", started_at=5)
         await eventually(lambda: not any(root.iterdir()))
         rank.publish_steps(1)
         await eventually(lambda: rank.committed == 3)
@@ -375,12 +369,12 @@ async def test_a_launch_that_is_heard_of_late_does_not_speak_for_the_run(start_s
     assert {"launch_id": "old", "state": "failed"} in attempts
 
 
-async def test_a_spool_that_waits_for_the_store_is_not_taken_for_lost(start_service, eventually, root):
-    """The store takes nothing for longer than a rank may be silent."""
-    leave_behind(root, "dead", 40, EXIT)
-    patience = {"runs.failed_after_seconds": 0.4, "ingest.max_pending_rows": 10, "ingest.flush_rows": 10}
+async def test_spool_that_waits_for_a_commit_is_not_counted_as_lost(start_service, eventually, root):
+    """The store commits nothing for longer than the timeout of a rank."""
+    make_spool(root, "dead", 40, EXIT)
+    limits = {"runs.failed_after_seconds": 0.4, "ingest.max_pending_rows": 10, "ingest.flush_rows": 10}
     slow = {"ingest.flush_after_seconds": 3.0, "ingest.max_bytes": 65_536, "ingest.poll_seconds": 0.2}
-    async with start_service(**settings(root) | patience | slow) as service:
+    async with start_service(**settings(root) | limits | slow) as service:
         await eventually(lambda: not any(root.iterdir()))
         state = await eventually(lambda: _state(service, "completed"))
     gaps = service.rows("SELECT * FROM events WHERE type = 'gap'")
@@ -389,8 +383,8 @@ async def test_a_spool_that_waits_for_the_store_is_not_taken_for_lost(start_serv
     assert 40 == len(service.rows(SEQS))
 
 
-async def test_a_torn_end_costs_the_torn_record_alone(start_service, eventually, root):
-    spool = leave_behind(root, "dead", 5)
+async def test_torn_end_of_a_spool_loses_only_the_torn_record(start_service, eventually, root):
+    spool = make_spool(root, "dead", 5)
     (file,) = spool.folder.glob("*.arrows")
     file.write_bytes(file.read_bytes()[:-100])
     async with start_service(**settings(root)) as service:
@@ -399,7 +393,7 @@ async def test_a_torn_end_costs_the_torn_record_alone(start_service, eventually,
     assert [0, 1, 2, 3] == [row["seq"] for row in service.rows(SEQS)]
 
 
-async def test_a_damaged_record_in_the_middle_is_counted(start_service, eventually, root):
+async def test_damaged_record_in_the_middle_is_counted_as_lost(start_service, eventually, root):
     spool = Spool(str(root), "dead", max_bytes=8 * 12_000)
     leave = Registration(
         run="r", rank=0, world_size=1, local_rank=0, host="h", pid=1, incarnation="dead", launch_id="l", url=""
@@ -421,15 +415,15 @@ async def test_a_damaged_record_in_the_middle_is_counted(start_service, eventual
     assert 1 == lost == 6 - len(seqs)
 
 
-async def test_folders_that_do_not_exist_yet_are_no_fault(start_service, eventually, root):
+async def test_missing_spool_folder_is_not_an_error(start_service, eventually, root):
     async with start_service(**settings(root / "later")) as service:
-        leave_behind(root / "later", "dead", 2)
+        make_spool(root / "later", "dead", 2)
         await eventually(lambda: not any((root / "later").iterdir()))
 
     assert 2 == len(service.rows(SEQS))
 
 
-async def test_a_spool_without_records_is_removed(start_service, eventually, root):
+async def test_spool_without_records_is_removed(start_service, eventually, root):
     spool = Spool(str(root), "dead", max_bytes=1 << 20)
     spool.open(
         Registration(
@@ -445,15 +439,15 @@ async def test_a_spool_without_records_is_removed(start_service, eventually, roo
     assert [] == service.rows("SELECT * FROM events WHERE type = 'launch'")
 
 
-async def test_a_few_are_read_at_a_time_the_oldest_first_and_those_that_were_given_back_last(root, monkeypatch):
-    """Thousands may lie there after a night without a service, and each costs an open file."""
-    monkeypatch.setattr(spools_module, "AT_ONCE", 2)
+async def test_spools_are_claimed_in_groups_and_released_ones_come_last(root, monkeypatch):
+    """There may be thousands of spools after an outage of the service, and each costs an open file."""
+    monkeypatch.setattr(spools_module, "MAX_CLAIMED", 2)
     for number in (3, 1, 2, 4):
-        leave_behind(root, f"dead-{number}", 2)
+        make_spool(root, f"dead-{number}", 2)
     spools = Spools([str(root)], None)
     first = await spools.find()
     again = await spools.find()
-    spools.unfreeze_gc(first[0].url, "it is refused")
+    spools.release(first[0].url, "rejected")
     await spools.remove(first[1].url)
     then = await spools.find()
     spools.close()
@@ -463,8 +457,10 @@ async def test_a_few_are_read_at_a_time_the_oldest_first_and_those_that_were_giv
     assert ["dead-2", "dead-4"] == sorted(who.incarnation for who in then)
 
 
-async def test_whatever_goes_wrong_with_spools_the_service_starts(start_service, eventually, root, monkeypatch, caplog):
-    leave_behind(root, "dead", 2)
+async def test_service_starts_after_an_error_in_the_scan_for_spools(
+    start_service, eventually, root, monkeypatch, caplog
+):
+    make_spool(root, "dead", 2)
     real, failures = Spools.find, iter([MemoryError("no room")])
 
     async def find(self: Spools) -> list[Registration]:
@@ -476,14 +472,14 @@ async def test_whatever_goes_wrong_with_spools_the_service_starts(start_service,
     async with start_service(**settings(root)):
         await eventually(lambda: not any(root.iterdir()))
 
-    assert "looking for spools failed" in caplog.text
+    assert "unexpected error in the scan for spools" in caplog.text
 
 
-async def test_a_disk_that_does_not_answer_does_not_keep_the_service_from_starting(
+async def test_hanging_disk_delays_the_start_by_a_limited_time(
     start_service, fake_rank, eventually, root, monkeypatch, caplog
 ):
     monkeypatch.setattr(orphan_spools, "START_SECONDS", 0.1)
-    leave_behind(root, "dead", 2, run="other")
+    make_spool(root, "dead", 2, run="other")
     real, answers = Spools.find, asyncio.Event()
 
     async def find(self: Spools) -> list[Registration]:
@@ -498,10 +494,10 @@ async def test_a_disk_that_does_not_answer_does_not_keep_the_service_from_starti
         answers.set()
         await eventually(lambda: not any(root.iterdir()))
 
-    assert "does not answer" in caplog.text
+    assert "scan timed out" in caplog.text
 
 
-async def test_a_spool_that_cannot_be_followed_leaves_the_others(start_service, eventually, root, monkeypatch):
+async def test_error_with_one_spool_does_not_affect_the_others(start_service, eventually, root, monkeypatch):
     original = orphan_spools.check_registration
 
     def check(registration):
@@ -510,8 +506,8 @@ async def test_a_spool_that_cannot_be_followed_leaves_the_others(start_service, 
         original(registration)
 
     monkeypatch.setattr(orphan_spools, "check_registration", check)
-    leave_behind(root, "broken", 3, started_at=1)
-    leave_behind(root, "dead", 3, started_at=2)
+    make_spool(root, "broken", 3, started_at=1)
+    make_spool(root, "dead", 3, started_at=2)
     async with start_service(**settings(root)) as service:
         await eventually(lambda: [path.name for path in root.iterdir()] == ["broken"])
 

@@ -1,4 +1,4 @@
-"""The service asks the store for goodput: when something is new, and for a small share of the time only."""
+"""The service reads goodput after commits, and in a small share of the time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rankscope_storage.sql.goodput import GOODPUT, GOODPUT_ATTEMPTS
 
 class World:
     def __init__(self) -> None:
-        self.now, self.commits, self.looks, self.takes = 0.0, 1, 0, 0.0
+        self.now, self.commits, self.reads, self.takes = 0.0, 1, 0, 0.0
 
     def read(self) -> dict[str, float]:
-        self.looks += 1
+        self.reads += 1
         self.now += self.takes
-        return {"r": self.looks / 10}
+        return {"r": self.reads / 10}
 
 
 @pytest.fixture
@@ -27,57 +27,57 @@ def world() -> World:
     return World()
 
 
-def watch(world: World) -> GoodputReader:
-    return GoodputReader(world.read, lambda: world.commits, look_seconds=30, clock=lambda: world.now)
+def make_reader(world: World) -> GoodputReader:
+    return GoodputReader(world.read, lambda: world.commits, read_seconds=30, clock=lambda: world.now)
 
 
-def test_it_looks_at_once_and_then_where_something_was_committed(world):
-    goodput = watch(world)
-    assert goodput.due()
-    goodput.look()
+def test_goodput_is_read_at_the_start_and_after_each_commit(world):
+    goodput = make_reader(world)
+    assert goodput.is_due
+    goodput.read()
     world.now = 100
-    assert not goodput.due()
+    assert not goodput.is_due
     world.commits = 2
 
-    assert goodput.due()
+    assert goodput.is_due
     assert {"r": 0.1} == goodput.ratios
 
 
-def test_the_longer_it_watches_the_longer_it_pauses(world):
-    goodput = watch(world)
+def test_pause_between_reads_grows_to_15_intervals(world):
+    goodput = make_reader(world)
     pauses = []
     for _ in range(17):
-        looked_at = world.now
-        goodput.look()
+        read_at = world.now
+        goodput.read()
         world.commits += 1
-        while not goodput.due():
+        while not goodput.is_due:
             world.now += 1
-        pauses.append(world.now - looked_at)
+        pauses.append(world.now - read_at)
 
     assert [30, 60, 90, 120] == pauses[:4]
     assert [420, 450, 450, 450] == pauses[-4:]
 
 
-def test_a_long_history_is_asked_less_often(world):
-    goodput = watch(world)
+def test_slow_read_is_repeated_less_often(world):
+    goodput = make_reader(world)
     world.takes = 6.0
-    goodput.look()
+    goodput.read()
     world.commits = 2
     due = []
     for world.now in (31, 299, 301):
-        due.append(goodput.due())
+        due.append(goodput.is_due)
 
     assert [False, False, True] == due  # 6 s are 2 % of 300
 
 
-def test_what_it_is_counted_from_is_not_among_what_says_nothing_of_time():
-    asked = DATASETS.keys() & set(re.findall(r"\w+", GOODPUT + GOODPUT_ATTEMPTS))
+def test_datasets_of_the_goodput_queries_are_not_in_without_time():
+    queried = DATASETS.keys() & set(re.findall(r"\w+", GOODPUT + GOODPUT_ATTEMPTS))
 
-    assert {"scalars", "events", "attempts"} == asked
-    assert not asked & WITHOUT_TIME
+    assert {"scalars", "events", "attempts"} == queried
+    assert not queried & WITHOUT_TIME
 
 
-def test_the_page_has_it_for_runs_that_are_known(world):
+def test_page_contains_the_goodput_of_known_runs(world):
     metrics = ServiceMetrics()
     metrics.show_goodput({"here": 0.75, "gone": 0.5}, {"here", "new"})
     shown = [line for line in metrics.page().decode().splitlines() if line.startswith("rankscope_run_goodput_ratio")]

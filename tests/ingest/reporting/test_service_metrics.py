@@ -1,4 +1,4 @@
-"""Every metric of the catalogue is on the service's page, and figures of a run mean what they say."""
+"""The service page contains each metric of the catalogue, with correct values of runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope_contract.metrics.catalogue import CATALOG
+from rankscope_contract.metrics.catalogue import BYTES_INGESTED, CATALOG, RECORDS_INGESTED
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.reporting.progress import RunMeter, last_value, run_progress
 from rankscope_ingest.reporting.service_metrics import FAILURE_REASONS, ServiceMetrics
-from rankscope_ingest.runs.models import Liveness
-from rankscope_ingest.runs.tracker import Attempt, Rank
+from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "service_page.txt"
 
@@ -33,14 +32,14 @@ def test_page_has_exactly_the_families_of_the_catalogue():
     assert expected == families - {name for name in families if name.endswith("_created")}
 
 
-def test_failures_stand_at_zero_before_the_first():
+def test_failure_counters_exist_at_zero():
     page = ServiceMetrics().page().decode()
 
     for reason in FAILURE_REASONS:
         assert f'rankscope_ingest_scrape_failures_total{{reason="{reason}"}} 0.0' in page
 
 
-def test_last_value_prefers_the_unlabelled_and_keeps_nan():
+def test_last_value_prefers_values_without_labels_and_keeps_nan():
     table = rows_table(
         "scalars",
         [
@@ -54,7 +53,7 @@ def test_last_value_prefers_the_unlabelled_and_keeps_nan():
     assert last_value(table, "absent") is None
 
 
-def test_tokens_of_all_ranks_add_up_and_a_new_counter_starts_anew():
+def test_token_rates_of_ranks_are_summed_and_a_reset_restarts_one():
     meter = RunMeter()
     for second in range(5):
         for rank in (0, 1):
@@ -66,7 +65,7 @@ def test_tokens_of_all_ranks_add_up_and_a_new_counter_starts_anew():
     assert (200.0, 150.0) == (before, meter.tokens_per_second())
 
 
-def test_eta_follows_the_present_speed():
+def test_eta_follows_the_present_rate():
     meter = RunMeter()
     for second in range(0, 100, 2):
         meter.observe(0, None, second * 1_000_000, second // 2)
@@ -83,8 +82,8 @@ def an_attempt(run="r", **changes):
         )
         for number in (0, 1)
     }
-    told = {"number": 1, "launch_id": "l", "world_size": 4, "started_at": 5_000_000, "ranks": ranks}
-    return Attempt(run=run, **{**told, **changes})
+    fields = {"number": 1, "launch_id": "l", "world_size": 4, "started_at": 5_000_000, "ranks": ranks}
+    return Attempt(run=run, **{**fields, **changes})
 
 
 def shown(metrics, *attempts, meter=None):
@@ -100,7 +99,7 @@ def shown(metrics, *attempts, meter=None):
     }
 
 
-def test_a_run_s_figures_are_on_the_page():
+def test_page_contains_the_figures_of_a_run():
     meter = RunMeter()
     for second in range(11):
         meter.observe(0, None, (7 + second) * 1_000_000, second * 2)
@@ -133,7 +132,7 @@ def test_exactly_one_state_of_a_run_is_1():
         assert {other.value: float(other is state) for other in RunState} == states
 
 
-def test_what_is_not_known_is_absent_and_not_0():
+def test_unknown_figure_is_absent():
     page = shown(ServiceMetrics(), an_attempt())
 
     for absent in ("run_step", "run_last_step_timestamp_seconds", "run_progress_ratio", "run_eta_seconds"):
@@ -143,27 +142,28 @@ def test_what_is_not_known_is_absent_and_not_0():
     )
 
 
-def test_a_run_that_is_forgotten_leaves_no_series_behind():
+def test_series_of_a_removed_run_leave_the_page():
     metrics = ServiceMetrics()
     metrics.lost("gone", 3)
     metrics.lost("never shown", 3)
-    shown(metrics, an_attempt("gone", last_step=1, planned_steps=2), an_attempt("stays"))
-    page = shown(metrics, an_attempt("stays"))
+    shown(metrics, an_attempt("gone", last_step=1, planned_steps=2), an_attempt("kept"))
+    page = shown(metrics, an_attempt("kept"))
 
-    assert {"stays"} == {dict(labels)["run"] for _, *labels in page}
+    assert {"kept"} == {dict(labels)["run"] for _, *labels in page}
 
 
-def test_the_time_of_the_last_commit_is_a_wall_clock_time():
+def test_time_of_the_last_commit_is_unix_time():
     metrics = ServiceMetrics()
     metrics.committed({"scalars": 3}, 0.5, 1_700_000_000_500_000)
 
     assert "rankscope_ingest_last_commit_timestamp_seconds 1.7000000005e+09" in metrics.page().decode()
 
 
-def test_page_is_the_golden_one():
-    """Families, types, help and labels as Prometheus gets them; `_created` holds the time of this test."""
+def test_page_equals_the_golden_file():
+    """`_created` samples contain the time of this test and are left out."""
     metrics = ServiceMetrics()
-    metrics.body_taken(3, 4096)
+    metrics.count(RECORDS_INGESTED, 3)
+    metrics.count(BYTES_INGESTED, 4096)
     metrics.committed({"scalars": 3}, 0.5, 1_700_000_000_500_000)
     meter = RunMeter()
     for second in range(11):
@@ -174,10 +174,10 @@ def test_page_is_the_golden_one():
     lines = metrics.page().decode().splitlines(keepends=True)
     page = "".join(line for line in lines if "_created" not in line)
 
-    assert GOLDEN.read_text(encoding="utf-8") == page, f"meant? then write to {GOLDEN}:\n{page}"
+    assert GOLDEN.read_text(encoding="utf-8") == page, f"if this is intended, write to {GOLDEN}:\n{page}"
 
 
-def test_promtool_has_nothing_to_say_of_the_page(require_server):
+def test_promtool_accepts_the_page(require_server):
     promtool = require_server("promtool", "prometheus")
     metrics = ServiceMetrics()
     metrics.committed({"scalars": 3}, 0.5, 1_700_000_000_500_000)

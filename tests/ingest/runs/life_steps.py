@@ -1,26 +1,28 @@
-"""A run under a clock that only moves when told: the words of the life-cycle tests, and what they do to the books."""
+"""A run under a manual clock: the verbs of the life-cycle tests and their effects on a `RunTracker`."""
 
 from __future__ import annotations
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.protocol.channel import Registration
-from rankscope_ingest.runs.models import Liveness, Patience
-from rankscope_ingest.runs.tracker import Attempt, Rank, RunTracker, Timing
+from rankscope_ingest.base.config import RunsSection
+from rankscope_ingest.runs.models import Attempt, Liveness, Rank
+from rankscope_ingest.runs.tracker import RunTracker
 
 KEY = ("r", 0)
 START = 1_700_000_000_000_000
-TIMING = Timing(
-    patience=Patience(refused_after_seconds=10, failed_after_seconds=25),
+LIMITS = RunsSection(
+    refused_after_seconds=10,
+    failed_after_seconds=25,
     stalled_after_seconds=300,
     stalled_in_phase_after_seconds=1800,
 )
 
 
 class Life:
-    """One attempt of a run. `do("step 0", …)` is what a rank does; the others live on, once a second."""
+    """One attempt of a run. `do("step 0", …)` performs an action of a rank; the other ranks report once a second."""
 
     def __init__(self, ranks: int = 2, world_size: int | None = None) -> None:
-        self.book = RunTracker(TIMING)
+        self.tracker = RunTracker(LIMITS)
         self.now = 0.0
         self.world_size = world_size or ranks
         self.liveness: dict[int, Liveness] = {}
@@ -37,7 +39,7 @@ class Life:
 
     @property
     def attempt(self) -> Attempt:
-        found = self.book.get(KEY)
+        found = self.tracker.get(KEY)
         assert found is not None
         return found
 
@@ -45,16 +47,16 @@ class Life:
     def state(self) -> str:
         return str(self.attempt.state)
 
-    def do(self, *words: str) -> Life:
-        for word in words:
-            verb, _, argument = word.partition(" ")
+    def do(self, *actions: str) -> Life:
+        for action in actions:
+            verb, _, argument = action.partition(" ")
             if verb == "wait":
                 self.wait(float(argument))
             elif verb == "restart":
                 self.restart()
             elif verb == "stop-service":
                 self.now += float(argument)
-                self.book.excuse(float(argument), self.now)
+                self.tracker.exclude(float(argument), self.now)
             else:
                 for rank in sorted(self.liveness) if argument == "*" else [int(argument)]:
                     self._rank_does(verb, rank)
@@ -67,16 +69,16 @@ class Life:
             self.now = min(until, self.now + 1.0)
             for rank in self.liveness:
                 if rank not in self.silent:
-                    self._sign(rank)
+                    self._report(rank)
             self.tick()
 
     def tick(self) -> None:
-        for attempt in self.book.tick(self.now, self.wall).changed:
+        for attempt in self.tracker.tick(self.now, self.wall).changed:
             self.states.append(str(attempt.state))
 
     def restart(self) -> None:
-        """Replace the service: the new one knows what rows say, and the living ranks register again."""
-        old, self.book = self.attempt, RunTracker(TIMING)
+        """Restart the service: the new one has the stored rows, and the live ranks register again."""
+        old, self.tracker = self.attempt, RunTracker(LIMITS)
         restored = Attempt(
             run=old.run,
             number=old.number,
@@ -92,18 +94,18 @@ class Life:
         if old.state not in {RunState.COMPLETED, RunState.STOPPED}:
             restored.ranks = {rank.number: _restored(rank, old, self.now) for rank in old.ranks.values()}
         if restored.has_ended:
-            self.book.remember(restored)
+            self.tracker.remember(restored)
         else:
-            self.book.restore(restored, self.now)
+            self.tracker.restore(restored, self.now)
         self.liveness = {rank: Liveness(last_sign=self.now) for rank in self.liveness}
         for rank in self.liveness:
             if rank not in self.silent:
                 self.register(rank)
-        self.book._wake(KEY)
+        self.tracker.stepped(KEY, 0, None, self.now)  # makes a past attempt active
 
     def register(self, rank: int, incarnation: str | None = None) -> None:
         liveness = self.liveness.setdefault(rank, Liveness(last_sign=self.now))
-        liveness.heard(self.now)
+        liveness.note_sign(self.now)
         registration = Registration(
             run="r",
             rank=rank,
@@ -118,22 +120,22 @@ class Life:
             planned_steps=100,
             phase=self.phases.get(rank),
         )
-        self.book.registered(registration, 0, liveness, self.wall)
+        self.tracker.registered(registration, 0, liveness, self.wall)
 
     def _rank_does(self, verb: str, rank: int) -> None:
         match verb:
             case "register" | "back":
                 self.silent.discard(rank)
                 self.register(rank)
-                self._sign(rank)
+                self._report(rank)
             case "replace":
                 self.silent.discard(rank)
                 self.liveness[rank] = Liveness(last_sign=self.now)
                 self.register(rank, incarnation=f"second {rank}")
             case "step":
                 self.steps += 1
-                self._sign(rank)
-                self.book.stepped(KEY, rank, self.steps, self.now)
+                self._report(rank)
+                self.tracker.stepped(KEY, rank, self.steps, self.now)
             case "phase" | "leave":
                 self.phases[rank] = "evaluation" if verb == "phase" else None
                 self.register(rank)
@@ -141,21 +143,21 @@ class Life:
                 self.silent.add(rank)
             case "refuse":
                 self.silent.add(rank)
-                self.liveness[rank].refused(self.now + 0.1)
+                self.liveness[rank].note_refusal(self.now + 0.1)
             case "close":
                 self.silent.add(rank)
-                self.book.closed(KEY, rank)
+                self.tracker.closed(KEY, rank)
             case _:
-                self._sign(rank)
+                self._report(rank)
                 self.silent.add(rank)
-                self.book.exited(KEY, rank, *WORDS[verb], at=self.wall)
+                self.tracker.exited(KEY, rank, *EXITS[verb], at=self.wall)
 
-    def _sign(self, rank: int) -> None:
-        self.liveness[rank].heard(self.now)
-        self.book.heard(KEY, rank)
+    def _report(self, rank: int) -> None:
+        self.liveness[rank].note_sign(self.now)
+        self.tracker.answered(KEY, rank)
 
 
-WORDS = {
+EXITS = {
     "done": ("completed", None),
     "raise": ("exception", "ValueError: no"),
     "peer": ("exception", "RuntimeError: Connection closed by peer [127.0.0.1]:4"),

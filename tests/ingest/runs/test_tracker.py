@@ -1,26 +1,28 @@
-"""Where a run stands follows from what its ranks said, and from how long they have been silent."""
+"""The state of a run follows from the reports of its ranks and from the duration of their silence."""
 
 from __future__ import annotations
 
 import pytest
 
 from rankscope_contract.protocol.channel import Registration
-from rankscope_ingest.runs.models import Liveness, Patience
-from rankscope_ingest.runs.tracker import RunTracker, Timing
+from rankscope_ingest.base.config import RunsSection
+from rankscope_ingest.runs.models import Liveness
+from rankscope_ingest.runs.tracker import RunTracker
 
 KEY = ("r", 0)
-TIMING = Timing(
-    patience=Patience(refused_after_seconds=10, failed_after_seconds=25),
+LIMITS = RunsSection(
+    refused_after_seconds=10,
+    failed_after_seconds=25,
     stalled_after_seconds=300,
     stalled_in_phase_after_seconds=1800,
 )
 
 
 class World:
-    """Two ranks of one attempt, and a clock that only moves when told."""
+    """Two ranks of one attempt, and a manual clock."""
 
     def __init__(self, ranks=2, world_size=2):
-        self.book = RunTracker(TIMING)
+        self.runs = RunTracker(LIMITS)
         self.now = 0.0
         self.liveness = {rank: Liveness(last_sign=0.0) for rank in range(ranks)}
         for rank in self.liveness:
@@ -40,24 +42,24 @@ class World:
             phase=phase,
             config=config or {},
         )
-        self.liveness[rank].heard(self.now)
-        return self.book.registered(registration, 0, self.liveness[rank], 5)
+        self.liveness[rank].note_sign(self.now)
+        return self.runs.registered(registration, 0, self.liveness[rank], 5)
 
     def alive(self, seconds=0.0, *ranks, step=None):
         self.now += seconds
         for rank in ranks or self.liveness:
-            self.liveness[rank].heard(self.now)
-            self.book.heard(KEY, rank)
-            self.book.stepped(KEY, rank, step, self.now)
+            self.liveness[rank].note_sign(self.now)
+            self.runs.answered(KEY, rank)
+            self.runs.stepped(KEY, rank, step, self.now)
         return self.tick()
 
     def tick(self, seconds=0.0):
         self.now += seconds
-        return self.book.tick(self.now, int(self.now * 1e6))
+        return self.runs.tick(self.now, int(self.now * 1e6))
 
     @property
     def attempt(self):
-        return self.book.get(KEY)
+        return self.runs.get(KEY)
 
     @property
     def state(self):
@@ -73,58 +75,58 @@ def test_registered_ranks_wait_for_their_first_step():
     assert ["pending", "running"] == [before, world.state]
 
 
-def test_run_is_completed_when_every_rank_said_so():
+def test_run_is_completed_when_every_rank_completed():
     world = World()
     world.alive(1, step=7)
-    world.book.exited(KEY, 0, "completed", None)
+    world.runs.exited(KEY, 0, "completed", None)
     world.tick()
     halfway = world.state
-    world.book.exited(KEY, 1, "completed", None)
+    world.runs.exited(KEY, 1, "completed", None)
     world.tick(1)
 
     assert ["running", "completed"] == [halfway, world.state]
     assert (7, 2_000_000, 0) == (world.attempt.last_step, world.attempt.ended_at, world.attempt.ranks_missing)
 
 
-def test_exception_of_one_rank_fails_the_run_at_once_and_is_quoted():
+def test_exception_of_one_rank_fails_the_run_and_is_the_reason():
     world = World()
     world.alive(1, step=1)
-    world.book.exited(KEY, 1, "exception", "CUDA out of memory")
-    world.book.exited(KEY, 0, "signal", None)
+    world.runs.exited(KEY, 1, "exception", "CUDA out of memory")
+    world.runs.exited(KEY, 0, "signal", None)
     world.tick()
 
     assert ("failed", "rank 1: CUDA out of memory") == (world.state, world.attempt.reason)
 
 
 @pytest.mark.parametrize(("refused", "seconds"), [(True, 10), (False, 25)])
-def test_rank_that_vanishes_fails_the_run_sooner_when_its_port_is_closed(refused, seconds):
+def test_vanished_rank_fails_the_run_sooner_if_its_port_is_closed(refused, seconds):
     world = World()
     world.alive(1, step=1)
     if refused:
-        world.liveness[1].refused(world.now + 0.1)
+        world.liveness[1].note_refusal(world.now + 0.1)
     world.alive(seconds - 0.5, 0, step=2)
     before = world.state
-    verdict = world.alive(0.5, 0, step=3)
+    changes = world.alive(0.5, 0, step=3)
 
     assert ["running", "failed"] == [before, world.state]
-    assert [1] == [rank.number for _, rank in verdict.vanished]
-    assert "rank 1 on h vanished without a word" == world.attempt.reason
+    assert [1] == [rank.number for rank in changes.vanished]
+    assert "rank 1 on h stopped responding without an exit report" == world.attempt.reason
     assert 1 == world.attempt.ranks_missing
 
 
-def test_closed_port_means_nothing_while_heartbeats_come():
+def test_closed_port_is_ignored_while_heartbeats_arrive():
     world = World()
     world.alive(1, step=1)
     for _ in range(20):
-        world.liveness[1].refused(world.now)
+        world.liveness[1].note_refusal(world.now)
         world.now += 5
-        world.liveness[1].heard(world.now)
+        world.liveness[1].note_sign(world.now)
         world.alive(0, 0)
 
     assert "running" == world.state
 
 
-def test_rank_that_speaks_again_was_not_dead():
+def test_rank_that_registers_again_makes_the_run_active():
     world = World()
     world.alive(1, step=1)
     world.alive(30, 0)
@@ -136,38 +138,38 @@ def test_rank_that_speaks_again_was_not_dead():
     assert (None, None) == (world.attempt.reason, world.attempt.ended_at)
 
 
-def test_attempt_is_arriving_until_each_rank_was_read_but_not_for_long():
+def test_attempt_is_arriving_until_each_rank_answered_or_6_s_passed():
     fresh, unreadable = World(), World()
     before = fresh.attempt.is_arriving(1.0)
     for rank in (0, 1):
-        fresh.book.heard(KEY, rank)
+        fresh.runs.answered(KEY, rank)
 
     assert [True, False] == [before, fresh.attempt.is_arriving(1.0)]
     assert [True, False] == [unreadable.attempt.is_arriving(now) for now in (5.9, 6.0)]
 
 
-def test_signal_stops_a_run_and_so_does_an_end_without_a_word_of_success():
+def test_signal_or_end_without_exit_report_stops_a_run():
     by_signal, silent = World(), World()
     for rank in (0, 1):
-        by_signal.book.exited(KEY, rank, "signal", "SIGTERM")
-        silent.book.closed(KEY, rank)
+        by_signal.runs.exited(KEY, rank, "signal", "SIGTERM")
+        silent.runs.closed(KEY, rank)
     by_signal.tick()
     silent.tick()
 
     assert ("stopped", "ranks 0-1: SIGTERM") == (by_signal.state, by_signal.attempt.reason)
-    assert ("stopped", "ended without saying that it was done") == (silent.state, silent.attempt.reason)
+    assert ("stopped", "ended without reporting success") == (silent.state, silent.attempt.reason)
 
 
-def test_one_rank_that_completed_does_not_complete_the_run_of_another_that_did_not():
+def test_run_is_not_completed_if_one_rank_ended_without_a_report():
     world = World()
-    world.book.exited(KEY, 0, "completed", None)
-    world.book.closed(KEY, 1)
+    world.runs.exited(KEY, 0, "completed", None)
+    world.runs.closed(KEY, 1)
     world.tick()
 
-    assert ("stopped", "ended without saying that it was done") == (world.state, world.attempt.reason)
+    assert ("stopped", "ended without reporting success") == (world.state, world.attempt.reason)
 
 
-def test_run_without_steps_for_long_is_stalled_unless_a_phase_is_announced():
+def test_run_without_steps_is_stalled_unless_a_phase_is_reported():
     idle, evaluating = World(), World()
     for world, phase in ((idle, None), (evaluating, "evaluation")):
         world.alive(1, step=1)
@@ -184,35 +186,35 @@ def test_run_without_steps_for_long_is_stalled_unless_a_phase_is_announced():
     assert "stalled" == evaluating.state
 
 
-def test_ranks_that_never_registered_are_missing_but_fail_nothing():
+def test_unregistered_ranks_are_missing_but_do_not_fail_the_run():
     world = World(ranks=1, world_size=8)
     world.alive(1, step=1)
-    world.book.exited(KEY, 0, "completed", None)
+    world.runs.exited(KEY, 0, "completed", None)
     missing = world.attempt.ranks_missing
     world.tick()
 
     assert (8, "completed", 0) == (missing, world.state, world.attempt.ranks_missing)
 
 
-def test_new_process_takes_the_place_of_a_dead_one_in_its_launch():
+def test_new_process_replaces_a_dead_one_of_its_launch():
     world = World()
     world.alive(1, step=1)
     world.alive(30, 0)
     world.liveness[1] = Liveness(last_sign=world.now)
-    world.register(1, incarnation="second life")
+    world.register(1, incarnation="second process")
     world.tick()
 
     assert "running" == world.state
 
 
-def test_each_change_is_told_once():
+def test_each_change_is_returned_once():
     world = World()
     states = [[str(attempt.state) for attempt in world.alive(1, step=step).changed] for step in (None, 1, 2, 3)]
 
     assert [[], ["running"], [], []] == states
 
 
-def test_latest_attempt_speaks_for_the_run():
+def test_latest_attempt_is_the_state_of_the_run():
     world = World()
     registration = Registration(
         run="r",
@@ -225,13 +227,13 @@ def test_latest_attempt_speaks_for_the_run():
         launch_id="l2",
         url="http://127.0.0.1:1",
     )
-    world.book.registered(registration, 1, Liveness(last_sign=0.0), 5)
+    world.runs.registered(registration, 1, Liveness(last_sign=0.0), 5)
 
-    assert 1 == world.book.latest()["r"].number
+    assert 1 == world.runs.latest()["r"].number
 
 
-def test_the_configuration_of_a_rank_is_kept_without_secrets():
-    """The rank masks what it sends; one of another release, or not of ours at all, may not."""
+def test_configuration_of_a_rank_is_kept_without_secrets():
+    """Ranks mask secrets before they send them, but ranks of another release may not."""
     config = {"argv": ["train.py", "--hf-token", "correct-horse"], "serve": {"password": "correct-horse"}, "every": 3}
     world = World(ranks=0)
     world.liveness[0] = Liveness(last_sign=0.0)

@@ -1,4 +1,4 @@
-"""`python -m rankscope_ingest` that compacts after every third commit and cleans up every second, to be killed."""
+"""`python -m rankscope_ingest` that compacts after each third commit and vacuums each second, for kill tests."""
 
 from __future__ import annotations
 

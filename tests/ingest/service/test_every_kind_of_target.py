@@ -1,4 +1,4 @@
-"""One service beside all that it can be told of: each kind of target, with its neighbours, in one store."""
+"""One service with each kind of target at the same time, in one store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rankscope_ingest.base.protobuf import packed
 NOW_MS = 1_770_000_000_000
 PROTOBUF = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
 STORED = "SELECT run, list(value ORDER BY step) AS losses FROM scalars GROUP BY run"
-FOREIGN = """
+NODE_EXPORTER = """
     SELECT target AS who, max(value) AS last FROM samples WHERE metric IN ('named', 'listed', 'served', 'pushed')
     GROUP BY target ORDER BY target
 """
@@ -28,25 +28,23 @@ async def push(service, value):
         return response.status
 
 
-async def test_ranks_and_exporters_however_they_are_found_are_read_side_by_side(
-    fake_rank, start_service, eventually, tmp_path
-):
-    """One that registers and a static one; exporters named, in a file, at an address; and a Prometheus that pushes."""
+async def test_all_kinds_of_targets_are_read_at_the_same_time(fake_rank, start_service, eventually, tmp_path):
+    """A registered rank, a static rank, exporters in the configuration, in a file and at a URL, and remote write."""
     file, quick = tmp_path / "targets.json", {"every_seconds": 0.1, "timeout_seconds": 5}
     async with (
         fake_rank(run="registers") as heard,
-        fake_rank(run="static", launch_id="static") as told,
+        fake_rank(run="static", launch_id="static") as static,
         FakeExporter(b"named 1\n") as named,
         FakeExporter(b"listed 2\n") as listed,
         FakeExporter(b"served 3\n") as served,
         FakeExporter() as directory,
     ):
         heard.publish_steps(5)
-        told.publish_steps(7)
+        static.publish_steps(7)
         file.write_text(json.dumps([{"targets": [listed.address]}]))
         directory.page = json.dumps([{"targets": [served.address]}]).encode()
         changes = {
-            "targets": [{"url": told.registration.url, "run": "static"}],
+            "targets": [{"url": static.registration.url, "run": "static"}],
             "exporters": [{"url": named.url, "name": "named", **quick}],
             "exporter_lists": [
                 {"file": str(file), "refresh_seconds": 0.1, **quick},
@@ -58,7 +56,7 @@ async def test_ranks_and_exporters_however_they_are_found_are_read_side_by_side(
             pushed = await push(service, 4.0)
             await eventually(lambda: len(service.rows("SELECT 1 FROM scalars")) == 12)
             ranks = service.rows(STORED)
-            foreign = await eventually(lambda: len(rows := service.rows(FOREIGN)) == 4 and rows)
+            foreign = await eventually(lambda: len(rows := service.rows(NODE_EXPORTER)) == 4 and rows)
             targets = await service.targets()
 
     assert 204 == pushed

@@ -1,4 +1,4 @@
-"""Whole services that are killed, stopped and woken, with real ranks: every row is stored once. `make test-crashes`."""
+"""Services that are killed, stopped and continued, with real ranks: each row is stored once. `make test-crashes`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ pytestmark = [
 open_channels = open_channels  # noqa: PLW0127 - a fixture
 
 LIVES = 24
-"""Services that are killed one after the other, each at a later call of its life."""
+"""Services that are killed one after the other, each at a later system call."""
 
 
 class Service(ServiceProcess):
-    """One that may be armed to kill itself at the n-th call that changes its store."""
+    """A service that can be configured to kill itself at the n-th call that changes its store."""
 
     def begin(self, *, at: int | None = None, library: Path | None = None, module: str = "rankscope_ingest") -> None:
-        """Start without waiting."""
+        """Start the process and return immediately."""
         armed = {"LD_PRELOAD": str(library), "RANKSCOPE_KILL_FOLDER": str(self.store), "RANKSCOPE_KILL_AT": str(at)}
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -67,10 +67,8 @@ def check_stored(service, incarnations, records):
     assert [] == service.rows("SELECT * FROM events WHERE type = 'gap'")
 
 
-def test_a_service_killed_at_calls_all_over_its_life_loses_and_doubles_nothing(
-    tmp_path, open_channels, require_server, free_port
-):
-    """In its flushes, commits, compactions, checkpoints and clean-ups: what it was at is printed."""
+def test_service_killed_at_any_call_stores_each_row_once(tmp_path, open_channels, require_server, free_port):
+    """Kills happen during flushes, commits, compactions, checkpoints and vacuums. The operation is printed."""
     require_server("gcc", "g++")
     library = compiled(tmp_path)
     service = Service(tmp_path, free_port)
@@ -83,7 +81,7 @@ def test_a_service_killed_at_calls_all_over_its_life_loses_and_doubles_nothing(
 
     def train():
         while not over.is_set():
-            if published[0] - min(channel.ring.committed for channel in channels) < 200:  # a ring holds 256
+            if published[0] - min(channel.ring.committed for channel in channels) < 200:  # the ring has 256 records
                 for channel in channels:
                     channel.publish(step_record(published[0]))
                 published[0] += 1
@@ -111,8 +109,8 @@ def test_a_service_killed_at_calls_all_over_its_life_loses_and_doubles_nothing(
     check_stored(service, ["launch-0", "launch-1"], published[0] + 1)
 
 
-def test_a_zombie_that_wakes_is_refused_says_who_took_over_and_ends(tmp_path, free_port, another_port):
-    """Stopped, as by a hypervisor; meanwhile another machine, which does not see its lock, has taken the shard."""
+def test_continued_service_ends_if_another_one_owns_the_shard(tmp_path, free_port, another_port):
+    """A hypervisor stops the service, and another machine, which does not see its lock, takes over the shard."""
     (tmp_path / "other").mkdir()
     zombie, successor = Service(tmp_path, free_port), Service(tmp_path / "other", another_port)
     (tmp_path / "other" / "store").symlink_to(tmp_path / "store")
@@ -162,8 +160,8 @@ def test_a_zombie_that_wakes_is_refused_says_who_took_over_and_ends(tmp_path, fr
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_of_two_services_on_one_store_one_wins_and_goes_on(tmp_path, number, free_port, another_port):
-    """Started in one moment; the loser names the winner and ends, the winner stores."""
+def test_one_of_two_services_on_one_store_continues(tmp_path, number, free_port, another_port):
+    """Both start at the same time. One ends with an error that names the other, which stores the rows."""
     (tmp_path / "other").mkdir()
     (tmp_path / "store").mkdir()
     (tmp_path / "other" / "store").symlink_to(tmp_path / "store")

@@ -1,4 +1,4 @@
-"""The whole service against real HTTP servers as ranks: all arrives once, and trouble stays where it is."""
+"""The whole service with real HTTP servers as ranks: each record is stored once, and faults remain isolated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiohttp import web
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.protocol.channel import ARROW_STREAM
 from rankscope_ingest.detect import run_monitor
-from rankscope_ingest.detect.stall_tracker import StallNews
+from rankscope_ingest.detect.stall_handler import StallHandler
 from rankscope_ingest.record_channel.loop import TargetLoop
 from rankscope_storage.api.summaries import summary
 from rankscope_storage.connection import connect
@@ -27,7 +27,7 @@ LOSSES = (
 PLAN = Plan((PlanEntry(kind="grad_reduced", tensor="w", dtype="float32", shape=(2,)),))
 
 
-async def test_every_record_is_stored_once_and_the_rank_learns_of_it(start_service, fake_rank, eventually):
+async def test_every_record_is_stored_once_and_its_commit_is_reported(start_service, fake_rank, eventually):
     async with fake_rank() as rank, start_service() as service:
         plan = rank.add_plan(PLAN)
         rank.publish_steps(30, plan=plan, values=[1.0] * 6, counts=[0, 0, 0, 2])
@@ -42,7 +42,7 @@ async def test_every_record_is_stored_once_and_the_rank_learns_of_it(start_servi
     assert [{"tensor": "w", "shape": [2]}] == service.rows("SELECT tensor, shape FROM tensors")
 
 
-async def test_statistics_are_rounded_where_the_configuration_says_so(start_service, fake_rank, eventually):
+async def test_statistics_are_rounded_to_the_configured_mantissa(start_service, fake_rank, eventually):
     norm = float(np.float32(math.pi))
     async with fake_rank() as rank, start_service(**{"store.mantissa_bits": 12}) as service:
         plan = rank.add_plan(PLAN)
@@ -59,7 +59,7 @@ async def test_statistics_are_rounded_where_the_configuration_says_so(start_serv
     assert [{"value": math.pi}] == service.rows("SELECT value FROM scalars WHERE name = 'loss' AND seq = 3")
 
 
-async def test_restart_goes_on_where_the_store_stands(start_service, fake_rank, eventually):
+async def test_restart_continues_at_the_watermark_of_the_store(start_service, fake_rank, eventually):
     async with fake_rank() as rank:
         for total in (5, 11):
             async with start_service() as service:
@@ -71,7 +71,7 @@ async def test_restart_goes_on_where_the_store_stands(start_service, fake_rank, 
     assert [{"attempt": 0}] == service.rows("SELECT attempt FROM attempts")
 
 
-async def test_a_new_launch_is_the_next_attempt_also_after_a_restart(start_service, fake_rank, eventually):
+async def test_new_launch_is_the_next_attempt_also_after_a_restart(start_service, fake_rank, eventually):
     attempts = []
     for launch in ("first", "second", "third"):
         async with fake_rank(launch_id=launch, incarnation=launch) as rank, start_service() as service:
@@ -84,7 +84,7 @@ async def test_a_new_launch_is_the_next_attempt_also_after_a_restart(start_servi
     assert attempts == [row["attempt"] for row in service.rows("SELECT attempt FROM scalars ORDER BY attempt")]
 
 
-async def test_clock_set_back_over_a_restart_does_not_make_an_old_version_the_latest(
+async def test_clock_set_back_does_not_make_an_old_version_the_latest(
     start_service, fake_rank, eventually, monkeypatch
 ):
     async with fake_rank() as rank:
@@ -107,7 +107,7 @@ async def test_clock_set_back_over_a_restart_does_not_make_an_old_version_the_la
     assert [{"above": 2}] == service.rows(f"SELECT count(*) AS above FROM scalars WHERE ordinal > {before}")
 
 
-async def test_stop_pulls_and_stores_what_the_ranks_still_have(start_service, fake_rank, eventually):
+async def test_stop_stores_the_remaining_records_of_the_ranks(start_service, fake_rank, eventually):
     changes = {"ingest.flush_after_seconds": 1000.0, "ingest.poll_seconds": 60.0}
     async with fake_rank() as rank, start_service(**changes) as service:
         await rank.register(service.url)
@@ -120,7 +120,7 @@ async def test_stop_pulls_and_stores_what_the_ranks_still_have(start_service, fa
     assert 20 == len(service.rows(LOSSES))
 
 
-async def test_hostile_names_reach_the_table_as_they_are(start_service, fake_rank, eventually):
+async def test_hostile_names_are_stored_unchanged(start_service, fake_rank, eventually):
     names = ["../../etc", "a=b/c", "123", 'it\'s "quoted"; DROP TABLE runs', "学习 🙂", " ", "%2e", "a\nb"]
     async with start_service() as service:
         for name in names:
@@ -212,11 +212,11 @@ BAD_ANSWERS = {
     "Rankscope-Incarnation": (answer_with(status=204, Rankscope_Incarnation=""), "garbage"),
     "in time": (silent, "timeout"),
 }
-"""What is said of an answer, the answer, and the reason that is counted."""
+"""Expected error text, the response, and the reason that is counted."""
 
 
-async def test_bad_answer_is_named_and_nothing_of_it_taken(start_service, fake_rank, eventually):
-    """Each by a rank of a run of its own, all at once: nobody's fault is held against another."""
+async def test_invalid_response_is_reported_and_stores_nothing(start_service, fake_rank, eventually):
+    """Each response comes from a rank of a separate run, at the same time. The faults do not affect each other."""
     async with contextlib.AsyncExitStack() as stack:
         service = await stack.enter_async_context(start_service(**{"ingest.timeout_seconds": 0.3}))
         ranks = {}
@@ -246,7 +246,7 @@ async def test_bad_answer_is_named_and_nothing_of_it_taken(start_service, fake_r
         assert [0, 1, 2, 3, 4] == next(row["seqs"] for row in stored if row["run"] == f"r{number}")
 
 
-async def test_body_that_disagrees_with_its_headers_is_not_taken(start_service, fake_rank, eventually, encode):
+async def test_body_that_contradicts_its_headers_is_rejected(start_service, fake_rank, eventually, encode):
     async with fake_rank() as rank, start_service() as service:
         rank.publish_steps(5)
         seen = []
@@ -268,7 +268,9 @@ async def test_body_that_disagrees_with_its_headers_is_not_taken(start_service, 
     assert 5 == len(service.rows(LOSSES))
 
 
-async def test_unreachable_target_is_told_and_does_not_stop_the_others(start_service, fake_rank, eventually, free_port):
+async def test_unreachable_target_is_reported_and_does_not_stop_the_others(
+    start_service, fake_rank, eventually, free_port
+):
     async with fake_rank() as rank, start_service(**{"runs.refused_after_seconds": 60}) as service:
         lost = fake_rank(run="unreachable")
         lost.registration = dataclasses.replace(lost.registration, url=f"http://127.0.0.1:{free_port}")
@@ -292,11 +294,11 @@ async def test_slow_target_does_not_delay_the_others(start_service, fake_rank, e
         await eventually(lambda: slow.polls)
         await rank.register(service.url)
         rank.publish_steps(3)
-        await eventually(lambda: rank.committed == 2)  # the slow one holds its poll for ever
+        await eventually(lambda: rank.committed == 2)  # the poll of the slow rank never ends
         released.set()
 
 
-async def test_second_process_with_one_identity_is_refused_and_the_first_named(start_service, fake_rank):
+async def test_second_process_with_an_identity_is_rejected_and_the_first_named(start_service, fake_rank):
     async with fake_rank() as first, fake_rank(incarnation="twin") as twin, start_service() as service:
         await first.register(service.url)
         status, text = await twin.register(service.url)
@@ -305,7 +307,7 @@ async def test_second_process_with_one_identity_is_refused_and_the_first_named(s
     assert "process 1000 on here" in text
 
 
-async def test_address_outside_the_allowed_networks_is_refused_with_the_setting(start_service, fake_rank):
+async def test_address_outside_the_allowed_networks_is_rejected(start_service, fake_rank):
     async with start_service() as service:
         far = fake_rank()
         far.registration = dataclasses.replace(far.registration, url="http://192.0.2.7:9400")
@@ -315,7 +317,7 @@ async def test_address_outside_the_allowed_networks_is_refused_with_the_setting(
     assert "allowed_networks" in text
 
 
-async def test_other_schema_version_is_refused_at_registration(start_service, fake_rank):
+async def test_other_schema_version_is_rejected_at_registration(start_service, fake_rank):
     async with fake_rank(schema_version=99) as rank, start_service() as service:
         status, text = await rank.register(service.url)
 
@@ -323,7 +325,7 @@ async def test_other_schema_version_is_refused_at_registration(start_service, fa
     assert "supported: 1" in text
 
 
-async def test_token_is_wanted_and_shown(start_service, fake_rank, eventually):
+async def test_token_is_required_and_sent(start_service, fake_rank, eventually):
     async with fake_rank() as rank, start_service(**{"service.token": "s3cret"}) as service:
         refused = [
             (await rank.register(service.url, token=token))[0] for token in (None, "", "wrong", "s3cre", "s3cret2")
@@ -338,7 +340,7 @@ async def test_token_is_wanted_and_shown(start_service, fake_rank, eventually):
     assert "Bearer s3cret" == rank.requests[0].headers["Authorization"]
 
 
-async def test_token_of_any_bytes_is_just_a_wrong_token(start_service):
+async def test_token_with_arbitrary_bytes_is_a_wrong_token(start_service):
     async with start_service(**{"service.token": "s3cret"}) as service:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(service.url.rpartition(":")[2]))
         writer.write(b"GET /sd HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
@@ -348,27 +350,27 @@ async def test_token_of_any_bytes_is_just_a_wrong_token(start_service):
     assert b"HTTP/1.1 401 Unauthorized\r\n" == status
 
 
-LAST_WORDS = {
+EXIT_EVENTS = {
     "surrogate": ('{"reason": "exception", "error": "no file \\udcff.bin"}', "failed", "rank 0: no file ?.bin"),
     "nested": ('{"reason": "completed", "error": ["\\ud800"]}', "completed", None),
-    "deep": ("[" * 3000, "stopped", "ended without saying that it was done"),
-    "null": ("null", "stopped", "ended without saying that it was done"),
+    "deep": ("[" * 3000, "stopped", "ended without reporting success"),
+    "null": ("null", "stopped", "ended without reporting success"),
 }
-"""What the rank of a run says last, and what becomes of its run: state and reason."""
+"""Exit events of a rank, and the resulting state and reason of its run."""
 
 
-async def test_last_words_may_hold_anything(start_service, fake_rank, eventually):
-    """What a rank says last is judged and kept, and neither it nor its memory stops the service or the next one."""
-    expected = {run: (state, reason) for run, (_, state, reason) in LAST_WORDS.items()}
+async def test_exit_events_of_any_content_are_handled(start_service, fake_rank, eventually):
+    """Exit events are evaluated and stored. They stop neither this service nor the next one that reads them."""
+    expected = {run: (state, reason) for run, (_, state, reason) in EXIT_EVENTS.items()}
     async with contextlib.AsyncExitStack() as stack:
         service = await stack.enter_async_context(start_service())
-        for run, (details, _, _) in LAST_WORDS.items():
+        for run, (details, _, _) in EXIT_EVENTS.items():
             rank = await stack.enter_async_context(fake_rank(run=run))
             rank.publish(events=[{"type": "exit", "details": details}])
             await rank.register(service.url)
 
         async def ended():
-            found = {run: await service.run_state(run) for run in LAST_WORDS}
+            found = {run: await service.run_state(run) for run in EXIT_EVENTS}
             return expected == {run: (shown["state"], shown.get("reason")) for run, shown in found.items()}
 
         await eventually(ended)
@@ -383,7 +385,7 @@ async def test_last_words_may_hold_anything(start_service, fake_rank, eventually
 
 
 @pytest.mark.parametrize("ts", [2**62, -(2**62), 253_402_300_800_000_000])
-async def test_time_that_no_calendar_has_is_stored_and_stops_nothing(start_service, fake_rank, eventually, ts):
+async def test_time_outside_the_calendar_is_stored(start_service, fake_rank, eventually, ts):
     async with fake_rank() as rank, start_service() as service:
         rank.publish_steps(3)
         rank.records[1]["ts"] = ts
@@ -393,7 +395,7 @@ async def test_time_that_no_calendar_has_is_stored_and_stops_nothing(start_servi
     assert [{"seq": 1}] == service.rows(f"SELECT seq FROM scalars WHERE epoch_us(ts) = {ts}")
 
 
-async def test_another_process_at_the_address_moves_nothing_and_ends_the_old_one(start_service, fake_rank, eventually):
+async def test_another_process_at_the_address_ends_the_old_target(start_service, fake_rank, eventually):
     async with fake_rank() as rank, start_service() as service:
         await rank.register(service.url)
         rank.publish_steps(3)
@@ -410,7 +412,7 @@ async def test_another_process_at_the_address_moves_nothing_and_ends_the_old_one
     ]
 
 
-async def test_static_target_is_followed_from_process_to_process(start_service, fake_rank, eventually):
+async def test_static_target_is_polled_across_processes(start_service, fake_rank, eventually):
     async with fake_rank(incarnation="one") as rank:
         target = {"url": rank.registration.url, "run": "static", "rank": 0}
         async with start_service(targets=[target]) as service:
@@ -429,7 +431,7 @@ async def test_static_target_is_followed_from_process_to_process(start_service, 
     assert [("static", "one"), ("static", "two")] == [tuple(row.values()) for row in rows]
 
 
-async def test_draining_rank_is_committed_at_once_and_dismissed(start_service, fake_rank, eventually):
+async def test_draining_rank_is_committed_early_and_dismissed(start_service, fake_rank, eventually):
     async with fake_rank() as rank, start_service(**{"ingest.flush_after_seconds": 1000.0}) as service:
         await rank.register(service.url)
         rank.publish_steps(3)
@@ -446,7 +448,7 @@ async def test_draining_rank_is_committed_at_once_and_dismissed(start_service, f
         await eventually(lambda: service.rows("SELECT state FROM runs") == [{"state": "completed"}])
 
 
-async def test_poke_brings_the_next_poll_forward(start_service, fake_rank, eventually):
+async def test_poke_causes_an_early_poll(start_service, fake_rank, eventually):
     import aiohttp
 
     async with fake_rank() as rank, start_service(**{"ingest.poll_seconds": 30.0}) as service:
@@ -466,13 +468,11 @@ async def test_poke_brings_the_next_poll_forward(start_service, fake_rank, event
 
         await eventually(polled, seconds=5)
 
-        assert [404, 204] == [await poke("nobody"), await poke(rank.registration.incarnation)]
+        assert [404, 204] == [await poke("unknown"), await poke(rank.registration.incarnation)]
 
 
 @pytest.mark.parametrize("is_failing", [True, False])
-async def test_pokes_without_end_bring_four_extra_polls_a_second_at_most(
-    start_service, fake_rank, eventually, is_failing
-):
+async def test_pokes_cause_at_most_four_extra_polls_per_second(start_service, fake_rank, eventually, is_failing):
     import aiohttp
 
     changes = {"ingest.poll_seconds": 60.0, "ingest.max_backoff_seconds": 60.0}
@@ -490,12 +490,12 @@ async def test_pokes_without_end_bring_four_extra_polls_a_second_at_most(
         await eventually(poked)
         took = rank.polls[5] - rank.polls[0]
 
-    assert 5 * 0.25 <= took + 0.1  # a poll is noted where it arrives, a little after it was sent
+    assert 5 * 0.25 <= took + 0.1  # polls are recorded at their arrival, shortly after they were sent
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 @pytest.mark.parametrize("path", ["register", "poke"])
-async def test_body_that_is_not_in_its_encoding_is_a_bad_request(start_service, encoding, path):
+async def test_body_in_a_wrong_encoding_is_a_bad_request(start_service, encoding, path):
     import aiohttp
 
     headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
@@ -517,7 +517,7 @@ async def test_discovery_lists_live_ranks_for_prometheus(start_service, fake_ran
     assert text == f'[{{"targets": ["{address}"], "labels": {{"job": "rankscope", "instance": "a b/0"}}}}]'
 
 
-async def test_service_pages_say_how_things_stand(start_service, fake_rank, eventually):
+async def test_service_pages_show_the_status(start_service, fake_rank, eventually):
     async with fake_rank(planned_steps=100) as rank, start_service() as service:
         await rank.register(service.url)
         rank.publish_steps(4)
@@ -551,10 +551,8 @@ async def out_of_reach(request):
     await asyncio.sleep(60)
 
 
-async def test_records_of_a_dead_process_are_counted_and_its_last_ones_stop_nothing(
-    start_service, fake_rank, eventually
-):
-    """Its last heartbeat told of records that nobody had fetched."""
+async def test_records_lost_with_a_dead_process_are_counted(start_service, fake_rank, eventually):
+    """Its last heartbeat reported records that were not polled."""
     async with fake_rank() as rank, fake_rank(run="other") as other, start_service() as service:
         for one in (rank, other):
             await one.register(service.url)
@@ -574,7 +572,7 @@ async def test_records_of_a_dead_process_are_counted_and_its_last_ones_stop_noth
     assert {"ok"} == {snapshot.degraded or "ok" for snapshot in service.snapshots}
 
 
-async def test_dead_process_is_polled_no_more(start_service, fake_rank, eventually):
+async def test_dead_process_is_no_longer_polled(start_service, fake_rank, eventually):
     async with fake_rank() as rank, start_service() as service:
         await rank.register(service.url)
         rank.publish_steps(1)
@@ -604,9 +602,7 @@ def last_stored(service) -> int:
         return connection.query("SELECT max(seq) AS last FROM scalars").to_pylist()[0]["last"]
 
 
-async def test_rows_not_stored_yet_are_neither_asked_for_again_nor_called_stored_when_a_process_returns(
-    start_service, fake_rank, eventually
-):
+async def test_pending_rows_are_not_polled_again_when_a_process_returns(start_service, fake_rank, eventually):
     slow = {"runs.failed_after_seconds": 1.0, "ingest.flush_after_seconds": 3600.0}
     async with fake_rank() as rank, start_service(**slow) as service:
         await rank.register(service.url)
@@ -618,10 +614,10 @@ async def test_rows_not_stored_yet_are_neither_asked_for_again_nor_called_stored
             return (await service.targets())[0]["health"] == "gone"
 
         async def read_up_to(seq):
-            await rank.register(service.url)  # a heartbeat: a second without one is an end here
+            await rank.register(service.url)  # a heartbeat: here, 1 s without one is the end
             return rank.requests[-1].query["after"] == seq
 
-        await eventually(gone)  # which flushes, and says so to nobody
+        await eventually(gone)  # this flushes without a report to the rank
         rank.behave = None
         await rank.register(service.url)
         rank.publish_steps(5)
@@ -634,17 +630,17 @@ async def test_rows_not_stored_yet_are_neither_asked_for_again_nor_called_stored
         await rank.register(service.url)
         await eventually(lambda: len(rank.requests) > seen + 1)
         asked = rank.requests[seen].query
-        behind = last_stored(service)  # it may be flushed while we look
+        behind = last_stored(service)  # a flush may happen at the same time
 
     assert "5" == asked["after"]
     assert before <= int(asked["committed"]) <= behind
     assert list(range(6)) == [row["seq"] for row in service.rows(LOSSES)]
 
 
-async def test_process_out_of_reach_for_long_goes_on_and_what_was_given_up_is_found(
+async def test_process_that_was_unreachable_for_long_undoes_its_lost_records(
     start_service, fake_rank, eventually, monkeypatch
 ):
-    """A network cut for minutes: the rank was taken for dead and forgotten, then it comes back with everything."""
+    """After a network failure of minutes, the rank was removed. It comes back with all its records."""
     monkeypatch.setattr(run_monitor, "REMEMBER_SECONDS", 0.5)
     async with fake_rank() as rank, start_service(**{"runs.failed_after_seconds": 1.0}) as service:
         await rank.register(service.url)
@@ -671,7 +667,7 @@ async def test_process_out_of_reach_for_long_goes_on_and_what_was_given_up_is_fo
     assert list(range(10)) == [row["seq"] for row in service.rows(LOSSES)]
 
 
-async def test_records_taken_for_lost_are_taken_back_when_they_arrive(start_service, fake_rank, eventually):
+async def test_lost_records_are_undone_when_they_arrive(start_service, fake_rank, eventually):
     async with fake_rank() as rank, start_service(**{"runs.failed_after_seconds": 1.0}) as service:
         await rank.register(service.url)
         rank.publish_steps(5)
@@ -702,25 +698,23 @@ async def test_records_taken_for_lost_are_taken_back_when_they_arrive(start_serv
         assert 0 == summary(connection, "r").lost_records
 
 
-async def test_a_fault_in_judging_leaves_what_else_is_due_each_second(
-    start_service, fake_rank, eventually, monkeypatch
-):
-    looked: list[str] = []
+async def test_fault_in_the_update_of_runs_does_not_stop_other_jobs(start_service, fake_rank, eventually, monkeypatch):
+    checks: list[str] = []
 
     def fail(_self):
         raise TypeError("not foreseen")
 
     monkeypatch.setattr(run_monitor.RunMonitor, "update_runs", fail)
-    monkeypatch.setattr(run_monitor.RunMonitor, "check_stalls", lambda _self: looked.append("looked") or StallNews())
+    monkeypatch.setattr(StallHandler, "check", lambda _self: checks.append("checked"))
     async with fake_rank() as rank, start_service() as service:
         await rank.register(service.url)
-        await eventually(lambda: len(looked) > 1)
+        await eventually(lambda: len(checks) > 1)
 
 
-async def test_a_rank_whose_rest_cannot_be_pulled_leaves_the_rest_of_the_others(
+async def test_rank_that_cannot_be_drained_does_not_affect_the_others(
     start_service, fake_rank, eventually, monkeypatch
 ):
-    """When the service stops."""
+    """The service polls the remaining records when it stops."""
     async with fake_rank(world_size=2) as one, fake_rank(rank=1, world_size=2) as other:
         async with start_service() as service:
             for rank in (one, other):

@@ -1,4 +1,4 @@
-"""Runs as the service tells of them: over real HTTP, over its own restarts, over launches of one name."""
+"""States of runs over real HTTP, across restarts of the service and launches of one run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 STALLING = {"runs.stalled_after_seconds": 2.0, "runs.stalled_in_phase_after_seconds": 30.0}
 
 
-def last_word(reason, error=None):
+def exit_record(reason, error=None):
     return {"events": [{"type": "exit", "details": json.dumps({"reason": reason, "error": error})}]}
 
 
 async def end(rank, service, eventually, reason="completed", error=None):
-    """Let `rank` say its last word, drain and close its port."""
-    rank.publish(**last_word(reason, error))
+    """Send an exit report of `rank`, drain it and close its port."""
+    rank.publish(**exit_record(reason, error))
     rank.state = "draining"
     await rank.register(service.url)
     await eventually(lambda: rank.committed == rank.head)
@@ -25,17 +25,17 @@ async def is_in(service, state, attempt=0):
     return found["state"] == state and found["attempt"] == attempt and found
 
 
-async def test_a_run_that_stalls_and_goes_on_is_shown_as_such(start_service, fake_rank, eventually):
+async def test_stalled_run_that_continues_is_running_again(start_service, fake_rank, eventually):
     async with start_service(**STALLING) as service, fake_rank() as rank:
         rank.publish_steps(1)
         await rank.register(service.url)
         found = await eventually(lambda: is_in(service, "stalled"))
 
-        def trains_on():
-            rank.publish_steps(1)  # at every look: a machine that stands still for two seconds would stall it again
+        def make_step():
+            rank.publish_steps(1)  # at each check: a pause of 2 s would stall the run again
             return is_in(service, "running")
 
-        await eventually(trains_on)
+        await eventually(make_step)
         await end(rank, service, eventually)
         await eventually(lambda: is_in(service, "completed"))
         await service.end()
@@ -47,7 +47,7 @@ async def test_a_run_that_stalls_and_goes_on_is_shown_as_such(start_service, fak
     ]
 
 
-async def test_a_launch_with_fewer_ranks_is_the_next_attempt_of_its_run(start_service, fake_rank, eventually):
+async def test_launch_with_fewer_ranks_is_the_next_attempt_of_its_run(start_service, fake_rank, eventually):
     async with start_service() as service:
         async with fake_rank(rank=0, world_size=2) as zero, fake_rank(rank=1, world_size=2) as one:
             for rank in (zero, one):
@@ -74,8 +74,8 @@ async def test_a_launch_with_fewer_ranks_is_the_next_attempt_of_its_run(start_se
     assert "rank 1: ValueError: no" == rows[0]["reason"]
 
 
-async def test_a_launch_id_that_comes_again_after_the_end_begins_a_new_attempt(start_service, fake_rank, eventually):
-    """Ranks without a process group derive the same id when they are started again; also over a restart of ours."""
+async def test_repeated_launch_id_after_the_end_starts_a_new_attempt(start_service, fake_rank, eventually):
+    """Restarted ranks without a process group derive an equal id. This works across a restart of the service."""
     numbers = []
     for name in ("first", "second", "third"):
         async with start_service() as service:
@@ -92,7 +92,7 @@ async def test_a_launch_id_that_comes_again_after_the_end_begins_a_new_attempt(s
     assert [0, 1, 2, 3] == numbers
 
 
-async def test_a_rank_of_an_older_attempt_does_not_speak_for_its_run(start_service, fake_rank, eventually):
+async def test_rank_of_an_older_attempt_does_not_change_the_state_of_the_run(start_service, fake_rank, eventually):
     async with fake_rank(launch_id="old", incarnation="old") as old:
         async with start_service() as service:
             old.publish_steps(5)
@@ -117,12 +117,12 @@ async def test_a_rank_of_an_older_attempt_does_not_speak_for_its_run(start_servi
     assert [{"attempt": 0, "state": "failed"}, {"attempt": 1, "state": "completed"}] == attempts
 
 
-async def test_a_rank_that_still_drains_does_not_bring_back_what_is_completed(start_service, fake_rank, eventually):
-    """The service ends between the commit of the last word and the rank's hearing of it."""
+async def test_draining_rank_does_not_reopen_a_completed_run(start_service, fake_rank, eventually):
+    """The service stops between the commit of the exit report and the response to the rank."""
     async with fake_rank() as rank:
         async with start_service() as service:
             rank.publish_steps(3)
-            rank.publish(**last_word("completed"))
+            rank.publish(**exit_record("completed"))
             await rank.register(service.url)
             await eventually(lambda: is_in(service, "completed"))
             await service.end()

@@ -97,7 +97,7 @@ def test_successor_is_taken_when_the_first_is_silent_refused_or_gone():
     silent, refused, gone = registry(), registry(), registry()
     for book in (silent, refused, gone):
         target = book.register(registration(), HOME, 0.0).target
-    refused.get("i0").liveness.refused(1.0)
+    refused.get("i0").liveness.note_refusal(1.0)
     target.health = Health.GONE
 
     assert silent.register(registration(incarnation="i1"), HOME, 15.0).is_new_target

@@ -1,7 +1,7 @@
-"""Notifiers: each file here that defines `NOTIFIER` is one kind of delivery.
+"""Notifiers: each module in this folder that defines `NOTIFIER` is one kind of delivery.
 
-A file's `NOTIFIER` is a class that follows the protocol in `base`; the first one that handles a URL gets it, the most
-particular ones (lowest `priority`) first.
+`NOTIFIER` is a class that implements `Notifier`. A URL is given to the first class that handles it, in ascending order
+of `priority`.
 """
 
 from __future__ import annotations
@@ -9,34 +9,65 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
-from rankscope_ingest.base.errors import ConfigError
-from rankscope_ingest.notify.notifiers.base import Message, Notifier, NotifyError
+from rankscope_ingest.base.errors import ConfigError, IngestError
 
-__all__ = ["Message", "Notifier", "NotifyError", "make_notifiers", "notifier_classes"]
+
+class NotifyError(IngestError):
+    """The message was not delivered. The sender may retry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One notification. `key` is equal for all messages about the same incident."""
+
+    key: str
+    title: str
+    body: str
+    severity: str
+
+
+class Notifier(Protocol):
+    """Delivers messages to one address."""
+
+    priority: ClassVar[int]
+    """Classes with a lower value are asked first whether they handle a URL."""
+
+    def __init__(self, url: str, *, timeout_seconds: float) -> None: ...
+
+    @classmethod
+    def handles(cls, url: str) -> bool:
+        """Return whether this notifier understands the address."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """Return the address without its secrets, for the log."""
+        ...
+
+    async def send(self, message: Message) -> None:
+        """Deliver `message`. Raises NotifyError."""
+        ...
 
 
 def notifier_classes() -> list[type[Notifier]]:
-    """Return the notifier of every module in this package, in order of priority."""
-    found: list[type[Notifier]] = []
-    for module in pkgutil.iter_modules(__path__):
-        notifier = getattr(importlib.import_module(f"{__name__}.{module.name}"), "NOTIFIER", None)
-        if notifier is not None:
-            found.append(notifier)
+    """Return the notifier class of each module in this folder, in ascending order of priority."""
+    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    found: list[type[Notifier]] = [module.NOTIFIER for module in modules if hasattr(module, "NOTIFIER")]
     return sorted(found, key=lambda cls: cls.priority)
 
 
 def make_notifiers(urls: Iterable[str], *, timeout_seconds: float) -> list[Notifier]:
-    """Return one notifier per URL. Raises ConfigError for one that none understands, without repeating its secrets."""
+    """Return one notifier per URL. Raises ConfigError for an unsupported URL; the text does not contain its secrets."""
     listed = list(urls)
-    classes = notifier_classes() if listed else []  # apprise alone takes half a second to load
+    classes = notifier_classes() if listed else []  # loading apprise takes half a second
     notifiers = []
     for number, url in enumerate(listed):
-        for notifier_class in classes:
-            if notifier_class.handles(url):
-                notifiers.append(notifier_class(url, timeout_seconds=timeout_seconds))
-                break
-        else:
+        notifier_class = next((known for known in classes if known.handles(url)), None)
+        if notifier_class is None:
             scheme = url.partition("://")[0]
-            raise ConfigError(f"notify.urls[{number}] ({scheme}://…) is no address that a notifier understands")
+            raise ConfigError(f"notify.urls[{number}] ({scheme}://…) is not an address that a notifier supports")
+        notifiers.append(notifier_class(url, timeout_seconds=timeout_seconds))
     return notifiers

@@ -1,4 +1,4 @@
-"""Everything apprise speaks: mail, chat, webhooks (`json://`, `mailto://`, `slack://`, … some hundred services)."""
+"""Delivery by apprise: mail, chat, webhooks and about a hundred services (`json://`, `mailto://`, `slack://`, …)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 import apprise
 
 from rankscope_contract.model.events import Severity
-from rankscope_ingest.notify.notifiers.base import Message, NotifyError
+from rankscope_ingest.notify.notifiers import Message, NotifyError
 
 _TYPES: Final = {
     Severity.CRITICAL: apprise.NotifyType.FAILURE,
@@ -19,27 +19,27 @@ _TYPES: Final = {
 class AppriseNotifier:
     """One apprise URL."""
 
-    priority: ClassVar[int] = 100  # it handles nearly everything, so it is asked last
+    priority: ClassVar[int] = 100  # last, because it handles nearly all URLs
 
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
-        # Bodies hold names of tensors and runs: no markup or escapes of theirs may be read as ours.
+        # Bodies contain names of tensors and runs, which must not be interpreted as escapes or emojis.
         asset = apprise.AppriseAsset(interpret_escapes=False, interpret_emojis=False)
         self._apprise = apprise.Apprise(asset=asset)
         self._apprise.add(url)
 
     @classmethod
     def handles(cls, url: str) -> bool:
-        """Return whether apprise can make sense of `url`."""
+        """Return whether apprise supports `url`."""
         return apprise.Apprise.instantiate(url, suppress_exceptions=True) is not None
 
     @property
     def label(self) -> str:
-        """Return the URL as apprise shows it, secrets hidden."""
+        """Return the URL with hidden secrets."""
         return str(self._apprise.urls(privacy=True))
 
     async def send(self, message: Message) -> None:
-        """Deliver through apprise, in a thread of its own: it blocks on the network."""
+        """Deliver `message` in a thread, because apprise blocks on the network. Raises NotifyError."""
         notice_type = _TYPES.get(Severity(message.severity), apprise.NotifyType.INFO)
         delivery = asyncio.to_thread(
             self._apprise.notify,
@@ -52,9 +52,9 @@ class AppriseNotifier:
             async with asyncio.timeout(self._timeout_seconds):
                 delivered = await delivery
         except TimeoutError as error:
-            raise NotifyError(f"{self.label} did not take the message within {self._timeout_seconds:g} s") from error
+            raise NotifyError(f"{self.label} timed out after {self._timeout_seconds:g} s") from error
         if not delivered:
-            raise NotifyError(f"{self.label} did not take the message; apprise's own log says why")
+            raise NotifyError(f"{self.label} rejected the message; the log of apprise contains the reason")
 
 
 NOTIFIER = AppriseNotifier

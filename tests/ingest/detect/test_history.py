@@ -1,4 +1,4 @@
-"""What a starting service finds in the store: numbers to go on with, and what was left open."""
+"""State that a starting service reads from the store, and delivery of notifications."""
 
 from __future__ import annotations
 
@@ -11,33 +11,28 @@ from rankscope_contract.model.events import RunState
 from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_contract.model.schema import DATASETS
 from rankscope_contract.protocol.channel import Registration
+from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.base.tables import rows_table
+from rankscope_ingest.detect.history import read_history
 from rankscope_ingest.detect.incidents import IncidentTracker
-from rankscope_ingest.notify.announcer import Announcer
-from rankscope_ingest.notify.incident import Symptom
+from rankscope_ingest.notify.announcer import Announcer, message
 from rankscope_ingest.notify.notifiers import NotifyError, make_notifiers
-from rankscope_ingest.notify.text import AGAIN, message, run_failed
 from rankscope_ingest.reporting.rows import Stamp, attempt_row, incident_row, launch_row
-from rankscope_ingest.runs.models import Liveness, Patience
+from rankscope_ingest.runs.incident import RUN_FAILED, Symptom, run_incident
+from rankscope_ingest.runs.models import Attempt, Liveness
 from rankscope_ingest.runs.target import Target
-from rankscope_ingest.runs.tracker import Attempt, RunTracker, Timing
-from rankscope_ingest.service.history import read_history
+from rankscope_ingest.runs.text import SENT_AGAIN
+from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.writer.writer import Batch
 
-TIMING = Timing(
-    patience=Patience(refused_after_seconds=10, failed_after_seconds=25),
-    stalled_after_seconds=300,
-    stalled_in_phase_after_seconds=1800,
-)
-
 
 @pytest.fixture
-def keep(tmp_path):
-    """Return a function that stores rows by dataset, and one that reads the history back."""
+def store_and_read(tmp_path):
+    """Return a function that stores rows by dataset, and one that reads the history."""
     writer = Store.open(tmp_path / "store", create=True).claim(owner="test")
 
     def store(**rows):
@@ -89,14 +84,13 @@ def exit_row(rank, reason):
 
 
 def failure_of_unknown_rank():
-    return run_failed(
-        run="r",
-        attempt=0,
+    return run_incident(
+        RUN_FAILED,
+        attempt(),
         rank=None,
-        step=7,
-        reason="ranks 0-1 on h vanished without a word",
-        cause="unknown: ranks 0-1 vanished, and the order is not known",
-        reports=("ranks 0-1: step 7, 31 s ago, vanished",),
+        reason="ranks 0-1 on h stopped responding without an exit report",
+        cause="unknown: ranks 0-1 stopped responding in an unknown order",
+        reports=("ranks 0-1: step 7, 31 s ago, stopped responding",),
         opened_at=0.0,
     )
 
@@ -113,32 +107,32 @@ def some_incident(step=60, severity="critical"):
         tensor="w",
         events=3,
     )
-    book = IncidentTracker(group_wait_seconds=0, quiet_steps=20)
-    book.observe(first, 0.0)
-    return book.settle(1.0, {})[0]
+    incidents = IncidentTracker(group_wait_seconds=0, quiet_steps=20)
+    incidents.observe(first, 0.0)
+    return incidents.settle(1.0, {})[0]
 
 
-def test_empty_store_tells_nothing(keep):
-    _, read = keep
+def test_empty_store_has_no_history(store_and_read):
+    _, read = store_and_read
 
     assert ([], (), ()) == (read().launches, read().attempts, read().unsent)
 
 
-def test_launch_numbers_come_back(keep):
-    store, read = keep
+def test_attempt_numbers_of_launches_are_restored(store_and_read):
+    store, read = store_and_read
     store(attempts=[attempt_row(attempt(n, launch=f"l{n}"), stamp(n)) for n in range(3)])
 
     assert [("r", f"l{n}", n) for n in range(3)] == sorted(read().launches)
     assert {"r": 100} == read().run_starts
 
 
-def test_ranks_of_an_unfinished_attempt_must_speak_up_or_the_run_has_failed(keep):
-    store, read = keep
+def test_active_run_fails_if_its_ranks_do_not_report_after_a_restart(store_and_read):
+    store, read = store_and_read
     store(
         attempts=[attempt_row(attempt(), stamp(0))],
         events=[launch_row(target(0), stamp(1)), launch_row(target(1), stamp(2))],
     )
-    runs = RunTracker(TIMING)
+    runs = RunTracker(RunsSection())
     read().restore(runs, IncidentTracker(group_wait_seconds=1, quiet_steps=20))
     early = [str(found.state) for found in runs.tick(1024.0, 1).changed]
     runs.tick(1025.0, 1)
@@ -147,13 +141,13 @@ def test_ranks_of_an_unfinished_attempt_must_speak_up_or_the_run_has_failed(keep
     assert "failed" == runs.get(("r", 0)).state
     assert None is runs.get(("r", 0)).culprit
     assert (
-        "rank 0 on node0, rank 1 on node1 were not heard of again since the service came back: "
-        "they ended or were killed meanwhile; which rank failed first is unknown"
+        "rank 0 on node0, rank 1 on node1 did not respond after the service restarted "
+        "(ended or killed while it was down); which rank failed first is unknown"
     ) == runs.get(("r", 0)).reason
 
 
-def test_last_words_that_were_stored_before_the_service_died_still_count(keep):
-    store, read = keep
+def test_exit_reports_in_the_store_complete_the_run(store_and_read):
+    store, read = store_and_read
     store(
         attempts=[attempt_row(attempt(), stamp(0))],
         events=[
@@ -163,17 +157,17 @@ def test_last_words_that_were_stored_before_the_service_died_still_count(keep):
             exit_row(1, "completed"),
         ],
     )
-    runs = RunTracker(TIMING)
+    runs = RunTracker(RunsSection())
     read().restore(runs, IncidentTracker(group_wait_seconds=1, quiet_steps=20))
     runs.tick(1001.0, 1)
 
     assert "completed" == runs.get(("r", 0)).state
 
 
-def test_attempt_that_ended_is_not_judged_again_but_remembered(keep):
-    store, read = keep
+def test_ended_attempt_is_remembered_but_not_judged_again(store_and_read):
+    store, read = store_and_read
     store(attempts=[attempt_row(attempt(state=RunState.COMPLETED), stamp(0))])
-    runs = RunTracker(TIMING)
+    runs = RunTracker(RunsSection())
     read().restore(runs, IncidentTracker(group_wait_seconds=1, quiet_steps=20))
     runs.tick(9999.0, 1)
     before = list(runs.attempts())
@@ -183,13 +177,13 @@ def test_attempt_that_ended_is_not_judged_again_but_remembered(keep):
     assert 7 == revived.last_step
 
 
-def test_failed_run_stays_failed_when_only_its_living_rank_comes_back(keep):
-    store, read = keep
+def test_failed_run_remains_failed_until_all_its_ranks_register(store_and_read):
+    store, read = store_and_read
     store(
         attempts=[attempt_row(attempt(state=RunState.FAILED), stamp(0))],
         events=[launch_row(target(0), stamp(1)), launch_row(target(1), stamp(2))],
     )
-    runs = RunTracker(TIMING)
+    runs = RunTracker(RunsSection())
     read().restore(runs, IncidentTracker(group_wait_seconds=1, quiet_steps=20))
     states = []
     for rank in (0, 1):
@@ -197,7 +191,7 @@ def test_failed_run_stays_failed_when_only_its_living_rank_comes_back(keep):
         runs.tick(1001.0, 1)
         states.append((runs.get(("r", 0)).state, runs.get(("r", 0)).reason))
 
-    assert [("failed", "rank 1 on node1 vanished without a word"), ("running", None)] == states
+    assert [("failed", "rank 1 on node1 stopped responding without an exit report"), ("running", None)] == states
 
 
 @pytest.mark.parametrize(
@@ -210,8 +204,8 @@ def test_failed_run_stays_failed_when_only_its_living_rank_comes_back(keep):
         (["opened", "notified", "resolved"], 0, 1, 0),
     ],
 )
-def test_incident_comes_back_in_the_state_it_had_reached(keep, states, still_open, past, unsent):
-    store, read = keep
+def test_incident_is_restored_in_its_last_state(store_and_read, states, still_open, past, unsent):
+    store, read = store_and_read
     incident = some_incident()
     store(
         attempts=[attempt_row(attempt(), stamp(0))],
@@ -227,47 +221,47 @@ def test_incident_comes_back_in_the_state_it_had_reached(keep, states, still_ope
 
 
 @pytest.mark.parametrize("dataset", sorted(DATASETS.keys() - ROLLUPS.values()))
-def test_highest_arrival_number_of_any_dataset_comes_back(keep, dataset):
-    store, read = keep
-    row = {field.name: "completed" for field in dataset_schema(dataset) if not field.nullable}  # all of them texts
+def test_last_ordinal_is_the_highest_of_all_datasets(store_and_read, dataset):
+    store, read = store_and_read
+    row = {field.name: "completed" for field in dataset_schema(dataset) if not field.nullable}
     store(**{dataset: [row | {"ordinal": ordinal} for ordinal in (70, 90, 80, None)]})
     store(attempts=[attempt_row(attempt(), stamp(50))])
 
     assert 90 == read().last_ordinal
 
 
-def test_rank_that_writes_incidents_or_launches_itself_is_not_believed(keep):
-    store, read = keep
+def test_incident_rows_written_by_a_rank_are_ignored(store_and_read):
+    store, read = store_and_read
     forged = incident_row(some_incident(), "opened", stamp(0)) | {"ts_origin": "rank"}
     store(attempts=[attempt_row(attempt(), stamp(0))], events=[forged])
 
     assert ((), ()) == (read().open_incidents, read().unsent)
 
 
-def test_failure_that_was_told_is_known(keep):
-    store, read = keep
+def test_announced_failure_is_restored(store_and_read):
+    store, read = store_and_read
     failure = failure_of_unknown_rank()
     store(events=[incident_row(failure, "opened", stamp(0)), incident_row(failure, "notified", stamp(1))])
 
-    assert {failure.key} == read().failures_told
-    assert "look closer: rankscope summary r" in message(failure).body.splitlines()
+    assert {failure.key} == read().announced_failures
+    assert "details: rankscope summary r" in message(failure).body.splitlines()
 
 
-def test_failure_of_an_unknown_rank_is_stored_and_sent_again_without_one(keep):
-    store, read = keep
+def test_failure_of_an_unknown_rank_is_sent_again_without_a_rank(store_and_read):
+    store, read = store_and_read
     failure = failure_of_unknown_rank()
     store(events=[incident_row(failure, "opened", stamp(0))])
     (found,) = read().unsent
 
     assert (None, set()) == (found.first.rank, found.ranks)
-    # The row does not repeat the reason, which stands in the tables of runs.
-    assert [line for line in message(failure).body.splitlines() if not line.startswith("said:")] == [
-        line for line in message(found).body.splitlines() if line != AGAIN
+    # The row does not contain the reason, which is in the tables of runs.
+    assert [line for line in message(failure).body.splitlines() if not line.startswith("message:")] == [
+        line for line in message(found).body.splitlines() if line != SENT_AGAIN
     ]
 
 
 class ListNotifier:
-    """Collects messages, and refuses the first few."""
+    """Collects messages, and rejects the first `refuse` ones."""
 
     priority = 0
     label = "list"
@@ -299,7 +293,7 @@ def announcer(*notifiers, **changes):
     return made, log
 
 
-async def test_incident_is_durable_before_it_is_sent_and_confirmed_after():
+async def test_incident_is_committed_before_it_is_sent_and_again_after():
     notifier = ListNotifier()
     made, log = announcer(notifier)
     await made.announce(some_incident())
@@ -308,18 +302,18 @@ async def test_incident_is_durable_before_it_is_sent_and_confirmed_after():
     assert 1 == len(notifier.messages)
 
 
-async def test_message_that_may_have_been_delivered_before_a_kill_says_so():
+async def test_repeated_message_contains_a_note():
     notifier = ListNotifier()
     made, log = announcer(notifier)
     incident = some_incident()
-    await made.announce(incident, again=True)
+    await made.announce(incident, is_repeated=True)
 
     assert ["count sent", "notified", "commit"] == log
-    assert AGAIN in notifier.messages[0].body
+    assert SENT_AGAIN in notifier.messages[0].body
     assert incident.key == notifier.messages[0].key
 
 
-async def test_failing_notifier_is_tried_again_and_does_not_hold_up_the_other():
+async def test_failing_notifier_is_retried_and_delays_no_other():
     good, flaky, dead = ListNotifier(), ListNotifier(refuse=2), ListNotifier(refuse=99)
     made, log = announcer(good, flaky, dead)
     await made.announce(some_incident())
@@ -328,7 +322,7 @@ async def test_failing_notifier_is_tried_again_and_does_not_hold_up_the_other():
     assert ["count failed", "undelivered", "commit"] == log[-3:]
 
 
-async def test_store_that_hangs_does_not_keep_people_from_hearing(monkeypatch):
+async def test_message_is_sent_if_the_commit_times_out(monkeypatch):
     import asyncio
 
     monkeypatch.setattr("rankscope_ingest.notify.announcer.COMMIT_WAIT_SECONDS", 0.01)
@@ -339,7 +333,7 @@ async def test_store_that_hangs_does_not_keep_people_from_hearing(monkeypatch):
     assert 1 == len(notifier.messages)
 
 
-async def test_muted_incident_is_recorded_only():
+async def test_muted_incident_is_stored_but_not_sent():
     notifier = ListNotifier()
     made, log = announcer(notifier)
     await made.announce(dataclasses.replace(some_incident(), is_muted=True))
@@ -347,7 +341,7 @@ async def test_muted_incident_is_recorded_only():
     assert (["muted", "commit", "count muted"], []) == (log, notifier.messages)
 
 
-def test_address_no_notifier_understands_is_refused_without_its_secret():
+def test_unsupported_address_is_rejected_without_its_secret():
     with pytest.raises(ConfigError, match=r"notify\.urls\[0\] \(nosuch://…\)") as error:
         make_notifiers(["nosuch://user:s3cret@host"], timeout_seconds=1)
 

@@ -1,0 +1,294 @@
+"""Compare the hashes of replicas step by step and report tensors that differ. Pure: the caller passes the time.
+
+Replicas that are equal by construction have equal hashes, so that any two different hashes are reported. The wrong rank
+is known when the hashes of the other ranks have arrived. Ranks can be late: a step is judged when all ranks of its
+group have delivered it, or WAIT_SECONDS after the first difference, and again when a late rank delivers it. A tensor
+that remains different is reported once, until it is equal again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.diagnostics.rank_groups import ranks_text
+from rankscope_contract.model.events import REPLICA_DESYNC, EventType, Severity, causal_key
+from rankscope_contract.protocol.rank_ranges import parse_ranks
+from rankscope_ingest.reporting.rows import Row, Stamp, event_row
+from rankscope_ingest.runs.incident import Symptom
+from rankscope_ingest.runs.models import AttemptKey
+from rankscope_ingest.runs.text import divergence_text
+
+WAIT_SECONDS: Final = 10.0
+"""Longest wait for the other ranks after two ranks differ."""
+
+KEPT_STEPS: Final = 16
+"""Steps of a group that wait for ranks. A rank that is further behind is judged by later steps."""
+
+MAX_EVENTS: Final = 200
+"""Events of one attempt per check: in a model that was never synchronised, every tensor differs."""
+
+_COLUMNS: Final = ("run", "attempt", "rank", "step", "replicas", "kind", "tensor", "vpp_stage", "hash")
+
+Name = tuple[str, str, int | None]
+"""Kind, tensor and virtual pipeline stage."""
+GroupKey = tuple[AttemptKey, str]
+"""Attempt and the ranks of the group, as text."""
+RanksByHash = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatedTensor:
+    """A tensor that is replicated on the ranks `replicas`, at one step."""
+
+    attempt_key: AttemptKey
+    step: int
+    replicas: str
+    kind: str
+    tensor: str
+    vpp_stage: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diverged(ReplicatedTensor):
+    """A tensor that differs between replicas. `ranks_by_hash`: each hash with its ranks, the largest group first."""
+
+    ranks_by_hash: RanksByHash
+
+    @property
+    def has_majority(self) -> bool:
+        """Return whether one group of ranks is larger than each other group."""
+        return len(self.ranks_by_hash[0][1]) > len(self.ranks_by_hash[1][1])
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks that differ from the largest group, or all ranks if there is no largest group."""
+        wrong = self.ranks_by_hash[1:] if self.has_majority else self.ranks_by_hash
+        return tuple(sorted(rank for _, ranks in wrong for rank in ranks))
+
+    @property
+    def rank(self) -> int | None:
+        """Return the rank that differs from all others, or None if several ranks differ."""
+        return self.ranks[0] if len(self.ranks) == 1 else None
+
+    @property
+    def text(self) -> str:
+        """Return a sentence about the ranks that differ."""
+        groups = [ranks for _, ranks in self.ranks_by_hash]
+        return divergence_text(groups, self.ranks if self.has_majority else None)
+
+    @property
+    def causal(self) -> tuple[float, ...]:
+        """Return the position in the causal order of events."""
+        return causal_key(
+            step=self.step, micro_step=None, kind=self.kind, vpp_stage=self.vpp_stage, pp_stage=None, call_id=None
+        )
+
+
+@dataclass(slots=True)
+class DivergenceChanges:
+    """Result of one check. `opened`: attempts without a reported divergence before this check."""
+
+    diverged: list[Diverged] = field(default_factory=list)
+    converged: list[ReplicatedTensor] = field(default_factory=list)
+    opened: set[AttemptKey] = field(default_factory=set)
+
+    def by_attempt(self) -> dict[AttemptKey, list[Diverged]]:
+        """Return the diverged tensors of each attempt in causal order."""
+        found: dict[AttemptKey, list[Diverged]] = defaultdict(list)
+        for item in sorted(self.diverged, key=lambda item: item.causal):
+            found[item.attempt_key].append(item)
+        return found
+
+
+@dataclass(slots=True)
+class _Reported:
+    """A reported divergence of a tensor that has not ended."""
+
+    step: int
+    ranks: set[int]
+
+
+@dataclass(slots=True)
+class _Step:
+    """Hashes that the ranks of one group have at one step. Ranks with equal contents share one entry."""
+
+    members: dict[bytes, list[int]] = field(default_factory=dict)
+    contents: dict[bytes, dict[Name, int]] = field(default_factory=dict)
+    differs_since: float | None = None
+    judged: int = 0  # number of ranks that had delivered the step when it was judged
+
+    @property
+    def ranks(self) -> set[int]:
+        return {rank for ranks in self.members.values() for rank in ranks}
+
+    def add(self, rank: int, digest: bytes, content: dict[Name, int], now: float) -> None:
+        for known, ranks in list(self.members.items()):
+            if rank in ranks:  # the rank repeated the step
+                ranks.remove(rank)
+                if not ranks:
+                    del self.members[known], self.contents[known]
+        self.members.setdefault(digest, []).append(rank)
+        self.contents.setdefault(digest, content)
+        if len(self.members) > 1 and self.differs_since is None:
+            self.differs_since = now
+
+    def differences(self) -> Iterator[tuple[Name, RanksByHash]]:
+        """Yield each tensor that differs, with the ranks of each hash."""
+        for name in dict.fromkeys(name for content in self.contents.values() for name in content):
+            found: dict[int, list[int]] = defaultdict(list)
+            for digest, ranks in self.members.items():
+                if name in self.contents[digest]:
+                    found[self.contents[digest][name]] += ranks
+            if len(found) > 1:
+                yield name, largest_first((hash_, tuple(sorted(ranks))) for hash_, ranks in found.items())
+
+
+def largest_first(groups: Iterable[tuple[int, tuple[int, ...]]]) -> RanksByHash:
+    """Return (hash, ranks) pairs with the largest group of ranks first, equal sizes in order of the ranks."""
+    return tuple(sorted(groups, key=lambda group: (-len(group[1]), group[1])))
+
+
+class DivergenceTracker:
+    """Steps that wait for ranks, and reported divergences."""
+
+    def __init__(self, reported: Iterable[Diverged] = ()) -> None:
+        """Restore the divergences that an earlier service has reported."""
+        self._steps: dict[GroupKey, dict[int, _Step]] = defaultdict(dict)
+        self._reported: dict[GroupKey, dict[Name, _Reported]] = defaultdict(dict)
+        for item in reported:
+            name = (item.kind, item.tensor, item.vpp_stage)
+            self._reported[item.attempt_key, item.replicas][name] = _Reported(item.step, set(item.ranks))
+
+    def add(self, hashes: pa.Table | None, now: float) -> None:
+        """Add the hashes of one body, or those of incomplete steps in the store."""
+        if hashes is None or hashes.num_rows == 0:
+            return
+        known = hashes.select(_COLUMNS)
+        known = known.filter(pc.and_(pc.is_valid(known["step"]), pc.is_valid(known["replicas"])))
+        keys = known.select(["run", "attempt", "rank", "step", "replicas"])
+        for key in keys.group_by(keys.column_names).aggregate([]).to_pylist():
+            mask = pc.and_(pc.equal(known["step"], key["step"]), pc.equal(known["replicas"], key["replicas"]))
+            for column in ("run", "attempt", "rank"):
+                mask = pc.and_(mask, pc.equal(known[column], key[column]))
+            self._add(key, known.filter(mask), now)
+
+    def check(self, attempts: Iterable[AttemptKey], now: float) -> DivergenceChanges:
+        """Return the changes since the last check. `attempts`: all active attempts; others are forgotten."""
+        changes, active = DivergenceChanges(), set(attempts)
+        for group in [group for group in (*self._steps, *self._reported) if group[0] not in active]:
+            self._steps.pop(group, None)
+            self._reported.pop(group, None)
+        for group, steps in self._steps.items():
+            had_diverged = self._has_diverged(group[0])
+            members = set(parse_ranks(group[1]))
+            for number in sorted(steps):
+                if not self._judge(group, number, steps[number], changes, now):
+                    break  # steps are reported in order
+            if not had_diverged and self._has_diverged(group[0]):
+                changes.opened.add(group[0])
+            for number in [number for number, step in steps.items() if step.judged and step.ranks >= members]:
+                del steps[number]
+            for number in sorted(steps)[:-KEPT_STEPS]:
+                del steps[number]
+        return changes
+
+    def _add(self, key: Mapping[str, Any], rows: pa.Table, now: float) -> None:
+        try:
+            parse_ranks(key["replicas"])
+        except ValueError:
+            return  # of another release: the rows are stored unchanged and are not compared
+        names = zip(rows["kind"].to_pylist(), rows["tensor"].to_pylist(), rows["vpp_stage"].to_pylist(), strict=True)
+        content = dict(sorted(zip(names, rows["hash"].to_pylist(), strict=True), key=lambda item: repr(item[0])))
+        digest = hashlib.blake2b(repr(content).encode("utf-8", "replace"), digest_size=16).digest()
+        group = (key["run"], key["attempt"]), key["replicas"]
+        self._steps[group].setdefault(key["step"], _Step()).add(key["rank"], digest, content, now)
+
+    def _has_diverged(self, key: AttemptKey) -> bool:
+        return any(reported for (attempt, _), reported in self._reported.items() if attempt == key)
+
+    def _judge(self, group: GroupKey, number: int, step: _Step, changes: DivergenceChanges, now: float) -> bool:
+        """Judge one step if possible; return False if it waits for ranks that may show which rank is wrong."""
+        delivered = step.ranks
+        is_complete = delivered >= set(parse_ranks(group[1]))
+        if step.differs_since is not None and not is_complete and now - step.differs_since < WAIT_SECONDS:
+            return False
+        if (step.differs_since is None and not is_complete) or len(delivered) == step.judged:
+            return True
+        step.judged = len(delivered)
+        differences, reported = dict(step.differences()), self._reported[group]
+        for name, ranks_by_hash in differences.items():
+            item = Diverged(**_tensor(group, number, name), ranks_by_hash=ranks_by_hash)
+            before = reported.get(name)
+            if before is None:
+                reported[name] = _Reported(number, set(item.ranks))
+            elif number >= before.step and not set(item.ranks) <= before.ranks:
+                before.ranks |= set(item.ranks)
+            else:
+                continue
+            changes.diverged.append(item)
+        if is_complete:
+            for name in [name for name, item in reported.items() if name not in differences and number > item.step]:
+                del reported[name]
+                changes.converged.append(ReplicatedTensor(**_tensor(group, number, name)))
+        return True
+
+
+def _tensor(group: GroupKey, step: int, name: Name) -> dict[str, Any]:
+    kind, tensor, vpp_stage = name
+    place = {"attempt_key": group[0], "replicas": group[1], "step": step}
+    return place | {"kind": kind, "tensor": tensor, "vpp_stage": vpp_stage}
+
+
+def diverged_row(item: Diverged, stamp: Stamp) -> Row:
+    """Return the event that a tensor differs between its replicas."""
+    details = {
+        "state": "apart",
+        "replicas": item.replicas,
+        "ranks": item.ranks,
+        "majority": item.has_majority,
+        # As hexadecimal text: many JSON readers cannot represent 64-bit integers.
+        "hashes": {f"{hash_ % 2**64:016x}": ranks for hash_, ranks in item.ranks_by_hash},
+    }
+    columns = _columns(item) | {"rank": item.rank, "op": "hash", "value": float(len(item.ranks))}
+    return event_row(stamp, EventType.ANOMALY, Severity.CRITICAL, item.text, details, **columns)
+
+
+def converged_row(item: ReplicatedTensor, stamp: Stamp) -> Row:
+    """Return the event that a tensor is equal on all its replicas again."""
+    message = f"{item.kind} of {item.tensor} is equal on ranks {item.replicas} again"
+    details = {"state": "equal", "replicas": item.replicas}
+    return event_row(stamp, EventType.NOTE, Severity.INFO, message, details, **_columns(item))
+
+
+def _columns(item: ReplicatedTensor) -> Row:
+    run, attempt = item.attempt_key
+    names = {name: getattr(item, name) for name in ("kind", "tensor", "vpp_stage", "step")}
+    return {"run": run, "attempt": attempt, "rule": REPLICA_DESYNC, **names}
+
+
+def divergence_symptom(found: Sequence[Diverged]) -> Symptom:
+    """Return the symptom of diverged tensors of one attempt, which are in causal order."""
+    first = found[0]
+    run, attempt = first.attempt_key
+    return Symptom(
+        run=run,
+        attempt=attempt,
+        rank=first.rank,
+        step=first.step,
+        severity=Severity.CRITICAL,
+        causal=first.causal,
+        events=len(found),
+        rule=REPLICA_DESYNC,
+        kind=first.kind,
+        tensor=first.tensor,
+        op="hash",
+        message=first.text + (f" and {len(found) - 1} more tensors" if len(found) > 1 else ""),
+        ranks=None if len(first.ranks) == 1 else ranks_text(first.ranks),
+    )

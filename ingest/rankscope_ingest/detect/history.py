@@ -1,0 +1,270 @@
+"""State that a starting service reads from the store: attempt numbers, open attempts, and open incidents.
+
+The service keeps no other local state.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import pyarrow as pa
+
+from rankscope_contract.model.events import EventType, RunState
+from rankscope_contract.model.rollups import ROLLUPS
+from rankscope_contract.model.schema import DATASETS, DIMENSIONS
+from rankscope_ingest.detect.divergence import Diverged, largest_first
+from rankscope_ingest.detect.incidents import IncidentTracker
+from rankscope_ingest.detect.symptoms import exit_report, parse_details
+from rankscope_ingest.recovery.lost_records import GivenUp
+from rankscope_ingest.reporting.rows import SYMPTOM_COLUMNS
+from rankscope_ingest.runs.incident import (
+    OPENED,
+    RESOLVED,
+    RUN_FAILED,
+    RUN_STALLED,
+    Incident,
+    Symptom,
+    failure_key,
+)
+from rankscope_ingest.runs.models import Attempt, Liveness, Rank
+from rankscope_ingest.runs.tracker import RunTracker
+from rankscope_storage.connection import Connection
+from rankscope_storage.sql.views import HISTORY_SUFFIX
+
+_ATTEMPTS: Final = "SELECT * FROM attempts WHERE source_kind = 'live' ORDER BY run, attempt"
+_RANKS: Final = """\
+SELECT run, attempt, rank, incarnation, type, details, ts FROM events
+WHERE (type = 'launch' AND ts_origin = 'ingest' OR type = 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
+  SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped'))
+ORDER BY ordinal"""
+_GIVEN_UP: Final = """\
+SELECT incarnation, details FROM events
+WHERE type = 'gap' AND ts_origin = 'ingest' AND seq IS NULL AND incarnation IS NOT NULL ORDER BY ordinal"""
+_PROCESSES: Final = """\
+SELECT incarnation, attempt FROM events
+WHERE type = 'launch' AND ts_origin = 'ingest' AND incarnation IS NOT NULL"""
+_INCIDENTS: Final = """\
+SELECT run, attempt, rank, step, severity, details, rule, kind, tensor, op, value, baseline, threshold FROM events
+WHERE type = 'incident' AND ts_origin = 'ingest' ORDER BY ordinal"""
+_DIVERGENCES: Final = """\
+SELECT run, attempt, step, kind, tensor, vpp_stage, details, type FROM events
+WHERE rule = 'ReplicaDesync' AND ts_origin = 'ingest' AND type IN ('anomaly', 'note') AND step IS NOT NULL
+ORDER BY ordinal"""
+
+# Steps that all ranks of a group have reached were compared. The hashes of later steps are still needed.
+_HASHES: Final = """\
+WITH live AS (SELECT run, attempt FROM attempts WHERE state NOT IN ('completed', 'stopped', 'failed')),
+last AS (
+  SELECT run, attempt, replicas, rank, max(step) AS step FROM hashes
+  WHERE replicas IS NOT NULL AND (run, attempt) IN (SELECT (run, attempt) FROM live)
+  GROUP BY run, attempt, replicas, rank
+),
+reached AS (SELECT run, attempt, replicas, min(step) AS step FROM last GROUP BY run, attempt, replicas)
+SELECT hashes.run, hashes.attempt, hashes.rank, hashes.step, hashes.replicas, kind, tensor, vpp_stage, hash
+FROM hashes JOIN reached ON hashes.run = reached.run AND hashes.attempt = reached.attempt
+  AND hashes.replicas = reached.replicas AND hashes.step > reached.step
+ORDER BY hashes.ordinal"""
+
+_EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """State of earlier services, read from the store.
+
+    `run_starts`: start of the first attempt of each run in UTC µs. `last_ordinal`: highest arrival number of any row;
+    new numbers must be above it even if the clock was set back.
+    """
+
+    attempts: tuple[Attempt, ...] = ()
+    run_starts: Mapping[str, int] = field(default_factory=dict)
+    open_incidents: tuple[Incident, ...] = ()
+    past_incidents: tuple[Incident, ...] = ()  # of active attempts
+    open_stalls: tuple[Incident, ...] = ()
+    unsent: tuple[Incident, ...] = ()
+    announced_failures: frozenset[str] = frozenset()
+    last_ordinal: int = 0
+    given_up: Mapping[str, GivenUp] = field(default_factory=dict)
+    diverged: tuple[Diverged, ...] = ()  # of active attempts
+    hashes: pa.Table | None = None  # of steps that not all ranks of a group have reached
+    processes: Mapping[str, int] = field(default_factory=dict)  # attempts of all registered incarnations
+    read_at: float = 0.0  # seconds of the service's monotonic clock
+
+    @property
+    def launches(self) -> list[tuple[str, str, int]]:
+        """Return run, launch id and attempt of each known launch."""
+        return [(attempt.run, attempt.launch_id, attempt.number) for attempt in self.attempts if attempt.launch_id]
+
+    def restore(self, runs: RunTracker, incidents: IncidentTracker) -> None:
+        """Restore attempts and incidents that had not ended, and remember the others."""
+        for attempt in self.attempts:
+            if not attempt.has_ended:
+                runs.restore(attempt, self.read_at)
+            elif attempt.state is RunState.FAILED and failure_key(*attempt.key) not in self.announced_failures:
+                attempt.has_activity = bool(attempt.ranks)  # the failure is still to be announced
+                runs.restore(attempt, self.read_at)
+            else:
+                runs.remember(attempt)
+        for incident in self.open_incidents:
+            incidents.restore(incident)
+        for incident in self.past_incidents:
+            incidents.remember(incident)
+
+
+def read_history(store: Connection, now: float) -> History:
+    """Return the history in the store. For ranks of active attempts, silence is measured from `now`."""
+    rows = store.query(_ATTEMPTS).to_pylist()
+    attempts = {(row["run"], row["attempt"]): _attempt(row) for row in rows}
+    unfinished = {key: attempt for key, attempt in attempts.items() if not attempt.has_ended}
+    for event in store.query(_RANKS).to_pylist():
+        if attempt := attempts.get((event["run"], event["attempt"])):
+            _add_rank(attempt, event, now)
+    starts: dict[str, int] = {}
+    for attempt in attempts.values():
+        starts[attempt.run] = min(starts.get(attempt.run, attempt.started_at), attempt.started_at)
+    incidents = _incidents(store, now)
+    active = [(incident, state == RESOLVED) for incident, state in incidents if incident.attempt_key in unfinished]
+    anomalies = [(one, is_over) for one, is_over in active if one.first.rule not in {RUN_FAILED, RUN_STALLED}]
+    return History(
+        attempts=tuple(attempts.values()),
+        run_starts=starts,
+        open_incidents=tuple(one for one, is_over in anomalies if not is_over),
+        past_incidents=tuple(one for one, is_over in anomalies if is_over),
+        open_stalls=tuple(one for one, is_over in active if one.first.rule == RUN_STALLED and not is_over),
+        unsent=tuple(incident for incident, state in incidents if state == OPENED),
+        announced_failures=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
+        last_ordinal=_last_ordinal(store),
+        given_up=_given_up(store),
+        diverged=tuple(item for item in read_diverged(store) if item.attempt_key in unfinished),
+        hashes=store.query(_HASHES),
+        processes={row["incarnation"]: row["attempt"] for row in store.query(_PROCESSES).to_pylist()},
+        read_at=now,
+    )
+
+
+def _given_up(store: Connection) -> dict[str, GivenUp]:
+    """Return the records that were lost with vanished processes and have not arrived since, by incarnation."""
+    found: dict[str, GivenUp] = {}
+    for row in store.query(_GIVEN_UP).to_pylist():
+        details = parse_details(row["details"])
+        last, records = details.get("last"), details.get("records")
+        if isinstance(last, int) and isinstance(records, int):
+            before = found.get(row["incarnation"], GivenUp(last=-1, records=0))
+            found[row["incarnation"]] = GivenUp(last=max(before.last, last), records=before.records + records)
+    return {incarnation: lost for incarnation, lost in found.items() if lost.records > 0}
+
+
+def _last_ordinal(store: Connection) -> int:
+    last = 0
+    # Small datasets first: of the others, only row groups above `last` are read, according to their footers. Rollups
+    # are days old: their attempts have later rows in other datasets.
+    rolled_up = set(ROLLUPS.values())
+    for dataset in (*DIMENSIONS, *(name for name in DATASETS if name not in rolled_up.union(DIMENSIONS))):
+        view = f"{dataset}{HISTORY_SUFFIX}" if dataset in DIMENSIONS else dataset
+        query = f"SELECT max(ordinal) AS last FROM {view} WHERE ordinal > {last}"  # noqa: S608 - our own names
+        last = store.query(query).to_pylist()[0]["last"] or last
+    return last
+
+
+def _attempt(row: Mapping[str, Any]) -> Attempt:
+    return Attempt(
+        run=row["run"],
+        number=row["attempt"],
+        launch_id=row["launch_id"] or "",
+        world_size=row["world_size"] or 1,
+        started_at=_micros(row["started_at"]),
+        planned_steps=row["planned_steps"],
+        config=parse_details(row["config"]),
+        state=RunState(row["state"]),
+        reason=row["reason"],
+        ended_at=_micros(row["ended_at"]) if row["ended_at"] else None,
+        last_step=row["last_step"],
+    )
+
+
+def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
+    details = parse_details(event["details"])
+    known = attempt.ranks.get(event["rank"])
+    is_same = known is not None and known.incarnation == (event["incarnation"] or "")
+    if event["type"] == EventType.LAUNCH:
+        if is_same:
+            return  # it registered with several services, and may have sent its exit report to an earlier one
+        attempt.ranks[event["rank"]] = Rank(
+            number=event["rank"],
+            incarnation=event["incarnation"] or "",
+            host=str(details.get("host", "")),
+            liveness=Liveness(last_sign=now),
+            known_since=now,
+            is_restored=True,
+            # Some ranks of a failed run are dead: a live one does not make the run active again.
+            is_vanished=attempt.state is RunState.FAILED,
+        )
+    elif known is not None and is_same:
+        known.exit_reason, known.error = exit_report(details)
+        known.exited_at = _micros(event["ts"]) or None
+
+
+def _incidents(store: Connection, now: float) -> list[tuple[Incident, str]]:
+    """Return each incident with its last state."""
+    latest: dict[str, tuple[Incident, str]] = {}
+    for row in store.query(_INCIDENTS).to_pylist():
+        details = parse_details(row["details"])
+        first = Symptom(
+            run=row["run"],
+            attempt=row["attempt"],
+            rank=row["rank"],
+            step=row["step"],
+            severity=row["severity"],
+            causal=(),  # smaller than any other, so that a restored incident keeps its name
+            **{name: row[name] for name in SYMPTOM_COLUMNS},
+        )
+        incident = Incident(
+            first=first,
+            severity=row["severity"],
+            opened_at=now,
+            last_step=details.get("last_step"),
+            events=details.get("events", 1),
+            ranks=set(details.get("ranks", ())),
+            cause=None if details.get("cause") is None else str(details["cause"]),
+            reports=tuple(map(str, details.get("reports", ()))),
+            places=tuple(map(str, details.get("where", ()))),
+            is_settled=True,
+            fixed_key=str(details.get("key")),
+        )
+        latest[incident.key] = (incident, str(details.get("state")))
+    return list(latest.values())
+
+
+def _micros(moment: dt.datetime | None) -> int:
+    return 0 if moment is None else (moment.astimezone(dt.UTC) - _EPOCH) // dt.timedelta(microseconds=1)
+
+
+def read_diverged(store: Connection) -> list[Diverged]:
+    """Return the tensors that were reported as diverged and not as equal since."""
+    found: dict[tuple[Any, ...], Diverged] = {}
+    for row in store.query(_DIVERGENCES).to_pylist():
+        details = parse_details(row["details"])
+        key = (*(row[name] for name in ("run", "attempt", "kind", "tensor", "vpp_stage")), details.get("replicas"))
+        if row["type"] != EventType.ANOMALY:
+            found.pop(key, None)
+        elif (item := _diverged(row, details)) is not None:
+            found[key] = item
+    return list(found.values())
+
+
+def _diverged(row: Mapping[str, Any], details: Mapping[str, Any]) -> Diverged | None:
+    try:
+        groups = largest_first((int(text, 16), tuple(map(int, ranks))) for text, ranks in details["hashes"].items())
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    if len(groups) < 2:
+        return None
+    return Diverged(
+        attempt_key=(row["run"], row["attempt"]),
+        replicas=str(details.get("replicas")),
+        ranks_by_hash=groups,
+        **{name: row[name] for name in ("step", "kind", "tensor", "vpp_stage")},
+    )

@@ -1,0 +1,149 @@
+"""Symptoms and incidents: the results of detection, from which rows and notifications are made."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from rankscope_contract.model.events import Severity
+from rankscope_ingest.runs.models import Attempt, AttemptKey
+
+RUN_FAILED: Final = "RunFailed"
+"""Rule name of the incident of a failed run. No rule on a rank has this name."""
+
+RUN_STALLED: Final = "RunStalled"
+"""Rule name of the incident of a stalled run."""
+
+OPENED: Final = "opened"
+NOTIFIED: Final = "notified"
+UNDELIVERED: Final = "undelivered"
+MUTED: Final = "muted"
+RESOLVED: Final = "resolved"
+
+SEVERITIES: Final = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
+"""Ascending. An unknown severity of a newer release counts as the lowest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Symptom:
+    """The causally first anomaly of one rank at one step, and the number of anomalies there."""
+
+    run: str
+    attempt: int
+    rank: int | None  # None if no single rank is known to be the cause
+    step: int | None
+    severity: str  # the highest at this step
+    causal: tuple[float, ...]
+    events: int = 1
+    rule: str | None = None
+    kind: str | None = None
+    tensor: str | None = None
+    op: str | None = None
+    value: float | None = None
+    baseline: float | None = None
+    threshold: float | None = None
+    message: str | None = None
+    ranks: str | None = None  # text such as `ranks 0-1`, if several ranks are concerned
+
+    @property
+    def ranks_named(self) -> str:
+        """Return the ranks as text: `rank 3`, `ranks 0-1`, or `rank unknown`."""
+        return self.ranks or f"rank {'unknown' if self.rank is None else self.rank}"
+
+    @property
+    def urgency(self) -> int:
+        """Return the position of the severity in SEVERITIES."""
+        return urgency(self.severity)
+
+
+def urgency(severity: str | None) -> int:
+    """Return a number that increases with the severity."""
+    return SEVERITIES.index(Severity(severity)) if severity in SEVERITIES else 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Incident:
+    """Anomalies with one cause, or the failure or stall of one attempt."""
+
+    first: Symptom
+    severity: str
+    opened_at: float
+    last_step: int | None
+    events: int = 0
+    ranks: set[int] = field(default_factory=set)
+    is_settled: bool = False
+    is_muted: bool = False
+    is_last_before_mute: bool = False
+    cause: str | None = None  # the evidence against the rank, or why none is singled out
+    reports: tuple[str, ...] = ()  # last step and report of each rank, if no rank is singled out
+    places: tuple[str, ...] = ()  # the collectives and source lines in which ranks wait
+    fixed_key: str | None = None  # set when the incident settles, so that an earlier cause does not change the key
+
+    @property
+    def attempt_key(self) -> AttemptKey:
+        """Return run and attempt number."""
+        return self.first.run, self.first.attempt
+
+    @property
+    def key(self) -> str:
+        """Return the identity of the incident. It is equal each time the same records are evaluated."""
+        return self.fixed_key or incident_key(self.first)
+
+    def awaited(self, live: Mapping[int, int | None]) -> list[int]:
+        """Return the live ranks that have not delivered the first step yet. `live` maps ranks to last steps."""
+        step = self.first.step
+        return [] if step is None else [rank for rank, last in live.items() if last is None or last < step]
+
+
+def incident_key(first: Symptom) -> str:
+    """Return a short text that is equal for equal first causes."""
+    parts = (first.run, first.attempt, first.step, first.rank, first.kind, first.tensor, first.rule)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def failure_key(run: str, attempt: int) -> str:
+    """Return the key of the incident of a failed attempt. It does not depend on the time or kind of detection."""
+    return f"{RUN_FAILED}:{attempt}:{run}"
+
+
+def run_incident(
+    rule: str,
+    attempt: Attempt,
+    *,
+    rank: int | None,
+    reason: str,
+    cause: str,
+    opened_at: float,
+    reports: tuple[str, ...] = (),
+    places: tuple[str, ...] = (),
+) -> Incident:
+    """Return the settled incident of a failed (RUN_FAILED) or stalled (RUN_STALLED) attempt.
+
+    `rank` is the rank that failed first, or that the others wait for; None if it is unknown. `cause` is the evidence.
+    """
+    first = Symptom(
+        run=attempt.run,
+        attempt=attempt.number,
+        rank=rank,
+        step=attempt.last_step,
+        severity=Severity.CRITICAL,
+        causal=(),
+        rule=rule,
+        message=reason,
+    )
+    stall_key = f"{RUN_STALLED}:{attempt.number}:{attempt.last_step}:{attempt.run}"
+    return Incident(
+        first=first,
+        severity=first.severity,
+        opened_at=opened_at,
+        last_step=first.step,
+        events=1,
+        ranks=set() if rank is None else {rank},
+        is_settled=True,
+        cause=cause,
+        reports=reports if rank is None else (),
+        places=places,
+        fixed_key=failure_key(*attempt.key) if rule == RUN_FAILED else stall_key,
+    )

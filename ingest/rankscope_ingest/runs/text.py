@@ -1,0 +1,237 @@
+"""All texts about runs and incidents: reasons of states, evidence, reports of ranks, and notifications. Pure."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+from rankscope_contract.diagnostics.collective_calls import sentences, sites_of
+from rankscope_contract.diagnostics.rank_groups import Standing, grouped, ranks_text
+from rankscope_contract.diagnostics.stacks import FlightRecord
+from rankscope_ingest.runs.incident import RUN_FAILED, RUN_STALLED, Incident, Symptom
+from rankscope_ingest.runs.models import Attempt, Rank
+from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS, Cause, EndKind
+
+MAX_GROUPS: Final = 3
+"""Groups of ranks with equal ends that a reason names: 1,000 ranks may end in as many ways."""
+
+MAX_LINES: Final = 12
+"""Lines of one section of a notification. Ranks that others may wait for come first."""
+
+_AGES: Final = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 21_600.0, 86_400.0)
+"""Limits between ages, in seconds. Ranks are polled at different times; ages between the same limits share a line."""
+
+_SILENT: Final = "stopped responding without an exit report"
+_UNSEEN: Final = "did not respond after the service restarted (ended or killed while it was down)"
+NO_SUCCESS: Final = "ended without reporting success"
+SENT_AGAIN: Final = "(Sent again: the service stopped before it could confirm the delivery.)"
+MUTE_FOLLOWS: Final = "(This run has many incidents: further ones are stored but not sent for up to an hour.)"
+
+
+# Reasons of states.
+
+
+def failure_reason(cause: Cause) -> str:
+    """Return the ranks that may have failed first and their errors."""
+    ranks = [end.rank for end in cause.ends]
+    if cause.kind is EndKind.VANISHED:
+        parts = []
+        for never_answered, suffix in ((False, _SILENT), (True, _UNSEEN)):
+            if chosen := [rank for rank in ranks if rank.never_answered is never_answered]:
+                parts.append(f"{_listing(chosen, '{ranks} on {text}', lambda rank: rank.host)} {suffix}")
+        text = "; ".join(parts)
+    else:
+        text = exit_reports(ranks, "ended by a signal" if cause.kind is EndKind.SIGNALLED else "exception")
+    is_open = cause.culprit is None and cause.kind is not EndKind.SIGNALLED
+    return f"{text}; which rank failed first is unknown" if is_open else text
+
+
+def failure_evidence(cause: Cause) -> str:
+    """Return the reason why a rank is named as the first to fail, or why none is."""
+    names = ranks_text([end.rank.number for end in cause.ends])
+    if cause.culprit is not None:
+        return f"{names}: first rank to " + {
+            EndKind.RAISED: "raise an exception other than a lost connection",
+            EndKind.VANISHED: "stop responding without an exit report",
+        }.get(cause.kind, "be ended by a signal")
+    match cause.kind:
+        case EndKind.LOST_PEER:
+            return f"unknown: {names} lost the connection to a peer, and no earlier failure is known"
+        case EndKind.VANISHED if len(cause.ends) == 1:
+            return f"unknown: {names} stopped responding, and {cause.unregistered} ranks never registered"
+        case EndKind.VANISHED:
+            return f"unknown: {names} stopped responding in an unknown order"
+        case _:
+            return f"unknown: {names} ended within {CLOCKS_DIFFER_MICROSECONDS / 1e6:g} s of each other"
+
+
+def exit_reports(ranks: Iterable[Rank], default: str = "ended") -> str:
+    """Return text such as `ranks 0-1: ValueError: no; rank 3: …`. `default` is for ranks without an error."""
+    return _listing(ranks, "{ranks}: {text}", lambda rank: rank.error or default, separator="; ")
+
+
+def short_of_plan(attempt: Attempt) -> str | None:
+    """Return a text about an attempt that completed before its last planned step, or None."""
+    planned, last = attempt.planned_steps, attempt.last_step
+    is_short = planned is not None and last is not None and last < planned
+    return f"ended at step {last} of {planned} planned" if is_short else None
+
+
+def stall_reason(attempt: Attempt, idle_seconds: float) -> str:
+    """Return the reason of state `stalled`: the time without a step."""
+    if attempt.last_step is not None:
+        return f"alive, but no step for {idle_seconds:.0f} s"
+    missing = attempt.world_size - len(attempt.ranks)
+    absent = f"; {missing} of {attempt.world_size} ranks never registered" if missing > 0 else ""
+    return f"alive, but no first step for {idle_seconds:.0f} s{absent}"
+
+
+def hang_reason(hangs: Mapping[int, str]) -> str | None:
+    """Return the messages of ranks that reported a hang, equal messages together; None if there are none."""
+    groups: dict[str, list[int]] = {}
+    for rank, message in sorted(hangs.items()):
+        groups.setdefault(message, []).append(rank)
+    return "; ".join(_bounded([f"{ranks_text(numbers)}: {message}" for message, numbers in groups.items()])) or None
+
+
+def divergence_text(groups: Sequence[Sequence[int]], differing: Sequence[int] | None) -> str:
+    """Return which ranks differ. `groups`: ranks with equal hashes, largest group first.
+
+    `differing`: the ranks that differ from the majority; None if there is no majority.
+    """
+    if differing is None:
+        return f"{' and '.join(map(ranks_text, groups))} differ from each other, without a majority"
+    return f"{ranks_text(differing)} {'differs' if len(differing) == 1 else 'differ'} from {ranks_text(groups[0])}"
+
+
+def _listing(ranks: Iterable[Rank], form: str, text_of: Callable[[Rank], str], separator: str = ", ") -> str:
+    """Return `form` for each group of ranks with equal text, in order of the lowest rank, at most MAX_GROUPS."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(ranks, key=lambda rank: rank.number):
+        groups.setdefault(text_of(rank), []).append(rank.number)
+    shown = [form.format(ranks=ranks_text(numbers), text=text) for text, numbers in groups.items()][:MAX_GROUPS]
+    left = sum(map(len, list(groups.values())[MAX_GROUPS:]))
+    return separator.join(shown) + (f" and {left:,} more ranks" if left else "")
+
+
+def _bounded(lines: list[str]) -> list[str]:
+    left = len(lines) - MAX_LINES
+    return [*lines[:MAX_LINES], f"and {left:,} more"] if left > 0 else lines
+
+
+# Reports of ranks.
+
+
+def last_reports(attempt: Attempt, now: float) -> tuple[str, ...]:
+    """Return lines such as `ranks 0-3, 5: step 12, 4 s ago`, the lowest steps and oldest reports first."""
+    groups: dict[tuple[int, int, bool, str], list[Rank]] = {}
+    for number in sorted(attempt.ranks):
+        rank = attempt.ranks[number]
+        step = -1 if rank.last_step is None else rank.last_step
+        key = step, -bisect.bisect(_AGES, _age(rank, now)), rank.is_restored, _rank_state(rank)
+        groups.setdefault(key, []).append(rank)
+    lines = [_report(state, ranks, now) for (*_, state), ranks in sorted(groups.items(), key=lambda item: item[0])]
+    missing = attempt.world_size - len(attempt.ranks)
+    if missing > 0:
+        lines.append(f"{missing:,} of {attempt.world_size:,} ranks: never registered")
+    if len(lines) > MAX_LINES:
+        lines[MAX_LINES:] = [f"and {len(lines) - MAX_LINES:,} more groups of ranks"]
+    return tuple(lines)
+
+
+def _report(state: str, ranks: list[Rank], now: float) -> str:
+    step = "no step" if ranks[0].last_step is None else f"step {ranks[0].last_step}"
+    ages = [_age(rank, now) for rank in ranks]
+    youngest, oldest = f"{min(ages):.0f}", f"{max(ages):.0f}"
+    age = f"{oldest} s ago" if youngest == oldest else f"{youngest}-{oldest} s ago"
+    if ranks[0].is_restored:
+        age = f"no response since the service started {age}"
+    return ", ".join(filter(None, (f"{ranks_text([rank.number for rank in ranks])}: {step}", age, state)))
+
+
+def _age(rank: Rank, now: float) -> float:
+    return max(0.0, now - rank.liveness.last_sign)
+
+
+def _rank_state(rank: Rank) -> str:
+    if rank.exit_reason is not None:
+        return f"ended: {rank.exit_reason or 'no reason given'}"
+    return "ended" if rank.is_closed else "stopped responding" if rank.is_vanished else ""
+
+
+def wait_places(
+    standings: Iterable[Standing], flights: Mapping[int, FlightRecord], refusals: Mapping[int, str]
+) -> tuple[str, ...]:
+    """Return the collectives and source lines in which ranks wait, and why other ranks sent no stacks.
+
+    `refusals` maps ranks without stacks and flight record to the reason.
+    """
+    listed = list(standings)
+    reasons: dict[str, list[int]] = {}
+    for rank, reason in refusals.items():
+        reasons.setdefault(reason, []).append(rank)
+    return (
+        *sentences(flights, sites_of(listed)),
+        *_bounded([str(group) for group in grouped(listed)]),
+        *_bounded([f"{ranks_text(ranks)} sent no stacks: {reason}" for reason, ranks in reasons.items()]),
+    )
+
+
+# Notifications.
+
+
+def headline(first: Symptom) -> str:
+    """Return one line with rule, kind, tensor, rank and step."""
+    place = " of ".join(part for part in (first.kind, first.tensor) if part)
+    rule = " in ".join(filter(None, (first.rule or "anomaly", place)))
+    return ", ".join([rule, first.ranks_named, *([] if first.step is None else [f"step {first.step}"])])
+
+
+def title(incident: Incident) -> str:
+    """Return the title of the notification of `incident`."""
+    return f"[{incident.severity}] {incident.first.run}: {headline(incident.first)}"
+
+
+def body(incident: Incident, *, is_repeated: bool = False) -> str:
+    """Return the body of the notification: run, rank, step, values, evidence, and a command for details."""
+    first = incident.first
+    values = {
+        "run": f"{first.run} (attempt {first.attempt})",
+        "rank": first.ranks_named.removeprefix("rank "),
+        "step": first.step,
+        "tensor": first.tensor,
+        "kind": first.kind,
+        "statistic": first.op,
+        "value": first.value,
+        "baseline": first.baseline,
+        "threshold": first.threshold,
+        "message": first.message,
+        "cause": incident.cause,
+    }
+    lines = [
+        f"{label}: {value:g}" if isinstance(value, float) else f"{label}: {value}"
+        for label, value in values.items()
+        if value not in {None, ""}
+    ]
+    for label, section in (("last reports", incident.reports), ("where", incident.places)):
+        lines += [f"{label}:", *(f"  {line}" for line in section)] if section else []
+    command = {RUN_STALLED: "stacks", RUN_FAILED: "summary"}.get(first.rule or "", "anomalies")
+    if command == "anomalies":
+        ranks = f" on {ranks_text(sorted(incident.ranks))}" if incident.ranks else ""
+        lines.append(f"anomaly events so far: {incident.events}{ranks}")
+    lines += [f"details: rankscope {command} {first.run}", f"incident: {incident.key}"]
+    lines += [SENT_AGAIN] * is_repeated + [MUTE_FOLLOWS] * incident.is_last_before_mute
+    return "\n".join(lines)
+
+
+def resolved_title(incident: Incident) -> str:
+    """Return the title of the notification that a stalled run makes steps again."""
+    return f"[resolved] {incident.first.run}: {RUN_STALLED}, training continues"
+
+
+def resolved_body(incident: Incident) -> str:
+    """Return the body of the notification that a stalled run makes steps again."""
+    first = incident.first
+    last = "" if first.step is None else f" The last step before the stall was {first.step}."
+    return f"run: {first.run} (attempt {first.attempt})\nTraining continues.{last}\nincident: {incident.key}"
