@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -53,6 +54,8 @@ EVEN: Final = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatte
 MOST_RANKS: Final = 1 << 20
 """Of a group: a text that names more is wrong, and its ranks are not listed."""
 
+_SPAN: Final = re.compile(r"(\d{1,9})-(\d{1,9})(?::(\d{1,9}))?")
+_LIST: Final = re.compile(r"\d{1,9}(,\d{1,9})*")
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 Sizes = Sequence[Sequence[int]]
@@ -105,6 +108,17 @@ def ranks_in(text: str) -> tuple[int, ...]:
     if sum(map(len, ranges)) > MOST_RANKS:
         raise ValueError(f"more than {MOST_RANKS:,} ranks in {text[:80]!r}")
     return tuple(sorted(set(itertools.chain.from_iterable(ranges))))
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks in `0-7`, `0-24:8` (every eighth) or `0,3,5`, ascending. Raises ValueError on other text."""
+    if span := _SPAN.fullmatch(text):
+        first, last, step = int(span[1]), int(span[2]), int(span[3] or 1)
+        if first <= last and step >= 1 and (last - first) // step < MOST_RANKS:
+            return tuple(range(first, last + 1, step))
+    elif _LIST.fullmatch(text):
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    raise ValueError(f"{text!r} is no group of ranks: write 0-7, 0-24:8 or 0,3,5")
 
 
 def _bytes(sizes: Sizes, types: Sequence[str]) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.protocol.rank_ranges import parse_ranks
+from rankscope_contract.diagnostics.collective_format import parse_ranks
 from rankscope_ingest.runs.models import AttemptKey
 
 WAIT_SECONDS: Final = 10.0

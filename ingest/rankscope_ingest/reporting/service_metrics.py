@@ -36,6 +36,7 @@ from rankscope_contract.metrics.catalogue import (
     ROWS_SET_ASIDE,
     RUN_ATTEMPT,
     RUN_ETA,
+    RUN_GOODPUT,
     RUN_LAST_STEP,
     RUN_PROGRESS,
     RUN_START,
@@ -47,7 +48,6 @@ from rankscope_contract.metrics.catalogue import (
     UNKNOWN_RANK,
     MetricSpec,
 )
-from rankscope_contract.metrics.timing import RUN_GOODPUT
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.target import Health, Target
@@ -278,6 +278,7 @@ _OF_A_RUN: Final = (
     RUN_STEPS_PLANNED,
     RUN_PROGRESS,
     RUN_ETA,
+    RUN_GOODPUT,
     RANKS_EXPECTED,
     RANKS_UP,
 )

@@ -156,7 +156,7 @@ def test_rules_keep_their_order_and_have_names_of_their_own() -> None:
         ({"ndigits": 0}, "ndigits is a whole number from 1 to 20"),
         ({"step_count_per_record": 2_000_000}, "step_count_per_record is a whole number from 1 to 1000000"),
         ({"append_output": ["Dec03_21-34-40"]}, "append_output is empty or two times"),
-        ({"append_output": ["a", "b"]}, "'a' is no time of a folder"),
+        ({"append_output": ["a", "b"]}, "'a' is not a folder time"),
         ({"squash_name": "yes"}, "squash_name is true or false"),
     ],
 )  # fmt: skip
