@@ -298,8 +298,8 @@ def test_evidence_names_its_source_and_each_missing_source():
         "it is in time.sleep, called at train.py:88 in main, and ranks 0, 2 wait in a collective (stacks)"
     ) == str(named)
     assert [
-        "unknown: no rank gave stacks or a flight record",
-        "unknown: the flight records of ranks 0-1 and the stacks of ranks 0-1 single out no rank",
+        "unknown: no rank sent stacks or a flight record",
+        "unknown: the flight records of ranks 0-1 and the stacks of ranks 0-1 do not identify a single rank",
     ] == list(map(str, unknown))
 
 
