@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from rankscope_contract.model.fields import Field, ScalarName
-from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import OPS
 
 BUCKET_STEPS: Final = 100
 """Steps per bucket: 0 to 99, 100 to 199, …"""
@@ -53,8 +53,8 @@ _NONFINITE: Final = (
 
 TENSOR_ROLLUP_FIELDS: Final = (
     *_SPAN,
-    *(field for op in VALUE_OPS for field in _summary(op, "float32")),
-    *(field for op in COUNT_OPS for field in _total(op)),
+    *(field for op in OPS.values() if op.rollup == "summary" for field in _summary(op.name, "float32")),
+    *(field for op in OPS.values() if op.rollup == "total" for field in _total(op.name)),
     *_NONFINITE,
 )
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.fields import Field, ListOf, StructOf, required
-from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import BASELINE_OPS, OPS
 from rankscope_contract.model.rollups import SCALAR_ROLLUP_FIELDS, TENSOR_ROLLUP_FIELDS
 
 _STEP: Final = Field("step", "int64", "Step number of the training; may restart at a lower number in a new attempt.")
@@ -44,9 +44,11 @@ TENSOR_FIELDS: Final = (
 )
 
 STATISTIC_FIELDS: Final = (
-    *(Field(op, "float32", "Over finite elements; null without one.") for op in VALUE_OPS),
-    *(Field(op, "int64", "Over all elements.", unit="elements") for op in COUNT_OPS),
-    *(Field(op, "float32", "What the rules compared with.") for op in BASELINE_OPS),
+    *(
+        Field(op.name, op.dtype, op.doc, unit="elements" if op.dtype == "int64" else None)
+        for op in sorted(OPS.values(), key=lambda op: op.dtype == "int64")
+    ),
+    *(Field(name, "float32", "Baseline with which the rules compared the statistic.") for name in BASELINE_OPS),
 )
 
 SCALAR_FIELDS: Final = (
@@ -219,8 +221,9 @@ NESTED: Final[dict[str, tuple[Field, ...]]] = {
 }
 """Datasets whose rows are sent inside a wire record, as a list of structs. A null field has the value of the record."""
 
-WIRE_VALUE_OPS: Final = (*VALUE_OPS, *BASELINE_OPS)
-WIRE_COUNT_OPS: Final = COUNT_OPS
+WIRE_VALUE_OPS: Final = ("norm", "min", "max", "mean", "norm_baseline", "mean_baseline")
+WIRE_COUNT_OPS: Final = ("nans", "infs", "zeros", "numel")
+"""Statistics of a plan that does not name them, as releases before 0.2 wrote it. These lists must never change."""
 
 WIRE_FIELDS: Final = (
     required("seq", "int64"),
@@ -269,10 +272,12 @@ class Plan:
     """Names for the numbers of a record. A rank sends a plan once; records refer to it by the hash of its content."""
 
     entries: tuple[PlanEntry, ...]
+    value_ops: tuple[str, ...] = WIRE_VALUE_OPS
+    count_ops: tuple[str, ...] = WIRE_COUNT_OPS
 
     def to_json(self) -> str:
         """Return the canonical JSON text, as served at `/plan/<hash>`."""
-        document = {"schema_version": SCHEMA_VERSION, "entries": [asdict(entry) for entry in self.entries]}
+        document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
     @property
@@ -284,8 +289,11 @@ class Plan:
     def from_json(text: str) -> Plan:
         """Return the plan in `text`. Keys of a newer release are ignored. Raises ValueError if `text` is not a plan."""
         try:
-            entries = json.loads(text)["entries"]
-            return Plan(tuple(_plan_entry(entry) for entry in entries))
+            document = json.loads(text)
+            entries = tuple(_plan_entry(entry) for entry in document["entries"])
+            return Plan(
+                entries, _names(document, "value_ops", WIRE_VALUE_OPS), _names(document, "count_ops", WIRE_COUNT_OPS)
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a plan: {error!r}") from error
 
@@ -293,6 +301,13 @@ class Plan:
 def plan_hash(text: str) -> str:
     """Return the hash under which a rank serves the plan with the canonical JSON `text`."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _names(document: dict[str, Any], key: str, default: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(document.get(key, default))
+    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"not a plan: {key} is {names!r}")
+    return names
 
 
 def _plan_entry(entry: dict[str, Any]) -> PlanEntry:

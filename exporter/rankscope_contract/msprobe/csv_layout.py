@@ -21,7 +21,8 @@ from rankscope_contract.msprobe.names import FAMILIES, FAMILY_OF, FEATURE_FAMILI
 
 SHANGHAI: Final = dt.timezone(dt.timedelta(hours=8))  # no daylight saving time since 1991
 
-OPS: Final = ("norm", "min", "max", "mean", "nans", "zeros")
+FLOAT_OPS: Final = ("norm", "min", "max", "mean")
+OPS: Final = (*FLOAT_OPS, "nans", "zeros")
 """Columns of statistics, in our order. In msprobe the order is that of its configuration."""
 
 TENSOR_COLUMNS: Final = (*OPS, "shape", "dtype")

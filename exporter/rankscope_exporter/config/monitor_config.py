@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from rankscope_contract.model.kinds import Kind
+from rankscope_contract.model.kinds import DEFAULT_OPS, Kind
 from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
@@ -26,7 +26,7 @@ from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.sinks import Sink, sink_class
-from rankscope_exporter.statistics.selection import ALL_OPS, chosen_ops
+from rankscope_exporter.statistics.selection import chosen_ops
 
 STOP_SIGNALS: Final = ("SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 """Signals by which people and schedulers ask a job to end."""
@@ -71,7 +71,7 @@ class MonitorConfig:
     """Sample every n-th step; the steps between cost no tensor anything."""
     times: int | None = None
     """Stop after so many measured steps; null never stops."""
-    ops: tuple[str, ...] = ALL_OPS
+    ops: tuple[str, ...] = DEFAULT_OPS
     """Which statistics of a tensor are published; all are measured in one pass. An empty list is norm."""
     switch_file: str | None = None
     """A file of these settings that is watched while training runs: `dynamic_on` switches measuring on and off."""

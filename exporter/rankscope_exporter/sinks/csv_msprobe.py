@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.model.identity import Identity
-from rankscope_contract.msprobe.csv_layout import OPS, file_name, folder_name, neutral, their_step
-from rankscope_contract.msprobe.csv_layout import Window, continued, window
+from rankscope_contract.msprobe.csv_layout import (
+    OPS,
+    Window,
+    continued,
+    file_name,
+    folder_name,
+    neutral,
+    their_step,
+    window,
+)
 from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink
