@@ -18,7 +18,7 @@ from rankscope_contract.diagnostics.stacks import Frame, StackDump, ThreadStack
 
 
 class Place(enum.Enum):
-    """Whether the stacks of a rank show that it waits for other ranks."""
+    """Result of the check whether a rank waits for other ranks."""
 
     IN_COLLECTIVE = "in a collective"  # certain: the innermost call is a function of torch.distributed
     MAY_WAIT = "in a call that may wait for other ranks"  # backward pass, .wait() of a torch.distributed Work

@@ -1,6 +1,6 @@
-"""The kinds of tensor quantities, the statistics taken of them, and their causal order within a step.
+"""Kinds of tensor quantities, their causal order within a step, and the ops (statistics) of a tensor.
 
-A `kind` names the quantity *and* its stage, so that two numbers with one kind are always comparable.
+A `kind` names a quantity and the stage of the step at which it is measured. Values of one kind are comparable.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, Final, Literal
 
 
 class Kind(enum.StrEnum):
-    """What was measured, and at which moment of the step."""
+    """Quantity, and the moment of the step at which it is measured."""
 
     PARAM_BEFORE = "param_before"  # just before the optimizer's update
     PARAM_AFTER = "param_after"  # just after it
     GRAD_UNREDUCED = "grad_unreduced"  # this rank's own gradient, before any communication
     GRAD_REDUCED = "grad_reduced"  # after the reduction over ranks, before clipping
-    GRAD_CLIPPED = "grad_clipped"  # what the optimizer saw, where that differs from the reduced gradient
+    GRAD_CLIPPED = "grad_clipped"  # the optimizer's input, if it differs from the reduced gradient
     EXP_AVG = "exp_avg"  # Adam's first moment, after the step
     EXP_AVG_SQ = "exp_avg_sq"  # Adam's second moment, after the step
     MOMENTUM = "momentum"  # SGD's momentum buffer, after the step
@@ -46,10 +46,10 @@ CAUSAL_STAGE: Final[dict[str, int]] = {
     Kind.MOMENTUM: 8,
     Kind.PARAM_AFTER: 9,
 }
-"""Position of a kind in the flow of one step: a fault shows first where the number is lowest."""
+"""Position of a kind within one step. A fault appears first at the lowest position."""
 
 SCALAR_STAGE: Final = 5.5
-"""Scalars such as the gradient norm summarise what the tensors of the step already were."""
+"""Position of scalars, such as the gradient norm. They summarise tensors of the same step."""
 
 GRADIENT_KINDS: Final = (Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPPED)
 

@@ -85,10 +85,7 @@ def load_trusted(context: ssl.SSLContext, ca_file: Path, option: str) -> None:
 
 
 class Reloading:
-    """A TLS context that is made again when one of its files changes.
-
-    If the new files are unusable, it stays in use.
-    """
+    """A TLS context that is made again when one of its files changes. If the new files are unusable, it is kept."""
 
     def __init__(self, make: MakeFromFiles) -> None:
         """Make the first context. Raises WebConfigError."""
@@ -112,7 +109,7 @@ class Reloading:
         try:
             self._context, files = self._make()
         except WebConfigError as error:
-            log.warning("certificates changed and cannot be used; the previous ones stay in use: %s", error)
+            log.warning("certificates changed and cannot be used; the previous ones are still used: %s", error)
             return
         if files != self._files:  # the configuration now names other files
             self._files, self._stamps = files, tuple(map(_stamp, files))

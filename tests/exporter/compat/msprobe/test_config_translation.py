@@ -126,7 +126,7 @@ def test_rules_keep_their_order_and_have_names_of_their_own() -> None:
         ({"targets": ["a"]}, 'targets is a table such as {"layers.0"'),
         ({"targets": {"a": "tensor"}}, "targets is a table such as"),
         ({"xy_distribution": True, "targets": {"a": {}, "b": {"out": "tensor"}}}, "'out' is unknown"),
-        ({"xy_distribution": True, "targets": {"a": {"output": "garbage"}}}, "'garbage' names no part of an object"),
+        ({"xy_distribution": True, "targets": {"a": {"output": "garbage"}}}, "'garbage' is no pattern for a part of an object"),
         ({"wg_distribution": True, "targets": {"b": {"outputs": "tensor"}}}, "targets: .*'b'.*'outputs' is unknown"),
         ({"start_step": -1}, "start_step is a whole number from 0 on, not -1"),
         ({"step_interval": 0}, "step_interval is a whole number from 1 on, not 0"),
