@@ -204,12 +204,6 @@ RUN_ETA = service_gauge(
     "Estimated time for the remaining steps at the speed of the last 30 s; absent after the end of the run.",
     "run",
 )
-RUN_GOODPUT = service_gauge(
-    "rankscope_run_goodput_ratio",
-    "Time in steps that were not superseded, divided by the time since the run first started. Restarts and lost steps "
-    "count as elapsed time.",
-    "run",
-)
 RANKS_EXPECTED = service_gauge("rankscope_run_ranks_expected", "World size of the latest attempt.", "run")
 RANKS_UP = service_gauge("rankscope_run_ranks_up", "Ranks that registered and have not ended.", "run")
 RANK_VANISHED = service_gauge(
@@ -250,6 +244,12 @@ REMOTE_WRITE_DROPPED = service_counter(
     "rankscope_ingest_remote_write_dropped_total",
     "Remote-write items that are not stored: exemplars, histograms, metadata, oversized series, repeated samples.",
     "reason",
+)
+RUN_GOODPUT = service_gauge(
+    "rankscope_run_goodput_ratio",
+    "Time in steps that were not superseded, divided by the time since the run first started. Restarts and lost steps "
+    "count as elapsed time.",
+    "run",
 )
 
 CATALOG: Final[dict[str, MetricSpec]] = {

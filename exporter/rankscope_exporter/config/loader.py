@@ -72,27 +72,39 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Dialect(NamedTuple):
-    """The configuration format of another monitor.
+    """The configuration format of another monitor."""
 
-    Both functions take settings and the setting names of a MonitorConfig.
-    """
-
-    recognizes: Callable[[Mapping[str, Any], Collection[str]], bool]
-    """Return whether the settings are written in this format."""
+    name: str
+    keys: frozenset[str]
+    """All keys of a document in this format. Some may also be settings of a MonitorConfig."""
     translated: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]]
-    """Return the settings as those of a MonitorConfig. Raises ConfigError."""
+    """Return settings in this format as settings of a MonitorConfig with the given names. Raises ConfigError."""
 
 
-_dialects: list[Dialect] = []
+_dialects: dict[str, Dialect] = {}
 
 
 def register_dialect(dialect: Dialect) -> None:
     """Accept configurations in this format wherever settings of a monitor are read."""
-    if dialect not in _dialects:
-        _dialects.append(dialect)
+    _dialects[dialect.name] = dialect
+
+
+def dialect_keys() -> frozenset[str]:
+    """Return the keys of all registered formats."""
+    return frozenset().union(*(dialect.keys for dialect in _dialects.values()))
 
 
 def translated_settings(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return `settings` as settings of a MonitorConfig, whose setting names are `names`. Raises ConfigError."""
-    found = next((dialect for dialect in _dialects if dialect.recognizes(settings, names)), None)
-    return dict(settings) if found is None else found.translated(settings, names)
+    """Return `settings` as settings of a MonitorConfig, whose setting names are `names`. Raises ConfigError.
+
+    A document with at least one key that only another format has is in that format. No key is compared by similarity.
+    """
+    for dialect in _dialects.values():
+        if any(key in dialect.keys and key not in names for key in settings):
+            return dialect.translated(settings, names)
+    return dict(settings)
+
+
+def translated_from(name: str, settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return `settings`, in the registered format `name`, as settings of a MonitorConfig. Raises ConfigError."""
+    return _dialects[name].translated(settings, names)

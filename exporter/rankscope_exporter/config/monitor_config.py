@@ -17,7 +17,7 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import MOST, check_keys, listed, share_of
-from rankscope_exporter.config.loader import read_settings, translated_settings
+from rankscope_exporter.config.loader import dialect_keys, read_settings, translated_from, translated_settings
 from rankscope_exporter.config.sections import CaptureConfig, HardwareConfig, check_tables, checked_capture, tables_of
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.monitors.hangs.stack_signal import STACK_SIGNALS
@@ -251,10 +251,18 @@ class MonitorConfig:
         The error for an unknown key names the nearest key.
         """
         values = own_settings(settings)
-        check_keys(values, setting_names(), "")
+        check_keys(values, setting_names(), also_near=dialect_keys())
         if "rules" in values:
             values["rules"] = tuple(_rule(entry) for entry in listed("rules", values["rules"], object))
         return cls(**{**values, **tables_of(values)})
+
+    @classmethod
+    def from_msprobe(cls, settings: Mapping[str, Any]) -> MonitorConfig:
+        """Return the configuration of a parsed document of msprobe's monitor. Raises ConfigError.
+
+        `from_mapping` does the same for a document with at least one key that only msprobe has.
+        """
+        return cls.from_mapping(translated_from("msprobe", settings, setting_names()))
 
     @classmethod
     def from_file(cls, path: str | Path) -> MonitorConfig:

@@ -7,7 +7,6 @@ dropped silently. A name carries the number of its model chunk (`0:`), the level
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
@@ -75,15 +74,6 @@ _BY_PARAMETER: Final = {
     "ur_distribution": "adam_updates",
     "mg_direction": "direction",
 }
-
-
-def is_of_the_tool(settings: Mapping[str, Any], ours: Collection[str]) -> bool:
-    """Return whether `settings` are the tool's: a key is one of its alone, or is misspelt and meant to be one."""
-    unknown = [key for key in settings if key not in ours]
-    if any(key in KEYS for key in unknown):
-        return True
-    plainly_ours = any(key in _ITS_WORD for key in settings)
-    return not plainly_ours and any(_near(key, KEYS) > _near(key, ours) for key in unknown)
 
 
 def translated(settings: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
@@ -205,8 +195,3 @@ def _remarks(tool: ToolSettings, *, measured: bool) -> list[str]:
     if not measured:
         told.append("nothing is measured: switch on wg_distribution, xy_distribution or another of its kind")
     return told
-
-
-def _near(key: str, names: Collection[str]) -> float:
-    close = difflib.get_close_matches(key, names, n=1)
-    return difflib.SequenceMatcher(None, key, close[0]).ratio() if close else 0.0
