@@ -1,4 +1,4 @@
-"""How far ranks are with a collective, against a simulation that knows; and how it is said."""
+"""Progress of ranks with a collective, compared with a simulation, and the sentences about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contexts from files: what cannot be used is named, and what has changed is taken without a restart."""
+"""TLS contexts from files: errors name the unusable file, and changed files are loaded without a restart."""
 
 from __future__ import annotations
 

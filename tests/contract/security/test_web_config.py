@@ -1,4 +1,4 @@
-"""Prometheus' web configuration as we read it: its keys, its defaults, and a clear word for what is not ours."""
+"""Prometheus' web configuration: keys, defaults, and errors for unsupported options."""
 
 from __future__ import annotations
 
