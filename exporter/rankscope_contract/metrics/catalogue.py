@@ -16,38 +16,30 @@ from rankscope_contract.model import phases
 TENSOR_VALUE = gauge(
     "rankscope_tensor_value",
     "Statistic of a tensor at the latest sampled step of its kind.",
-    "kind",
-    "tensor",
-    "op",
+    "kind tensor op",
     stored_as="tensor_stats.norm",
 )
 TENSOR_BASELINE = gauge(
     "rankscope_tensor_baseline",
     "Baseline with which the rules compared the statistic.",
-    "kind",
-    "tensor",
-    "op",
+    "kind tensor op",
     stored_as="tensor_stats.norm_baseline",
 )
 RULE_THRESHOLD = gauge(
     "rankscope_rule_threshold", "Configured threshold of a rule; NaN if the rule has no threshold.", "rule"
 )
 RULE_FIRING = gauge(
-    "rankscope_rule_firing", "1 while the rule fires on at least one series of the kind, else 0.", "rule", "kind"
+    "rankscope_rule_firing", "1 while the rule fires on at least one series of the kind, else 0.", "rule kind"
 )
 ANOMALY_EVENTS = counter(
     "rankscope_anomaly_events_total",
     "Firings since process start. Exported with the value 0 from the start, which lets increase() count the first one.",
-    "rule",
-    "kind",
+    "rule kind",
 )
 TENSOR_ANOMALY_EVENTS = counter(
     "rankscope_tensor_anomaly_events_total",
     'Firings by series. A series exists from its first firing on; above 200 series, firings count for tensor="_other".',
-    "rule",
-    "kind",
-    "tensor",
-    "op",
+    "rule kind tensor op",
 )
 REPLICA_HASH = gauge(
     "rankscope_replica_hash",
@@ -130,25 +122,16 @@ RING_UNCOMMITTED = gauge("rankscope_ring_uncommitted_records", "Records in the r
 RUN_INFO = gauge(
     "rankscope_run_info",
     "1. The labels identify the process.",
-    "host",
-    "local_rank",
-    "world_size",
-    "incarnation",
-    "launch_id",
-    "device",
+    "host local_rank world_size incarnation launch_id device",
 )
-BUILD_INFO = gauge(
-    "rankscope_build_info", "1. The labels are the versions in use.", "version", "schema_version", "torch"
-)
+BUILD_INFO = gauge("rankscope_build_info", "1. The labels are the versions in use.", "version schema_version torch")
 
 NODE_RANKS = metric(
     "gauge",
     "node",
     "rankscope_node_ranks",
     "Ranks of a launch on a host. State shown: on the node page. State silent: alive, but timed out.",
-    "run",
-    "host",
-    "state",
+    "run host state",
 )
 
 TARGETS = service_gauge("rankscope_ingest_targets", "Targets by health.", "health")
@@ -173,17 +156,12 @@ UNKNOWN_RANK: Final = "unknown"
 ANOMALIES_INGESTED = service_counter(
     "rankscope_ingest_anomaly_events_total",
     "Rule firings received from a rank. Exported for some time after the rank and its page are gone.",
-    "run",
-    "rank",
-    "rule",
-    "kind",
+    "run rank rule kind",
 )
 LAG_RECORDS = service_gauge(
-    "rankscope_ingest_lag_records", "Records published by a rank but not yet committed.", "run", "rank"
+    "rankscope_ingest_lag_records", "Records published by a rank but not yet committed.", "run rank"
 )
-RUN_STATE = service_gauge(
-    "rankscope_run_state", "1 for the current state of a run, 0 for other states.", "run", "state"
-)
+RUN_STATE = service_gauge("rankscope_run_state", "1 for the current state of a run, 0 for other states.", "run state")
 RANKS_MISSING = service_gauge("rankscope_run_ranks_missing", "Ranks of the world that are not alive.", "run")
 RUN_ATTEMPT = service_gauge("rankscope_run_attempt", "Number of the latest attempt of a run, starting at 0.", "run")
 RUN_START = service_gauge("rankscope_run_start_timestamp_seconds", "Start of the latest attempt, in UTC.", "run")
@@ -207,7 +185,7 @@ RUN_ETA = service_gauge(
 RANKS_EXPECTED = service_gauge("rankscope_run_ranks_expected", "World size of the latest attempt.", "run")
 RANKS_UP = service_gauge("rankscope_run_ranks_up", "Ranks that registered and have not ended.", "run")
 RANK_VANISHED = service_gauge(
-    "rankscope_rank_vanished", "1 for a rank that stopped responding without an exit event, else 0.", "run", "rank"
+    "rankscope_rank_vanished", "1 for a rank that stopped responding without an exit event, else 0.", "run rank"
 )
 LAST_COMMIT = service_gauge(
     "rankscope_ingest_last_commit_timestamp_seconds", "Time of the latest commit, in UTC; 0 before the first commit."

@@ -85,50 +85,43 @@ GPU_ENERGY_JOULES = counter(
 GPU_TEMPERATURE_CELSIUS = gauge(
     "rankscope_gpu_temperature_celsius",
     "Temperature by sensor: gpu or memory.",
-    "gpu",
-    "sensor",
+    "gpu sensor",
     scalar="gpu_temperature_celsius",
 )
 GPU_CLOCK_HERTZ = gauge(
     "rankscope_gpu_clock_hertz",
     "Clock rate of the multiprocessors (sm) or the memory.",
-    "gpu",
-    "clock",
+    "gpu clock",
     scalar="gpu_clock_hertz",
 )
 GPU_CLOCK_LIMIT_HERTZ = gauge(
     "rankscope_gpu_clock_limit_hertz",
     "Maximum clock rate of the multiprocessors (sm) or the memory.",
-    "gpu",
-    "clock",
+    "gpu clock",
     scalar="gpu_clock_limit_hertz",
 )
 GPU_THROTTLED = gauge(
     "rankscope_gpu_throttled",
     "1 for each reason that currently reduces the clock rates, 0 for other reasons.",
-    "gpu",
-    "reason",
+    "gpu reason",
     scalar="gpu_throttled",
 )
 GPU_ECC_ERRORS = counter(
     "rankscope_gpu_ecc_errors_total",
     "Memory errors since the driver was loaded, by type: corrected or uncorrected.",
-    "gpu",
-    "type",
+    "gpu type",
     scalar="gpu_ecc_errors_total",
 )
 GPU_REMAPPED_ROWS = gauge(
     "rankscope_gpu_remapped_rows",
     "Number of remapped memory rows, by cause. For the states pending and failed: 1 if there is such a row, else 0.",
-    "gpu",
-    "state",
+    "gpu state",
     scalar="gpu_remapped_rows",
 )
 GPU_PCIE_BYTES_PER_SECOND = gauge(
     "rankscope_gpu_pcie_bytes_per_second",
     "Bytes per second that the GPU sends or receives over PCIe.",
-    "gpu",
-    "direction",
+    "gpu direction",
     scalar="gpu_pcie_bytes_per_second",
 )
 GPU_PCIE_REPLAYS = counter(
@@ -137,8 +130,7 @@ GPU_PCIE_REPLAYS = counter(
 GPU_NVLINK_BYTES = counter(
     "rankscope_gpu_nvlink_bytes_total",
     "Bytes that the GPU has sent or received over all NVLinks.",
-    "gpu",
-    "direction",
+    "gpu direction",
     scalar="gpu_nvlink_bytes_total",
 )
 GPU_XID_ERRORS = counter(

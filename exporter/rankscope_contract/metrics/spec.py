@@ -40,19 +40,22 @@ def metric(
     page: Literal["rank", "node", "service"],
     name: str,
     help: str,  # noqa: A002 - Prometheus' word
-    *labels: str,
+    labels: str = "",
+    *,
     unit: str | None = None,
     stored_as: str | None = None,
     scalar: str | None = None,
 ) -> MetricSpec:
-    """Return a metric. `scalar` names the rows of `scalars` that hold its history.
+    """Return a metric. `labels` are separated by blanks. `scalar` names the rows of `scalars` that hold its history.
 
     Without `unit`, the unit is the last word of the name if this word is one of Prometheus' base units.
     """
     word = name.removesuffix("_total").rpartition("_")[2]
     unit = unit or (word if word in _UNITS else None)
     stored_as = f"scalars:{scalar}" if scalar else stored_as
-    return MetricSpec(name=name, type=type, help=help, labels=labels, unit=unit, stored_as=stored_as, page=page)
+    return MetricSpec(
+        name=name, type=type, help=help, labels=tuple(labels.split()), unit=unit, stored_as=stored_as, page=page
+    )
 
 
 gauge = partial(metric, "gauge", "rank")
