@@ -35,13 +35,14 @@ net = torch.nn.Linear(2, 1, bias=False)
 with torch.no_grad():
     net.weight.copy_(torch.tensor([[-1.0, 3.0]]))
 config = MonitorConfig(quantities=("parameters",), ops=["spread", "kurtosis"], console=False, exit_wait_seconds=0)
-with Monitor(config).attach(net, torch.optim.SGD(net.parameters(), lr=0.0)) as monitor:
+optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+with Monitor(config).attach(net, optimizer) as monitor:
     read = Reader(monitor.address)
     net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
     monitor.end_step()
     wait_until(read.rows, 60)
     table = tables_of(read)["tensor_stats"]
-    page = read.get("/metrics").decode()
 with tempfile.TemporaryDirectory() as folder:
     root = pathlib.Path(folder) / "store"
     with Store.open(root, create=True).claim(owner="test") as writer:
