@@ -1,7 +1,8 @@
-"""Write the parts of the reference pages that repeat the code: `python docs/generate.py [--check]`.
+"""Write the generated parts of the reference pages: `python docs/generate.py [--check]`.
 
-Such a part stands between `<!-- generated: name -->` and `<!-- end -->`; everything around it is written by hand. What
-code cannot say about itself (the meaning of a setting) stands in `settings.toml`, and nothing may be missing there.
+A generated part is between `<!-- generated: name -->` and `<!-- end -->`; the other text is written by hand. The
+meaning
+of settings is in `settings.toml`, which must describe every setting.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MEANINGS = DOCS / "settings.toml"
 
 
 def pages() -> dict[Path, str]:
-    """Return every page that holds a generated part, with the part as it should be."""
+    """Return the new text of every page with a generated part."""
     made = {}
     for path in sorted(DOCS.glob("*.md")):
         text = path.read_text(encoding="utf-8")

@@ -130,7 +130,10 @@ def test_stacks_prints_groups_with_ranks_outside_of_collectives_first(service, c
             {"world_size": 3},
             "cause: rank 1: it never entered all_reduce 41 (32.0 MiB bfloat16) of default_pg, in which",
         ),
-        ({}, "cause: unknown: the flight records of ranks 0-2 and the stacks of ranks 0-2 single out no rank"),
+        (
+            {},
+            "cause: unknown: the flight records of ranks 0-2 and the stacks of ranks 0-2 do not identify a single rank",
+        ),
         ({"state": "running"}, None),
     ],
 )

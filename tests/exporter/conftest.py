@@ -11,8 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rankscope_contract.model.kinds import COUNT_OPS
-from rankscope_contract.model.schema import NESTED, WIRE_VALUE_OPS, Plan
+from rankscope_contract.model.schema import NESTED, Plan
 from rankscope_contract.protocol.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
 from rankscope_exporter import Monitor, MonitorConfig
 
@@ -64,13 +63,14 @@ class Reader:
         return [{**event, "step": record["step"]} for record in self.records() for event in record["events"] or ()]
 
     def _rows_of(self, record: dict[str, Any]) -> Iterator[Row]:
-        entries = Plan.from_json(self.get(PLAN_PATH + record["plan"]).decode()).entries
+        plan = Plan.from_json(self.get(PLAN_PATH + record["plan"]).decode())
+        entries = plan.entries
         for position, entry in enumerate(entries):
             counts = record["counts"][position :: len(entries)]
             if counts[-1] is None:
                 continue
             values = record["values"][position :: len(entries)]
-            numbers = dict(zip((*WIRE_VALUE_OPS, *COUNT_OPS), (*values, *counts), strict=True))
+            numbers = dict(zip((*plan.value_ops, *plan.count_ops), (*values, *counts), strict=True))
             where = (entry.index, entry.micro_step)
             yield Row(record["step"], entry.kind, entry.tensor, entry.placement, numbers, *where)
 

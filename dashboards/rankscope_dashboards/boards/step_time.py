@@ -9,7 +9,7 @@ from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.builders import timeseries
 from grafana_foundation_sdk.models import common
 
-from rankscope_contract.metrics.timing import (
+from rankscope_contract.metrics.catalogue import (
     PHASE_SECONDS,
     PRE_COLLECTIVE_SECONDS,
     PRE_COLLECTIVE_TOTAL,

@@ -1,7 +1,7 @@
-"""Which rank holds up the others, and the evidence that singles it out; no rank without such evidence. Pure.
+"""Find the rank that blocks the others, with evidence. Without sufficient evidence, name no rank. Pure.
 
-Each of three sources can be sufficient: flight records, stacks, and the steps that ranks reported. A source that is
-missing, or shows several ranks alike, is no evidence. Sources that single out different ranks cancel each other.
+Each of three sources can be sufficient: flight records, stacks, and the reported steps. A source that is missing, or
+shows several ranks in the same state, is no evidence. If two sources name different ranks, no rank is named.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from rankscope_contract.diagnostics.stacks import FlightRecord, StackDump
 from rankscope_contract.diagnostics.wait_places import Place, place_of
 
 STEPS_BEHIND: Final = 2
-"""A rank so many steps behind all others holds up none of them. One step may lie between ranks that wait for it."""
+"""A rank this many steps behind all others does not block them.
+
+A difference of one step is normal for waiting ranks.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """Facts about one rank at work. A rank that left its monitor may still enter collectives: it has no facts."""
+    """Data about one active rank. A rank that closed its monitor may still enter collectives; it has no data."""
 
     rank: int
     stacks: StackDump | None = None
     flight: FlightRecord | None = None
     last_step: int | None = None
-    hangs: bool = False  # it reported itself that its training gives no sign
+    hangs: bool = False  # the rank itself reported a hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The rank that is singled out, None where none is, and the evidence for either."""
+    """The rank that blocks the others, or None if unknown, and the evidence."""
 
     rank: int | None
     evidence: str
@@ -42,7 +45,7 @@ class Verdict:
 
 
 def single_out(facts: Iterable[RankFacts], world_size: int) -> Verdict:
-    """Return which of `world_size` ranks holds up the others. Ranks without facts are unknown, not innocent."""
+    """Return which of `world_size` ranks blocks the others. A rank without data may be the cause as well."""
     known = {fact.rank: fact for fact in facts}
     if world_size == 1 and len(known) == 1:
         return Verdict(rank=next(iter(known)), evidence="it is the only rank")
@@ -62,31 +65,31 @@ def single_out(facts: Iterable[RankFacts], world_size: int) -> Verdict:
 
 
 def _by_steps(known: Mapping[int, RankFacts], world_size: int) -> Verdict | None:
-    """Return a verdict where steps show that some ranks go on while others do not; None where steps show nothing."""
+    """Return a verdict if the steps show that some ranks progress and others do not; else None."""
     steps = {rank: fact.last_step for rank, fact in known.items() if fact.last_step is not None}
     if len(steps) < 2 or max(steps.values()) - min(steps.values()) < STEPS_BEHIND:
         return None
     rank = min(steps, key=lambda one: steps[one])
     fact, nearest = known[rank], min(step for one, step in steps.items() if one != rank)
-    # Steps of a rank that cannot be read are old; its own report of this moment shows that there are no newer ones.
-    is_read = fact.hangs or fact.stacks is not None or fact.flight is not None
-    if len(steps) == world_size and is_read and nearest - steps[rank] >= STEPS_BEHIND:
+    # Without a current report of the rank, its step may be outdated.
+    is_current = fact.hangs or fact.stacks is not None or fact.flight is not None
+    if len(steps) == world_size and is_current and nearest - steps[rank] >= STEPS_BEHIND:
         return Verdict(
             rank=rank,
             evidence=f"its last step is {steps[rank]}, and all other ranks made step {nearest} or a later one (steps)",
         )
-    return Verdict(rank=None, evidence="some ranks are steps behind others, and no single one of them (steps)")
+    return Verdict(rank=None, evidence="several ranks are behind the others (steps)")
 
 
 def _by_stacks(
     flights: Mapping[int, FlightRecord], places: Mapping[int, Place], waits: Waits, world_size: int
 ) -> int | None:
-    """Return the one rank that is outside of any collective, while every other rank waits or may wait in one."""
+    """Return the only rank outside of any collective, if every other rank is or may be in a collective; else None."""
     pending = {rank: flight.pending for rank, flight in flights.items() if flight.pending is not None}
     outside = []
     for rank in range(world_size):
         place = places.get(rank, Place.UNKNOWN)
-        # Where there is a record without a call under way, a backward pass computes and does not wait.
+        # If the flight record has no active call, the backward pass computes and does not wait.
         if rank in pending or place is Place.IN_COLLECTIVE or (place is Place.MAY_WAIT and rank not in flights):
             continue
         if place is not Place.OUTSIDE:
@@ -94,17 +97,17 @@ def _by_stacks(
         outside.append(rank)
     if len(outside) != 1:
         return None
-    # A rank whose record shows for which ranks it waits must wait for this one; messages have no such record.
+    # If a record shows for which ranks its rank waits, this rank must be one of them. P2P messages have no such record.
     awaited = (waits.reached.get(rank, ()) for rank, entry in pending.items() if not entry.is_p2p)
     return outside[0] if all(outside[0] in ranks for ranks in awaited) else None
 
 
 def _evidence_of_stacks(suspect: int, known: Mapping[int, RankFacts], places: Mapping[int, Place]) -> str:
     others = sorted(rank for rank in known if rank != suspect)
-    what = "wait" + "s" * (len(others) == 1) + " in a collective"
+    waits = "wait" + "s" * (len(others) == 1) + " in a collective"
     if any(places.get(rank) is Place.MAY_WAIT for rank in others):
-        what += " or in a call that may lead to one"
-    return f"it is {Standing.of(suspect, known[suspect].stacks, None)}, and {ranks_text(others)} {what}"
+        waits += " or in a call that may lead to one"
+    return f"it is {Standing.of(suspect, known[suspect].stacks, None)}, and {ranks_text(others)} {waits}"
 
 
 def _lack(known: Mapping[int, RankFacts]) -> str:
@@ -115,5 +118,5 @@ def _lack(known: Mapping[int, RankFacts]) -> str:
         *([f"the stacks of {ranks_text(stacks)}"] if stacks else []),
     ]
     if not sources:
-        return "no rank gave stacks or a flight record"
-    return f"{' and '.join(sources)} single out no rank"
+        return "no rank sent stacks or a flight record"
+    return f"{' and '.join(sources)} do not identify a single rank"

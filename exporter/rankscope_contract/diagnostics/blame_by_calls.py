@@ -1,8 +1,8 @@
-"""The rank that the flight records single out: the one for which all ranks that wait in collectives wait. Pure.
+"""Find the rank for which all ranks in collectives wait, according to the flight records. Pure.
 
-A rank that waits in a collective waits for every rank of its group that has not entered it. Followed from rank to rank,
-all waits must end at one and the same rank. Where a record is missing, a call is new, or ranks called different things,
-the records single out no rank.
+A rank in a collective waits for every rank of its group that has not entered it. If the chain of waits of all ranks
+ends at the same rank, this rank is the suspect. There is no suspect if a record is missing, a call is recent, or
+ranks made different calls.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from rankscope_contract.diagnostics.rank_groups import ranks_text
 from rankscope_contract.diagnostics.wait_places import Place
 
 SETTLED_SECONDS: Final = 1.0
-"""A younger call may be one of a training that makes steps: its other ranks may enter it at any moment."""
+"""A more recent call may belong to a running training: the other ranks may enter it at any moment."""
 
 MOST_CALLS: Final = 3
-"""Calls named as evidence."""
+"""Maximum number of calls in the evidence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """For which ranks each rank waits, directly or through others; `suspect` is the one for which all of them wait."""
+    """For each rank, the ranks for which it waits, directly or indirectly.
+
+    `suspect`: the rank for which all of them wait.
+    """
 
     reached: Mapping[int, frozenset[int]] = field(default_factory=dict)
     suspect: int | None = None
@@ -32,7 +35,7 @@ class Waits:
 
 
 def waits_of(records: Records, places: Mapping[int, Place], world: Collection[int]) -> Waits:
-    """Return the waits in the records; `places` are those of ranks with stacks, `world` the numbers of all ranks."""
+    """Return the waits in `records`. `places` has the places of ranks with stacks; `world` is the set of all ranks."""
     calls = calls_of_note(records)
     mismatches = _mismatches(calls)
     if mismatches:
@@ -62,7 +65,7 @@ def _mismatches(calls: Sequence[Call]) -> list[Call]:
 
 
 def _odd_one_out(mismatches: Sequence[Call]) -> Waits:
-    """Return the one rank that called something else than all others did, two or more of them."""
+    """Return the one rank whose call differs from the common call of two or more other ranks."""
     found: dict[int, str] = {}
     for call in mismatches:
         lone = [(form, ranks) for form, ranks in call.forms if len(ranks) == 1]
@@ -78,7 +81,10 @@ def _odd_one_out(mismatches: Sequence[Call]) -> Waits:
 
 
 def _oldest(calls: Sequence[Call]) -> dict[tuple[int, str], Call]:
-    """Return the call that each rank waits in, by rank and group; later ones of a group cannot begin before it ends."""
+    """Return the oldest call in which each rank waits, by rank and group.
+
+    Later calls of a group cannot begin before its end.
+    """
     oldest: dict[tuple[int, str], Call] = {}
     for call in sorted(calls, key=lambda call: call.seq):
         for rank in call.waiting:
@@ -87,7 +93,7 @@ def _oldest(calls: Sequence[Call]) -> dict[tuple[int, str], Call]:
 
 
 def _members(records: Records) -> dict[str, set[str]]:
-    """Return the ranks of each group as text, in every version that the records contain."""
+    """Return the ranks of each group as text: every version that the records contain."""
     found: dict[str, set[str]] = {}
     for record in records.values():
         for group in record.groups:
@@ -99,9 +105,9 @@ def _members(records: Records) -> dict[str, set[str]]:
 def _awaited(
     call: Call, members: Collection[str], places: Mapping[int, Place], *, has_all: bool
 ) -> frozenset[int] | None:
-    """Return the ranks that `call` waits for; None where they are not all known."""
+    """Return the ranks for which `call` waits; None if not all of them are known."""
     if len(members) > 1 or (not members and not has_all):
-        return None  # one name for several groups, or a group whose ranks no record contains
+        return None  # one name for several groups, or a group without reported ranks
     outside = {rank for rank in call.unknown if places.get(rank) is Place.OUTSIDE}
     waiting_elsewhere = {rank for rank in call.unknown if places.get(rank) is Place.IN_COLLECTIVE}
     if set(call.unknown) - outside - waiting_elsewhere:
@@ -121,7 +127,7 @@ def _reachable(rank: int, edges: Mapping[int, Collection[int]]) -> frozenset[int
 
 
 def _suspect(edges: Mapping[int, Collection[int]], reached: Mapping[int, Collection[int]]) -> int | None:
-    """Return the one rank that waits for no other, if all others wait for it."""
+    """Return the only rank that waits for no other rank, if all others wait for it."""
     ranks = {*edges, *(rank for awaited in edges.values() for rank in awaited)}
     ends = [rank for rank in ranks if not edges.get(rank)]
     if len(ends) != 1 or len(ranks) < 2:
@@ -132,11 +138,11 @@ def _suspect(edges: Mapping[int, Collection[int]], reached: Mapping[int, Collect
 def _is_cause(
     suspect: int, oldest: Mapping[tuple[int, str], Call], records: Records, places: Mapping[int, Place]
 ) -> bool:
-    """Return whether nothing shows that the suspect waits for another rank in its turn."""
+    """Return whether no record or stack shows that the suspect itself waits for another rank."""
     waited = [call for (rank, _), call in oldest.items() if rank == suspect]
     if waited:
         return all(call.waiting == (suspect,) and call.left for call in waited)
-    # Gloo does not record messages between two ranks, monitored barriers and the making of groups; stacks show them.
+    # Gloo does not record P2P messages, monitored barriers and the creation of groups. Stacks show them.
     record = records.get(suspect)
     is_in_message = record is not None and any(entry.is_p2p and entry.is_pending for entry in record.collectives)
     return not is_in_message and places.get(suspect) is not Place.IN_COLLECTIVE

@@ -1,7 +1,8 @@
-"""One collective as all ranks of its group see it: who never entered it, who never left it, where ranks differ.
+"""One collective as seen by all ranks of its group: ranks that never entered it, ranks that never left it, mismatches.
 
-Pure: flight records in, calls and sentences out. Calls of one group are made by all its ranks in one order, so the
-`seq` that a group counts is the same call on every rank, and what differs at one `seq` is a rank that went astray.
+Pure. The input is the flight record of each rank; the output is calls and sentences. All ranks of a group make its
+calls in the same order. The `seq` that the group counts therefore means the same call on every rank. If ranks differ at
+one `seq`, a rank called the wrong collective.
 """
 
 from __future__ import annotations
@@ -15,40 +16,40 @@ from rankscope_contract.diagnostics.rank_groups import Standing, is_library, own
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord
 
 MOST_SENTENCES: Final = 5
-"""A job of many groups that stands still waits in hundreds of collectives, and the first of them say why."""
+"""Maximum number of sentences. A hang of a job with many groups can involve hundreds of collectives."""
 
 Records = Mapping[int, FlightRecord]
-"""What ranks hold of their collectives, by rank."""
+"""Flight record of each rank, by rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The collective `seq` of a group. Every member is in exactly one of the four tuples, each ascending."""
+    """Collective number `seq` of a group. Each member is in exactly one of the four tuples, in ascending order."""
 
     group: str
     group_id: str
     seq: int
     missing: tuple[int, ...] = ()  # never entered it
-    waiting: tuple[int, ...] = ()  # entered it and are not through
-    left: tuple[int, ...] = ()  # are through
-    unknown: tuple[int, ...] = ()  # nothing is known of them
+    waiting: tuple[int, ...] = ()  # entered it and have not completed it
+    left: tuple[int, ...] = ()  # completed it
+    unknown: tuple[int, ...] = ()  # no record
     forms: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """What ranks called, and which did; more than one where they differ."""
-    seconds: float = 0.0  # since the first of those that wait entered it
+    """(call, ranks that made it) for each different call at this `seq`. More than one entry is a mismatch."""
+    seconds: float = 0.0  # since the first waiting rank entered it
 
     @property
     def name(self) -> str:
-        """Return `all_reduce 41 (4.0 MiB float32) of dp`, as the first rank calls it."""
+        """Return a name such as `all_reduce 41 (4.0 MiB float32) of dp`, from the call of the first rank."""
         return _numbered(f"{self.forms[0][0]} of {self.group}" if self.forms else "", self.seq)
 
     @property
     def is_mismatch(self) -> bool:
-        """Return whether ranks called different things."""
+        """Return whether ranks made different calls."""
         return len(self.forms) > 1
 
     @property
     def state(self) -> CallState:
-        """Return how far the ranks are."""
+        """Return the progress of the ranks."""
         if self.missing:
             return CallState.NEVER_ENTERED
         if self.waiting and self.left:
@@ -58,30 +59,33 @@ class Call:
         return CallState.UNKNOWN if self.unknown else CallState.ALL_IN
 
     def sentence(self, sites: Mapping[int, str] | None = None) -> str:
-        """Return what is the matter; `sites` are the places where ranks stand in the code of the training."""
-        silent = f"; {ranks_text(self.unknown)} {_verb(self.unknown, 'say')} nothing" if self.unknown else ""
-        return self._matter(_called_at(self.waiting, sites or {})) + silent
+        """Return a sentence about the state of the call.
 
-    def _matter(self, site: str) -> str:
-        what, since = self.name, f"since {self.seconds:,.0f} s"
+        `sites` maps ranks to their current place in the training code.
+        """
+        no_record = f"; {ranks_text(self.unknown)} {_verb(self.unknown, 'have')} no record" if self.unknown else ""
+        return self._progress(_called_at(self.waiting, sites or {})) + no_record
+
+    def _progress(self, site: str) -> str:
+        since = f"since {self.seconds:,.0f} s"
         in_it = f"{ranks_text(self.waiting)} {_verb(self.waiting, 'are')} in it {since}{site}" if self.waiting else ""
         if self.is_mismatch:
             forms = ", ".join(f"{ranks_text(ranks)} {form}" for form, ranks in self.forms)
             return "; ".join(filter(None, (f"ranks differ in collective {self.seq} of {self.group}: {forms}", in_it)))
         match self.state:
             case CallState.NEVER_ENTERED:
-                return f"{ranks_text(self.missing)} never entered {what}; {in_it}"
+                return f"{ranks_text(self.missing)} never entered {self.name}; {in_it}"
             case CallState.NEVER_LEFT:
-                through = f"{ranks_text(self.left)} {_verb(self.left, 'are')} through"
-                return f"{ranks_text(self.waiting)} entered {what} {since}{site} and never left it; {through}"
+                completed = f"{ranks_text(self.left)} completed it"
+                return f"{ranks_text(self.waiting)} entered {self.name} {since}{site} and never left it; {completed}"
             case CallState.ALL_IN:
-                return f"{ranks_text(self.waiting)} are all in {what} {since}{site}, and none has left it"
+                return f"{ranks_text(self.waiting)} are all in {self.name} {since}{site}, and none has left it"
             case _:
-                return f"{ranks_text(self.waiting)} {_verb(self.waiting, 'are')} in {what} {since}{site}"
+                return f"{ranks_text(self.waiting)} {_verb(self.waiting, 'are')} in {self.name} {since}{site}"
 
 
 def calls_of_note(records: Records) -> list[Call]:
-    """Return the calls that somebody waits in, and the first in each group in which ranks differ; causes first."""
+    """Return the calls in which ranks wait, and the first mismatch of each group. Probable causes come first."""
     entries: dict[tuple[str, int], dict[int, Collective]] = {}
     for rank, record in sorted(records.items()):
         for entry in record.collectives:
@@ -103,14 +107,17 @@ def calls_of_note(records: Records) -> list[Call]:
 
 
 def sentences(records: Records, sites: Mapping[int, str] | None = None) -> list[str]:
-    """Return a sentence for each call of note, the causes first; one number for what is beyond a few."""
+    """Return one sentence for each call of `calls_of_note`, causes first.
+
+    Above a limit, only the number of further calls.
+    """
     calls = calls_of_note(records)
-    more = [f"and {len(calls) - MOST_SENTENCES} more collectives that ranks wait in"] * (len(calls) > MOST_SENTENCES)
+    more = [f"and {len(calls) - MOST_SENTENCES} more collectives in which ranks wait"] * (len(calls) > MOST_SENTENCES)
     return [*(call.sentence(sites) for call in calls[:MOST_SENTENCES]), *more]
 
 
 def sites_of(standings: Iterable[Standing]) -> dict[int, str]:
-    """Return where each rank stands in code that no library brought, as `train.py[88]`."""
+    """Return the place of each rank in code outside of libraries, such as `train.py[88]`."""
     frames = ((standing.rank, own_frame(standing.frames)) for standing in standings)
     return {rank: f"{frame.short[0]}[{frame.line}]" for rank, frame in frames if frame and not is_library(frame.file)}
 
@@ -122,45 +129,44 @@ def _call(
     latest: Mapping[int, Mapping[str, int]],
 ) -> Call:
     group, seq = key
-    where: dict[str, list[int]] = {"missing": [], "waiting": [], "left": [], "unknown": []}
+    places: dict[str, list[int]] = {"missing": [], "waiting": [], "left": [], "unknown": []}
     for rank in sorted({*members, *entries}):
-        where[_standing_of(rank, seq, entries.get(rank), latest, group)].append(rank)
-    some = next(iter(entries.values()))
+        places[_progress_of(rank, seq, entries.get(rank), latest, group)].append(rank)
     return Call(
-        group=some.group,
+        group=next(iter(entries.values())).group,
         group_id=group,
         seq=seq,
         forms=_forms(entries),
-        seconds=max((entries[rank].age_seconds for rank in where["waiting"]), default=0.0),
-        **{name: tuple(ranks) for name, ranks in where.items()},
+        seconds=max((entries[rank].age_seconds for rank in places["waiting"]), default=0.0),
+        **{name: tuple(ranks) for name, ranks in places.items()},
     )
 
 
-def _standing_of(
+def _progress_of(
     rank: int, seq: int, entry: Collective | None, latest: Mapping[int, Mapping[str, int]], group: str
 ) -> str:
     if entry is not None:
         return "waiting" if entry.is_pending else "left"
     if rank not in latest:
         return "unknown"
-    # What is under way is always in a record; what is older than its latest and not in it is over.
+    # A record always contains the active calls. A call that is older than the latest and not in the record has ended.
     return "missing" if latest[rank].get(group, -1) < seq else "left"
 
 
 def _members(records: Records) -> dict[str, set[int]]:
-    """Return the ranks of each group: as any rank reports them, else the ranks that have used it."""
-    told: dict[str, set[int]] = {}
+    """Return the ranks of each group: as a flight record reports them, else the ranks that used the group."""
+    reported: dict[str, set[int]] = {}
     seen: dict[str, set[int]] = {}
     for name, ranks in {(group.id, group.ranks) for record in records.values() for group in record.groups}:
-        told.setdefault(name, set()).update(ranks_in(ranks))
+        reported.setdefault(name, set()).update(ranks_in(ranks))
     for rank, record in records.items():
         for entry in record.collectives:
             seen.setdefault(entry.group_key, set()).add(rank)
-    return {group: told.get(group) or seen.get(group, set()) for group in {*told, *seen}}
+    return {group: reported.get(group) or seen.get(group, set()) for group in {*reported, *seen}}
 
 
 def _latest(record: FlightRecord) -> dict[str, int]:
-    """Return the last call of each group that a rank entered."""
+    """Return the latest call of each group that a rank entered."""
     latest = {group.id: group.latest_seq for group in record.groups}
     for entry in record.collectives:
         if not entry.is_p2p:
@@ -169,9 +175,10 @@ def _latest(record: FlightRecord) -> dict[str, int]:
 
 
 def _forms(entries: Mapping[int, Collective]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return what ranks called, each form named by the first rank that has it.
+    """Return the different calls that ranks made, each described by its first rank.
 
-    Sizes that may differ make no second form, nor does an entry without tensors: in a scatter only the source has any.
+    A different size is no mismatch if sizes may differ between ranks. Neither is an entry without tensors: in a scatter
+    only the source has tensors.
     """
     found: dict[tuple[object, ...], list[int]] = {}
     for rank, entry in sorted(entries.items(), key=lambda item: (not item[1].dtypes, item[0])):
@@ -185,13 +192,13 @@ def _forms(entries: Mapping[int, Collective]) -> tuple[tuple[str, tuple[int, ...
 
 def _form(entry: Collective) -> str:
     size = None if entry.bytes is None else bytes_text(entry.bytes)
-    what = " ".join(filter(None, (size, dtype_text(entry.dtypes))))
-    return f"{entry.op} ({what})" if what else entry.op
+    message = " ".join(filter(None, (size, dtype_text(entry.dtypes))))
+    return f"{entry.op} ({message})" if message else entry.op
 
 
-def _numbered(what: str, seq: int) -> str:
-    """Return `all_reduce 41 (4.0 MiB float32) of dp`, given it without the number."""
-    op, space, rest = what.partition(" ")
+def _numbered(text: str, seq: int) -> str:
+    """Return `text`, such as `all_reduce (4.0 MiB float32) of dp`, with `seq` after the op."""
+    op, space, rest = text.partition(" ")
     return f"{op} {seq}{space}{rest}"
 
 
@@ -203,10 +210,10 @@ def _called_at(ranks: Iterable[int], sites: Mapping[int, str]) -> str:
 
 
 def _verb(ranks: Sequence[int], plural: str) -> str:
-    return plural if len(ranks) > 1 else {"are": "is", "say": "says"}[plural]
+    return plural if len(ranks) > 1 else {"are": "is", "have": "has"}[plural]
 
 
 def _order(call: Call, stuck: set[int]) -> tuple[object, ...]:
-    """Put first what others wait for: ranks that differ, then ranks that stand outside of any collective."""
+    """Return a sort key: mismatches first, then calls that miss a rank outside of any collective."""
     is_cause = call.is_mismatch or any(rank not in stuck for rank in call.missing)
     return not is_cause, not call.is_mismatch, not call.missing, -call.seconds, call.group, call.seq

@@ -1,6 +1,6 @@
-"""What a collective moves, in our words: names of types, bytes of a message, spans of ranks. Pure.
+"""Collectives as text: dtype names, message bytes, spans of ranks, state of a call. Pure.
 
-Torch's flight record has types by the names of its C++ side, and sizes of what goes in and what comes out.
+Torch's flight recorder reports dtypes by their C++ names, and sizes of inputs and outputs.
 """
 
 from __future__ import annotations
@@ -8,18 +8,19 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 
 class CallState(enum.StrEnum):
-    """How far the ranks of a group are with one collective, from what all of them say."""
+    """Progress of the ranks of a group with one collective, combined from the flight records of all ranks."""
 
     NEVER_ENTERED = "never entered"  # at least one rank has not called it
-    NEVER_LEFT = "entered, never left"  # all have called it, some are through and some are not
-    ALL_IN = "all in"  # all have called it and none is through
-    UNKNOWN = "not known of all"  # as far as ranks say anything; others say nothing
-    OVER = "over"  # all that say anything are through
+    NEVER_LEFT = "entered, never left"  # all ranks have called it; some have completed it and some have not
+    ALL_IN = "all in"  # all ranks have called it and none has completed it
+    UNKNOWN = "not known of all"  # all ranks with a record are in it; some ranks have no record
+    OVER = "over"  # all ranks with a record have completed it
 
 
 _TYPES: Final[dict[str, tuple[str, int]]] = {
@@ -45,50 +46,56 @@ _TYPES: Final[dict[str, tuple[str, int]]] = {
     "Float8_e5m2fnuz": ("float8_e5m2fnuz", 1),
     "Float8_e8m0fnu": ("float8_e8m0fnu", 1),
 }
-"""Torch's name of a type in its flight record: its name in Python, and bytes of an element."""
+"""dtype name in torch's flight recorder -> name in Python, bytes per element."""
 
 EVEN: Final = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
-"""Collectives of which every rank of the group moves the same number of bytes."""
+"""Collectives in which every rank of the group transfers the same number of bytes."""
 
 MOST_RANKS: Final = 1 << 20
-"""Of a group: a text that names more is wrong, and its ranks are not listed."""
+"""Upper limit of ranks in a group. A text that names more ranks is invalid; its ranks are not listed."""
 
+_SPAN: Final = re.compile(r"(\d{1,9})-(\d{1,9})(?::(\d{1,9}))?")
+_LIST: Final = re.compile(r"\d{1,9}(,\d{1,9})*")
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 Sizes = Sequence[Sequence[int]]
 
 
 def dtype_text(names: Iterable[str]) -> str | None:
-    """Return types as Python knows them, each once; None without any."""
+    """Return dtypes by their Python names, each once; None for no dtype."""
     known = dict.fromkeys(_TYPES.get(name, (name.lower(), 0))[0] for name in names)
     return ", ".join(known) or None
 
 
 def message_bytes(inputs: Sizes, input_types: Sequence[str], outputs: Sizes, output_types: Sequence[str]) -> int | None:
-    """Return the bytes of a message on this rank: of what it gives or of what it gets, whichever is more.
+    """Return the message size of a collective on this rank, in bytes: the larger of its input and its output.
 
-    So it is the whole that is gathered, and the whole that is reduced and scattered, on every rank. None for what has
-    no tensors, such as a barrier, and for types that are not known.
+    For all-gather this is the gathered tensor; for reduce-scatter it is the tensor before scattering. This is equal on
+    all
+    ranks. Return None if the collective has no tensors (barrier) or a dtype is unknown.
     """
-    given, got = _bytes(inputs, input_types), _bytes(outputs, output_types)
-    if (given is None and inputs) or (got is None and outputs):
+    sent, received = _bytes(inputs, input_types), _bytes(outputs, output_types)
+    if (sent is None and inputs) or (received is None and outputs):
         return None
-    return None if given is None and got is None else max(given or 0, got or 0)
+    return None if sent is None and received is None else max(sent or 0, received or 0)
 
 
 def is_even(op: str) -> bool:
-    """Return whether ranks that make one call of `op` move equal numbers of bytes; `op` as any backend writes it."""
+    """Return whether all ranks of one call of `op` transfer equal numbers of bytes.
+
+    Accepts the op names of any backend.
+    """
     return any(op.strip("_").startswith(name) for name in EVEN)
 
 
 def bytes_text(count: int) -> str:
-    """Return a size for people: `4.0 MiB`."""
+    """Return a size for display, such as `4.0 MiB`."""
     power = min(len(_BYTE_UNITS) - 1, max(0, count.bit_length() - 1) // 10)
     return f"{count} B" if power == 0 else f"{count / (1 << 10 * power):.1f} {_BYTE_UNITS[power]}"
 
 
 def spans(ranks: Iterable[int]) -> str:
-    """Return `0-2,5` of ranks in any order; `ranks_in` is its inverse."""
+    """Return ranks in any order as text such as `0-2,5`; `ranks_in` is the inverse."""
     found: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if found and rank == found[-1][1] + 1:
@@ -99,12 +106,26 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 def ranks_in(text: str) -> tuple[int, ...]:
-    """Return the ranks in `0-2,5`, ascending. Raises ValueError on anything else, and on more than there can be."""
+    """Return the ranks in a text such as `0-2,5`, ascending.
+
+    Raises ValueError for other text and for too many ranks.
+    """
     ends = [span.partition("-") for span in text.split(",")] if text else []
     ranges = [range(int(first), int(last if dash else first) + 1) for first, dash, last in ends]
     if sum(map(len, ranges)) > MOST_RANKS:
         raise ValueError(f"more than {MOST_RANKS:,} ranks in {text[:80]!r}")
     return tuple(sorted(set(itertools.chain.from_iterable(ranges))))
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks in `0-7`, `0-24:8` (every eighth) or `0,3,5`, ascending. Raises ValueError on other text."""
+    if span := _SPAN.fullmatch(text):
+        first, last, step = int(span[1]), int(span[2]), int(span[3] or 1)
+        if first <= last and step >= 1 and (last - first) // step < MOST_RANKS:
+            return tuple(range(first, last + 1, step))
+    elif _LIST.fullmatch(text):
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    raise ValueError(f"{text!r} is no group of ranks: write 0-7, 0-24:8 or 0,3,5")
 
 
 def _bytes(sizes: Sizes, types: Sequence[str]) -> int | None:

@@ -1,7 +1,7 @@
-"""Which ranks stand where, and who the others wait for. Pure: from stacks and flight records to a few lines of text.
+"""Groups of ranks at the same place, in the order of the probable cause. Pure: stacks and flight records to text.
 
-Whoever waits in a collective waits for those that are not in it. So the ranks in no collective come first, then those
-that are behind by sequence number, then the smaller group: the cause is in the first line.
+A rank in a collective waits for the ranks outside of it. Ranks in no collective therefore come first, then ranks with
+lower sequence numbers, then the smaller group. The first line shows the cause.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rankscope_contract.diagnostics.collective_format import ranks_in, spans
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, StackDump
 
 MOST_SPANS: Final = 16
-"""Spans of ranks in one text: a job of 1,000 ranks may have every second rank at one place."""
+"""Maximum number of spans in one text. In a job of 1,000 ranks, every second rank may be at the same place."""
 
 _LIBRARIES: Final = ("site-packages", "dist-packages")
 _NO_SEQ: Final = -1
@@ -24,7 +24,7 @@ _NO_SEQ: Final = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where one rank stands. `frames` and `calls` are those of its training thread, the innermost call first."""
+    """Place of one rank. `frames` and `calls` are those of its training thread, the innermost call first."""
 
     rank: int
     frames: tuple[Frame, ...] = ()
@@ -34,7 +34,7 @@ class Standing:
 
     @classmethod
     def of(cls, rank: int, stacks: StackDump | None, flight: FlightRecord | None) -> Standing:
-        """Return what both tell; either may be missing."""
+        """Return the place of `rank` from its stacks and its flight record. Either may be None."""
         thread = stacks.training_thread if stacks else None
         return cls(
             rank=rank,
@@ -46,7 +46,7 @@ class Standing:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return what is equal for ranks that stand at the same place."""
+        """Return a key that is equal for ranks at the same place."""
         pending = None if self.pending is None else (self.pending.op, self.pending.group, self.pending.seq)
         return pending, self.calls, tuple(frame.short for frame in self.frames)
 
@@ -68,13 +68,13 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that stand at the same place."""
+    """Ranks at the same place."""
 
     standings: tuple[Standing, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return their numbers, ascending."""
+        """Return the ranks, ascending."""
         return tuple(standing.rank for standing in self.standings)
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Group:
 
 
 def grouped(standings: Iterable[Standing]) -> list[Group]:
-    """Return the groups of ranks, those that the others wait for first."""
+    """Return the groups of ranks. Groups for which other ranks wait come first."""
     found: dict[tuple[object, ...], list[Standing]] = {}
     for standing in sorted(standings, key=lambda item: item.rank):
         found.setdefault(standing.key, []).append(standing)
@@ -90,12 +90,12 @@ def grouped(standings: Iterable[Standing]) -> list[Group]:
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost call in code that is neither a library's nor Python's own; else simply the innermost."""
+    """Return the innermost frame outside of libraries and of Python itself; without one, the innermost frame."""
     return next((frame for frame in frames if not is_library(frame.file)), frames[0] if frames else None)
 
 
 def is_library(file: str) -> bool:
-    """Return whether `file` is installed rather than written for this training."""
+    """Return whether `file` belongs to an installed package or to Python, not to the training code."""
     return any(part in _LIBRARIES for part in PurePath(file).parts) or is_standard_library(file)
 
 
@@ -110,7 +110,10 @@ def is_standard_library(file: str) -> bool:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return `rank 3` or `ranks 0-2, 5`; of many separate spans the first ones, and how many ranks are left out."""
+    """Return ranks as `rank 3` or `ranks 0-2, 5`.
+
+    Of many spans, return the first ones and the number of other ranks.
+    """
     found = spans(ranks).split(",")
     text = ", ".join(found[:MOST_SPANS])
     if len(found) > MOST_SPANS:

@@ -1,6 +1,6 @@
-"""Where the threads of a rank stand and which collectives are under way, as they travel in the details of an event.
+"""Stacks of a rank's threads and its active collectives, as stored in the details of an event.
 
-Values and their JSON form alone: how stacks are taken is the exporter's, what follows from them is in `standing`.
+Contains the values and their JSON form. The exporter takes the stacks; `rank_groups` and `blame` interpret them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, Final, Self
 from rankscope_contract.diagnostics.collective_format import ranks_in, spans
 
 MAX_DETAILS_BYTES: Final = 65_536
-"""What the details of one event may hold: some hundred records of it fit the ring beside the steps."""
+"""Maximum size of one event's details. The ring can hold about 100 such events in addition to the steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One call: where it stands, and in which function."""
+    """One call: file, line and function."""
 
     file: str
     line: int
@@ -30,7 +30,7 @@ class Frame:
 
     @property
     def short(self) -> tuple[str, int, str]:
-        """Return what is equal on ranks whose installations lie in different folders."""
+        """Return a key that is equal on ranks with different installation folders."""
         return PurePath(self.file).name, self.line, self.function
 
 
@@ -44,33 +44,33 @@ class ThreadStack:
     is_training: bool = False
     is_ours: bool = False
     calls: str | None = None
-    """The C function that the innermost frame is in: `time.sleep`, or `.wait` for a method of an object.
+    """The C function that the innermost frame is executing: `time.sleep`, or `.wait` for a method of an object.
 
-    Empty while the frame executes Python code itself; None where it is not known.
+    Empty if the frame executes Python code; None if unknown.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackDump:
-    """All threads of one process at one moment, the training thread first and Rankscope's own last."""
+    """All threads of one process at one moment: the training thread first, Rankscope's threads last."""
 
     reason: str  # hang, request, call or signal
     threads: tuple[ThreadStack, ...]
-    left_out: int = 0  # threads beyond the size cap
+    left_out: int = 0  # threads omitted because of the size limit
 
     @property
     def training_thread(self) -> ThreadStack | None:
-        """Return the thread that trains; None when it is not among the threads."""
+        """Return the training thread; None if it is not among the threads."""
         return next((thread for thread in self.threads if thread.is_training), None)
 
     @property
     def training(self) -> tuple[Frame, ...]:
-        """Return the frames of the thread that trains; empty when it is not among the threads."""
+        """Return the frames of the training thread; empty if it is not among the threads."""
         thread = self.training_thread
         return () if thread is None else thread.frames
 
     def document(self) -> dict[str, Any]:
-        """Return what `to_json` writes: a frame is [file, line, function], and flags that do not hold are left out."""
+        """Return the JSON document. A frame is [file, line, function]; false flags are omitted."""
         threads = []
         for thread in self.threads:
             entry: dict[str, Any] = {"ident": thread.ident, "name": thread.name}
@@ -85,7 +85,7 @@ class StackDump:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
-        """Return the dump in parsed details. Raises ValueError on anything else."""
+        """Return the dump in parsed details. Raises ValueError for anything else."""
         try:
             threads = tuple(
                 ThreadStack(
@@ -116,50 +116,50 @@ class Collective:
     is_p2p: bool = False
     sizes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
-    group_id: str | None = None  # torch's own name of the group: many may share a description
+    group_id: str | None = None  # torch's unique name of the group; several groups may share a description
     bytes: int | None = None  # see collectives.message_bytes
 
     @property
     def group_key(self) -> str:
-        """Return what tells the group from all others of the job."""
+        """Return a key of the group that is unique within the job."""
         return self.group if self.group_id is None else self.group_id
 
     def __str__(self) -> str:
         shapes = ", ".join("x".join(map(str, size)) or "scalar" for size in self.sizes)
-        what = f"{', '.join(dict.fromkeys(self.dtypes))} {shapes}".strip()
-        return f"{self.op} seq {self.seq} ({', '.join(filter(None, (self.backend, self.group, what)))})"
+        tensors = f"{', '.join(dict.fromkeys(self.dtypes))} {shapes}".strip()
+        return f"{self.op} seq {self.seq} ({', '.join(filter(None, (self.backend, self.group, tensors)))})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """How far a rank is in one of its groups."""
+    """Progress of a rank in one of its groups."""
 
     id: str
     ranks: str  # such as 0-2,5
-    latest_seq: int  # of the last collective it entered
+    latest_seq: int  # sequence number of the last collective that the rank entered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightRecord:
-    """The latest collectives of a rank, oldest first; those under way are always among them."""
+    """The latest collectives of a rank, oldest first. Active collectives are always included."""
 
     reason: str
     collectives: tuple[Collective, ...]
-    recorded: int  # entries that torch held
-    groups: tuple[GroupProgress, ...] = ()  # by all of these
+    recorded: int  # number of entries in torch's recorder
+    groups: tuple[GroupProgress, ...] = ()
 
     @property
     def pending(self) -> Collective | None:
-        """Return the collective that has been under way for longest, None when the rank waits in none."""
+        """Return the collective that has been active for the longest time; None if the rank waits in none."""
         return next((entry for entry in self.collectives if entry.is_pending), None)
 
     @property
     def latest(self) -> Collective | None:
-        """Return the last one entered."""
+        """Return the last collective that the rank entered."""
         return self.collectives[-1] if self.collectives else None
 
     def document(self) -> dict[str, Any]:
-        """Return what `to_json` writes."""
+        """Return the JSON document."""
         return asdict(self)
 
     def to_json(self) -> str:
@@ -168,7 +168,7 @@ class FlightRecord:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
-        """Return the record in parsed details. Raises ValueError on anything else."""
+        """Return the record in parsed details. Raises ValueError for anything else."""
         try:
             entries = tuple(
                 Collective(
@@ -199,10 +199,10 @@ class FlightRecord:
 
 
 def stacks_text(dump: StackDump) -> str:
-    """Return `dump` for people to read, the innermost call of each thread first."""
+    """Return `dump` as text for users, the innermost call of each thread first."""
     parts = []
     for thread in dump.threads:
-        what = " (training)" if thread.is_training else " (Rankscope)" if thread.is_ours else ""
+        role = " (training)" if thread.is_training else " (Rankscope)" if thread.is_ours else ""
         calls = [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in thread.frames]
-        parts.append("\n".join([f"Thread {thread.name or hex(thread.ident)}{what}:", *(calls or ["  no Python code"])]))
+        parts.append("\n".join([f"Thread {thread.name or hex(thread.ident)}{role}:", *(calls or ["  no Python code"])]))
     return "\n\n".join(parts)

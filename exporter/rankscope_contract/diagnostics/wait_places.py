@@ -1,7 +1,7 @@
-"""Whether a rank waits for other ranks, as the stack of its training thread shows it. Pure.
+"""Detect from the stack of the training thread whether a rank waits for other ranks. Pure.
 
-A Python stack shows the call in which a thread is, but not what C code below that call waits for. So a place is certain
-only where the innermost call names it; everything else is `Place.UNKNOWN`, which is no evidence for or against a rank.
+A Python stack shows the current call of a thread, but not the event for which C code below this call waits. A place is
+certain only if the innermost call identifies it. Otherwise it is `Place.UNKNOWN`, which is no evidence.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rankscope_contract.diagnostics.stacks import Frame, StackDump, ThreadStack
 
 
 class Place(enum.Enum):
-    """Whether the stacks of a rank show that it waits for other ranks."""
+    """Result of the check whether a rank waits for other ranks."""
 
-    IN_COLLECTIVE = "in a collective"  # certain: the innermost call is one of torch.distributed
-    MAY_WAIT = "in a call that may wait for other ranks"  # backward pass, .wait() of a work
-    OUTSIDE = "outside of any collective"  # certain: sleeps, reads, loads data, executes Python code
+    IN_COLLECTIVE = "in a collective"  # certain: the innermost call is a function of torch.distributed
+    MAY_WAIT = "in a call that may wait for other ranks"  # backward pass, .wait() of a torch.distributed Work
+    OUTSIDE = "outside of any collective"  # certain: sleeps, reads, loads data or executes Python code
     UNKNOWN = "unknown"
 
 
@@ -37,16 +37,16 @@ _COLLECTIVE_NAMES: Final = re.compile(
 _BACKWARD: Final = frozenset({"_engine_run_backward", "backward", "grad"})
 
 _WAITING_METHOD: Final = ".wait"
-"""Of a work that torch.distributed returned. Calls that wait for a device, such as `.item`, may wait for it alone."""
+"""Method of the Work object of torch.distributed. Methods such as `.item` wait for the device only."""
 
 _SYSTEM_CALLS: Final = frozenset({"sleep", "read", "readinto", "readline", "write", "select", "poll", "accept"})
-"""Methods of objects that only the operating system holds up."""
+"""Methods of objects that block only in the operating system."""
 
 _DISPATCHING: Final = frozenset(
     {"builtins", "operator", "_operator", "math", "functools", "_functools", "itertools", "copy", "pickle", "_pickle"}
     | {"ctypes", "_ctypes", "statistics"}
 )
-"""Modules of Python whose functions call methods of their arguments: `float(loss)` waits for the device."""
+"""Standard-library modules whose functions call methods of their arguments: `float(loss)` waits for the device."""
 
 
 def place_of(dump: StackDump | None) -> Place:
@@ -58,17 +58,17 @@ def place_of(dump: StackDump | None) -> Place:
         return Place.IN_COLLECTIVE
     place = _place(thread)
     if place is Place.OUTSIDE and any(_waits_for_ranks(other) for other in dump.threads if not other.is_training):
-        return Place.UNKNOWN  # the training thread may wait for that thread, and it for other ranks
+        return Place.UNKNOWN  # the training thread may wait for this other thread, which may wait for other ranks
     return place
 
 
 def _place(thread: ThreadStack) -> Place:
     top, libraries = thread.frames[0], _innermost_libraries(thread.frames)
     if any(_has_parts(frame, "torch", "distributed") for frame in libraries):
-        # A checkpoint that is written waits for a disk; nearly everything else of torch.distributed for a rank.
+        # Writing a checkpoint waits for a disk. Nearly all other calls of torch.distributed wait for a rank.
         return Place.UNKNOWN if _has_parts(top, "checkpoint") or is_standard_library(top.file) else Place.MAY_WAIT
     is_backward = _has_parts(top, "torch", "autograd") and top.function in _BACKWARD
-    if is_backward or _has_parts(top, "torch", "nn", "parallel"):  # where DDP broadcasts buffers and rebuilds buckets
+    if is_backward or _has_parts(top, "torch", "nn", "parallel"):  # DDP broadcasts buffers and rebuilds buckets here
         return Place.MAY_WAIT
     if any(_has_parts(frame, "torch", "utils", "data") for frame in thread.frames):
         return Place.OUTSIDE
@@ -98,7 +98,7 @@ def _waits_for_ranks(thread: ThreadStack) -> bool:
 
 
 def _innermost_libraries(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """Return the calls in libraries that lie above the first call in code of the training."""
+    """Return the frames of libraries above the innermost frame of the training code."""
     own = next((place for place, frame in enumerate(frames) if not is_library(frame.file)), len(frames))
     return frames[:own]
 

@@ -1,1 +1,1 @@
-"""Catalogue of metrics: name, type, unit, labels and the column of each metric."""
+"""Catalogue of the metrics that a rank, a node page and the service export."""

@@ -1,38 +1,64 @@
-"""What a metric is: its name, type, unit, labels, and its place in the store."""
+"""The description of one metric: name, type, unit, labels, and the column of the store that holds its history."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Final, Literal
 
 from rankscope_contract.model.identity import IDENTITY_LABELS
 
 MetricType = Literal["gauge", "counter"]
+_UNITS: Final = ("bytes", "seconds", "joules", "watts", "celsius", "hertz")
+"""Units that Prometheus wants as the last word of a metric's name, before `_total`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSpec:
-    """One metric family. `stored_as` is dataset.column, or scalars:<name> for a row of `scalars`; None: live only."""
+    """One metric family.
+
+    `labels` does not contain the identity labels that every series of a rank's page has. `stored_as` is
+    `dataset.column`, or `scalars:<name>` for rows of `scalars`; None: the metric exists on the page only.
+    """
 
     name: str
     type: MetricType
     help: str
-    labels: tuple[str, ...] = ()  # beyond the page's own identity labels
+    labels: tuple[str, ...] = ()
     unit: str | None = None
     stored_as: str | None = None
     page: Literal["rank", "node", "service"] = "rank"
 
     @property
     def all_labels(self) -> tuple[str, ...]:
-        """Return the labels of a sample: identity first on a rank's page."""
+        """Return the labels of a sample. On a rank's page the identity labels come first."""
         return (*IDENTITY_LABELS, *self.labels) if self.page == "rank" else self.labels
 
 
-def gauge(name: str, help: str, *labels: str, unit: str | None = None, stored_as: str | None = None) -> MetricSpec:  # noqa: A002 - Prometheus' word
-    """Return a gauge of a rank's page."""
-    return MetricSpec(name=name, type="gauge", help=help, labels=labels, unit=unit, stored_as=stored_as)
+def metric(
+    type: MetricType,  # noqa: A002 - Prometheus' word
+    page: Literal["rank", "node", "service"],
+    name: str,
+    help: str,  # noqa: A002 - Prometheus' word
+    labels: str = "",
+    *,
+    unit: str | None = None,
+    stored_as: str | None = None,
+    scalar: str | None = None,
+) -> MetricSpec:
+    """Return a metric. `labels` are separated by blanks. `scalar` names the rows of `scalars` that hold its history.
+
+    Without `unit`, the unit is the last word of the name if this word is one of Prometheus' base units.
+    """
+    word = name.removesuffix("_total").rpartition("_")[2]
+    unit = unit or (word if word in _UNITS else None)
+    stored_as = f"scalars:{scalar}" if scalar else stored_as
+    return MetricSpec(
+        name=name, type=type, help=help, labels=tuple(labels.split()), unit=unit, stored_as=stored_as, page=page
+    )
 
 
-def counter(name: str, help: str, *labels: str, unit: str | None = None, stored_as: str | None = None) -> MetricSpec:  # noqa: A002 - Prometheus' word
-    """Return a counter of a rank's page."""
-    return MetricSpec(name=name, type="counter", help=help, labels=labels, unit=unit, stored_as=stored_as)
+gauge = partial(metric, "gauge", "rank")
+counter = partial(metric, "counter", "rank")
+service_gauge = partial(metric, "gauge", "service")
+service_counter = partial(metric, "counter", "service")

@@ -1,4 +1,4 @@
-"""Event types, severities, and the causal order in which anomalies are read."""
+"""Event types, severities, run states, and the causal order of anomalies within a step."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from rankscope_contract.model.kinds import CAUSAL_STAGE, SCALAR_STAGE
 
 
 class EventType(enum.StrEnum):
-    """What an event says happened."""
+    """Type of an event."""
 
     ANOMALY = "anomaly"  # a rule fired
     STEP_SKIPPED = "step_skipped"  # gradients were computed, the optimizer was not run
-    GAP = "gap"  # records the ring had already overwritten: `details` holds first and last seq
-    EXIT = "exit"  # the process says why it ends: `details` holds reason and last step
+    GAP = "gap"  # the ring overwrote records before they were read: `details` holds first and last seq
+    EXIT = "exit"  # the process ends: `details` holds reason and last step
     PHASE = "phase"  # training entered or left a named phase
     LAUNCH = "launch"  # a new attempt registered
     INCIDENT = "incident"  # the service grouped anomalies of one cause: `details` holds key, state and extent
-    FAULT = "fault"  # Rankscope itself swallowed an error on the rank
+    FAULT = "fault"  # Rankscope caught an internal error on the rank
     NOTE = "note"  # free text of the training script
-    HANG = "hang"  # training gives no sign of life, or does so again: `details` holds state and seconds
-    STACKS = "stacks"  # where the threads of the process stand: `details` holds them, see stacks.StackDump
-    SWITCH = "switch"  # what is measured changed while training ran: `details` holds step, source, before and after
-    BUDGET = "budget"  # sampling was stretched or tightened: `details` holds was, now, share and max_overhead
-    CAPTURE = "capture"  # more is measured because a rule fired: `details` holds state, rank, steps and samples
-    FLIGHT_RECORD = "flight_record"  # the latest collectives: `details` holds them, see stacks.FlightRecord
+    HANG = "hang"  # no call into the monitor for a while, or the first call afterwards: `details` has state and seconds
+    STACKS = "stacks"  # stacks of all threads of the process: `details` is a stacks.StackDump
+    SWITCH = "switch"  # the sampling configuration changed: `details` holds step, source, before and after
+    BUDGET = "budget"  # max_overhead changed the sampling interval: `details` has was, now, share and max_overhead
+    CAPTURE = "capture"  # extra measurements because a rule fired: `details` holds state, rank, steps and samples
+    FLIGHT_RECORD = "flight_record"  # the latest collectives: `details` is a stacks.FlightRecord
     XID = "xid"  # the driver reports a critical error of the GPU: `value` is its number, `details` holds xid and gpu
-    # What logs of other tools tell:
-    LOSS_MISSING = "loss_missing"  # a step was logged without a loss, which is how some tools print NaN
-    CHECKPOINT = "checkpoint"  # one is being, or was, saved or loaded: `details` holds action and path
+    # The following types come from imported logs.
+    LOSS_MISSING = "loss_missing"  # a step was logged without a loss; some programs print a NaN loss this way
+    CHECKPOINT = "checkpoint"  # a checkpoint is being, or was, saved or loaded: `details` holds action and path
     EVALUATION = "evaluation"  # the model was evaluated; the numbers are scalars
-    ERROR = "error"  # the log shows an error: `op` holds its class
-    IMPORT = "import"  # a log was brought into the store: `details` says which, and how far it was read
+    ERROR = "error"  # the log contains an error: `op` holds its class
+    IMPORT = "import"  # a log was imported: `details` holds its path and the position up to which it was read
 
 
 class Severity(enum.StrEnum):
-    """How urgent an event is."""
+    """Urgency of an event."""
 
     INFO = "info"
     WARNING = "warning"
@@ -45,32 +45,32 @@ class Severity(enum.StrEnum):
 
 
 class ExitReason(enum.StrEnum):
-    """Why a process ended, as it said itself."""
+    """Reason of an exit, as the process reported it."""
 
     COMPLETED = "completed"
     EXCEPTION = "exception"
     SIGNAL = "signal"
-    UNKNOWN = "unknown"  # the process ended without leaving the monitor's context
+    UNKNOWN = "unknown"  # the process ended without closing the monitor
 
 
 class RunState(enum.StrEnum):
-    """Where a run stands; the service decides it from registrations, records, exit events and silence."""
+    """State of a run. The service derives it from registrations, records, exit events and missing responses."""
 
     PENDING = "pending"  # registered, no step seen
     RUNNING = "running"
-    STALLED = "stalled"  # alive, yet no step for longer than expected
+    STALLED = "stalled"  # alive, but no step for longer than expected
     COMPLETED = "completed"
-    STOPPED = "stopped"  # ended on request (signal) or without saying it was done
-    FAILED = "failed"  # exception, or a rank that vanished without a word
+    STOPPED = "stopped"  # ended by a signal, or without reporting completion
+    FAILED = "failed"  # exception, or a rank that stopped responding without an exit event
 
 
 REPLICA_DESYNC: Final = "ReplicaDesync"
-"""Rule name of what the service finds where ranks hold different bits of what should be equal; no rank judges it."""
+"""Rule name of replica divergence: ranks differ in a tensor that must be bit-identical. Only the service detects it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened on one rank. `step` and `ts` come from the record that carries it."""
+    """One event on one rank. `step` and `ts` are those of the record that contains it."""
 
     type: str
     severity: str = Severity.INFO
@@ -90,15 +90,19 @@ class Event:
 
 
 def causal_stage(kind: str | None) -> float:
-    """Return the position of `kind` in the flow of a step; an event without one summarises the step's tensors."""
+    """Return the position of `kind` within a step. An event without a kind summarises the tensors of the step."""
     return SCALAR_STAGE if kind is None else CAUSAL_STAGE.get(kind, SCALAR_STAGE)
 
 
 NO_CALL: Final = 1 << 62
+"""Sort position of an event whose step, micro-batch or call order is unknown: after all known ones."""
 
 
 def causal_micro_step(micro_step: int | None, stage: float) -> int:
-    """Return the place among micro-batches; without one, parameters stand before all, sums and updates behind."""
+    """Return the sort position among micro-batches.
+
+    Without a micro-batch, parameters sort before all micro-batches; sums and updates sort after them.
+    """
     if micro_step is not None:
         return micro_step
     return -1 if stage < CAUSAL_STAGE["act_in"] else NO_CALL
@@ -113,11 +117,11 @@ def causal_key(
     pp_stage: int | None,
     call_id: int | None,
 ) -> tuple[float, ...]:
-    """Return the sort key that puts the first cause first.
+    """Return a sort key that puts the first cause first.
 
-    Order: step, micro step, stage within the step, virtual and real pipeline stage (ascending before the backward
-    pass, descending after it, since gradients flow from the last stage to the first), call order. Missing parts
-    sort last.
+    Order: step, micro-batch, stage within the step, virtual and real pipeline stage, call order. Pipeline stages ascend
+    before the backward pass and descend after it, because gradients flow from the last stage to the first. Missing
+    parts sort last.
     """
     stage = causal_stage(kind)
     forward = stage < CAUSAL_STAGE["act_grad_in"]

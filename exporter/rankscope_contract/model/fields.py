@@ -1,6 +1,6 @@
-"""A tiny type language for record fields, and its translation to Arrow.
+"""Types of record fields, and their conversion to Arrow.
 
-The contract itself imports nothing beyond the standard library: the caller passes pyarrow in.
+The contract imports only the standard library. Callers pass the pyarrow module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FieldType = ScalarName | ListOf | StructOf
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One named column: its type, its unit where it has one, and what it means."""
+    """One named column: type, documentation, unit if it has one, and whether it may be null."""
 
     name: str
     type: FieldType
@@ -41,7 +41,7 @@ class Field:
 
 
 def required(name: str, type: FieldType, doc: str = "", unit: str | None = None) -> Field:  # noqa: A002 - field word
-    """Return a field that may not be null."""
+    """Return a field that must not be null."""
     return Field(name, type, doc, unit, nullable=False)
 
 

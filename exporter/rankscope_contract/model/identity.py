@@ -1,4 +1,4 @@
-"""Who a process is: run, launch, rank, host, incarnation — read from the environment, without any collective."""
+"""Identity of a process: run, launch, rank, host, incarnation. Read from the environment, without a collective."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from typing import Final
 
 IDENTITY_LABELS: Final = ("run", "rank")
-"""Labels that every series of a rank's page carries; host, attempt and GPU are on rankscope_run_info alone."""
+"""Labels of every series on a rank's page. Host, attempt and GPU are labels of rankscope_run_info only."""
 
 RUN_VARIABLE: Final = "RANKSCOPE_RUN"
 
-# Tried in order; torchrun, Slurm, Open MPI.
+# In order of precedence: torchrun, Slurm, Open MPI.
 _RANK_VARIABLES: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 _LOCAL_RANK_VARIABLES: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 
-_UNSET_ELASTIC_ID: Final = "none"  # what torchrun sets when no --rdzv-id was given
+_UNSET_ELASTIC_ID: Final = "none"  # torchrun's value without --rdzv-id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """One exporter process. `run` and `launch_id` are equal on all ranks of a launch."""
+    """Identity of one exporter process. `run` and `launch_id` are equal on all ranks of a launch."""
 
     run: str
     launch_id: str
@@ -36,7 +36,7 @@ class Identity:
 
 
 def run_from_environment(environment: Mapping[str, str]) -> str | None:
-    """Return the run named by the environment: RANKSCOPE_RUN, SLURM_JOB_ID, TORCHELASTIC_RUN_ID, else None."""
+    """Return the run that the environment names, else None: RANKSCOPE_RUN, SLURM_JOB_ID, then TORCHELASTIC_RUN_ID."""
     for variable in (RUN_VARIABLE, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         value = environment.get(variable, "")
         if value and not (variable == "TORCHELASTIC_RUN_ID" and value == _UNSET_ELASTIC_ID):
@@ -45,22 +45,21 @@ def run_from_environment(environment: Mapping[str, str]) -> str | None:
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """Return (rank, local rank, world size); (0, 0, 1) for a process that no launcher started."""
+    """Return (rank, local rank, world size); (0, 0, 1) without a launcher."""
     rank = _first_integer(environment, _RANK_VARIABLES, 0)
     world_size = _first_integer(environment, _WORLD_SIZE_VARIABLES, 1)
     return rank, _first_integer(environment, _LOCAL_RANK_VARIABLES, 0), max(world_size, rank + 1)
 
 
 def new_incarnation() -> str:
-    """Return a fresh id for one exporter process."""
+    """Return a new unique id for one exporter process."""
     return uuid.uuid4().hex
 
 
 def new_launch_id(environment: Mapping[str, str]) -> str:
-    """Return a launch id to be made on rank 0 and shared: readable where the launcher has a name, always unique.
+    """Return a new unique launch id, which rank 0 shares with all ranks. It starts with the launcher's job id, if any.
 
-    A requeued job repeats its job id, and torchrun counts its restarts anew in it, so these alone would not tell two
-    launches apart.
+    Job id and restart count are not unique: a requeued job keeps its job id, and torchrun then counts restarts from 0.
     """
     job = environment.get("SLURM_JOB_ID") or environment.get("TORCHELASTIC_RUN_ID", _UNSET_ELASTIC_ID)
     requeued = environment.get("SLURM_RESTART_COUNT", "")
@@ -69,12 +68,12 @@ def new_launch_id(environment: Mapping[str, str]) -> str:
 
 
 def restart_count(environment: Mapping[str, str]) -> str:
-    """Return how often torchrun's elastic agent has started the workers again; "0" without it."""
+    """Return the number of worker restarts by torchrun's elastic agent, as text; "0" without the agent."""
     return environment.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def host_name() -> str:
-    """Return the name under which this machine knows itself."""
+    """Return the name of this host: HOSTNAME if set, else the system's host name."""
     return os.environ.get("HOSTNAME") or socket.gethostname()
 
 

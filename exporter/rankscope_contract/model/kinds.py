@@ -1,22 +1,24 @@
-"""The kinds of tensor quantities, the statistics taken of them, and their causal order within a step.
+"""Kinds of tensor quantities, their causal order within a step, and the ops (statistics) of a tensor.
 
-A `kind` names the quantity *and* its stage, so that two numbers with one kind are always comparable.
+A `kind` names a quantity and the stage of the step at which it is measured. Values of one kind are comparable.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 
 class Kind(enum.StrEnum):
-    """What was measured, and at which moment of the step."""
+    """Quantity, and the moment of the step at which it is measured."""
 
     PARAM_BEFORE = "param_before"  # just before the optimizer's update
     PARAM_AFTER = "param_after"  # just after it
     GRAD_UNREDUCED = "grad_unreduced"  # this rank's own gradient, before any communication
     GRAD_REDUCED = "grad_reduced"  # after the reduction over ranks, before clipping
-    GRAD_CLIPPED = "grad_clipped"  # what the optimizer saw, where that differs from the reduced gradient
+    GRAD_CLIPPED = "grad_clipped"  # the optimizer's input, if it differs from the reduced gradient
     EXP_AVG = "exp_avg"  # Adam's first moment, after the step
     EXP_AVG_SQ = "exp_avg_sq"  # Adam's second moment, after the step
     MOMENTUM = "momentum"  # SGD's momentum buffer, after the step
@@ -44,21 +46,93 @@ CAUSAL_STAGE: Final[dict[str, int]] = {
     Kind.MOMENTUM: 8,
     Kind.PARAM_AFTER: 9,
 }
-"""Position of a kind in the flow of one step: a fault shows first where the number is lowest."""
+"""Position of a kind within one step. A fault appears first at the lowest position."""
 
 SCALAR_STAGE: Final = 5.5
-"""Scalars such as the gradient norm summarise what the tensors of the step already were."""
+"""Position of scalars, such as the gradient norm. They summarise tensors of the same step."""
 
 GRADIENT_KINDS: Final = (Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPPED)
 
-VALUE_OPS: Final = ("norm", "min", "max", "mean")
-"""Float statistics, float32, over *finite* elements; null when a tensor has none."""
 
-BASELINE_OPS: Final = ("norm_baseline", "mean_baseline")
-"""The baseline a rule compared `norm` and `mean` with, float32; null before the first finite observation."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One statistic of a tensor.
 
-COUNT_OPS: Final = ("nans", "infs", "zeros", "numel")
+    Its column in `tensor_stats`, its rollups, documentation, boards and wire format derive from this value.
+    `accumulators` names the sums and counts of one pass over the elements. `finish` maps them to the statistic, with
+    operators only: its argument has a numpy array for each accumulator and for `finite`, the number of finite elements.
+    """
+
+    name: str
+    doc: str
+    dtype: Literal["float32", "int64"] = "float32"
+    accumulators: tuple[str, ...]
+    finish: Callable[[Mapping[str, Any]], Any]
+    has_baseline: bool = False
+    is_default: bool = True
+
+    @property
+    def rollup(self) -> Literal["summary", "total"]:
+        """Return the form of its rollup: min, max, mean and counts of a float; the sum of a count."""
+        return "summary" if self.dtype == "float32" else "total"
+
+
+def _count(name: str, doc: str) -> Op:
+    return Op(name=name, doc=doc, dtype="int64", accumulators=(name,), finish=lambda sums: sums[name])
+
+
+_OPS: Final = (
+    Op(
+        name="norm",
+        doc="Square root of the sum of squares.",
+        accumulators=("sum_of_squares",),
+        finish=lambda sums: sums["sum_of_squares"] ** 0.5,
+        has_baseline=True,
+    ),
+    Op(name="min", doc="Minimum.", accumulators=("min",), finish=lambda sums: sums["min"]),
+    Op(name="max", doc="Maximum.", accumulators=("max",), finish=lambda sums: sums["max"]),
+    Op(
+        name="mean",
+        doc="Arithmetic mean.",
+        accumulators=("sum",),
+        finish=lambda sums: sums["sum"] / sums["finite"],
+        has_baseline=True,
+    ),
+    Op(
+        name="rms",
+        doc="Root mean square.",
+        accumulators=("sum_of_squares",),
+        finish=lambda sums: (sums["sum_of_squares"] / sums["finite"]) ** 0.5,
+        is_default=False,
+    ),
+    Op(
+        name="kurtosis",
+        doc="Kurtosis about zero, mean(x⁴) / mean(x²)²: 3 for a normal distribution with mean 0, higher with outliers.",
+        accumulators=("sum_of_fourth_powers", "sum_of_squares"),
+        finish=lambda sums: (
+            sums["sum_of_fourth_powers"] / sums["sum_of_squares"] / sums["sum_of_squares"] * sums["finite"]
+        ),
+        is_default=False,
+    ),
+    _count("nans", "Number of NaN elements."),
+    _count("infs", "Number of infinite elements."),
+    _count("zeros", "Number of elements that are 0, or below `zero_below` in magnitude."),
+    _count("numel", "Number of elements."),
+)
+OPS: Final[dict[str, Op]] = {op.name: op for op in _OPS}
+"""Every op by name. To add an op, add a value to `_OPS`."""
+
+VALUE_OPS: Final = tuple(op.name for op in OPS.values() if op.dtype == "float32")
+"""Float statistics, float32, over *finite* elements; null if a tensor has none."""
+
+COUNT_OPS: Final = tuple(op.name for op in OPS.values() if op.dtype == "int64")
 """Element counts, int64, over *all* elements."""
 
-JUDGED_OPS: Final = ("norm", "mean")
-"""Statistics that keep a baseline."""
+DEFAULT_OPS: Final = tuple(op.name for op in OPS.values() if op.is_default)
+"""Ops that are published unless the configuration selects others."""
+
+JUDGED_OPS: Final = tuple(op.name for op in OPS.values() if op.has_baseline)
+"""Statistics that have a baseline."""
+
+BASELINE_OPS: Final = tuple(f"{name}_baseline" for name in JUDGED_OPS)
+"""Baselines with which a rule compared the statistics, float32; null before the first finite value."""

@@ -1,6 +1,6 @@
-"""What the time of a step is divided into, and the names under which it is published.
+"""Phases of training time, and the names under which they are published.
 
-Phases exclude each other: together they are the whole time. A script may announce others by names of its own.
+Phases do not overlap. Together they cover the whole time. A script may announce further phases by name.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from typing import Final
 
 
 class Phase(enum.StrEnum):
-    """The phases that Rankscope itself tells apart."""
+    """The phases that Rankscope distinguishes."""
 
-    DATA_WAIT = "data_wait"  # nothing of the last step is left to do, and the next forward has not begun
+    DATA_WAIT = "data_wait"  # the previous step is complete and the next forward pass has not begun
     FORWARD = "forward"
-    BACKWARD = "backward"  # with a loss that is computed outside of the model
-    COLLECTIVE = "collective"  # waiting for reductions, where that can be told from computing
+    BACKWARD = "backward"  # includes a loss that is computed outside of the model
+    COLLECTIVE = "collective"  # waiting for reductions, if this can be distinguished from computation
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"
-    FIRST_STEP = "first_step"  # all of the process up to the end of its first step: warm-up, compilation
-    MONITOR = "monitor"  # Rankscope itself, reading what it measures
-    OTHER = "other"  # of a step, and none of these
+    FIRST_STEP = "first_step"  # process start to end of the first step: warm-up, compilation
+    MONITOR = "monitor"  # Rankscope measures tensors
+    OTHER = "other"  # part of a step, but none of these phases
 
 
 WITHIN_A_STEP: Final = frozenset(
     {Phase.DATA_WAIT, Phase.FORWARD, Phase.BACKWARD, Phase.COLLECTIVE, Phase.OPTIMIZER, Phase.OTHER, Phase.MONITOR}
 )
-"""Phases of the work on a step. Announcing one of them says what was only concluded, and is no event."""
+"""Phases of the work on a step. An announcement of one only corrects what the monitor inferred; it writes no event."""
 
 COMPUTING: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER})
-"""What a rank does before it meets the others."""
+"""Phases of computation before a rank waits for other ranks."""
 
 LABEL: Final = "phase"
 
@@ -38,4 +38,4 @@ STEP_PHASE_SECONDS: Final = "step_phase_seconds"
 PHASE_SECONDS: Final = "phase_seconds"
 PRE_COLLECTIVE_SECONDS: Final = "pre_collective_seconds"
 PRE_COLLECTIVE_TOTAL: Final = "pre_collective_seconds_total"
-"""Names of the scalars; the second and the last are totals since the process attached."""
+"""Names of the scalars. `PHASE_SECONDS` and `PRE_COLLECTIVE_TOTAL` are totals since the monitor was attached."""

@@ -1,7 +1,7 @@
-"""The fields of every dataset, and of the record a rank sends.
+"""Fields of every dataset, and of the record that a rank sends.
 
-A dataset is one table of the store. A wire record is one `StepRecord`: it carries rows of all datasets at once, and
-tensors by position in a *plan* instead of by name. Three shapes of one truth, so they stand in one file.
+A dataset is one table of the store. A wire record is one `StepRecord`: it carries rows of all datasets, and refers to
+tensors by their position in a plan. All three forms are defined here because they describe the same data.
 """
 
 from __future__ import annotations
@@ -13,53 +13,55 @@ from typing import Any, Final
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.fields import Field, ListOf, StructOf, required
-from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import BASELINE_OPS, OPS
 from rankscope_contract.model.rollups import SCALAR_ROLLUP_FIELDS, TENSOR_ROLLUP_FIELDS
 
-_STEP: Final = Field("step", "int64", "The training's own number; may rewind in a new attempt.")
-_MICRO_STEP: Final = Field("micro_step", "int32", "Micro-batch within the step; null for what covers the whole step.")
+_STEP: Final = Field("step", "int64", "Step number of the training; may restart at a lower number in a new attempt.")
+_MICRO_STEP: Final = Field("micro_step", "int32", "Micro-batch within the step; null if the row covers the whole step.")
 _VPP_STAGE: Final = Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one.")
 
 COMMON_FIELDS: Final = (
     required("run", "string", "Name of the run."),
-    Field("attempt", "int32", "0, 1, …: which launch of the run."),
-    Field("rank", "int32", "Global rank; null for what concerns the whole run."),
-    Field("incarnation", "string", "One exporter process; null for what no rank sent."),
-    Field("seq", "int64", "0, 1, … within an incarnation; a gap is lost data."),
+    Field("attempt", "int32", "Number of the launch within the run: 0, 1, …"),
+    Field("rank", "int32", "Global rank; null if the row concerns the whole run."),
+    Field("incarnation", "string", "Id of the exporter process; null if no rank sent the row."),
+    Field("seq", "int64", "Record number within an incarnation: 0, 1, … A gap is lost data."),
     Field("ordinal", "int64", "Arrival order within a run."),
     _STEP,
     _MICRO_STEP,
     _VPP_STAGE,
-    Field("ts", "timestamp", "When it was measured, UTC, microseconds."),
-    Field("ts_origin", "string", "Whose clock `ts` is: rank, log, file, ingest, exporter or prometheus."),
+    Field("ts", "timestamp", "Time of the measurement, UTC, microseconds."),
+    Field("ts_origin", "string", "Clock of `ts`: rank, log, file, ingest, exporter or prometheus."),
 )
 
 TENSOR_FIELDS: Final = (
-    required("kind", "string", "What was measured, and at which moment: see Kind."),
+    required("kind", "string", "Quantity and stage of the step: see Kind."),
     required("tensor", "string", "Name of the parameter, module slot or call site."),
-    Field("index", "int32", "Head, expert or tuple slot; null for the whole tensor."),
+    Field("index", "int32", "Number of the head, expert or tuple slot; null for the whole tensor."),
     Field("placement", "string", "full, shard, partial or replica."),
-    Field("shard_group", "string", "Ranks that hold the other parts; null unless sharded."),
-    Field("call_seq", "int64", "Order of the call within the step, where a tensor is seen more than once."),
+    Field("shard_group", "string", "Ranks that hold the other shards; null unless sharded."),
+    Field("call_seq", "int64", "Order of the call within the step, if a tensor is measured more than once per step."),
 )
 
 STATISTIC_FIELDS: Final = (
-    *(Field(op, "float32", "Over finite elements; null without one.") for op in VALUE_OPS),
-    *(Field(op, "int64", "Over all elements.", unit="elements") for op in COUNT_OPS),
-    *(Field(op, "float32", "What the rules compared with.") for op in BASELINE_OPS),
+    *(
+        Field(op.name, op.dtype, op.doc, unit="elements" if op.dtype == "int64" else None)
+        for op in sorted(OPS.values(), key=lambda op: op.dtype == "int64")
+    ),
+    *(Field(name, "float32", "Baseline with which the rules compared the statistic.") for name in BASELINE_OPS),
 )
 
 SCALAR_FIELDS: Final = (
     required("name", "string"),
-    Field("value", "float64", "NaN and Inf are values; an absent scalar has no row."),
-    Field("unit", "string", "seconds, bytes, tokens, …; null when it has none."),
-    Field("labels", "string", "Canonical JSON object of text labels; null without any."),
+    Field("value", "float64", "NaN and Inf are values; a scalar that was not logged has no row."),
+    Field("unit", "string", "seconds, bytes, tokens, …; null without a unit."),
+    Field("labels", "string", "Canonical JSON object of text labels; null without labels."),
 )
 
 FEATURE_FIELDS: Final = (
     required("kind", "string"),
     required("module", "string"),
-    Field("index", "int32", "Head or expert; null for the whole module."),
+    Field("index", "int32", "Number of the head or expert; null for the whole module."),
     Field("value", "float32"),
 )
 
@@ -74,41 +76,47 @@ HISTOGRAM_FIELDS: Final = (
 )
 
 HASH_FIELDS: Final = (
-    required("kind", "string", "What was read, and at which moment: see Kind."),
+    required("kind", "string", "Quantity and stage of the step: see Kind."),
     required("tensor", "string", "Name of the parameter, state or buffer."),
     Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one."),
-    Field("replicas", "string", "Ranks that hold the same elements by construction, such as 0-7 or 1,5; null: none."),
+    Field("replicas", "string", "Ranks that must hold the same elements, such as 0-7 or 1,5; null if no other rank."),
     Field("dtype", "string"),
-    Field("hash", "int64", "Of the exact bits of this rank's elements: docs/desync.md; equal on all replicas."),
-    Field("norm", "float32", "Of the same elements, over finite ones; null without one."),
+    Field("hash", "int64", "Hash of the exact bits of this rank's elements (docs/desync.md); equal on all replicas."),
+    Field("norm", "float32", "Norm of the finite elements; null without a finite element."),
     Field("numel", "int64", unit="elements"),
 )
 
 COLLECTIVE_FIELDS: Final = (
-    Field("call_seq", "int64", "Place among all collectives of the step on this rank; null where some were missed."),
-    required("op", "string", "As the backend calls it."),
-    Field("group", "string", "Description of the process group, else its name; many groups may share a description."),
+    Field("call_seq", "int64", "Position among all collectives of the step on this rank; null if some were missed."),
+    required("op", "string", "Name of the operation in the backend."),
+    Field(
+        "group", "string", "Description of the process group, else its name. Several groups may share a description."
+    ),
     Field("group_size", "int32", unit="ranks"),
-    Field("bytes", "int64", "Of what this rank gives or of what it gets, whichever is more.", unit="bytes"),
+    Field("bytes", "int64", "The larger of this rank's input and output.", unit="bytes"),
     Field("dtype", "string"),
-    Field("call_site", "string", "The innermost place in code that is not torch's: model/loss.py[23]."),
-    Field("t_start", "timestamp", "When this rank called it, by its own clock."),
-    Field("duration", "float64", "On the device, where the backend says it.", unit="seconds"),
-    Field("collective_seq", "int64", "Counted by the group: the same call on all of its ranks."),
-    Field("group_id", "string", "Torch's name of the group, which no other group of the job has."),
-    Field("group_ranks", "string", "Its ranks, such as 0-2,5."),
-    Field("state", "string", "left, or entered when the rank was not through at its end; null when torch forgot it."),
+    Field("call_site", "string", "Innermost frame outside of torch, such as model/loss.py[23]."),
+    Field("t_start", "timestamp", "Time of the call, by the rank's clock."),
+    Field("duration", "float64", "Duration on the device; null if the backend does not report it.", unit="seconds"),
+    Field("collective_seq", "int64", "Sequence number of the call in its group; equal on all ranks of the group."),
+    Field("group_id", "string", "Torch's name of the group, unique within the job."),
+    Field("group_ranks", "string", "Ranks of the group, such as 0-2,5."),
+    Field(
+        "state",
+        "string",
+        "left; entered if the call had not ended when the process ended; null if torch no longer has it.",
+    ),
     Field("backend", "string", "gloo, nccl, …"),
-    Field("is_p2p", "bool", "A message between two ranks: its collective_seq counts those alone."),
+    Field("is_p2p", "bool", "True for a message between two ranks; its collective_seq counts such messages only."),
 )
 
 MODULE_FIELDS: Final = (
     required("module", "string"),
     Field("class", "string"),
-    Field("inputs", "string", "JSON: shape and dtype of each."),
-    Field("outputs", "string", "JSON: shape and dtype of each."),
+    Field("inputs", "string", "JSON: shape and dtype of each input."),
+    Field("outputs", "string", "JSON: shape and dtype of each output."),
     Field("placement", "string"),
-    Field("stack", "string", "Where the module was called from."),
+    Field("stack", "string", "Call stack of the module call."),
 )
 
 EVENT_FIELDS: Final = (
@@ -123,7 +131,7 @@ EVENT_FIELDS: Final = (
     Field("threshold", "float64"),
     Field("pp_stage", "int32"),
     Field("vpp_stage", "int32"),
-    Field("call_id", "int64", "Order of first sight within the step."),
+    Field("call_id", "int64", "Order of the first occurrence within the step."),
     Field("message", "string"),
     Field("details", "string", "JSON."),
 )
@@ -132,7 +140,7 @@ SAMPLE_FIELDS: Final = (
     required("target", "string"),
     required("metric", "string"),
     Field("labels", "string", "Canonical JSON object."),
-    Field("value", "float64", "Null where Prometheus said that the series had ended."),
+    Field("value", "float64", "Null at a staleness marker: the series has ended."),
 )
 
 RUN_FIELDS: Final = (
@@ -142,14 +150,20 @@ RUN_FIELDS: Final = (
     Field("planned_steps", "int64"),
     Field("last_step", "int64"),
     Field("world_size", "int32", unit="ranks"),
-    Field("source_kind", "string", "live, or the importer that brought it."),
-    Field("config", "string", "JSON, secrets left out."),
-    Field("reason", "string", "Why it ended, in words."),
+    Field("source_kind", "string", "live, or the name of the importer."),
+    Field("config", "string", "JSON; secrets are masked."),
+    Field("reason", "string", "Reason of the end, as text."),
 )
 
 LABEL_FIELDS: Final = (
-    Field("tags", "string", "JSON object of text, as people gave them; null in versions that say nothing of them."),
-    Field("note", "string", "What people wrote about the run; null in versions that say nothing of it."),
+    Field(
+        "tags", "string", "JSON object of text, set by users; null in versions of the row that do not change the tags."
+    ),
+    Field(
+        "note",
+        "string",
+        "Text about the run, written by users; null in versions of the row that do not change the note.",
+    ),
 )
 
 ATTEMPT_FIELDS: Final = (*RUN_FIELDS, Field("launch_id", "string", "Equal on all ranks of one launch."))
@@ -167,7 +181,7 @@ TENSOR_DIMENSION_FIELDS: Final = (
 
 
 def _dataset(*fields: Field) -> tuple[Field, ...]:
-    """Return `fields` behind the common ones; a field of the same name takes the common one's place."""
+    """Return the common fields and `fields`. A field replaces the common field of the same name."""
     own = {field.name for field in fields}
     return (*(field for field in COMMON_FIELDS if field.name not in own), *fields)
 
@@ -188,13 +202,13 @@ DATASETS: Final[dict[str, tuple[Field, ...]]] = {
     "tensor_rollups": _dataset(*TENSOR_FIELDS, *TENSOR_ROLLUP_FIELDS),
     "scalar_rollups": _dataset(*(field for field in SCALAR_FIELDS if field.name != "value"), *SCALAR_ROLLUP_FIELDS),
 }
-"""Columns of each dataset of the store, in the order of the table."""
+"""Columns of each dataset, in the order of the table."""
 
 DIMENSIONS: Final = ("runs", "attempts", "tensors")
-"""Append-only versions; a view shows the latest."""
+"""Datasets with one row per version of an object. Rows are only appended; a view shows the latest version."""
 
 TENSOR_ROW_KEY: Final = ("incarnation", "seq", "vpp_stage", "kind", "tensor", "index", "micro_step", "call_seq")
-"""No two rows of `tensor_stats` agree on all of these."""
+"""Columns that together identify a row of `tensor_stats`."""
 
 NESTED: Final[dict[str, tuple[Field, ...]]] = {
     "scalars": SCALAR_FIELDS,
@@ -205,29 +219,34 @@ NESTED: Final[dict[str, tuple[Field, ...]]] = {
     "modules": (*MODULE_FIELDS, _VPP_STAGE),
     "events": (*EVENT_FIELDS, _MICRO_STEP),
 }
-"""Datasets that travel inside a wire record as a list of structs: what is null there is as the record has it."""
+"""Datasets whose rows are sent inside a wire record, as a list of structs. A null field has the value of the record."""
 
-WIRE_VALUE_OPS: Final = (*VALUE_OPS, *BASELINE_OPS)
-WIRE_COUNT_OPS: Final = COUNT_OPS
+WIRE_VALUE_OPS: Final = ("norm", "min", "max", "mean", "norm_baseline", "mean_baseline")
+WIRE_COUNT_OPS: Final = ("nans", "infs", "zeros", "numel")
+"""Statistics of a plan that does not name them, as releases before 0.2 wrote it. These lists must never change."""
 
 WIRE_FIELDS: Final = (
     required("seq", "int64"),
     Field("step", "int64"),
     Field("micro_step", "int32"),
     required("ts", "timestamp"),
-    Field("plan", "string", "Hash of the plan that names the statistics; null without statistics."),
-    Field("values", ListOf("float32"), "Statistic-major: all of WIRE_VALUE_OPS[0], then of [1], …; a null is absent."),
-    Field("counts", ListOf("int64"), "Statistic-major over WIRE_COUNT_OPS; a tensor with null counts has no row."),
+    Field("plan", "string", "Hash of the plan of the statistics; null without statistics."),
+    Field(
+        "values",
+        ListOf("float32"),
+        "All tensors for the plan's first value op, then for the second, …; null: no value.",
+    ),
+    Field("counts", ListOf("int64"), "The same for the plan's count ops. A tensor with null counts has no row."),
     *(Field(name, ListOf(StructOf(fields))) for name, fields in NESTED.items()),
 )
-"""One row per StepRecord. With T entries in the plan, `values` has len(WIRE_VALUE_OPS) * T elements."""
+"""One row per StepRecord. With T entries and V value ops in the plan, `values` has V * T elements."""
 
 WIRE_METADATA: Final = {"rankscope_schema": str(SCHEMA_VERSION)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEntry:
-    """What stands at one position of a record's statistics."""
+    """The tensor at one position of a record's statistics."""
 
     kind: str
     tensor: str
@@ -244,39 +263,51 @@ class PlanEntry:
 
     @property
     def label(self) -> str:
-        """Return the name that people and pages see: parts of a tensor are told apart by their number."""
+        """Return the name for users and pages. Parts of a tensor have their number in brackets."""
         return self.tensor if self.index is None else f"{self.tensor}[{self.index}]"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The names behind the numbers: sent once, then known by the hash of its content."""
+    """Names for the numbers of a record. A rank sends a plan once; records refer to it by the hash of its content."""
 
     entries: tuple[PlanEntry, ...]
+    value_ops: tuple[str, ...] = WIRE_VALUE_OPS
+    count_ops: tuple[str, ...] = WIRE_COUNT_OPS
 
     def to_json(self) -> str:
-        """Return the canonical JSON text that `/plan/<hash>` serves."""
-        document = {"schema_version": SCHEMA_VERSION, "entries": [asdict(entry) for entry in self.entries]}
+        """Return the canonical JSON text, as served at `/plan/<hash>`."""
+        document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
     @property
     def hash(self) -> str:
-        """Return 32 hex digits of the SHA-256 of the canonical JSON."""
+        """Return the first 32 hex digits of the SHA-256 of the canonical JSON."""
         return plan_hash(self.to_json())
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Return the plan in `text`; unknown keys of a newer sender are ignored. Raises ValueError on anything else."""
+        """Return the plan in `text`. Keys of a newer release are ignored. Raises ValueError if `text` is not a plan."""
         try:
-            entries = json.loads(text)["entries"]
-            return Plan(tuple(_plan_entry(entry) for entry in entries))
+            document = json.loads(text)
+            entries = tuple(_plan_entry(entry) for entry in document["entries"])
+            return Plan(
+                entries, _names(document, "value_ops", WIRE_VALUE_OPS), _names(document, "count_ops", WIRE_COUNT_OPS)
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a plan: {error!r}") from error
 
 
 def plan_hash(text: str) -> str:
-    """Return the hash under which the plan of this canonical JSON `text` is served."""
+    """Return the hash under which a rank serves the plan with the canonical JSON `text`."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _names(document: dict[str, Any], key: str, default: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(document.get(key, default))
+    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"not a plan: {key} is {names!r}")
+    return names
 
 
 def _plan_entry(entry: dict[str, Any]) -> PlanEntry:
@@ -287,7 +318,7 @@ def _plan_entry(entry: dict[str, Any]) -> PlanEntry:
 
 
 def canonical_labels(labels: dict[str, str] | None) -> str | None:
-    """Return labels as the text of a `labels` column: sorted JSON, or None without any."""
+    """Return `labels` as the text of a `labels` column: sorted JSON, or None without labels."""
     if not labels:
         return None
     return json.dumps(labels, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -1,1 +1,1 @@
-"""The output of the existing tool on disk: its names and its layout, for what writes it and what reads it."""
+"""Format of msprobe's output on disk: names and layout, for the code that writes it and the code that reads it."""

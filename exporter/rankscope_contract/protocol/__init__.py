@@ -1,1 +1,1 @@
-"""HTTP between a rank and the service: paths, headers, registration, rank ranges."""
+"""HTTP protocol between a rank and the service: paths, headers, registration."""

@@ -1,4 +1,4 @@
-"""The words of the two HTTP conversations: a rank's record channel, and its registration with the service."""
+"""Paths, headers and JSON bodies of the two HTTP interfaces: record channel of a rank, registration at the service."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ ARROW_STREAM: Final = "application/vnd.apache.arrow.stream"
 RECORDS_PATH: Final = "/records"
 PLAN_PATH: Final = "/plan/"
 METRICS_PATH: Final = "/metrics"
-NODE_METRICS_PATH: Final = "/node/metrics"  # of all ranks of the launch on that host
+NODE_METRICS_PATH: Final = "/node/metrics"  # page of all ranks of the launch on that host
 HEALTH_PATH: Final = "/healthz"
 CONFIG_PATH: Final = "/config"
 STACKS_PATH: Final = "/stacks"  # POST, with a token
 
 # Paths on the service.
-PAGE_PATH: Final = "/"  # for people
+PAGE_PATH: Final = "/"  # status page
 STATUS_PATH: Final = "/api/v1/status"
 REGISTER_PATH: Final = "/api/v1/register"
 POKE_PATH: Final = "/api/v1/poke"
 TARGETS_PATH: Final = "/api/v1/targets"
 RUNS_PATH: Final = "/api/v1/runs"
-REMOTE_WRITE_PATH: Final = "/api/v1/write"  # POST, as Prometheus' remote_write sends
-REMOTE_READ_PATH: Final = "/api/v1/read"  # POST, as Prometheus' remote_read asks
-EXPORTERS_PATH: Final = "/api/v1/exporters"  # exporters of others
-RUN_STACKS_PATH: Final = "/api/v1/stacks"  # POST, with a token: asks the ranks of a run
+REMOTE_WRITE_PATH: Final = "/api/v1/write"  # POST of Prometheus' remote write
+REMOTE_READ_PATH: Final = "/api/v1/read"  # POST of Prometheus' remote read
+EXPORTERS_PATH: Final = "/api/v1/exporters"  # external exporters
+RUN_STACKS_PATH: Final = "/api/v1/stacks"  # POST, with a token: requests stacks from the ranks of a run
 SERVICE_DISCOVERY_PATH: Final = "/sd"
 
-# Headers of GET /records. Requests carry SCHEMA and LEASE, answers all others.
+# Headers of GET /records. Requests contain SCHEMA and LEASE; responses contain the others.
 SCHEMA_HEADER: Final = "Rankscope-Schema"
 LEASE_HEADER: Final = "Rankscope-Lease"
 INCARNATION_HEADER: Final = "Rankscope-Incarnation"
 FIRST_HEADER: Final = "Rankscope-First"  # first seq in the body
 LAST_HEADER: Final = "Rankscope-Last"  # last seq in the body
 ROWS_HEADER: Final = "Rankscope-Rows"
-HEAD_HEADER: Final = "Rankscope-Head"  # newest seq in the ring, -1 when none was ever published
+HEAD_HEADER: Final = "Rankscope-Head"  # newest seq in the ring, -1 before the first record
 RING_FILL_HEADER: Final = "Rankscope-Ring-Fill"  # uncommitted share of the ring, 0.000 … 1.000
 STATE_HEADER: Final = "Rankscope-State"  # running or draining
-LOST_HEADER: Final = "Rankscope-Lost"  # "a-b": seqs asked for that the ring no longer had
+LOST_HEADER: Final = "Rankscope-Lost"  # "a-b": requested seqs that the ring no longer contains
 
 STATE_RUNNING: Final = "running"
 STATE_DRAINING: Final = "draining"
 
 DEFAULT_MAX_BYTES: Final = 8_388_608
 NOTHING: Final = -1
-"""The cursor before the first record: `after=-1` asks from the beginning."""
+"""Cursor before the first record: `after=-1` requests all records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What a rank tells the service about itself: at start, and again as its heartbeat."""
+    """Identity and state of a rank. The rank sends it to the service at start, and again as its heartbeat."""
 
     run: str
     rank: int
@@ -66,9 +66,9 @@ class Registration:
     pid: int
     incarnation: str
     launch_id: str
-    url: str  # where the service and Prometheus reach this rank: http://host:port
-    served_by: str | None = None  # who reads this process's spool at `url`, since it is dead; None: it lives
-    node: str = ""  # equal on the ranks that show one node page together; empty without one
+    url: str  # address at which the service and Prometheus reach this rank: http://host:port
+    served_by: str | None = None  # incarnation that serves the spool of this dead process at `url`; None: alive
+    node: str = ""  # equal on all ranks that share a node page; empty without a node page
     schema_version: int = SCHEMA_VERSION
     started_at: int = 0  # UTC microseconds
     state: str = STATE_RUNNING
@@ -76,22 +76,22 @@ class Registration:
     step: int | None = None
     phase: str | None = None
     planned_steps: int | None = None
-    config: dict[str, Any] = field(default_factory=dict)  # secrets left out
+    config: dict[str, Any] = field(default_factory=dict)  # secrets are masked
     versions: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the body of the POST."""
+        """Return the JSON body of the POST request."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the registration in `text`; keys of a newer sender are ignored. Raises ValueError naming the fault."""
+        """Return the registration in `text`. Keys of a newer release are ignored. Raises ValueError if invalid."""
         return _from_json(cls, text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistrationReply:
-    """What the service answers: the lease that may move `committed`, and when to speak again."""
+    """Response to a registration: the lease that may advance `committed`, and the interval of heartbeats."""
 
     lease: str
     attempt: int
@@ -99,20 +99,20 @@ class RegistrationReply:
     committed: int = NOTHING
 
     def to_json(self) -> str:
-        """Return the body of the answer."""
+        """Return the JSON body of the response."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the reply in `text`. Raises ValueError naming the fault."""
+        """Return the reply in `text`. Raises ValueError if it is invalid."""
         return _from_json(cls, text)
 
 
 def _from_json(cls: type[T], text: str | bytes) -> T:
     document = json.loads(text)  # a JSONDecodeError is a ValueError
     if not isinstance(document, dict):
-        what = type(document).__name__
-        raise ValueError(f"{cls.__name__} must be a JSON object, not {what}")  # noqa: TRY004 - one error type for all faults
+        found = type(document).__name__
+        raise ValueError(f"{cls.__name__} must be a JSON object, not {found}")  # noqa: TRY004 - one error type for all faults
     known = {name: value for name, value in document.items() if name in cls.__dataclass_fields__}  # type: ignore[attr-defined]  # every caller passes a dataclass
     try:
         return cls(**known)

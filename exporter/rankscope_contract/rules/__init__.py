@@ -1,7 +1,7 @@
-"""Anomaly rules as values. A rule is added by adding a file here: every `AnomalyRule` subclass is found by name.
+"""Anomaly rules as values. To add a rule, add a module here: each `AnomalyRule` subclass in this folder is registered.
 
-A rule means the same in every language that renders it. Its Python form uses operators only, so one expression
-judges a float, a torch tensor and a numpy array alike.
+A rule has the same meaning in every language to which it is translated. Its Python form uses operators only. The same
+expression therefore works for a float, a torch tensor and a numpy array.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["AnomalyRule", "rule_classes", "rule_from_config"]
 
 
 def rule_classes() -> dict[str, type[AnomalyRule]]:
-    """Return every rule class by its name, from all modules of this package."""
+    """Return every rule class in the modules of this package, by name."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return {cls.__name__: cls for cls in AnomalyRule.__subclasses__()}
@@ -26,7 +26,7 @@ def rule_classes() -> dict[str, type[AnomalyRule]]:
 def rule_from_config(entry: dict[str, Any]) -> AnomalyRule:
     """Return the rule of a configuration entry `{"rule_name": …, "args": {…}}`.
 
-    Raises ValueError naming the known rules or arguments when one is misspelt.
+    Raises ValueError for an unknown rule or argument; the text lists the known ones.
     """
     classes = rule_classes()
     name = entry.get("rule_name", "")

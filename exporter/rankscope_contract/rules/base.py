@@ -1,4 +1,4 @@
-"""What every rule has: a name, the series it judges, and one predicate."""
+"""Base class of the anomaly rules: name, kinds to evaluate, and one predicate."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rankscope_contract.model.events import Severity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnomalyRule:
-    """A condition on one series of one rank. `name` is unique within a configuration and labels the alert.
+    """A condition on each series of one rank. `name` is unique within a configuration and is a label of the alert.
 
-    `kinds` limits the rule to those kinds of quantity; None judges all of them, scalars included.
+    `kinds` limits the rule to these kinds of quantity. With None the rule evaluates all kinds, and scalars.
     """
 
     name: str = ""
@@ -29,22 +29,23 @@ class AnomalyRule:
             object.__setattr__(self, "kinds", tuple(self.kinds))
 
     def judges(self, kind: str | None, op: str) -> bool:
-        """Return whether the rule may judge statistic `op` of a tensor of `kind` (None: a scalar)."""
+        """Return whether the rule evaluates op `op` of tensors of `kind`. `kind` is None for a scalar."""
         raise NotImplementedError
 
     def fires(self, op: str, value: Any, baseline: Any) -> Any:
-        """Return the verdict on statistic `op` given the `baseline` before it: floats give a bool, arrays an array.
+        """Return whether the rule fires for `value` of op `op`: a bool for floats, an array of bool for arrays.
 
-        A baseline that does not exist yet is NaN, with which no comparison is true.
+        `baseline` is the baseline before `value`. NaN means that no baseline exists yet; comparisons with NaN are
+        false.
         """
         raise NotImplementedError
 
     def limit(self) -> float | None:
-        """Return the configured threshold, as exported in `rankscope_rule_threshold`; None without one."""
+        """Return the configured threshold, as exported in `rankscope_rule_threshold`; None without a threshold."""
         raise NotImplementedError
 
     def check_threshold(self, threshold: Any) -> None:
-        """Raise ValueError unless `threshold` is a number that a float can hold, and not NaN."""
+        """Raise ValueError unless `threshold` is a number other than NaN that a float can represent."""
         try:
             number = math.nan if isinstance(threshold, bool | str) else float(threshold)
         except (TypeError, OverflowError):
@@ -54,5 +55,5 @@ class AnomalyRule:
             raise ValueError(f"{self.name}: threshold is a number, not {shown}")
 
     def covers(self, kind: str | None) -> bool:
-        """Return whether `kind` is among the rule's kinds."""
+        """Return whether `kind` is one of the rule's kinds."""
         return self.kinds is None or kind in self.kinds

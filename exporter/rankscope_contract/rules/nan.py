@@ -1,4 +1,4 @@
-"""AnomalyNan: non-finite elements, a non-finite scalar, or a magnitude beyond a fixed limit."""
+"""AnomalyNan: fires on non-finite elements, on a non-finite scalar, or on a magnitude above a fixed limit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnomalyNan(AnomalyRule):
-    """Fires on NaN, on Inf (`infs=False` restores the original tool's rule), and with a `threshold` on |x| > threshold.
+    """Fires on NaN and Inf; with a `threshold`, also if |x| > threshold. `infs=False` ignores Inf, as msprobe does.
 
-    Of a tensor the counts `nans` and `infs` are judged, since its norm, min, max and mean leave non-finite elements
-    out; with a threshold those four are judged as well. Of a scalar the value itself is judged.
+    For a tensor the rule evaluates the counts `nans` and `infs`, because the other statistics cover finite elements
+    only. With a threshold it also evaluates these other statistics. For a scalar it evaluates the value.
     """
 
     threshold: float | None = None
@@ -30,7 +30,7 @@ class AnomalyNan(AnomalyRule):
             self.check_threshold(self.threshold)
 
     def judges(self, kind: str | None, op: str) -> bool:
-        """Return whether `op` can show a non-finite element, or a magnitude where a threshold is set."""
+        """Return whether the rule evaluates `op`: a non-finite count, a scalar, or (with a threshold) a statistic."""
         if not self.covers(kind):
             return False
         if op == "infs":
@@ -38,10 +38,10 @@ class AnomalyNan(AnomalyRule):
         return op in ("nans", "value") or (op in VALUE_OPS and self.threshold is not None)
 
     def fires(self, op: str, value: Any, baseline: Any) -> Any:  # noqa: ARG002 - the signature of every rule
-        """Return the verdict on a count of elements, or on a float statistic or scalar."""
+        """Return whether a count is above 0, or a float is non-finite or has a magnitude above the threshold."""
         if op in ("nans", "infs"):
             return value > 0
-        verdict = value != value  # noqa: PLR0124 - true for NaN alone, for floats and arrays alike
+        verdict = value != value  # noqa: PLR0124 - true only for NaN, for floats and for arrays
         if self.infs:
             verdict = verdict | (abs(value) == _INFINITY)
         if self.threshold is not None:
@@ -49,5 +49,5 @@ class AnomalyNan(AnomalyRule):
         return verdict
 
     def limit(self) -> float | None:
-        """Return the limit on the magnitude, None without one."""
+        """Return the limit of the magnitude; None without a limit."""
         return self.threshold

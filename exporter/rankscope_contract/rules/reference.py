@@ -1,7 +1,7 @@
-"""The plain meaning of the rules: one series, one value at a time. Every faster evaluator is tested against this one.
+"""Reference implementation of the rules: one series, one value at a time. Tests compare every faster evaluator with it.
 
-Statistics of tensors and stored baselines are float32, scalars float64, as they stand in the store; recursion and
-comparison are float64 over them.
+Tensor statistics and stored baselines are float32 and scalars are float64, as in the store. The baseline's recursion
+and the comparisons are computed in float64.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rankscope_contract.rules.base import AnomalyRule
 
 EMA_KEEP: Final = 0.99
 EMA_TAKE: Final = 0.01
-"""baseline ← 0.99 · baseline + 0.01 · |x|; both factors as written, since 1 - 0.99 is not 0.01 in binary."""
+"""baseline ← 0.99 · baseline + 0.01 · |x|. Both factors are literals, because 1 - 0.99 is not 0.01 in binary."""
 
 _FLOAT32: Final = struct.Struct("<f")
 
 
 def to_float32(value: float) -> float:
-    """Return `value` rounded to float32, beyond its range to ±Inf as the hardware does."""
+    """Return `value` rounded to float32. Values beyond the float32 range become ±Inf, as in hardware."""
     try:
         return float(_FLOAT32.unpack(_FLOAT32.pack(value))[0])
     except OverflowError:
@@ -30,7 +30,7 @@ def to_float32(value: float) -> float:
 
 
 def next_baseline(baseline: float, value: float) -> float:
-    """Return the float32 baseline after `value`; NaN stands for "none yet", non-finite values change nothing."""
+    """Return the float32 baseline after `value`. NaN means "no baseline yet". Non-finite values do not change it."""
     if not math.isfinite(value):
         return baseline
     if math.isnan(baseline):
@@ -40,7 +40,7 @@ def next_baseline(baseline: float, value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Firing:
-    """The first rule that fired on one observation of a series."""
+    """The first rule that fired for one value of a series."""
 
     position: int
     rule: AnomalyRule
@@ -49,7 +49,7 @@ class Firing:
 
 
 class SeriesEvaluator:
-    """One series and its baseline. A rule that may not judge `op` never swallows the verdict of a later one."""
+    """Evaluates rules along one series, with its baseline. Rules that do not evaluate `op` are skipped."""
 
     def __init__(self, rules: Sequence[AnomalyRule], kind: str | None, op: str) -> None:
         self._judging = [rule for rule in rules if rule.judges(kind, op)]
@@ -60,16 +60,16 @@ class SeriesEvaluator:
 
     @property
     def baseline(self) -> float:
-        """What the next value will be compared with; NaN before the first finite one."""
+        """Return the baseline for the next value; NaN before the first finite value."""
         return self._baseline
 
     def observe(self, raw: float) -> Firing | None:
-        """Judge the next value; the first rule in order that fires names the alert."""
+        """Return the first rule, in configured order, that fires for `raw`, else None; then update the baseline."""
         self._position += 1
         value = raw if self._stored_as_float64 else to_float32(raw)
         before = self._baseline
         self._baseline = next_baseline(before, value)
-        # The first observation is its own baseline: it can never be turbulent.
+        # The first value is compared with itself. AnomalyTurbulence therefore never fires for it.
         against = self._baseline if math.isnan(before) else before
         for rule in self._judging:
             if rule.fires(self._op, value, against):
@@ -78,7 +78,7 @@ class SeriesEvaluator:
 
 
 def evaluate(rules: Sequence[AnomalyRule], kind: str | None, op: str, series: Iterable[float]) -> Iterator[Firing]:
-    """Yield what fires along `series`."""
+    """Yield the firings along `series`."""
     evaluator = SeriesEvaluator(rules, kind, op)
     for raw in series:
         firing = evaluator.observe(raw)

@@ -1,4 +1,4 @@
-"""AnomalyTurbulence: a magnitude far above (or below) its own moving average."""
+"""AnomalyTurbulence: fires on a magnitude far above (or below) its own moving average."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from rankscope_contract.rules.base import AnomalyRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnomalyTurbulence(AnomalyRule):
-    """Fires when |x| > baseline · (1 + threshold), strictly.
+    """Fires if |x| > baseline · (1 + threshold). With `direction="both"`, also if |x| < baseline / (1 + threshold).
 
-    With `direction="both"` it also fires when |x| < baseline / (1 + threshold).
-
-    The baseline is |x₀|, then 0.99 · baseline + 0.01 · |x|, compared before it is updated; non-finite values never
-    enter it. Only `ops` (norm and mean by default) are judged.
+    The baseline starts at |x₀| and becomes 0.99 · baseline + 0.01 · |x| after each comparison. Non-finite values never
+    change it. The rule evaluates only `ops`, by default norm and mean.
     """
 
     threshold: float
@@ -37,16 +35,16 @@ class AnomalyTurbulence(AnomalyRule):
         object.__setattr__(self, "ops", tuple(self.ops))
 
     def judges(self, kind: str | None, op: str) -> bool:
-        """Return whether `op` keeps a baseline and `kind` is covered."""
+        """Return whether `op` has a baseline, is one of the rule's ops, and `kind` is one of the rule's kinds."""
         return kind is not None and op in self.ops and self.covers(kind)
 
     def fires(self, op: str, value: Any, baseline: Any) -> Any:  # noqa: ARG002 - the signature of every rule
-        """Return whether the magnitude left its band; false for a NaN value or baseline."""
+        """Return whether the magnitude is outside of its band. False if the value or the baseline is NaN."""
         high = abs(value) > baseline * (1 + self.threshold)
         if self.direction == "up":
             return high
         return high | (abs(value) < baseline / (1 + self.threshold))
 
     def limit(self) -> float | None:
-        """Return the threshold, a ratio above the baseline."""
+        """Return the threshold: the allowed relative increase above the baseline."""
         return self.threshold

@@ -1,1 +1,1 @@
-"""TLS, access configuration, redaction of secrets, and escaping of names."""
+"""TLS, web configuration files, masking of secrets, and escaping of names."""

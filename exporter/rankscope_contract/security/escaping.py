@@ -1,6 +1,6 @@
-"""One function per language in which a user's name may appear: paths, HTML, SQL, PromQL.
+"""Escape user-defined names for paths, HTML, SQL and PromQL: one function per language.
 
-Runs, tensors and labels are free text: `../x`, `a=b`, `lr'"`, `学习`, `123` are all legal names.
+Runs, tensors and labels are free text: `../x`, `a=b`, `lr'"`, `学习`, `123` are all valid names.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import urllib.parse
 
 
 def path_segment(name: str) -> str:
-    """Return `name` as one safe path segment (percent-encoded UTF-8), reversible with `from_path_segment`.
+    """Return `name` as one safe path segment (percent-encoded UTF-8). `from_path_segment` is the inverse.
 
-    Nothing but ASCII letters, digits, `_` and `-` and inner `.` is left as it is, so no name can climb out of its
-    folder, split into two segments or read as `key=value`. The empty name becomes `%`, which no encoding produces.
+    Only ASCII letters, digits, `_`, `-` and inner `.` are kept. Therefore no name can leave its folder, become two
+    segments or look like `key=value`. The empty name becomes `%`, which no encoding produces.
     """
     if not name:
         return "%"
     encoded = urllib.parse.quote(name, safe="")
     encoded = encoded.replace("~", "%7E")
-    # A leading dot would hide the folder, and "." and ".." mean something to every file system.
+    # A leading dot would hide the folder, and "." and ".." have a meaning in every file system.
     return "%2E" + encoded[1:] if encoded.startswith(".") else encoded
 
 
@@ -44,5 +44,5 @@ def sql_identifier(name: str) -> str:
 
 
 def label_value(value: str) -> str:
-    """Return `value` as it stands between the quotes of a Prometheus label, on the page and in PromQL."""
+    """Return `value` escaped for the quotes of a Prometheus label, in an exposition and in PromQL."""
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

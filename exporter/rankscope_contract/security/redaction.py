@@ -1,8 +1,8 @@
-"""Secrets are left out of what is shown and stored of a training: its command line, its configuration. Pure.
+"""Mask secrets in the command line and configuration of a training, before they are shown or stored. Pure.
 
-A rank masks before it sends, the service and the importers before they store: a rank may be of another release, and a
-log is written by anybody. What is known by its name (`--hf-token`, `password`), by its place (`https://user:pw@host`)
-or by its looks (`ghp_…`, a JWT, a private key) is masked; a password that is a plain argument alone nobody can tell.
+A rank masks before it sends. The service and the importers mask before they store, because a rank may run another
+release, and a log may contain anything. A secret is detected by its name (`--hf-token`, `password`), its place
+(`https://user:pw@host`) or its form (`ghp_…`, a JWT, a private key). A password in a plain argument is not detected.
 """
 
 from __future__ import annotations
@@ -17,80 +17,24 @@ MASK: Final = "***"
 _DEEPEST: Final = 100
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_WORDS: Final = frozenset(
-    [
-        "secret",
-        "secrets",
-        "password",
-        "passwords",
-        "passwd",
-        "passphrase",
-        "passwort",
-        "pwd",
-        "credential",
-        "credentials",
-        "auth",
-        "authorization",
-        "bearer",
-        "cookie",
-        "apikey",
-        "apitoken",
-        "accesskey",
-        "secretkey",
-        "privatekey",
-        "authtoken",
-    ]
+    {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "passwort", "pwd", "credential"}
+    | {"credentials", "auth", "authorization", "bearer", "cookie", "apikey", "apitoken", "accesskey"}
+    | {"secretkey", "privatekey", "authtoken"}
 )
 _SECRET_BEFORE_KEY: Final = frozenset(
-    [
-        "access",
-        "account",
-        "api",
-        "auth",
-        "client",
-        "deploy",
-        "encryption",
-        "license",
-        "master",
-        "private",
-        "secret",
-        "service",
-        "session",
-        "shared",
-        "signing",
-        "ssh",
-        "storage",
-        "subscription",
-        "wandb",
-        "write",
-    ]
+    {"access", "account", "api", "auth", "client", "deploy", "encryption", "license", "master", "private"}
+    | {"secret", "service", "session", "shared", "signing", "ssh", "storage", "subscription", "wandb", "write"}
 )
 _SECRET_BEFORE_TOKENS: Final = frozenset(["access", "api", "auth", "bearer", "refresh", "secret"])
 _VOCABULARY: Final = frozenset(
-    [
-        "audio",
-        "bos",
-        "cls",
-        "end",
-        "eos",
-        "image",
-        "mask",
-        "max",
-        "next",
-        "pad",
-        "per",
-        "sep",
-        "special",
-        "start",
-        "unk",
-        "video",
-        "vision",
-    ]
+    {"audio", "bos", "cls", "end", "eos", "image", "mask", "max", "next", "pad", "per", "sep", "special"}
+    | {"start", "unk", "video", "vision"}
 )
 _SHOWN_LAST_WORDS: Final = frozenset(["dir", "file", "folder", "mode", "name", "path", "type"])
-"""What stands behind such a word says where a secret is, not what it is."""
+"""Names that end in such a word describe the location or type of a secret, not the secret itself."""
 
 _LOOKS: Final = re.compile(
-    r"(?<=://)[^/?#\s]+(?=@)"  # a login in an address
+    r"(?<=://)[^/?#\s]+(?=@)"  # credentials in a URL
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
     r"|\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|npg_|nvapi-|pypi-|xox[abeoprs]-|AIza)[\w-]{16,}"
@@ -98,13 +42,13 @@ _LOOKS: Final = re.compile(
     r"|(?<=hooks\.slack\.com/)\S+"
 )
 _SCHEME: Final = re.compile(r"\b(bearer|basic)(\s++)[\w.~+/=:-]{6,}", re.IGNORECASE)
-# Nothing is looked at twice: a text of a megabyte from a rank must not hold up the service.
+# Possessive quantifiers: no backtracking. Otherwise 1 MB of text from a rank could block the service.
 _PAIR: Final = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?+\s*+[=:]\s*+)("[^"]*"|'[^']*'|[^\s,;&"'{}\[\]]+)""")
 _OPTION: Final = re.compile(r"-{1,2}([A-Za-z][\w.-]*)$")
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether what has this name is a secret, as far as names tell: `hf_token` is, `pad_token` is not."""
+    """Return whether the words of `name` show that its value is a secret: `hf_token` is one, `pad_token` is not."""
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or words[-1] in _SHOWN_LAST_WORDS:
         return False
@@ -119,13 +63,13 @@ def is_secret_name(name: str) -> bool:
 
 
 def redacted_text(text: str) -> str:
-    """Return `text` without logins in addresses, `name=value` of secrets, and what looks like one."""
+    """Return `text` with secrets masked: credentials in URLs, values of secret names, texts in the form of a secret."""
     text = _SCHEME.sub(rf"\1\2{MASK}", _LOOKS.sub(MASK, text))
     return _PAIR.sub(lambda found: f"{found[1]}{found[2]}{MASK}" if is_secret_name(found[1]) else found[0], text)
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command line without secrets: `--token x`, `--token=x`, `api.key=x`, and what looks like one."""
+    """Return a command line with secrets masked. Examples: `--token x`, `--token=x`, `api.key=x`, `ghp_…`."""
     shown: list[str] = []
     masks_next = False
     for argument in arguments:
@@ -143,9 +87,9 @@ def redacted_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def redacted(value: Any, *, depth: int = 0) -> Any:
-    """Return a JSON value without secrets: by the names of its keys, and by the looks of its texts."""
+    """Return a JSON value with secrets masked, detected by the names of keys and by the form of texts."""
     if depth > _DEEPEST:
-        return MASK  # nobody reads so deep, and the interpreter does not either
+        return MASK  # deeper nesting would exceed the recursion limit
     if isinstance(value, str):
         return redacted_text(value)
     if isinstance(value, Mapping):
@@ -156,7 +100,10 @@ def redacted(value: Any, *, depth: int = 0) -> Any:
 
 
 def redacted_json(text: str | None) -> str | None:
-    """Return a JSON text without secrets, as it is where it holds none; other text by its looks."""
+    """Return a JSON text with secrets masked. A text without secrets is unchanged.
+
+    Text that is not JSON is masked as text.
+    """
     try:
         document = json.loads(text or "null", object_pairs_hook=_without_doubles)
         shown = redacted(document)
@@ -166,10 +113,13 @@ def redacted_json(text: str | None) -> str | None:
 
 
 def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object; of a name given twice a reader would see only the last value, and the text has both."""
+    """Return an object. Raise ValueError for a repeated name.
+
+    Readers use its last value, but the text contains both.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name is given twice")
+        raise ValueError("a name occurs twice")
     return found
 
 

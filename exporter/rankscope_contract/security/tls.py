@@ -1,6 +1,6 @@
-"""TLS of both conversations, rank and service, either way: contexts from files, read again when these change.
+"""TLS contexts for servers and clients, on ranks and in the service. They are reloaded when their files change.
 
-Also the words for what goes wrong: OpenSSL's own texts name neither the side that is at fault nor what mends it.
+Also explains TLS errors: the texts of OpenSSL name neither the side that caused the error nor the fix.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -25,11 +25,11 @@ _VERIFY: Final = {
 
 MakeContext = Callable[[], ssl.SSLContext]
 MakeFromFiles = Callable[[], tuple[ssl.SSLContext, tuple[Path, ...]]]
-"""Makes a context, and says which files it was made of."""
+"""Makes a context, and returns it with the files from which it was made."""
 
 
 def server_context(tls: TlsServer) -> ssl.SSLContext:
-    """Return what a server wraps connections with. Raises WebConfigError naming the file that cannot be used."""
+    """Return a TLS context for a server. Raises WebConfigError that names an unusable file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version, context.maximum_version = _VERSIONS[tls.min_version], _VERSIONS[tls.max_version]
     context.set_alpn_protocols(["http/1.1"])
@@ -41,9 +41,10 @@ def server_context(tls: TlsServer) -> ssl.SSLContext:
 
 
 def client_context(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> ssl.SSLContext:
-    """Return what a client wraps connections with; without `ca_file` the system's CAs are trusted, else that one alone.
+    """Return a TLS context for a client.
 
-    Raises WebConfigError naming the file that cannot be used.
+    It trusts only the CA in `ca_file`, or the CAs of the system without `ca_file`. Raises WebConfigError that names an
+    unusable file.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -57,48 +58,50 @@ def client_context(ca_file: Path | None, cert_file: Path | None, key_file: Path 
 
 
 def reloading_client(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> Reloading:
-    """Return client contexts that follow their files. Raises WebConfigError."""
+    """Return client contexts that are reloaded when their files change. Raises WebConfigError."""
     files = tuple(path for path in (ca_file, cert_file, key_file) if path is not None)
     return Reloading(lambda: (client_context(ca_file, cert_file, key_file), files))
 
 
 def load_own(context: ssl.SSLContext, cert_file: Path, key_file: Path) -> None:
-    """Have `context` show this certificate, also a context in use. Raises WebConfigError."""
-    for what, path in (("cert_file", cert_file), ("key_file", key_file)):
-        _check_readable(what, path)
+    """Load the certificate that `context` presents; `context` may already be in use. Raises WebConfigError."""
+    _check_readable("cert_file", cert_file)
+    _check_readable("key_file", key_file)
     try:
         context.load_cert_chain(cert_file, key_file, password=_no_password)
     except (ssl.SSLError, OSError) as error:
         mismatch = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
-        why = "the key belongs to another certificate" if mismatch else "no PEM certificate with its key"
-        raise WebConfigError(f"cert_file {cert_file} and key_file {key_file}: {why}") from error
+        reason = "the key belongs to another certificate" if mismatch else "no PEM certificate with its key"
+        raise WebConfigError(f"cert_file {cert_file} and key_file {key_file}: {reason}") from error
 
 
-def load_trusted(context: ssl.SSLContext, ca_file: Path, what: str) -> None:
-    """Have `context` trust certificates that this CA signed. Raises WebConfigError."""
-    _check_readable(what, ca_file)
+def load_trusted(context: ssl.SSLContext, ca_file: Path, option: str) -> None:
+    """Make `context` trust certificates signed by the CA in `ca_file`, the value of `option`. Raises WebConfigError."""
+    _check_readable(option, ca_file)
     try:
         context.load_verify_locations(ca_file)
     except (ssl.SSLError, OSError) as error:
-        raise WebConfigError(f"{what} {ca_file}: it holds no PEM certificate") from error
+        raise WebConfigError(f"{option} {ca_file}: the file contains no PEM certificate") from error
 
 
 class Reloading:
-    """A context that is made anew when one of its files changed; while they cannot be used, the former one stays."""
+    """A TLS context that is made again when one of its files changes. If the new files are unusable, it is kept."""
 
     def __init__(self, make: MakeFromFiles) -> None:
         """Make the first context. Raises WebConfigError."""
         self._make = make
         self._lock = threading.Lock()
         self._context, self._files = make()
-        self._stamps = _look(self._files)
+        self._stamps = tuple(map(_stamp, self._files))
 
     def __call__(self) -> ssl.SSLContext:
-        """Return the context of the files as they are now."""
+        """Return the context for the current content of the files."""
         with self._lock:
-            stamps = _look(self._files)
+            stamps = tuple(map(_stamp, self._files))
             if stamps != self._stamps:
-                self._stamps = stamps  # also when they are bad: told once, and tried again when they change again
+                self._stamps = (
+                    stamps  # also if the files are unusable: they are reported once, and read again after a change
+                )
                 self._reload()
             return self._context
 
@@ -106,48 +109,48 @@ class Reloading:
         try:
             self._context, files = self._make()
         except WebConfigError as error:
-            log.warning("certificates changed and cannot be used, the former ones stay: %s", error)
+            log.warning("certificates changed and cannot be used; the previous ones are still used: %s", error)
             return
-        if files != self._files:  # the configuration names others now; else what was seen before the reading counts
-            self._files, self._stamps = files, _look(files)
+        if files != self._files:  # the configuration now names other files
+            self._files, self._stamps = files, tuple(map(_stamp, files))
         log.info("certificates changed: %s", ", ".join(map(str, files)))
 
 
 HUNG_UP: Final = (
-    "it hung up: it may want a client certificate (cert_file, key_file), not trust the one it was shown, "
-    "or speak no TLS; its log says which"
+    "it closed the connection: it may require a client certificate (cert_file, key_file), not trust the one it "
+    "received, or not use TLS; its log has the reason"
 )
-"""All that can be said when a server's refusal was lost: in TLS 1.3 it comes after the handshake, and may be lost."""
+"""The explanation if a server's refusal was lost. In TLS 1.3 the refusal comes after the handshake and may be lost."""
 
-_OF_SERVERS: Final = {  # what a client is told, by OpenSSL's reason
-    "WRONG_VERSION_NUMBER": "it does not speak TLS: use http:// there, or give it a web_config",
-    "RECORD_LAYER_FAILURE": "it does not speak TLS: use http:// there, or give it a web_config",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it asks for a client certificate: set cert_file and key_file",
-    "SSLV3_ALERT_HANDSHAKE_FAILURE": "it refused the handshake: it may want a client certificate (cert_file, key_file)",
-    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust the CA of our client certificate: see its client_ca_file",
-    "SSLV3_ALERT_BAD_CERTIFICATE": "it refuses our client certificate",
+_OF_SERVERS: Final = {  # OpenSSL's reason on the client -> explanation about the server
+    "WRONG_VERSION_NUMBER": "it does not use TLS: use an http:// address, or give the server a web_config",
+    "RECORD_LAYER_FAILURE": "it does not use TLS: use an http:// address, or give the server a web_config",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it requires a client certificate: set cert_file and key_file",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": "it refused the handshake: set cert_file and key_file if it requires them",
+    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust the CA of our client certificate: check client_ca_file of the server",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "it rejected our client certificate",
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "our client certificate has expired: renew cert_file",
-    "TLSV1_ALERT_PROTOCOL_VERSION": "it speaks no TLS version that is spoken here (1.2 or 1.3)",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "it supports neither TLS 1.2 nor TLS 1.3, which Rankscope requires",
     "UNEXPECTED_EOF_WHILE_READING": HUNG_UP,
 }
-_OF_CLIENTS: Final = {  # what a server says of a client
-    "HTTP_REQUEST": "it spoke plain HTTP to a TLS port: use https:// there",
-    "WRONG_VERSION_NUMBER": "it did not speak TLS",
-    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it showed no client certificate: give it cert_file and key_file",
-    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust our certificate: name the CA in its ca_file",
-    "SSLV3_ALERT_BAD_CERTIFICATE": "it refuses our certificate: wrong name, wrong CA or expired",
-    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it refuses our certificate: wrong name, wrong CA or expired",
+_OF_CLIENTS: Final = {  # OpenSSL's reason on the server -> explanation about the client
+    "HTTP_REQUEST": "it sent plain HTTP to a TLS port: use https:// in its configuration",
+    "WRONG_VERSION_NUMBER": "it did not use TLS",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it sent no client certificate: set its cert_file and key_file",
+    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust our certificate: set its ca_file to our CA",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "it rejected our certificate: wrong name, wrong CA or expired",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it rejected our certificate: wrong name, wrong CA or expired",
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "our certificate has expired: renew cert_file in web_config",
-    "UNSUPPORTED_PROTOCOL": "it speaks only TLS versions below min_version",
-    "NO_SHARED_CIPHER": "no cipher is common to both",
-    "UNEXPECTED_EOF_WHILE_READING": "it hung up during the handshake: it may not trust our certificate",
+    "UNSUPPORTED_PROTOCOL": "it supports only TLS versions below min_version",
+    "NO_SHARED_CIPHER": "client and server have no cipher in common",
+    "UNEXPECTED_EOF_WHILE_READING": "it closed the connection during the handshake: it may not trust our certificate",
 }
 
 
 def explain_to_client(error: BaseException) -> str | None:
-    """Return why a server could not be spoken to by TLS and what mends it; None when TLS is not to blame."""
+    """Return why the TLS connection to a server failed and how to fix it; None if the error is not a TLS error."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return _certificate_trouble(error, "its certificate", "name its CA in ca_file")
+        return _certificate_error(error, "its certificate", "set ca_file to its CA")
     if isinstance(error, ssl.SSLEOFError):
         return HUNG_UP
     if isinstance(error, ssl.SSLError):
@@ -156,45 +159,41 @@ def explain_to_client(error: BaseException) -> str | None:
 
 
 def explain_to_server(error: BaseException) -> str | None:
-    """Return why the handshake with a client failed and what mends it; None when TLS is not to blame."""
+    """Return why the TLS handshake with a client failed and how to fix it; None if the error is not a TLS error."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return _certificate_trouble(error, "its client certificate", "see client_ca_file in web_config")
+        return _certificate_error(error, "its client certificate", "check client_ca_file in web_config")
     if isinstance(error, ssl.SSLError):
         return _OF_CLIENTS.get(error.reason or "", f"TLS failed: {error.reason or error}")
     return None
 
 
-def _certificate_trouble(error: ssl.SSLCertVerificationError, whose: str, fix: str) -> str:
-    said = error.verify_message
-    if "expired" in said:
-        return f"{whose} has expired: renew it"
-    if "not yet valid" in said:
-        return f"{whose} is not valid yet: see the clocks of both machines"
-    if "mismatch" in said or "not valid for" in said:
-        return f"{whose} is for another name: {said}"
-    return f"{whose} is not signed by a CA that is trusted here ({said}): {fix}"
+def _certificate_error(error: ssl.SSLCertVerificationError, certificate: str, fix: str) -> str:
+    reason = error.verify_message
+    if "expired" in reason:
+        return f"{certificate} has expired: renew it"
+    if "not yet valid" in reason:
+        return f"{certificate} is not valid yet: check the clocks of both machines"
+    if "mismatch" in reason or "not valid for" in reason:
+        return f"{certificate} is for another name: {reason}"
+    return f"{certificate} is not signed by a trusted CA ({reason}): {fix}"
 
 
-def _check_readable(what: str, path: Path) -> None:
+def _check_readable(option: str, path: Path) -> None:
     try:
         with path.open("rb"):
             return
     except OSError as error:
-        raise WebConfigError(f"{what} {path}: {error.strerror or error}") from error
+        raise WebConfigError(f"{option} {path}: {error.strerror or error}") from error
 
 
 def _no_password() -> str:
-    # Without this OpenSSL would ask on the terminal, and a training would wait for an answer.
-    raise WebConfigError("the key is encrypted: give a key file without a password")
-
-
-def _look(files: Iterable[Path]) -> tuple[tuple[int, ...] | None, ...]:
-    return tuple(map(_stamp, files))
+    # Without this callback OpenSSL would prompt on the terminal, and the training would wait for input.
+    raise WebConfigError("the key is encrypted: use a key file without a password")
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
     try:
-        status = path.stat()  # follows links: secrets are often mounted as links that are swapped
+        status = path.stat()  # follows symbolic links: mounted secrets are often updated by replacing a link
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,7 +1,7 @@
-"""Prometheus' web configuration file, as both our HTTP servers read it: certificate, client certificates, users.
+"""Prometheus' web configuration file: certificate, client certificates, users. Both HTTP servers of Rankscope read it.
 
-One file serves node_exporter, Prometheus and us. What it asks for and we cannot do is refused by name: a server that
-protects less than its configuration says would be worse than none. Values and checks; contexts are made in `tls`.
+node_exporter, Prometheus and Rankscope can share one file. An option that Rankscope does not support is an error: a
+server with less protection than its configuration requires would be dangerous. `tls` makes the TLS contexts.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ TlsVersion = Literal["TLS12", "TLS13"]
 _SECTIONS: Final = ("tls_server_config", "basic_auth_users")
 _TLS_KEYS: Final = ("cert_file", "key_file", "client_auth_type", "client_ca_file", "min_version", "max_version")
 _REFUSED: Final = {
-    "http_server_config": "it asks for HTTP/2 or more headers, which this server does not have: leave it out",
-    "cert": "name a file in cert_file",
-    "key": "name a file in key_file",
-    "client_ca": "name a file in client_ca_file",
-    "client_allowed_sans": "sign the certificates of allowed clients with a CA of their own, and leave it out",
-    "cipher_suites": "leave it out, or ask for min_version: TLS13",
-    "prefer_server_cipher_suites": "leave it out",
-    "curve_preferences": "leave it out",
+    "http_server_config": "this server has no HTTP/2 and no additional headers: remove the option",
+    "cert": "use a file: cert_file",
+    "key": "use a file: key_file",
+    "client_ca": "use a file: client_ca_file",
+    "client_allowed_sans": "remove it, and sign the certificates of allowed clients with a separate CA",
+    "cipher_suites": "remove it, or set min_version: TLS13",
+    "prefer_server_cipher_suites": "remove it",
+    "curve_preferences": "remove it",
 }
 _UNVERIFIED: Final = ("RequestClientCert", "RequireAnyClientCert")
 
@@ -35,12 +35,12 @@ LoadYaml = Callable[[str], Any]
 
 
 class WebConfigError(ValueError):
-    """A web configuration cannot be used; the text names the file, the key and the fix."""
+    """An unusable web configuration. The text names the file, the option and the fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsServer:
-    """`tls_server_config`: what the server shows, and whom it asks to show something."""
+    """The section `tls_server_config`: certificate of the server, and the client certificates that it requires."""
 
     cert_file: Path
     key_file: Path
@@ -51,32 +51,32 @@ class TlsServer:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return what must be read again when it changes."""
+        """Return the files whose change requires a new context."""
         return (self.cert_file, self.key_file, *(() if self.client_ca_file is None else (self.client_ca_file,)))
 
     @property
     def demands_client_certificates(self) -> bool:
-        """Return whether nobody gets in without a certificate that a CA of ours has signed."""
+        """Return whether every client must present a certificate signed by `client_ca_file`."""
         return self.client_auth_type == "RequireAndVerifyClientCert"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebConfig:
-    """The whole file; without TLS it has users alone."""
+    """The whole file. Without TLS it contains only users."""
 
     tls: TlsServer | None = None
     users: Mapping[str, str] = field(default_factory=dict, repr=False)  # name -> bcrypt hash
 
     @property
     def demands_identity(self) -> bool:
-        """Return whether the file by itself keeps strangers out."""
+        """Return whether the file requires every client to authenticate."""
         return bool(self.users) or (self.tls is not None and self.tls.demands_client_certificates)
 
 
 def read_web_config(path: Path, load_yaml: LoadYaml | None) -> WebConfig:
-    """Return the configuration in a YAML, JSON or TOML file; file names in it are relative to its folder.
+    """Return the configuration in a YAML, JSON or TOML file. File names in it are relative to its folder.
 
-    `load_yaml` is None where no YAML reader is installed. Raises WebConfigError.
+    `load_yaml` is None if no YAML reader is installed. Raises WebConfigError.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -84,7 +84,7 @@ def read_web_config(path: Path, load_yaml: LoadYaml | None) -> WebConfig:
         raise WebConfigError(f"web_config {path}: {getattr(error, 'strerror', None) or error}") from error
     document = _parsed(path, text, load_yaml)
     if not isinstance(document, Mapping):
-        raise WebConfigError(f"web_config {path}: keys and values are expected, not {type(document).__name__}")
+        raise WebConfigError(f"web_config {path}: expected keys and values, not {type(document).__name__}")
     try:
         return _web_config(document, path.parent)
     except WebConfigError as error:
@@ -101,12 +101,12 @@ def _parsed(path: Path, text: str, load_yaml: LoadYaml | None) -> Any:
         raise WebConfigError(f"web_config {path}: {error}") from error
     if load_yaml is None:
         raise WebConfigError(
-            f"web_config {path}: no YAML reader is installed here. Install pyyaml, or write the same keys as JSON into "
-            "a file that ends in .json, which Prometheus' own programs read as well"
+            f"web_config {path}: no YAML reader is installed. Install pyyaml, or write the same keys as JSON into a "
+            "file with the ending .json, which Prometheus' own programs can read too"
         )
     try:
         return load_yaml(text) or {}
-    except Exception as error:  # the reader's own error type is not known here
+    except Exception as error:  # the type of a YAML reader's errors is unknown here
         raise WebConfigError(f"web_config {path}: not YAML: {error}") from error
 
 
@@ -118,7 +118,7 @@ def _web_config(document: Mapping[str, Any], base: Path) -> WebConfig:
         raise WebConfigError("basic_auth_users: write a user and a bcrypt hash on each line")
     config = WebConfig(tls=None if tls is None else _tls(tls, base), users=dict(users))
     if config.tls is None and not config.users:
-        raise WebConfigError("it is empty: give tls_server_config with cert_file and key_file")
+        raise WebConfigError("the file is empty: add tls_server_config with cert_file and key_file")
     return config
 
 
@@ -128,7 +128,7 @@ def _tls(section: Any, base: Path) -> TlsServer:
     _check_keys(section, _TLS_KEYS, "tls_server_config.")
     for key in _TLS_KEYS:
         if key in section and not (isinstance(section[key], str) and section[key]):
-            raise WebConfigError(f"tls_server_config.{key}: text is expected, not {section[key]!r}")
+            raise WebConfigError(f"tls_server_config.{key}: expected text, not {section[key]!r}")
     for key in ("cert_file", "key_file"):
         if key not in section:
             raise WebConfigError(f"tls_server_config.{key} is missing")
@@ -148,11 +148,11 @@ def _tls(section: Any, base: Path) -> TlsServer:
 def _check_together(tls: TlsServer) -> None:
     if tls.client_auth_type != "NoClientCert" and tls.client_ca_file is None:
         raise WebConfigError(
-            f"tls_server_config.client_ca_file is missing: {tls.client_auth_type} needs a CA to verify by"
+            f"tls_server_config.client_ca_file is missing: {tls.client_auth_type} requires a CA to verify clients"
         )
     if tls.client_auth_type == "NoClientCert" and tls.client_ca_file is not None:
         raise WebConfigError(
-            "tls_server_config.client_ca_file without client_auth_type would ask nobody for a certificate: "
+            "tls_server_config.client_ca_file has no effect without client_auth_type: "
             "set client_auth_type: RequireAndVerifyClientCert"
         )
     if tls.min_version > tls.max_version:
@@ -162,7 +162,7 @@ def _check_together(tls: TlsServer) -> None:
 def _client_auth(value: str) -> Any:
     if value in _UNVERIFIED:
         raise WebConfigError(
-            f"tls_server_config.client_auth_type {value} takes any certificate unverified, which this server cannot: "
+            f"tls_server_config.client_auth_type {value} would accept unverified certificates, which is not supported: "
             "use RequireAndVerifyClientCert"
         )
     return _one_of(get_args(ClientAuth), value, "tls_server_config.client_auth_type")
@@ -172,9 +172,9 @@ def _version(section: Mapping[str, Any], key: str, default: TlsVersion) -> Any:
     return _one_of(get_args(TlsVersion), section.get(key, default), f"tls_server_config.{key}")
 
 
-def _one_of(choices: tuple[str, ...], value: str, what: str) -> str:
+def _one_of(choices: tuple[str, ...], value: str, option: str) -> str:
     if value not in choices:
-        raise WebConfigError(f"{what} is {value!r}: use {' or '.join(choices)}")
+        raise WebConfigError(f"{option} is {value!r}: use {' or '.join(choices)}")
     return value
 
 
@@ -186,4 +186,4 @@ def _check_keys(section: Mapping[str, Any], known: tuple[str, ...], prefix: str)
             raise WebConfigError(f"{prefix}{key} is not supported: {_REFUSED[key]}")
         near = difflib.get_close_matches(str(key), known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise WebConfigError(f"unknown key {prefix}{key}: {hint}there are {', '.join(known)}")
+        raise WebConfigError(f"unknown key {prefix}{key}: {hint}Known keys: {', '.join(known)}")

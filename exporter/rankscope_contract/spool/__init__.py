@@ -1,11 +1,11 @@
-"""Records on disk that outlive their process: written by a rank, read by the service or by the next rank on the host.
+"""Records on disk that outlive their process. A rank writes them; the service or the next rank on the host reads them.
 
-    <folder>/<incarnation>/lock                  held by flock as long as the process lives
-                           identity.json         who it was: what it would have registered with
-                           plan-<hash>.json      the names behind the numbers
+    <folder>/<incarnation>/lock                  locked with flock while the process is alive
+                           identity.json         identity of the process: its registration
+                           plan-<hash>.json      a plan of the records
                            <first seq>.arrows    an Arrow IPC stream, one record per message, without gaps in seq
 
-A file stays readable up to its last whole message, whatever moment its writer was killed at.
+A file is readable up to its last complete message, whenever its writer was killed.
 """
 
 from rankscope_contract.spool.layout import SpoolError

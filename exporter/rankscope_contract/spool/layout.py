@@ -1,4 +1,4 @@
-"""Names and documents of a spool folder. Reads and writes small texts; knows nothing of records or locks."""
+"""File names and JSON documents of a spool folder. Does not read records and does not lock."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ FORMAT: Final = 1
 IDENTITY_NAME: Final = "identity.json"
 LOCK_NAME: Final = "lock"
 UNFINISHED_PREFIX: Final = "."
-"""A folder is built under such a name and renamed once it is locked and complete."""
+"""Prefix of a folder's name until the folder is complete and locked; then it is renamed."""
 
 _SEGMENT: Final = re.compile(r"(\d{12,18})\.arrows")
 _PLAN: Final = re.compile(r"plan-[0-9a-f]{8,64}\.json")
 
 
-_SPOKEN: Final = (FORMAT, SCHEMA_VERSION)
-_NEEDED: Final = {"run": str, "launch_id": str, "host": str, "rank": int, "world_size": int, "started_at": int}
+_READABLE: Final = (FORMAT, SCHEMA_VERSION)
+_REQUIRED: Final = {"run": str, "launch_id": str, "host": str, "rank": int, "world_size": int, "started_at": int}
 
 
 class SpoolError(Exception):
-    """A folder is no spool that can be read here; the text says which and why."""
+    """A folder is not a readable spool. The text names the folder and the reason."""
 
 
 def segment_name(first: int) -> str:
-    """Return the name of the file whose first record is `first`; names sort as their numbers do."""
+    """Return the name of the file whose first record has seq `first`. Names sort in the order of their seqs."""
     return f"{first:012d}.arrows"
 
 
 def plan_name(plan_hash: str) -> str:
-    """Return the name of a plan's file."""
+    """Return the file name of a plan."""
     return f"plan-{plan_hash}.json"
 
 
 def segments(folder: Path) -> list[tuple[int, Path]]:
-    """Return (first seq, path) of each file of records, in order; files of any other name are not ours."""
+    """Return (first seq, path) of each file of records, by seq. Other files are ignored."""
     named = ((_SEGMENT.fullmatch(path.name), path) for path in folder.iterdir())
     return sorted((int(match[1]), path) for match, path in named if match is not None)
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a file of this name belongs to a spool, and goes with it."""
+    """Return whether a file with this name belongs to a spool and is deleted with it."""
     known = name in (IDENTITY_NAME, LOCK_NAME) or _SEGMENT.fullmatch(name) or _PLAN.fullmatch(name)
     return bool(known) or name.endswith(".tmp")
 
 
 def folders(root: Path) -> list[Path]:
-    """Return the spools below `root`, the oldest first. Raises OSError when `root` cannot be read."""
+    """Return the spools below `root`, the oldest first. Raises OSError if `root` cannot be read."""
     return sorted((path for path in root.iterdir() if _is_spool(path)), key=lambda path: (_began(path), path))
 
 
 def _began(folder: Path) -> float:
-    """Return when it was made, by the clock of the disk: the identity is written once."""
+    """Return the creation time of the spool, by the clock of the file system: the identity is written only once."""
     try:
         return (folder / IDENTITY_NAME).stat().st_mtime
     except OSError:
@@ -72,13 +72,13 @@ def _is_spool(path: Path) -> bool:
     try:
         return (path / LOCK_NAME).is_file()
     except OSError:
-        return True  # it cannot be looked into: whoever opens it says so
+        return True  # not readable: the caller that opens the spool reports the error
 
 
 def write_whole(path: Path, text: str, *, sync: bool = False) -> None:
-    """Write `text` so that `path` holds all of it or does not exist; only its owner can read it.
+    """Write `text` to `path` atomically: `path` contains the whole text or does not exist. Only the owner can read it.
 
-    With `sync` it outlives a power cut, once its folder was synced too.
+    With `sync` the content survives a power failure, provided that `sync_folder` is called afterwards.
     """
     temporary = path.with_name(path.name + ".tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -91,7 +91,7 @@ def write_whole(path: Path, text: str, *, sync: bool = False) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on the device: what is in a file is of no use without its name."""
+    """Call fsync on `folder`. Without it, a power failure can remove the names of files whose content is on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -100,9 +100,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def service_name(url: str) -> str:
-    """Return how a spool names the service at `url`: as it is dialled, in one spelling and without secrets.
+    """Return the normal form of the service address `url`, for spool folders: scheme, host, port, path, no credentials.
 
-    Names are not resolved: localhost and 127.0.0.1 are two.
+    Host names are not resolved: localhost and 127.0.0.1 are different services.
     """
     parts = urlsplit(url)
     host = f"[{parts.hostname}]" if parts.hostname and ":" in parts.hostname else parts.hostname
@@ -111,13 +111,13 @@ def service_name(url: str) -> str:
 
 
 def write_identity(folder: Path, registration: Registration, *, service: str | None = None, sync: bool = False) -> None:
-    """Write down who the process is, and which service, by `service_name`, its records are for."""
+    """Write the identity of the process and the service, in the form of `service_name`, to which its records belong."""
     text = json.dumps({"format": FORMAT, "service": service, "registration": asdict(registration)})
     write_whole(folder / IDENTITY_NAME, text, sync=sync)
 
 
 def read_service(folder: Path) -> str | None:
-    """Return which service the records are for; None where that is not said, or cannot be read."""
+    """Return the service to which the records belong; None if the file does not name one or cannot be read."""
     try:
         service = json.loads((folder / IDENTITY_NAME).read_bytes())["service"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -126,25 +126,27 @@ def read_service(folder: Path) -> str | None:
 
 
 def read_identity(folder: Path) -> Registration:
-    """Return who the process was. Raises SpoolError when that cannot be told, or was told in a later format."""
+    """Return the identity of the process. Raises SpoolError if it cannot be read or has a newer format."""
     path = folder / IDENTITY_NAME
     try:
         document = json.loads(path.read_bytes())
         facts = document["registration"]
-        spoken = document["format"], facts["schema_version"]
-        registration = Registration.from_json(json.dumps(facts)) if spoken == _SPOKEN else None
+        found = document["format"], facts["schema_version"]
+        registration = Registration.from_json(json.dumps(facts)) if found == _READABLE else None
     except OSError as error:
         raise SpoolError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SpoolError(f"{path} is torn or foreign ({error!r}): whose records these are cannot be told") from error
+        raise SpoolError(
+            f"{path} is incomplete or no spool file ({error!r}): the process that wrote these records is unknown"
+        ) from error
     if registration is None:
         raise SpoolError(
-            f"{folder} has format {spoken[0]} and schema version {spoken[1]}, this release reads {FORMAT} and "
-            f"{SCHEMA_VERSION}: drain it with the release that wrote it"
+            f"{folder} has format {found[0]} and schema version {found[1]}; this release reads {FORMAT} and "
+            f"{SCHEMA_VERSION}. Import it with the release that wrote it"
         )
-    for name, kind in _NEEDED.items():
+    for name, kind in _REQUIRED.items():
         if not isinstance(getattr(registration, name), kind):
-            raise SpoolError(f"{path} is torn or foreign: {name} is {getattr(registration, name)!r}")
+            raise SpoolError(f"{path} is incomplete or no spool file: {name} is {getattr(registration, name)!r}")
     if registration.incarnation != folder.name:
-        raise SpoolError(f"{folder} says that it belongs to {registration.incarnation!r}: it was renamed or copied")
+        raise SpoolError(f"{folder} belongs to {registration.incarnation!r}: the folder was renamed or copied")
     return registration

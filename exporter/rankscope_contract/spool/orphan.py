@@ -1,4 +1,4 @@
-"""A spool whose process is dead, held by the process that reads it to its end and then removes it."""
+"""A spool of a dead process. The process that holds its lock reads all records and then removes the spool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Orphan:
-    """Records of a dead process. Files go as their records are committed, the folder with the last of them."""
+    """Spool of a dead process, locked by this process. Files are deleted when their records are committed."""
 
     def __init__(self, reader: SpoolReader, lock: FolderLock, registration: Registration) -> None:
         self.reader = reader
@@ -28,16 +28,16 @@ class Orphan:
 
     @classmethod
     def take(cls, folder: Path, needed_plans: NeededPlans) -> Self | None:
-        """Return the spool in `folder`, None while its process lives or another one reads it.
+        """Lock and return the spool in `folder`; None if its process is alive or another process reads it.
 
-        Raises SpoolError or OSError when nobody holds it and yet it cannot be read.
+        Raises SpoolError or OSError if no process holds the spool and it cannot be read.
         """
         lock = FolderLock.take(folder)
         if lock is None:
             return None
         try:
             if not (folder / IDENTITY_NAME).exists() and not segments(folder):
-                remove_folder(folder)  # whoever drained it was killed while it removed the rest
+                remove_folder(folder)  # its reader was killed while it removed the folder
                 lock.release()
                 return None
             return cls(SpoolReader(folder, needed_plans), lock, read_identity(folder))
@@ -47,7 +47,7 @@ class Orphan:
 
     @property
     def folder(self) -> Path:
-        """Return where it lies."""
+        """Return the folder of the spool."""
         return self.reader.folder
 
     @property
@@ -57,18 +57,18 @@ class Orphan:
 
     @property
     def is_done(self) -> bool:
-        """Return whether a store has everything."""
+        """Return whether a store has committed all records."""
         return self.committed >= self.head
 
     def after(self, cursor: int, max_bytes: int) -> Stretch | None:
-        """Return the next records above `cursor`, None when there are no more. Raises OSError."""
+        """Return the next records above `cursor`, or None if there are no more. Raises OSError."""
         stretch = self.reader.after(cursor, max_bytes)
         if stretch is None and cursor < self.head:
-            self.head = max(cursor, self.committed)  # the rest is damaged: there is nothing left to wait for
+            self.head = max(cursor, self.committed)  # the remaining records are damaged: no further record will come
         return stretch
 
     def commit(self, seq: int) -> None:
-        """Note that all up to `seq` is durable, and delete the files that hold nothing else."""
+        """Record that a store has committed everything up to `seq`, and delete files without any later record."""
         if seq <= self.committed:
             return
         self.committed = seq
@@ -78,24 +78,24 @@ class Orphan:
                 path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Delete the folder and give the lock back: everything in it is in a store."""
+        """Delete the folder and release the lock. Call this after all records were committed."""
         try:
             remove_folder(self.folder)
         finally:
             self._lock.release()
 
     def release(self) -> None:
-        """Give the lock back and leave the files to whoever comes next."""
+        """Release the lock and keep the files for another reader."""
         self._lock.release()
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a spool, records first, so that what is left at any moment can still be read. Raises OSError."""
+    """Delete a spool, records first. If the process is killed, the rest is still readable. Raises OSError."""
     last = {IDENTITY_NAME: 1, LOCK_NAME: 2}
     ours = [path for path in folder.iterdir() if is_ours(path.name)]
     for path in sorted(ours, key=lambda path: (last.get(path.name, 0), not path.name.endswith(".arrows"), path.name)):
         path.unlink(missing_ok=True)
     if any(folder.iterdir()):
-        log.warning("%s holds files that are not a spool's; they are left there", folder)
+        log.warning("%s contains files that do not belong to a spool; the folder and these files are kept", folder)
         return
     folder.rmdir()

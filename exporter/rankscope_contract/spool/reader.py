@@ -1,8 +1,8 @@
-"""Whole messages out of files that may end in the middle of one. No Arrow here: a message is a run of bytes.
+"""Read complete messages from files that may end in the middle of one. Does not import Arrow: a message is bytes.
 
-Record i of a file has seq `first + i`, because a file is closed wherever a record is missing; so a reader finds its
-place without inflating anything. Whether the bytes of a message mean something is for the caller's `needed_plans` to
-say: it returns the plans that a stream uses, None when the stream cannot be read.
+Record i of a file has seq `first + i`, because the writer starts a new file wherever a record is missing. The reader
+therefore finds a record without decompression. The caller's `needed_plans` checks the content: it returns the plans
+that a stream uses, or None if the stream cannot be read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 MAX_FILE_BYTES: Final = 1 << 29
-"""No rank writes larger ones, and whoever reads them is a rank or a service that has other uses for its memory."""
+"""Larger files are skipped: no rank writes them, and reading one could exhaust the memory of the rank or service."""
 _CONTINUES: Final = 0xFFFFFFFF
 _BODY_LENGTH_SLOT: Final = 4 + 2 * 3  # bodyLength is the fourth field of Message (Arrow format, Message.fbs)
 
@@ -37,12 +37,12 @@ class Stretch:
 
     @property
     def rows(self) -> int:
-        """Return how many records."""
+        """Return the number of records."""
         return self.last - self.first + 1
 
 
 def message_ends(data: bytes) -> list[int]:
-    """Return where each whole message of `data` ends; the first of them is the schema."""
+    """Return the end offset of each complete message in `data`. The first message is the schema."""
     ends: list[int] = []
     position = 0
     while position + 8 <= len(data):
@@ -57,7 +57,7 @@ def message_ends(data: bytes) -> list[int]:
 
 
 def _body_length(data: bytes, start: int, length: int) -> int:
-    """Return `bodyLength` of the message whose metadata begin at `start`; for garbage, more than there is."""
+    """Return `bodyLength` of the message whose metadata start at `start`. For invalid metadata, return len(data)."""
     try:
         table = start + int(struct.unpack_from("<I", data, start)[0])
         vtable = table - int(struct.unpack_from("<i", data, table)[0])
@@ -75,16 +75,16 @@ NeededPlans = Callable[[bytes], Iterable[str] | None]
 
 
 class SpoolReader:
-    """The files of one folder, read anew at each call: their writer may still be at work."""
+    """Reads the files of one folder. Each call reads them again, because their writer may still be active."""
 
     def __init__(self, folder: Path, needed_plans: NeededPlans) -> None:
         self.folder = folder
         self._needed_plans = needed_plans
         self._good_plans: set[str] = set()
-        self._told: set[tuple[str, int]] = set()
+        self._reported: set[tuple[str, int]] = set()
 
     def head(self) -> int:
-        """Return the newest seq that is whole, NOTHING without any. Raises OSError."""
+        """Return the highest seq of a complete record, or NOTHING. Raises OSError."""
         for first, path in reversed(segments(self.folder)):
             records = len(message_ends(self._bytes(path))) - 1
             if records > 0:
@@ -92,14 +92,17 @@ class SpoolReader:
         return NOTHING
 
     def after(self, cursor: int, max_bytes: int) -> Stretch | None:
-        """Return the next records above `cursor` that one file holds: at least one, else up to `max_bytes`."""
+        """Return the next records above `cursor` from one file, or None at the end.
+
+        Up to `max_bytes`, but at least one record.
+        """
         files = segments(self.folder)
         for place, (first, path) in enumerate(files):
             if place + 1 < len(files) and files[place + 1][0] <= cursor + 1:
                 continue
             try:
                 data = self._bytes(path)
-            except FileNotFoundError:  # its records were committed meanwhile
+            except FileNotFoundError:  # its records were committed in the meantime
                 continue
             stretch = self._stretch(path, data, first, max(cursor + 1, first), max_bytes)
             if stretch is not None:
@@ -107,7 +110,7 @@ class SpoolReader:
         return None
 
     def plan(self, plan_id: str) -> str | None:
-        """Return the text of a plan, None when there is none of this hash."""
+        """Return the text of a plan; None if the spool has no plan with this hash."""
         if not plan_id.isalnum():
             return None
         try:
@@ -120,7 +123,7 @@ class SpoolReader:
         size = path.stat().st_size
         if size <= MAX_FILE_BYTES:
             return path.read_bytes()
-        self._tell(path, 0, size, f"has {size} bytes, which no rank wrote: it is passed over")
+        self._report(path, 0, size, f"has {size} bytes, more than a rank writes: the file is skipped")
         return b""
 
     def _is_sound(self, stream: bytes) -> bool:
@@ -135,10 +138,8 @@ class SpoolReader:
 
     def _stretch(self, path: Path, data: bytes, first: int, start: int, max_bytes: int) -> Stretch | None:
         ends = message_ends(data)
-        self._tell(
-            path, ends[-1] if ends else 0, len(data), "ends in the middle of a record: what stands before is read"
-        )
-        index = start - first  # ends[index] is where the message of `start` begins
+        self._report(path, ends[-1] if ends else 0, len(data), "ends within a record: the records before it are read")
+        index = start - first  # the message of `start` begins at ends[index]
         records = len(ends) - 1 - index
         if not ends or records <= 0:
             return None
@@ -149,10 +150,11 @@ class SpoolReader:
             if self._is_sound(stream):
                 return Stretch(data=stream, first=start, last=start + count - 1)
             count //= 2
-        self._tell(path, start, -1, f"is damaged from seq {start} on: the rest of this file is passed over")
+        self._report(path, start, -1, f"is damaged from seq {start} on: the rest of this file is skipped")
         return None
 
-    def _tell(self, path: Path, at: int, size: int, what: str) -> None:
-        if at != size and (path.name, at) not in self._told:
-            self._told.add((path.name, at))
-            log.warning("%s %s", path, what)
+    def _report(self, path: Path, at: int, size: int, problem: str) -> None:
+        """Log `problem` once per file and position, unless `at` is the end of the file."""
+        if at != size and (path.name, at) not in self._reported:
+            self._reported.add((path.name, at))
+            log.warning("%s %s", path, problem)

@@ -24,7 +24,7 @@ class CopiesDoNothing:
     """
 
     is_copy: bool = False
-    """Whether this object is a copy, which does nothing."""
+    """True for a copy, which does nothing."""
 
     def _unattached(self) -> dict[str, Any]:
         """Return the attributes that a copy does not share, with the values of an object that was never used."""

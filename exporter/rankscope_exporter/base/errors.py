@@ -17,11 +17,11 @@ class RankscopeError(Exception):
 
 
 class ConfigError(RankscopeError, ValueError):
-    """A setting is wrong; the text names it and what would be right."""
+    """An invalid setting. The text names the setting and the valid values."""
 
 
 class ServeError(ConfigError):
-    """Serving cannot start as configured; the text names the fix."""
+    """A configuration with which the rank cannot serve. The text names the fix."""
 
 
 class CountError(RankscopeError, ValueError):
@@ -29,27 +29,29 @@ class CountError(RankscopeError, ValueError):
 
 
 MOST_CHARACTERS: Final = 1_000
-"""Of what an error says of itself: some quote all they were given."""
+"""Maximum length of an error's own text in a message. Some errors quote their whole input."""
 
 log = logging.getLogger("rankscope")
 
 
 class Guard:
-    """Calls functions on behalf of training and swallows what they raise. Thread-safe.
+    """Calls functions for the training and catches all their exceptions. Thread-safe.
 
-    `count` is exported as rankscope_exporter_faults_total. A fault is logged once per place and type with its
-    traceback, later ones are only counted, so a hook that fails at every step does not flood the console.
+    `count` is exported as rankscope_exporter_faults_total. Each combination of place and exception type is logged once,
+    with its traceback. Further ones are only counted: a hook that fails at every step does not flood the console.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.on_first: Callable[[str, BaseException], None] | None = None
-        """Told of each fault that is logged, so that it reaches the store as well."""
+        """Called for each logged fault, to store it as an event."""
         self._seen: set[tuple[str, type[BaseException]]] = set()
-        self._lock = threading.RLock()  # a signal handler of the training may come to us on top of ourselves
+        self._lock = (
+            threading.RLock()
+        )  # reentrant: a signal handler of the training may call the guard while this thread holds the lock
 
     def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Return `function(*args)`, or None when it raised."""
+        """Return `function(*args)`, or None if it raised."""
         try:
             return function(*args)
         except Exception as error:  # noqa: BLE001 - the façade: training never stops for telemetry
@@ -57,7 +59,7 @@ class Guard:
             return None
 
     def report(self, where: str, error: BaseException) -> None:
-        """Count a fault that was caught at the edge of a background thread or by `call`."""
+        """Count a fault that `call` or a background thread caught, and log the first one of its kind."""
         with self._lock:
             self.count += 1
             first = (where, type(error)) not in self._seen
@@ -65,13 +67,13 @@ class Guard:
         if first:
             log.error("%s", fault_text(where, error), exc_info=error)
             if self.on_first is not None:
-                with contextlib.suppress(Exception):  # what tells of a fault must not become one
+                with contextlib.suppress(Exception):  # reporting a fault must not raise
                     self.on_first(where, error)
 
 
 def fault_text(where: str, error: BaseException) -> str:
-    """Return the sentence by which a fault is named."""
-    has_path = isinstance(error, OSError) and error.filename is not None  # which its repr leaves out
+    """Return the message for a fault."""
+    has_path = isinstance(error, OSError) and error.filename is not None  # repr omits the path
     text = f"{type(error).__name__}: {error}" if has_path else repr(error)
     cut = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
     return f"{where} failed, training goes on: {cut}"

@@ -66,11 +66,13 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def check_keys(settings: Iterable[str], known: Collection[str], prefix: str = "") -> None:
-    """Raise ConfigError for a key that is not `known`, naming the nearest."""
+def check_keys(
+    settings: Iterable[str], known: Collection[str], prefix: str = "", *, also_near: Iterable[str] = ()
+) -> None:
+    """Raise ConfigError for a key that is not in `known`. The text names the nearest key in `known` and `also_near`."""
     for key in settings:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
+            near = difflib.get_close_matches(str(key), {*known, *also_near}, n=1)
             hint = f" Did you mean {prefix}{near[0]}?" if near else ""
             raise ConfigError(f"unknown setting {prefix}{key}; there are {', '.join(sorted(known))}.{hint}")
 

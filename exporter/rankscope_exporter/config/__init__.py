@@ -1,1 +1,1 @@
-"""The configuration of a monitor: its settings, their checks, and the files they are read from."""
+"""Configuration of a monitor: settings, their validation, and configuration files."""

@@ -1,6 +1,6 @@
-"""Files of settings: TOML, or JSON in which comments are blanked; and configurations of other monitors.
+"""Read configuration files: TOML, or JSON with comments. Also translates configurations of other monitors.
 
-Blanked JSON has the length and the lines of the original, so that the error of a parser names the right place.
+Comments in JSON are replaced by blanks. The text keeps its length and lines, so a parser error has the right position.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Final, NamedTuple
 
 from rankscope_exporter.base.errors import ConfigError
 
-# A string first: what looks like a comment inside of one is none.
+# Strings first: `//` inside a string is not a comment.
 _STRING_OR_COMMENT: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _VISIBLE: Final = re.compile(r"[^\r\n]")
 
 
 def without_comments(text: str) -> str:
-    """Return `text` with blanks in the place of comments; one that has no end stays, for the parser to refuse."""
+    """Return `text` with comments replaced by blanks. A comment without an end is kept, and the parser rejects it."""
     return _STRING_OR_COMMENT.sub(_kept, text)
 
 
@@ -29,11 +29,11 @@ def _kept(found: re.Match[str]) -> str:
 
 
 _MARK: Final = "\ufeff"
-"""What some editors put before the first character."""
+"""Byte order mark, which some editors write at the start of a file."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the table in the `.toml` or JSON file `path`. Raises ConfigError."""
+    """Return the settings in the `.toml` or JSON file `path`. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -42,14 +42,14 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def parse_settings(path: Path, text: str) -> dict[str, Any]:
-    """Return the table that `text`, from the `.toml` or JSON file `path`, holds. Raises ConfigError."""
+    """Return the settings in `text`, the content of the `.toml` or JSON file `path`. Raises ConfigError."""
     text = text.removeprefix(_MARK)
     try:
         settings = tomllib.loads(text) if path.suffix == ".toml" else _json(without_comments(text))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: a table of settings is expected, not {type(settings).__name__}")
+        raise ConfigError(f"{path}: expected a table of settings, not {type(settings).__name__}")
     return settings
 
 
@@ -59,37 +59,52 @@ def _json(text: str) -> Any:
     except json.JSONDecodeError as error:
         before, after = text[: error.pos].rstrip(), text[error.pos :].lstrip()
         if before.endswith(",") and after.startswith(("}", "]")):
-            raise ValueError(f"{error}: take away the comma before it, behind which nothing follows") from error
+            raise ValueError(f"{error}: remove the comma before it") from error
         raise
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     for name, value in pairs:
-        if table[name] != value:  # a parser would take the last one without a word
-            raise ValueError(f"{name!r} stands twice in one table, as {value!r} and as {table[name]!r}: take one away")
+        if table[name] != value:  # a parser would silently use the last one
+            raise ValueError(f"{name!r} occurs twice in one table, as {value!r} and as {table[name]!r}: remove one")
     return table
 
 
 class Dialect(NamedTuple):
-    """The configuration format of another monitor; both functions take settings and the names of a MonitorConfig's."""
+    """The configuration format of another monitor."""
 
-    recognizes: Callable[[Mapping[str, Any], Collection[str]], bool]
-    """Return whether the settings are written in this format."""
+    name: str
+    keys: frozenset[str]
+    """All keys of a document in this format. Some may also be settings of a MonitorConfig."""
     translated: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]]
-    """Return the settings as those of a MonitorConfig. Raises ConfigError."""
+    """Return settings in this format as settings of a MonitorConfig with the given names. Raises ConfigError."""
 
 
-_dialects: list[Dialect] = []
+_dialects: dict[str, Dialect] = {}
 
 
 def register_dialect(dialect: Dialect) -> None:
     """Accept configurations in this format wherever settings of a monitor are read."""
-    if dialect not in _dialects:
-        _dialects.append(dialect)
+    _dialects[dialect.name] = dialect
+
+
+def dialect_keys() -> frozenset[str]:
+    """Return the keys of all registered formats."""
+    return frozenset().union(*(dialect.keys for dialect in _dialects.values()))
 
 
 def translated_settings(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return `settings` as those of a MonitorConfig, which has `names`. Raises ConfigError."""
-    found = next((dialect for dialect in _dialects if dialect.recognizes(settings, names)), None)
-    return dict(settings) if found is None else found.translated(settings, names)
+    """Return `settings` as settings of a MonitorConfig, whose setting names are `names`. Raises ConfigError.
+
+    A document with at least one key that only another format has is in that format. No key is compared by similarity.
+    """
+    for dialect in _dialects.values():
+        if any(key in dialect.keys and key not in names for key in settings):
+            return dialect.translated(settings, names)
+    return dict(settings)
+
+
+def translated_from(name: str, settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return `settings`, in the registered format `name`, as settings of a MonitorConfig. Raises ConfigError."""
+    return _dialects[name].translated(settings, names)

@@ -1,4 +1,4 @@
-"""One validated object for everything a rank can be told: from Python, a JSON or TOML file, and the environment."""
+"""MonitorConfig: all settings of a rank, validated, from Python, a JSON or TOML file, and the environment."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from rankscope_contract.model.kinds import Kind
+from rankscope_contract.model.kinds import DEFAULT_OPS, Kind
 from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import MOST, check_keys, listed, share_of
-from rankscope_exporter.config.loader import read_settings, translated_settings
+from rankscope_exporter.config.loader import dialect_keys, read_settings, translated_from, translated_settings
 from rankscope_exporter.config.sections import CaptureConfig, HardwareConfig, check_tables, checked_capture, tables_of
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.monitors.hangs.stack_signal import STACK_SIGNALS
@@ -26,10 +26,10 @@ from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.sinks import Sink, sink_class
-from rankscope_exporter.statistics.selection import ALL_OPS, chosen_ops
+from rankscope_exporter.statistics.selection import chosen_ops
 
 STOP_SIGNALS: Final = ("SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-"""Signals by which people and schedulers ask a job to end."""
+"""Signals with which users and schedulers stop a job."""
 
 _HANG_VARIABLE: Final = "RANKSCOPE_HANG_AFTER_SECONDS"
 _SIGNAL_VARIABLE: Final = "RANKSCOPE_STACKS_SIGNAL"
@@ -43,13 +43,13 @@ _MAGNITUDES: Final = (
     "collectives_share",
 )
 _MOST_SECONDS: Final = 1e9
-"""Longer than any job; the clock of a thread does not reach much further."""
+"""Longer than any job, and near the limit of a thread's timeout."""
 _SWITCH_VARIABLE: Final = "RANKSCOPE_SWITCH_FILE"
 
 DEFAULT_QUANTITIES: Final = ("parameters", "gradients", "optimizer_state")
 
-# A healthy gradient norm moves by small factors; ten times its average is no longer noise. The mean of a gradient
-# is a near-zero difference of large sums and says nothing relative to its own average, so it is not judged by default.
+# A normal gradient norm changes by small factors; ten times its average is not noise. The mean of a gradient is a
+# small difference of large sums. Its ratio to its own average has no meaning, so the default rules ignore it.
 DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
     AnomalyNan(),
     AnomalyTurbulence(threshold=10.0, kinds=(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED), ops=("norm",)),
@@ -58,60 +58,60 @@ DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorConfig:
-    """What is monitored, how often, by which rules, and how it is served. Checked at construction."""
+    """Settings of a monitor: quantities, sampling, rules, serving. Validated at construction."""
 
     quantities: tuple[str, ...] = DEFAULT_QUANTITIES
     tensors: tuple[str, ...] = ("*",)
-    """Names of parameters, globs, or regular expressions behind "re:"; those that one matches are monitored."""
+    """Names of parameters, globs, or regular expressions after "re:". Parameters that match one are monitored."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Settings of single quantities by their name: targets, start_step, every, times, ranks, and their own."""
+    """Settings of single quantities, by name: targets, start_step, every, times, ranks, and specific settings."""
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Where numbers go beside the record channel while training runs, by name, each with its settings."""
+    """Outputs in addition to the record channel, by name, each with its settings."""
     every: int = 1
-    """Sample every n-th step; the steps between cost no tensor anything."""
+    """Sample every n-th step. No tensor is measured at the other steps."""
     times: int | None = None
-    """Stop after so many measured steps; null never stops."""
-    ops: tuple[str, ...] = ALL_OPS
-    """Which statistics of a tensor are published; all are measured in one pass. An empty list is norm."""
+    """Maximum number of sampled steps; null: no limit."""
+    ops: tuple[str, ...] = DEFAULT_OPS
+    """Statistics of tensors to publish. An empty list means norm. `rms` and `kurtosis` must be named."""
     switch_file: str | None = None
-    """A file of these settings that is watched while training runs: `dynamic_on` switches measuring on and off."""
+    """A file with these settings that is watched during training; its `dynamic_on` starts and stops sampling."""
     switch_poll_seconds: float = 0.5
-    """How often the switch file and the other ranks are looked at."""
+    """Interval at which the switch file and the other ranks are checked."""
     dynamic_on: bool = False
-    """In a switch file: whether anything is measured. Anywhere else it says nothing."""
+    """In a switch file: true starts and false stops the sampling of tensors. No effect elsewhere."""
     max_overhead: float | str | None = None
-    """The most of the time of training that measuring may take, as 0.01 or "1 %"; null sets no limit."""
+    """Maximum share of the training time for measurements, as 0.01 or "1 %"; null: no limit."""
     capture: CaptureConfig | None = None
-    """What is measured as well for some steps when a rule fires; null is nothing."""
+    """Additional measurements for some steps after a rule fires; null: none."""
     rules: tuple[AnomalyRule, ...] = DEFAULT_RULES
     zero_below: float = 0.0
     """`zeros` counts elements with |x| < zero_below; 0 counts exact zeros."""
     steps: Literal["auto", "explicit"] = "auto"
-    """"auto" tells steps from forward, backward and optimizer; with "explicit" only `Monitor.end_step` ends one."""
+    """"auto" detects steps from forward, backward and optimizer; with "explicit" only `Monitor.end_step` ends one."""
     phases: bool = True
-    """Note at every step what its time was spent on."""
+    """Measure the phases of every step."""
     run: str | None = None
-    """Name of the run. RANKSCOPE_RUN wins over it; without both the job id, else a generated name."""
+    """Name of the run. RANKSCOPE_RUN takes precedence. Default: the job id, else a generated name."""
     statistics: Literal["auto", "torch"] = "auto"
-    """"auto" uses the fused CPU kernel where numba is installed, "torch" never."""
+    """"auto" uses the compiled CPU kernel if numba is installed; "torch" never uses it."""
     exit_wait_seconds: float = 5.0
-    """How long the end of training waits for the service to commit what it has not yet."""
+    """Maximum wait at the end of training until the service has committed the last records."""
     collectives_share: float = 0.001
-    """The share of one core's time that reading torch's record of collectives may take; 0 reads nothing."""
+    """Maximum share of one CPU core for reading torch's flight recorder; 0 disables it."""
     hang_after_seconds: float = 240.0
-    """Without a sign of training for so long the rank says that it hangs, and where; 0 watches nothing. Below the
-    service's [runs] stalled_after_seconds, so that its stacks are there when the service judges."""
+    """Without a call into the monitor for this time, the rank reports a hang with stacks; 0 disables the detection. It
+    should be less than the service's [runs] stalled_after_seconds, so that the service receives the stacks in time."""
     hang_in_phase_after_seconds: float = 1500.0
-    """The same within an announced phase, and before the first step is finished."""
+    """The same within an announced phase, and before the end of the first step."""
     stacks_signal: str | None = None
-    """A signal, such as SIGUSR2, that has the stacks recorded; without it no signal handler is ours."""
+    """A signal, such as SIGUSR2, at which the rank records its stacks. Default: no signal handler."""
     stop_signals: tuple[str, ...] = ()
-    """Signals, such as SIGTERM, at which the rank says that it was stopped before they take effect; none by default."""
+    """Signals, such as SIGTERM, before which the rank records that it was stopped. Default: none."""
     console: bool = True
-    """Print the banner on rank 0, and one line when a rule fires or training hangs."""
+    """Print a banner on rank 0, and one line when a rule fires or a hang is detected."""
     enabled: bool = True
     remarks: tuple[str, ...] = ()
-    """Sentences that are said once at attach: what a configuration of another tool asks for and is not done."""
+    """Messages that are logged once at attach: unsupported settings of a translated msprobe configuration."""
     throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
@@ -153,8 +153,8 @@ class MonitorConfig:
         object.__setattr__(self, "capture", checked_capture(self.capture, self.rules, self.options, remake))
 
     def without_secrets(self) -> MonitorConfig:
-        """Return the configuration without the token, as a file or another process may have it."""
-        found = copy.copy(self)  # not checked again: without a token this rank could not be served as configured
+        """Return the configuration without the token, for a file or another process."""
+        found = copy.copy(self)  # not validated again: without a token the serve settings may be invalid
         object.__setattr__(found, "serve", self.serve.without_secrets())
         return found
 
@@ -177,7 +177,7 @@ class MonitorConfig:
             if name not in STOP_SIGNALS:
                 raise ConfigError(f"stop_signals holds some of {', '.join(STOP_SIGNALS)}, not {name!r}")
             if name == self.stacks_signal:
-                raise ConfigError(f"{name} stands in stop_signals and as stacks_signal: it can mean one of them")
+                raise ConfigError(f"{name} is in stop_signals and is stacks_signal: use it for only one of them")
 
     def _check_types(self) -> None:
         for name in ("console", "enabled", "dynamic_on", "phases"):
@@ -202,10 +202,10 @@ class MonitorConfig:
         names = [rule.name for rule in self.rules]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise ConfigError(f"rules: the name {repeated[0]!r} is used twice; give one of them its own name=…")
+            raise ConfigError(f"rules: the name {repeated[0]!r} is used twice; set a different name=… in one of them")
 
     def options_of(self, quantity_class: type[Quantity]) -> QuantityOptions:
-        """Return what the configuration says of one quantity. Raises ConfigError."""
+        """Return the options of one quantity. Raises ConfigError."""
         name = quantity_class.name
         settings = self.options.get(name, {})
         if not isinstance(settings, Mapping):
@@ -228,7 +228,7 @@ class MonitorConfig:
                 raise ConfigError(f"options.{name} has no effect: add {name!r} to quantities")
 
     def options_of_sink(self, sink: type[Sink]) -> Any:
-        """Return what the configuration says of one sink, as its own options. Raises ConfigError."""
+        """Return the options of one sink. Raises ConfigError."""
         settings = self.sinks[sink.name]
         if not isinstance(settings, Mapping):
             raise ConfigError(f"sinks.{sink.name} is a table of settings, not {settings!r}; write {{}} for none")
@@ -246,16 +246,30 @@ class MonitorConfig:
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> MonitorConfig:
-        """Return the configuration of a parsed JSON or TOML document; unknown keys are named with the nearest one."""
+        """Return the configuration of a parsed JSON or TOML document.
+
+        The error for an unknown key names the nearest key.
+        """
         values = own_settings(settings)
-        check_keys(values, setting_names(), "")
+        check_keys(values, setting_names(), also_near=dialect_keys())
         if "rules" in values:
             values["rules"] = tuple(_rule(entry) for entry in listed("rules", values["rules"], object))
         return cls(**{**values, **tables_of(values)})
 
     @classmethod
+    def from_msprobe(cls, settings: Mapping[str, Any]) -> MonitorConfig:
+        """Return the configuration of a parsed document of msprobe's monitor. Raises ConfigError.
+
+        `from_mapping` does the same for a document with at least one key that only msprobe has.
+        """
+        return cls.from_mapping(translated_from("msprobe", settings, setting_names()))
+
+    @classmethod
     def from_file(cls, path: str | Path) -> MonitorConfig:
-        """Return the configuration in a `.toml` or `.json` file. Raises ConfigError naming file and fault."""
+        """Return the configuration in a `.toml` or `.json` file.
+
+        Raises ConfigError with the file name and the reason.
+        """
         path = Path(path)
         settings = read_settings(path)
         try:
@@ -264,7 +278,7 @@ class MonitorConfig:
             raise ConfigError(f"{path}: {error}") from error
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> MonitorConfig:
-        """Return this configuration with what RANKSCOPE_* variables say put over it."""
+        """Return this configuration, overridden by RANKSCOPE_* environment variables."""
         disabled = environment.get("RANKSCOPE_DISABLED", "") not in ("", "0")
         return replace(
             self,
@@ -283,7 +297,10 @@ def setting_names() -> set[str]:
 
 
 def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings` as those of a MonitorConfig, whose names they may or may not have. Raises ConfigError."""
+    """Return `settings`, which may be in the format of another monitor, as settings of a MonitorConfig.
+
+    Raises ConfigError.
+    """
     return translated_settings(settings, setting_names())
 
 
@@ -291,7 +308,9 @@ def _seconds(text: str | None, default: float) -> float:
     try:
         return float(text) if text else default
     except ValueError:
-        raise ConfigError(f"{_HANG_VARIABLE} is {text!r}: give seconds, or 0 to watch nothing") from None
+        raise ConfigError(
+            f"{_HANG_VARIABLE} is {text!r}: use a number of seconds, or 0 to disable hang detection"
+        ) from None
 
 
 def _rule(entry: Any) -> AnomalyRule:

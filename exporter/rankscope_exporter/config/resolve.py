@@ -1,4 +1,4 @@
-"""The configuration that a script gives (object, mapping or path), and the public view of one, without secrets."""
+"""Convert the configuration of a script (object, mapping or path), and export a configuration without secrets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Given = MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 def config_of(given: Given) -> MonitorConfig:
-    """Return the configuration that is meant, following its file where DYNAMIC_MONITOR asks. Raises ConfigError."""
+    """Return the configuration. With DYNAMIC_MONITOR=true its file becomes the switch file. Raises ConfigError."""
     if given is None:
         return MonitorConfig()
     if isinstance(given, MonitorConfig):
@@ -30,7 +30,7 @@ def config_of(given: Given) -> MonitorConfig:
 
 
 def public_settings(config: MonitorConfig) -> dict[str, Any]:
-    """Return the configuration as /config and the store show it: without secrets."""
+    """Return the configuration as exported by /config and stored with the run: secrets are masked."""
     settings = asdict(config)
     settings["rules"] = [{"rule_name": type(rule).__name__, "args": asdict(rule)} for rule in config.rules]
     shown: dict[str, Any] = redacted({**settings, "argv": sys.argv})

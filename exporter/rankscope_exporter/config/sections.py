@@ -1,4 +1,4 @@
-"""Settings that are tables, each checked by its own dataclass: `serve`, `throughput`, `hardware`, `capture`."""
+"""Sections of the configuration, each validated by its own dataclass: `serve`, `throughput`, `hardware`, `capture`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rankscope_exporter.serving.config import ServeConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareConfig:
-    """What the thread does that reads this rank's GPU, its process and its machine."""
+    """Settings of the thread that reads metrics of the rank's GPU, process and host."""
 
     every_seconds: float = 5.0
-    """Time between two looks; 0 takes none."""
+    """Time between two readings; 0 disables them."""
 
     def __post_init__(self) -> None:
         value = self.every_seconds
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ConfigError(f"hardware.every_seconds is a time from 0 s on, not {value!r}; 0 takes no look")
+            raise ConfigError(f"hardware.every_seconds is a time from 0 s on, not {value!r}; 0 disables it")
 
 
 TABLES: Final[Mapping[str, type[Any]]] = {
@@ -36,12 +36,12 @@ TABLES: Final[Mapping[str, type[Any]]] = {
 
 
 def tables_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables among the settings of a parsed document, each as its dataclass. Raises ConfigError."""
+    """Return the sections in the settings of a parsed document, as dataclasses. Raises ConfigError."""
     return {name: _table(name, settings[name], cls) for name, cls in TABLES.items() if name in settings}
 
 
 def check_tables(config: object) -> None:
-    """Raise ConfigError where a table of a configuration is of another type."""
+    """Raise ConfigError if a section of a configuration has another type."""
     for name, cls in TABLES.items():
         value = getattr(config, name)
         if not isinstance(value, cls):
@@ -63,21 +63,21 @@ _LEAST: Final = {"steps": 1, "cooldown_steps": 0, "max_captures": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureConfig:
-    """A firing of one of `rules` on any rank has `quantities` measured at every one of `steps` steps, on all ranks."""
+    """If one of `rules` fires on any rank, all ranks measure `quantities` at each of the next `steps` steps."""
 
     rules: tuple[str, ...] = (ALL,)
-    """Names of rules of the monitor; "*" is all of them."""
+    """Names of rules of the monitor; "*": all rules."""
     quantities: tuple[str, ...] = ("activations", "gradients", "parameters")
-    """What is measured for those steps, besides what is measured anyway."""
+    """Quantities to measure in addition during these steps."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Settings of single quantities while they are captured; without them those of the monitor."""
+    """Options of quantities during a capture. Default: the options of the monitor."""
     steps: int = 5
     cooldown_steps: int = 100
-    """Firings within so many steps of one that was captured have nothing captured."""
+    """Firings within this number of steps after a capture start no other capture."""
     max_captures: int = 10
-    """In the life of a process: a run that is broken for good must not be measured at every step for ever."""
+    """Maximum number of captures per process: a permanently broken run must not be measured at every step."""
     flight_record: bool = True
-    """Record the latest collectives of each rank, where there is a process group."""
+    """Record the latest collectives of each rank if there is a process group."""
 
     def __post_init__(self) -> None:
         given: object = self.rules
@@ -101,20 +101,20 @@ class CaptureConfig:
 
     @classmethod
     def of(cls, given: Any) -> CaptureConfig | None:
-        """Return what the setting means; None where nothing is captured. Raises ConfigError."""
+        """Return the configuration of a capture; None if captures are disabled. Raises ConfigError."""
         if given is None or isinstance(given, CaptureConfig):
             return given
         if not isinstance(given, Mapping):
-            raise ConfigError(f"capture is a table of settings, not {given!r}; write {{}} for those by default")
+            raise ConfigError(f"capture is a table of settings, not {given!r}; write {{}} for the defaults")
         check_keys(dict(given), {item.name for item in fields(cls)}, "capture.")
         return cls(**given)
 
     def chooses(self, rule: str | None) -> bool:
-        """Return whether a firing of `rule` is captured."""
+        """Return whether a firing of `rule` starts a capture."""
         return ALL in self.rules or rule in self.rules
 
     def settings(self, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what is captured as settings of a monitor whose own `options` these are."""
+        """Return the sampling settings during a capture. `options` are the options of the monitor."""
         own = {name: options[name] for name in self.quantities if name in options}
         return {"quantities": self.quantities, "options": {**own, **self.options}, "every": 1, "times": None}
 
@@ -125,7 +125,7 @@ def checked_capture(
     options: Mapping[str, Mapping[str, Any]],
     monitor_with: Callable[..., object],
 ) -> CaptureConfig | None:
-    """Return what the setting means beside the monitor's own `rules` and `options`; None where nothing is captured.
+    """Return the capture settings, validated with the monitor's `rules` and `options`; None if captures are disabled.
 
     `monitor_with` makes a monitor's configuration with other settings. Raises ConfigError.
     """

@@ -1,4 +1,4 @@
-"""The modules of a model under the names the user knows, one for each name."""
+"""The modules of a model by the names that the user knows, one module per name."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from rankscope_exporter.model.parameter_names import entry, plain_name
 
 @dataclass(frozen=True, slots=True)
 class NamedModule:
-    """A module that can be called, the name shown for it (empty for the model itself), and its other names.
+    """A callable module, its displayed name (empty for the model itself), and its other names.
 
-    It is not kept alive: a layer that the training drops is freed.
+    It holds a weak reference: a layer that the training drops is freed.
     """
 
     name: str
     reference: weakref.ref[nn.Module]
     aliases: tuple[str, ...] = ()
-    compiled: bool = False  # it is part of compiled code, where no hook is called
+    compiled: bool = False  # part of compiled code, in which no hook is called
 
     @property
     def module(self) -> nn.Module | None:
-        """The module; None once it is gone."""
+        """Return the module; None after it was freed."""
         return self.reference()
 
 
 def named_modules(root: nn.Module) -> tuple[NamedModule, ...]:
-    """Return the modules of `root` in the order in which they are defined.
+    """Return the modules of `root` in the order of definition.
 
-    Of a wrapper and what it wraps, which have one name, the wrapped module is taken: it is what the user wrote. Only
-    a wrapper that compiles is taken itself, since nothing can be seen inside.
+    A wrapper and the module that it wraps have the same name; the wrapped module is returned, because the user wrote
+    it.
+    Only for a compiling wrapper the wrapper itself is returned, because hooks do not run inside of it.
     """
     under: dict[str, tuple[nn.Module, bool]] = {}
-    regions: list[str] = []  # full names at and below which code is compiled
+    regions: list[str] = []  # full names of compiled modules
     wrappers: set[str] = set()
     for full, module in root.named_modules(remove_duplicate=False):
         name = plain_name(full)
@@ -66,15 +67,18 @@ def selected(modules: Iterable[NamedModule], targets: Targets) -> tuple[NamedMod
 
 
 def unmatched(modules: Iterable[NamedModule], targets: Targets) -> list[str]:
-    """Return a sentence for each target that selects no module, with the nearest names."""
+    """Return a sentence with the nearest names for each target that selects no module."""
     return target_notices(targets, (name for item in modules for name in (item.name, *item.aliases)), "module")
 
 
 def _can_be_called(module: nn.Module) -> bool:
-    """Return whether the module has a forward: a list of modules has none."""
+    """Return whether the module has a forward method. A ModuleList has none."""
     return defines_forward(type(module)) or "forward" in module.__dict__
 
 
 def defines_forward(kind: type[nn.Module]) -> bool:
-    """Return whether a class has a forward of its own; not by asking it, which a scripted module's does not survive."""
+    """Return whether a class defines `forward`.
+
+    Static lookup, because a scripted module does not survive attribute access.
+    """
     return inspect.getattr_static(kind, "forward") is not inspect.getattr_static(nn.Module, "forward")

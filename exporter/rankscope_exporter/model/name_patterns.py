@@ -1,4 +1,4 @@
-"""Choosing by name: exactly, by glob, or by regular expression. Pure."""
+"""Selection by name: exact name, glob, or regular expression. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Final
 
 REGEX: Final = "re:"
 _SAID: Final = re.compile(r"re:\(\?#([^()]*)\)")
-"""How a regular expression begins that was made of a name: with that name, as a comment."""
+"""Beginning of a regular expression that was made from a name: the name, as a comment."""
 
 
 class Targets:
-    """A name is selected when one pattern matches all of it: itself, a glob, or a regular expression behind "re:".
+    """Patterns for names: an exact name, a glob, or a regular expression after "re:".
 
-    Raises ValueError for what is no list of names, and for a regular expression that is none.
+    A pattern must match the whole name. Raises ValueError if `patterns` is not a list of names, and for an invalid
+    regular expression.
     """
 
     def __init__(self, patterns: Sequence[str] = ("*",)) -> None:
@@ -33,13 +34,13 @@ class Targets:
         return "*" in self._exact
 
     def selects(self, *names: str) -> bool:
-        """Return whether one of the `names` of one thing is selected."""
+        """Return whether one of the `names` of an object is selected."""
         return any(
             name in self._exact or any(compiled.fullmatch(name) for _, compiled in self._compiled) for name in names
         )
 
     def unmatched(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return the patterns that select none of `names`, as they are called, each with the names nearest to it."""
+        """Return the displayed patterns that select none of `names`, each with the nearest names."""
         known = list(names)
         return {
             display_name(pattern): difflib.get_close_matches(
@@ -51,18 +52,21 @@ class Targets:
 
 
 def regex_pattern(name: str, expression: str) -> str:
-    """Return the pattern `expression`, which stands for `name` and is called by it."""
+    """Return the pattern `expression`, which is displayed as `name`."""
     return f"{REGEX}{expression}" if set(name) & {"(", ")"} else f"{REGEX}(?#{name}){expression}"
 
 
 def display_name(pattern: str) -> str:
-    """Return the name that a pattern was made of, any other pattern itself."""
+    """Return the name from which a pattern was made; for any other pattern, the pattern."""
     found = _SAID.match(pattern)
     return pattern if found is None else found[1]
 
 
 def target_notices(targets: Targets, names: Iterable[str], of: str) -> list[str]:
-    """Return a sentence for each target that selects none of `names`, with the nearest; `of` is what they name."""
+    """Return a sentence for each target that selects none of `names`, with the nearest names.
+
+    `of`: the kind of object.
+    """
     return [
         f"target {target!r} matches no {of}" + (f"; nearest: {', '.join(near)}" if near else "")
         for target, near in targets.unmatched(names).items()
@@ -75,4 +79,4 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern.removeprefix(REGEX))
     except re.error as error:
-        raise ValueError(f"target {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"target {pattern!r} is not a valid regular expression: {error}") from error

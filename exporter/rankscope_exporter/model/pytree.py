@@ -1,9 +1,9 @@
-"""The tensors inside the arguments and results of a module, their numbers, and patterns that select them.
+"""The tensors in the arguments and results of a module, their numbers, and patterns that select them.
 
-Reads no element of a tensor. Numbers are those of msprobe where it has one: the tensors among the arguments count from
-0, positional ones first; the elements of a result keep their position. One tensor alone has no number. Deeper tensors,
-which msprobe leaves out, are numbered behind the top level, in order. Patterns (`tensor`, `tuple[2]:0`, `list[3]:1`,
-`dict:logits`) are those of msprobe's `targets` and of the `module_struct.json` that helps to write them.
+Reads no element of a tensor. The numbers are those of msprobe if it has one: the tensors among the arguments count from
+0, positional ones first; the elements of a result keep their position. A single tensor has no number. msprobe omits
+deeper tensors; they are numbered after the top level, in order. The patterns (`tensor`, `tuple[2]:0`, `list[3]:1`,
+`dict:logits`) are those of msprobe's `targets` and of `module_struct.json`, which helps to write them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 
 MAX_DEPTH: Final = 4
 MAX_TENSORS: Final = 128
-"""In one object; a cache of a thousand tensors is no activation."""
+"""Maximum number of tensors in one object. A cache of 1,000 tensors is no activation."""
 
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor of an object: its number, the path to it, and the position of the element it lies in."""
+    """One tensor of an object: its number, its path, and the position of the top-level element that contains it."""
 
     index: int | None
     path: str
@@ -34,12 +34,12 @@ class Slot:
 
 
 class Found(NamedTuple):
-    """What was found in an object."""
+    """The tensors found in an object."""
 
     slots: Sequence[Slot]
     length: int = 1  # elements of the object itself
-    tensors: int = 0  # of arguments: how many are numbered
-    unknown: tuple[str, ...] = ()  # types that were not looked into, and what was left out
+    tensors: int = 0  # for arguments: number of numbered tensors
+    unknown: tuple[str, ...] = ()  # types that were not searched, and a text about omitted tensors
 
 
 def received(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found:
@@ -49,7 +49,7 @@ def received(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found:
     items = [(f"[{number}]", value) for number, value in enumerate(args)]
     items += [(f".{name}", value) for name, value in kwargs.items()]
     slots, unknown = _walk(items)
-    # As the tool has it, what is no tensor has no number here.
+    # As in msprobe, an argument that is not a tensor has no number.
     top = [slot for slot in slots if slot.index is not None]
     ordered = top + [slot for slot in slots if slot.index is None]
     alone = len(ordered) == 1
@@ -58,7 +58,7 @@ def received(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found:
 
 
 def returned(output: Any) -> Found:
-    """Return the tensors of what a call gave back."""
+    """Return the tensors in the result of a call."""
     if isinstance(output, torch.Tensor):
         return Found((Slot(None, "", output),))
     items, path = children(output), ""
@@ -80,7 +80,7 @@ def returned(output: Any) -> Found:
 
 
 def children(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the elements of a container, each with how it is reached; None for what is none."""
+    """Return (path, element) for each element of a container; None if `value` is not a container."""
     if isinstance(value, tuple | list):
         names = getattr(value, "_fields", None)
         if names is not None and len(names) == len(value):
@@ -97,7 +97,10 @@ def children(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _walk(items: Sequence[tuple[str, Any]], path: str = "") -> tuple[list[Slot], tuple[str, ...]]:
-    """Return the tensors of `items`, those that are items themselves with their position as number; and what is not."""
+    """Return the tensors in `items`, and the names of types that were not searched.
+
+    Tensors that are items themselves have their position as number; deeper ones have None.
+    """
     slots: list[Slot] = []
     unknown: dict[str, None] = {}
     for position, (name, value) in enumerate(items):
@@ -131,7 +134,7 @@ _GRAMMAR: Final = "'tensor', 'tuple[2]' or 'tuple[2]:0' (element 0 of two; also 
 
 @dataclass(frozen=True, slots=True)
 class ObjectSpec:
-    """A part of an object."""
+    """A pattern that selects a part of an object."""
 
     text: str
     length: int = 1
@@ -140,21 +143,21 @@ class ObjectSpec:
 
     @classmethod
     def parse(cls, text: Any) -> ObjectSpec:
-        """Return what `text` means. Raises ValueError."""
+        """Return the pattern in `text`. Raises ValueError."""
         if text == "tensor":
             return cls(text)
         if isinstance(text, str) and text.startswith("dict:") and len(text) > len("dict:"):
             return cls(text, name=text.removeprefix("dict:"))
         match = _SEQUENCE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise ValueError(f"{text!r} names no part of an object: it is {_GRAMMAR}")
+            raise ValueError(f"{text!r} is no pattern for a part of an object: write {_GRAMMAR}")
         length, position = int(match["length"]), match["position"]
         if position is not None and int(position) >= length:
             raise ValueError(f"{text!r}: element {position} of {length} does not exist, they count from 0")
         return cls(text, length, None if position is None else int(position))
 
     def select(self, found: Found) -> Sequence[Slot] | None:
-        """Return the tensors meant; None when the object has another form."""
+        """Return the selected tensors; None if the object has another form."""
         slots = found.slots
         if self.name is not None:
             inside = re.compile(rf"\.{re.escape(self.name)}(?![^.\[])")
@@ -171,11 +174,11 @@ class ObjectSpec:
 
 
 Specs = Mapping[str, ObjectSpec]
-"""By object of a module, one of OBJECTS: what of it is meant. Without any, all of everything is."""
+"""Pattern for each object of a module (one of OBJECTS). Without patterns, all tensors are selected."""
 
 
 def parse_specs(target: Any, described: Any) -> Specs:
-    """Return what `parts` says of one target. Raises ValueError naming it."""
+    """Return the patterns of one target in `parts`. Raises ValueError with the name of the target."""
     if not isinstance(described, Mapping):
         raise ValueError(f"parts[{target!r}] is a table of {', '.join(OBJECTS)}, not {described!r}")  # noqa: TRY004 - becomes a ConfigError
     unknown = [key for key in described if key not in OBJECTS]

@@ -1,1 +1,1 @@
-"""The process of a rank: its identity, its threads, forks, exit, and signals."""
+"""The training process: identity, fork and exit, stop signals, threads of the monitor."""

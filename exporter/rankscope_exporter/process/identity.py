@@ -1,6 +1,6 @@
-"""The identity of this process, equal on all ranks of a launch without a collective; and the commit of its script.
+"""Identity of this process, equal on all ranks of a launch without a collective, and the git commit of its script.
 
-The commit is read from git's own files: no program is run.
+The commit is read from git's files. No program is started.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from rankscope_contract.model.identity import (
 log = logging.getLogger("rankscope")
 
 LAUNCH_KEY: Final = "rankscope/launch"
-"""Followed by restart count and world size: torchrun's agent keeps one store over all restarts of its workers."""
+"""Key prefix, followed by restart count and world size: torchrun's agent keeps one store across restarts of workers."""
 
 WAIT_FOR_RANK_0: Final = dt.timedelta(seconds=20)
 
 
 def resolve_identity(environment: Mapping[str, str], run: str | None) -> Identity:
-    """Return this process's identity; RANKSCOPE_RUN names the run, else `run`, else the scheduler's job id.
+    """Return this process's identity. The run is RANKSCOPE_RUN, else `run`, else the scheduler's job id.
 
-    In a process group, rank 0 makes run and launch id and the others read them from the group's key-value store:
-    no collective, and a bounded wait. Without a group they are derived from what the launcher set on all ranks.
+    In a process group, rank 0 creates run and launch id. The other ranks read them from the group's key-value store,
+    without a collective and with a bounded wait. Without a group they are derived from the launcher's variables.
     """
     rank, local_rank, world_size = rank_from_environment(environment)
     if dist.is_available() and dist.is_initialized():
@@ -59,7 +59,7 @@ def resolve_identity(environment: Mapping[str, str], run: str | None) -> Identit
 
 
 def _launch(environment: Mapping[str, str], run: str | None, rank: int, world_size: int) -> dict[str, str]:
-    # RANKSCOPE_RUN is said for this launch, `run` by the script for itself, a job id by nobody in particular.
+    # Most specific first: RANKSCOPE_RUN applies to this launch, `run` to the script; the job id is only a fallback.
     named = environment.get(RUN_VARIABLE) or run or run_from_environment(environment)
     if world_size == 1:
         return {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
@@ -69,11 +69,11 @@ def _launch(environment: Mapping[str, str], run: str | None, rank: int, world_si
     key = f"{LAUNCH_KEY}/{restart_count(environment)}/{world_size}"
     if rank == 0:
         launch = {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
-        # Whoever attaches a second monitor in the same launch gets the launch id of the first.
+        # A second monitor in the same launch gets the launch id of the first.
         return _decoded(store.compare_set(key, "", json.dumps(launch)))
     try:
         store.wait([key], WAIT_FOR_RANK_0)
-    except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError; a closed store says ValueError
+    except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError; a closed store raises ValueError
         return _derived_launch(environment, named, f"rank 0 has not attached a monitor: {error}")
     return _decoded(store.get(key))
 
@@ -84,14 +84,14 @@ def _decoded(text: bytes) -> dict[str, str]:
 
 
 def rank_here(environment: Mapping[str, str]) -> int:
-    """Return the rank of this process: that of the process group, else what the launcher set."""
+    """Return the rank of this process: that of the process group, else that of the launcher."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return rank_from_environment(environment)[0]
 
 
 def place_in(group: Any) -> tuple[int, tuple[int, ...]] | None:
-    """Return this rank's number in a process group and the ranks of it; None where it belongs to none."""
+    """Return this rank's number in a process group and the ranks of the group; None if it is not a member."""
     if group is None or not (dist.is_available() and dist.is_initialized()):
         return None
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -102,12 +102,12 @@ def group_store() -> Any:
     """Return the key-value store of the process group; None without a group."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    # The only way to the group's store that does not open another port; present since torch 1.8.
+    # The only access to the group's store that does not open another port; exists since torch 1.8.
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public accessor exists
 
 
 def _derived_launch(environment: Mapping[str, str], run: str | None, why: str) -> dict[str, str]:
-    """Return what all ranks can compute alone. Two launches on one address at one port cannot be told apart."""
+    """Return run and launch id that all ranks compute independently. Equal address and port give equal launch ids."""
     variables = (
         "SLURM_JOB_ID",
         "SLURM_RESTART_COUNT",
@@ -121,8 +121,8 @@ def _derived_launch(environment: Mapping[str, str], run: str | None, why: str) -
     name = run or f"run-{digest}"
     hint = "" if run else f" Set {RUN_VARIABLE} to name the run, now {name!r}."
     log.warning(
-        "%s: the launch is told apart by the launcher's variables alone, and a second one at the same address and port "
-        "would count as the same. Initialise torch.distributed before attach().%s",
+        "%s: the launch id is derived from the launcher's variables; a second launch with the same address and port "
+        "would have the same id. Initialise torch.distributed before attach().%s",
         why,
         hint,
     )
@@ -137,23 +137,23 @@ def _generated_run() -> str:
 
 _SHA: Final = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _LONGEST_CHAIN: Final = 5
-"""References that name references; git itself follows as many."""
+"""Maximum number of references that name references; git follows as many."""
 
 
 def git_commit(place: Path) -> str | None:
-    """Return the commit checked out around `place`, a file or folder; None outside a repository, or if unclear."""
+    """Return the commit checked out at `place`, a file or folder; None outside a repository or if unreadable."""
     try:
         start = place.resolve()
         for folder in (start, *start.parents):
             if (folder / ".git").exists():
                 return _head(_git_folder(folder / ".git"))
-    except (OSError, ValueError, RuntimeError):  # unreadable, gone meanwhile, not text, links in a circle
+    except (OSError, ValueError, RuntimeError):  # unreadable, removed in the meantime, not text, circular links
         return None
     return None
 
 
 def script_commit(script: str) -> str | None:
-    """Return the commit around `script`, else, as of a launcher installed elsewhere, around the working directory."""
+    """Return the commit at `script`; if there is none, as with an installed launcher, that of the working directory."""
     return git_commit(Path(script)) or git_commit(Path())
 
 

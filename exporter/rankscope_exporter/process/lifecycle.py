@@ -1,4 +1,4 @@
-"""What must happen when the process forks or ends, for every monitor that is attached."""
+"""Fork and exit of the process: calls every attached monitor."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rankscope_exporter.process import stop_signals
 
 
 class AttachedMonitor(Protocol):
-    """What a monitor offers to the process around it."""
+    """Methods of a monitor that are called when the process forks or exits."""
 
     def abandon_after_fork(self) -> None:
-        """Become inert in a forked child; locks may be held by threads that do not exist here."""
+        """Become inert in a forked child. Locks may be held by threads that do not exist in the child."""
 
     def end_of_process(self, reason: ExitReason, error: str | None) -> None:
-        """The interpreter is about to exit."""
+        """Finish: the interpreter is about to exit."""
 
 
 _STOPPED_BY_CODE: Final = {
@@ -30,19 +30,19 @@ _STOPPED_BY_CODE: Final = {
     for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU")
     if (number := getattr(signal, name, None)) is not None
 }
-"""Exit codes by which a script that caught a signal says so, as a shell does."""
+"""Exit codes of a script that caught a signal, following the convention of shells."""
 
 _attached: set[AttachedMonitor] = set()
-"""Strong references: a monitor that the script has dropped still has hooks, threads and a socket to answer for."""
+"""Strong references: a monitor that the script has dropped still has hooks, threads and a socket."""
 
 _registered = False
 _earlier_error: BaseException | None = None
 
 
 def watch(monitor: AttachedMonitor) -> None:
-    """Tell `monitor` about forks and the end of the process until `forget` or its own end."""
+    """Call `monitor` at forks and at the end of the process, until `forget`."""
     global _registered, _earlier_error  # noqa: PLW0603 - process-wide hooks can be registered but never removed
-    # A notebook leaves the error of an earlier cell there.
+    # In a notebook, `last_value` may be the error of an earlier cell.
     _earlier_error = getattr(sys, "last_value", None)
     if not _registered:
         _registered = True
@@ -52,12 +52,12 @@ def watch(monitor: AttachedMonitor) -> None:
 
 
 def forget(monitor: AttachedMonitor) -> None:
-    """Stop telling `monitor`."""
+    """Stop calling `monitor`."""
     _attached.discard(monitor)
 
 
 def _after_fork() -> None:
-    with contextlib.ExitStack() as stack:  # one that fails keeps no other from letting go; Python prints the error
+    with contextlib.ExitStack() as stack:  # if one call raises, the others still run; Python prints the error
         stack.callback(_attached.clear)
         for monitor in list(_attached):
             stack.callback(monitor.abandon_after_fork)
@@ -65,8 +65,8 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    # Set by the interpreter when an uncaught exception ends the program. Without one nothing is known: an exit code,
-    # and an exception that a launcher caught, do not show here.
+    # The interpreter sets `last_value` when an uncaught exception ends the program. An exit code, or an exception that
+    # a launcher caught, is not visible here.
     error = getattr(sys, "last_value", None)
     known = error is not None and error is not _earlier_error
     reason, text = exit_reason(error) if known else (ExitReason.UNKNOWN, None)
@@ -76,9 +76,9 @@ def _at_exit() -> None:
 
 
 def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:
-    """Return why the process ends, given the exception that ends it, and that exception in words.
+    """Return the exit reason for the exception `error` that ends the process, and a text for it.
 
-    `sys.exit(0)` says success without saying that all is done: what was planned decides, see `weighed_reason`.
+    `sys.exit(0)` reports success, but not that all planned steps were made: see `weighed_reason`.
     """
     if error is None:
         return ExitReason.COMPLETED, None
@@ -88,7 +88,7 @@ def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:
             return ExitReason.COMPLETED, "sys.exit(0)"
         name = _STOPPED_BY_CODE.get(error.code) if isinstance(error.code, int) else None
         return (ExitReason.EXCEPTION, text) if name is None else (ExitReason.SIGNAL, f"{name}, {text}")
-    # torch's elastic agent turns a signal into this exception where training runs in its process.
+    # torch's elastic agent turns a signal into this exception if training runs in the agent's process.
     is_signal = isinstance(error, KeyboardInterrupt) or type(error).__name__ == "SignalException"
     return (ExitReason.SIGNAL if is_signal else ExitReason.EXCEPTION), text
 
@@ -96,11 +96,11 @@ def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:
 def weighed_reason(
     reason: ExitReason, error: str | None, last_step: int | None, planned_steps: int | None, asked: str | None = None
 ) -> tuple[ExitReason, str | None]:
-    """Return `reason` and `error` in the light of what was planned, and of the signal that `asked` for an end.
+    """Return `reason` and `error`, corrected by the planned steps and by `asked`, the name of a stop signal.
 
-    Whoever made all planned steps is done, however the process ends without an error. Whoever calls `sys.exit(0)`
-    before is not: that is how a script leaves that was asked to. A loop that simply ends sooner has its own reasons,
-    unless it was asked by a signal that we heard.
+    A process without an error that made all planned steps is complete. With `sys.exit(0)` before the last planned step
+    it
+    is not complete: scripts exit in this way on request. A loop that ends earlier without a signal keeps its reason.
     """
     is_calm = reason in (ExitReason.COMPLETED, ExitReason.UNKNOWN)
     is_done = planned_steps is not None and last_step is not None and last_step >= planned_steps
@@ -116,7 +116,7 @@ def weighed_reason(
 
 
 def exit_event(reason: ExitReason, error: str | None, last_step: int | None) -> Event:
-    """Return what a rank says last."""
+    """Return the last event of a rank."""
     details = json.dumps({"reason": reason, "last_step": last_step, "error": error}, ensure_ascii=False)
     calm = reason in (ExitReason.COMPLETED, ExitReason.UNKNOWN)
     return Event(

@@ -1,8 +1,8 @@
-"""Signals that ask a job to end, where the configuration names them: the rank says its last word before they do.
+"""Stop signals that the configuration names: the rank writes its exit record before the signal takes effect.
 
-Python runs a handler when its main thread returns to the interpreter, so a rank that waits in C code ends later than it
-would without one. A handler that the script has set goes first and decides: where it lets training go on, so do we, and
-remember that somebody asked.
+Python runs a handler when its main thread returns to the interpreter. A rank that waits in C code therefore ends later
+than without a handler. A handler of the script runs first and decides. If it lets training continue, the monitor
+continues too, and remembers the signal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rankscope_exporter.process.threads import OwnThread
 log = logging.getLogger("rankscope")
 
 STOP_WAIT_SECONDS: Final = 5.0
-"""Whoever asks kills after some seconds: exit_wait_seconds is cut to this."""
+"""Upper limit of exit_wait_seconds after a signal: the sender usually kills the process some seconds later."""
 
 _GIVE_UP_SECONDS: Final = 9.0
 _AGAIN_SECONDS: Final = 0.01
@@ -36,13 +36,13 @@ FinalWait = Callable[[], None]
 
 
 class Stoppable(Protocol):
-    """A monitor, as signals see it."""
+    """The monitor's methods for signals."""
 
     def stop_asked(self, name: str) -> None:
-        """Note that the signal came; training may go on."""
+        """Note that the signal arrived. Training may continue."""
 
     def last_records(self, name: str) -> FinalWait:
-        """Record that the signal ends this process, and return what waits until it was heard. Called once."""
+        """Record that the signal ends this process; return a function that waits for the service. Called once."""
 
 
 @dataclass(slots=True)
@@ -58,16 +58,23 @@ _worker: threading.Thread | None = None
 
 
 def install(monitor: Stoppable, names: Iterable[str]) -> None:
-    """Tell `monitor` of these signals until `give_back`. Raises ConfigError, and takes none, where that cannot be."""
+    """Notify `monitor` of these signals until `uninstall`.
+
+    Raises ConfigError, without any change, if that is impossible.
+    """
     numbers = [signal.Signals[name] for name in names]
     if numbers and threading.current_thread() is not threading.main_thread():
         raise ConfigError("stop_signals: only the main thread may take signals, so call attach() there")
     for number in numbers:
         if number not in _taken and signal.getsignal(number) is None:
-            raise ConfigError(f"stop_signals: {number.name} has a handler in C already; leave it out")
+            raise ConfigError(
+                f"stop_signals: {number.name} already has a handler in C code; remove it from stop_signals"
+            )
     for number in numbers:
         former = signal.getsignal(number)
-        if number not in _taken and former is not None and former != signal.SIG_IGN:  # nohup: nothing ends by it
+        if (
+            number not in _taken and former is not None and former != signal.SIG_IGN
+        ):  # with nohup, this signal does not end the process
             _taken[number] = _Installed(former)
             signal.signal(number, _on_signal)
         if number in _taken:
@@ -77,7 +84,10 @@ def install(monitor: Stoppable, names: Iterable[str]) -> None:
 
 
 def uninstall(monitor: Stoppable) -> None:
-    """Tell `monitor` no more, and put back what was there. Off the main thread a handler stays that only passes on."""
+    """Stop notifying `monitor` and restore the previous handlers.
+
+    Outside of the main thread the handler remains and only passes signals on.
+    """
     for number, taken in list(_taken.items()):
         taken.monitors.discard(monitor)
         if not taken.monitors:
@@ -85,7 +95,7 @@ def uninstall(monitor: Stoppable) -> None:
 
 
 def forget_after_fork() -> None:
-    """In a forked child: signals do there what they did before us."""
+    """In a forked child, restore the signal handlers from before `install`."""
     global _work, _worker
     _work, _worker = queue.SimpleQueue(), None
     for number, taken in list(_taken.items()):
@@ -94,7 +104,9 @@ def forget_after_fork() -> None:
 
 
 def _restore(number: int) -> None:
-    if signal.getsignal(number) is not _on_signal:  # the script has set its own since, which may still call ours
+    if (
+        signal.getsignal(number) is not _on_signal
+    ):  # the script installed a later handler, which may still call this one
         return
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(number, _taken[number].former)
@@ -103,7 +115,7 @@ def _restore(number: int) -> None:
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     taken = _taken.get(number)
-    if taken is None:  # given back, and called by a handler of the script that remembered it
+    if taken is None:  # uninstalled, but still called by a handler of the script
         return
     if callable(taken.former):
         for monitor in tuple(taken.monitors):
@@ -115,13 +127,13 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     if _is_inside(frame) and now - taken.came_at < _INSIDE_SECONDS:
         _work.put(lambda: _send_again(number))
         return
-    signal.signal(number, taken.former)  # a second signal ends the process at once
+    signal.signal(number, taken.former)  # a second signal ends the process immediately
     _publish_exit(tuple(taken.monitors), signal.Signals(number).name)
     os.kill(os.getpid(), number)
 
 
 def _is_inside(frame: FrameType | None) -> bool:
-    """Return whether training was interrupted within our own code, which may hold a lock: it leaves in microseconds."""
+    """Return whether the signal interrupted our own code, which may hold a lock. It finishes within microseconds."""
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(_OWN_CODE):
             return True
@@ -137,13 +149,16 @@ def _send_again(number: int) -> None:
 
 
 def _publish_exit(monitors: Iterable[Stoppable], name: str) -> None:
-    """Record them here, and have another thread wait for the service: what this one holds meanwhile stays held."""
+    """Write the exit records here; another thread waits for the service.
+
+    Locks of this thread remain held in the meantime.
+    """
     waiting = []
     for monitor in monitors:
         heard = threading.Event()
         try:
             _work.put(_then(monitor.last_records(name), heard))
-        except Exception:  # other monitors have records too, and a handler must not raise into training
+        except Exception:  # other monitors must still write their records, and a handler must not raise into training
             log.exception("recording the end of training by %s failed", name)
             continue
         waiting.append(heard)
@@ -165,7 +180,7 @@ def _then(wait: FinalWait, heard: threading.Event) -> Callable[[], None]:
 
 
 def _start_worker() -> None:
-    """Start the thread now: in a handler, starting one could wait for ever for what the main thread holds."""
+    """Start the thread before a signal arrives: in a handler, this could wait forever for a lock of the main thread."""
     global _worker  # noqa: PLW0603 - see forget_after_fork
     if _worker is None:
         _worker = OwnThread(target=_run, name="rankscope-stop")
@@ -176,5 +191,5 @@ def _run() -> None:
     while True:
         try:
             _work.get()()
-        except Exception:  # the edge of the thread: what waits for a later signal needs it
+        except Exception:  # thread boundary: the thread must survive for a later signal
             log.exception("unexpected error in the thread of stop signals")

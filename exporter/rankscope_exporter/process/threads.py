@@ -30,7 +30,7 @@ _TORCH_LIBRARIES: Final = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 
 
 class OwnThread(threading.Thread):
-    """A daemon thread of the monitor, on which torch uses one CPU thread."""
+    """A daemon thread of the monitor, in which torch uses one CPU thread."""
 
     def __init__(self, *, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
@@ -42,9 +42,9 @@ class OwnThread(threading.Thread):
 
 
 def limit_this_thread() -> bool:
-    """Have torch use one CPU thread on the calling thread alone.
+    """Make torch use one CPU thread in the calling thread only.
 
-    Return whether it does: the OpenMP library of torch may not be found.
+    Return whether this succeeded: the OpenMP library of torch may not be found.
     """
     # torch sets the number of a new thread at the first operation there that may be divided. This call makes it do so
     # now, so that it does not replace the number below.
@@ -94,7 +94,7 @@ def _torch_libraries() -> Iterator[str]:
 
 
 class CpuMeter:
-    """Seconds of CPU by name, shared by threads that come and go."""
+    """CPU seconds by name, shared by short-lived threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,11 +119,11 @@ MOST_WAITING: Final = 64
 
 
 class BackgroundWorker:
-    """Does one thing after the other, in order. The thread starts with the first of them."""
+    """Runs functions one after another, in order, in one thread. The thread starts with the first function."""
 
     def __init__(self, name: str, guard: Guard) -> None:
         self.dropped = 0
-        """How many found the queue full."""
+        """Number of functions that were dropped because the queue was full."""
         self._name = name
         self._guard = guard
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(MOST_WAITING)
@@ -131,7 +131,7 @@ class BackgroundWorker:
         self._lock = threading.Lock()
 
     def put(self, chore: Callable[[], object]) -> None:
-        """Have `chore` done; never waits, from any thread."""
+        """Run `chore` later. Never waits; callable from any thread."""
         with self._lock:
             if self._thread is None:
                 self._thread = OwnThread(target=self._run, name=f"rankscope-{self._name.replace('_', '-')}")
@@ -142,7 +142,7 @@ class BackgroundWorker:
             self.dropped += 1
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Do what waits, for so long at most; return whether all was done."""
+        """Run the queued functions for at most `timeout_seconds`; return whether all have run."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True

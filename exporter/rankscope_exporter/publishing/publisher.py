@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import Event, EventType
-from rankscope_contract.model.schema import PlanEntry
+from rankscope_contract.model.kinds import OPS, VALUE_OPS
+from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.adapters.monitored_model import with_chunk_number
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.process.threads import OwnThread
@@ -154,20 +155,21 @@ class Publisher:
     def _statistics(self, pending_step: PendingStep) -> tuple[Statistics | None, StepVerdict | None]:
         if pending_step.copy is None:
             return None, None
+        known = pending_step.copy.used
+        plan = self._book.plan(known, pending_step.ops)
         try:
-            finished = finish(pending_step.copy)
+            finished = finish(pending_step.copy, plan.plan.value_ops)
         finally:
             self.published()
-        known = len(finished.present)
         published = self._choices.of(pending_step.ops, known)
         finished = published.only(finished) if published is not None else finished
         self._judge.extend(self._book.entries[:known], self._book.owners[:known])
         judgement = self._judge.observe(finished, pending_step.call_order)
-        values, counts = arrow_statistics(finished, judgement.baselines, published)
+        values, counts = arrow_statistics(finished, judgement.baselines, published, plan.plan.value_ops)
         if published is None:
-            return Statistics(self._book.plan(known), values, counts), judgement
+            return Statistics(plan, values, counts), judgement
         measured = arrow_counts(finished.counts, np.broadcast_to(finished.present, finished.counts.shape))
-        return Statistics(self._book.plan(known), values, counts, pending_step.ops, measured), judgement
+        return Statistics(plan, values, counts, pending_step.ops, measured), judgement
 
     def _other_rows(self, pending_step: PendingStep) -> dict[str, Any]:
         rows = {name: list(known) for name, known in pending_step.rows.items()}
@@ -233,13 +235,17 @@ def _sentence(firing: Firing, entry: PlanEntry) -> str:
 
 
 def arrow_statistics(
-    finished: Finished, baselines: npt.NDArray[np.float32], published: Published | None = None
+    finished: Finished,
+    baselines: npt.NDArray[np.float32],
+    published: Published | None = None,
+    value_ops: Sequence[str] = WIRE_VALUE_OPS,
 ) -> tuple[pa.FloatArray, pa.Int64Array]:
     """Return a record's `values` and `counts`: statistic-major, null where a number does not exist.
 
     NaN stands for null up to here, which is safe because no statistic over finite elements is ever NaN.
     """
-    numbers = _arrow(np.concatenate((finished.values, baselines)), pa.float32())
+    rows = [finished.values[VALUE_OPS.index(op)] for op in value_ops if op in OPS]
+    numbers = _arrow(np.concatenate((*rows, *baselines)), pa.float32())
     values = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float32()), numbers)
     exists: npt.NDArray[np.bool_] = np.broadcast_to(finished.present, finished.counts.shape)
     return values, arrow_counts(finished.counts, exists & published.counts if published is not None else exists)

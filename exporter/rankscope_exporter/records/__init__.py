@@ -1,1 +1,1 @@
-"""The data of one step, from the event in training to the record that is published."""
+"""Data of one step, from the events during training to the published record."""

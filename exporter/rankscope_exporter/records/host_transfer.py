@@ -1,6 +1,6 @@
-"""Numbers on a device that become rows of a dataset: copied now, read on the publisher thread when they have arrived.
+"""Tensors that become rows of a dataset: copied to the host now, read by the publisher thread after the copy.
 
-Rows are made of numpy arrays: a torch operation on the publisher thread would start an OpenMP team (own_threads.py).
+Rows are made from numpy arrays: a torch operation in the publisher thread would start an OpenMP team.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import numpy.typing as npt
 import torch
 
 Row = Mapping[str, Any]
-"""One row of a dataset: field name -> value, as the contract names them; what is left out is null."""
+"""One row of a dataset: field name -> value. Missing fields are null."""
 
 Numbers = npt.NDArray[Any]
-"""A deferred tensor on the host. Its element type is one that numpy has, so not bfloat16."""
+"""A deferred tensor on the host. Its dtype must exist in numpy; bfloat16 does not."""
 
 
 @dataclass(slots=True)
 class Transfer:
-    """A tensor on its way to the host. On a CPU it is there already."""
+    """A tensor that is being copied to the host. A CPU tensor is copied immediately."""
 
     value: torch.Tensor
     copied: Any = None  # the CUDA event after the copy
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Transfer:
-        """Begin to copy `tensor`, which its owner may change in place afterwards; never waits for the device."""
+        """Start to copy `tensor`, which its owner may then change in place. Never waits for the device."""
         tensor = tensor.detach()
         if tensor.device.type != "cuda":
             return cls(tensor.clone())
@@ -39,7 +39,7 @@ class Transfer:
         return cls(host, copied)
 
     def wait(self) -> torch.Tensor:
-        """Return the numbers on the host; waits for the copy, so it is called off the training thread."""
+        """Return the tensor on the host. Waits for the copy; do not call it on the training thread."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.value
@@ -47,12 +47,12 @@ class Transfer:
 
 @dataclass(slots=True)
 class Deferred:
-    """Rows of `dataset` that `rows` makes of the numbers when they have arrived."""
+    """A transfer whose numbers the function `rows` converts to rows of `dataset`."""
 
-    dataset: str | None  # None: no rows, the numbers are used otherwise
+    dataset: str | None  # None: `rows` uses the numbers itself and returns no rows
     transfer: Transfer
     rows: Callable[[Numbers], Iterable[Row]]
 
     def read(self) -> list[Row]:
-        """Return the rows; on the publisher's thread."""
+        """Return the rows. Called on the publisher thread."""
         return list(self.rows(self.transfer.wait().cpu().numpy()))

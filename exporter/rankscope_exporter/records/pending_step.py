@@ -1,6 +1,6 @@
-"""A step on its way from the training thread to the publisher thread, and the scalars that the script logged for it.
+"""A step between training thread and publisher thread, and the scalars that the script logged for it.
 
-A logged tensor is copied without waiting for the device, and read later on the publisher thread.
+A logged tensor is copied without waiting for the device. The publisher thread reads the copy.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ UNITS: Final[dict[str, str]] = {
     "step_seconds": "seconds",
 }
 LABEL_OF_GROUP: Final[dict[str, str]] = {"loss": "loss", "learning_rate": "group"}
-"""A mapping given for one of these names logs one number per key, told apart by this label."""
+"""A mapping that is logged under one of these names gives one number per key, with the key as this label."""
 
 
 @dataclass(slots=True)
 class Pending:
-    """One number on its way: a float, or a tensor that a device copy is still filling."""
+    """One number: a float, or a tensor that is being copied to the host."""
 
     name: str
     value: float | Transfer
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def scalar(self) -> Scalar:
-        """Return the number; waits for its copy, so it is called off the training thread."""
+        """Return the number. Waits for its copy; do not call it on the training thread."""
         value = self.value.wait() if isinstance(self.value, Transfer) else self.value
         return Scalar(self.name, float(value), UNITS.get(self.name), self.labels)
 
 
 def take(name: str, value: Any) -> Iterator[Pending]:
-    """Yield what `log(name=value)` means: one number, or one per key of a mapping; None is absent.
+    """Yield the numbers of `log(name=value)`: one number, or one per key of a mapping. None yields nothing.
 
-    Raises TypeError for what is no number, ValueError for a tensor of several elements.
+    Raises TypeError if the value is not a number, ValueError for a tensor with several elements.
     """
     if value is None:
         return
@@ -71,9 +71,9 @@ def _take_tensor(name: str, value: torch.Tensor) -> Pending:
 
 
 def _without_mesh(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor behind a DTensor that is whole on every rank.
+    """Return the plain tensor behind a DTensor that is replicated on every rank.
 
-    Reading any other one is a collective. It would start on our thread and pair with one of training's own.
+    For any other DTensor, reading is a collective. In our thread it would pair with a collective of the training.
     """
     placements = getattr(value, "placements", None)
     if placements is None:
@@ -85,31 +85,35 @@ def _without_mesh(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 AMOUNTS = ("tokens", "samples")
-"""Logged numbers that are amounts of a step: they get a rate and a running total."""
+"""Logged numbers that are amounts per step. They get a rate and a running total."""
 
 
 @dataclass(slots=True)
 class PendingStep:
-    """One step, or a moment between steps."""
+    """Data of one step, or of a moment between steps."""
 
     step: int | None
     ts: int  # UTC microseconds
-    ended_at: float | None = None  # by the monotonic clock; None where that is not known yet
+    ended_at: float | None = None  # monotonic clock; None if not known yet
     sampled: bool = False
     copy: HostCopy | None = None
-    ops: Sequence[Ops] = ()  # by entry of the plan: which statistics leave the rank
+    ops: Sequence[Ops] = ()  # by entry of the plan: the statistics to publish
     pending: list[Pending] = field(default_factory=list)
     learning_rates: list[Pending] = field(default_factory=list)
     found_inf: list[Pending] = field(default_factory=list)
-    later: list[Callable[[], Iterable[Scalar]]] = field(default_factory=list)  # numbers made on the publisher's thread
+    later: list[Callable[[], Iterable[Scalar]]] = field(
+        default_factory=list
+    )  # scalars computed on the publisher thread
     events: list[Event] = field(default_factory=list)
     deferred: list[Deferred] = field(default_factory=list)
-    rows: dict[str, list[Row]] = field(default_factory=dict)  # of other datasets, by name
-    call_order: list[int] = field(default_factory=list)  # by parameter: when its gradient arrived, -1 for never
+    rows: dict[str, list[Row]] = field(default_factory=dict)  # rows of other datasets, by name
+    call_order: list[int] = field(
+        default_factory=list
+    )  # by parameter: position of its gradient in the order of arrival, -1 if it did not arrive
 
 
 def skipped_event() -> Event:
-    """Return the event of a step whose optimizer changed nothing."""
+    """Return the event of a step without an optimizer update."""
     return Event(
         type=EventType.STEP_SKIPPED,
         severity=Severity.INFO,
@@ -118,7 +122,7 @@ def skipped_event() -> Event:
 
 
 def amounts_of(pending: Iterable[Pending]) -> dict[str, float]:
-    """Return what was logged as amounts; a tensor's value is not known yet and gives no rate."""
+    """Return the sums of the logged amounts. A tensor's value is not known yet; it gives no rate."""
     amounts: dict[str, float] = {}
     for item in pending:
         if item.name in AMOUNTS and not isinstance(item.value, Transfer):
@@ -127,11 +131,11 @@ def amounts_of(pending: Iterable[Pending]) -> dict[str, float]:
 
 
 def timing(seconds: float, amounts: Mapping[str, float]) -> list[Pending]:
-    """Return the duration of a step and its rates."""
+    """Return the duration of a step and the rates of its amounts."""
     rates = [Pending(f"{name}_per_second", amount / seconds) for name, amount in amounts.items() if seconds > 0]
     return [Pending("step_seconds", seconds), *rates]
 
 
 def now_microseconds() -> int:
-    """Return the time, UTC."""
+    """Return the current time, UTC, in microseconds."""
     return time.time_ns() // 1000

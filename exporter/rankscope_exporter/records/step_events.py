@@ -1,7 +1,7 @@
 """Events of a step on the training thread, for observers that run on every step, sampled or not.
 
-An observer derives from `StepObserver` and implements the events that it needs. It is called between two lines of
-the training: it may note the time or keep a reference, and does no I/O, waits for nothing, and grows with nothing.
+An observer derives from `StepObserver` and implements the events that it needs. Training waits for each call. An
+observer may note the time or keep a reference; it must not do I/O, wait, or accumulate data.
 """
 
 from __future__ import annotations
@@ -34,88 +34,89 @@ Moment = Literal[
 ]
 
 Cause = Literal["forward", "backward", "update", "script"]
-"""What ends a step: the begin of the next one with one of these, or the script by its own word."""
+"""Event that ends a step: the next forward pass, backward pass or update begins, or the script ends it."""
 
 
 class StepObserver:
-    """Does nothing at any moment. Which moments come, and how often, is the training's affair."""
+    """Base class whose methods do nothing. The framework decides which events occur, and how often."""
 
     def step_begins(self, step: int) -> None:
-        """A step has begun, with a forward pass, a backward pass or an update that follows at once."""
+        """A step has begun with a forward pass, a backward pass or an update, whose event follows immediately."""
 
     def forward_begins(self) -> None:
-        """A training forward of the whole model begins: one for each micro-batch."""
+        """A training forward pass of the whole model begins; one per micro-batch."""
 
     def forward_ended(self) -> None:
-        """It is over, also when it raised."""
+        """The forward pass has ended, possibly with an exception."""
 
     def evaluation_begins(self) -> None:
-        """A forward of the whole model begins in evaluation mode, or without gradients."""
+        """A forward pass of the whole model begins in evaluation mode, or without gradients."""
 
     def evaluation_ended(self) -> None:
-        """It is over, also when it raised."""
+        """The evaluation forward pass has ended, possibly with an exception."""
 
     def backward_begins(self) -> None:
         """The first gradient of a backward pass has arrived at a parameter."""
 
     def backward_ends(self) -> None:
-        """All gradients of the pass were computed; DDP has not yet waited for its reductions."""
+        """All gradients of the pass are computed. DDP has not yet waited for its reductions."""
 
     def backward_ended(self) -> None:
-        """What the framework does at the end of a backward pass is done."""
+        """The framework has completed its work at the end of a backward pass."""
 
     def reduced(self) -> None:
         """A framework has reduced gradients outside of a backward pass."""
 
     def update_begins(self) -> None:
-        """An optimizer is about to step; with a closure, forward and backward may come before `updated`."""
+        """An optimizer step begins. With a closure, forward and backward events may precede `updated`."""
 
     def updated(self) -> None:
-        """It has stepped."""
+        """The optimizer step has ended."""
 
     def reading_begins(self) -> None:
-        """Tensors are about to be measured, on a measured step; what hooks read one by one does not come by here."""
+        """Tensors are about to be measured, on a sampled step. Tensors that hooks measure one by one cause no event."""
 
     def reading_ended(self) -> None:
-        """They were."""
+        """The tensors were measured."""
 
     def phase_begins(self, name: str) -> None:
-        """The script announces a phase; phases nest."""
+        """The script announces a phase. Phases can be nested."""
 
     def phase_ended(self, name: str) -> None:
-        """The innermost phase, which is called `name`, is over."""
+        """The innermost phase, `name`, has ended."""
 
     def step_ends(self, pending_step: PendingStep) -> None:
-        """The step is over and about to be handed over: the last chance to add to its record.
+        """The step has ended and is about to be passed to the publisher: the last chance to add to its record.
 
-        One that waits long for the next step is handed over meanwhile, by the publisher's thread.
+        If the next step is late, the publisher thread takes the step before this event.
         """
 
     def step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
-        """How long the step took is known, and stands in `draft`; `cause` is what has ended it.
+        """The duration of the step is known and is stored in `pending_step`; `cause` is the event that ended the step.
 
-        Mostly the record of the step. Of one that was handed over before, it is a second one with its number.
+        Usually this is the record of the step. If the step was already published, it is a second record with its
+        number.
         """
 
     def training_ends(self) -> None:
-        """No step follows the one that is under way, if there is one."""
+        """No step follows the current one, if there is one."""
 
 
 class StepEvents:
-    """Tells the followers; what one of them raises is counted, and the others hear all the same."""
+    """Calls the observers. If an observer raises, the error is counted and the other observers are still called."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._calls: dict[str, list[Callable[..., None]]] = {moment: [] for moment in get_args(Moment)}
 
     def follow(self, follower: StepObserver) -> None:
-        """Let `follower` hear of what comes from now on, of the moments that it has something to do at."""
+        """Call `follower` for later events, for those that it implements."""
         for moment, calls in self._calls.items():
             if getattr(type(follower), moment) is not getattr(StepObserver, moment):
                 calls.append(getattr(follower, moment))
 
     def tell(self, moment: Moment, *args: object) -> None:
-        """Call `moment` of every follower."""
+        """Call the method `moment` of every observer."""
         for call in self._calls[moment]:
             try:
                 call(*args)

@@ -1,4 +1,4 @@
-"""One step of one rank, finished and on the host: what the training side hands to the serving side."""
+"""One completed step of one rank on the host: the interface between training and serving."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rankscope_contract.model.schema import Plan, canonical_labels
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """One logged number. `value` may be NaN or Inf; a scalar that was not logged is absent."""
+    """One logged number. `value` may be NaN or Inf. A scalar that was not logged is absent."""
 
     name: str
     value: float
@@ -23,13 +23,13 @@ class Scalar:
 
     @property
     def labels_text(self) -> str | None:
-        """Return the labels as they stand in the `labels` column."""
+        """Return the labels as text of the `labels` column."""
         return canonical_labels(dict(self.labels))
 
 
 @dataclass(frozen=True, slots=True)
 class NamedPlan:
-    """A plan with its hash, computed once when the plan is made rather than at every step."""
+    """A plan with its hash and JSON text, computed once per plan and not per step."""
 
     plan: Plan
     hash: str
@@ -43,24 +43,27 @@ class NamedPlan:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The numbers of one step for every entry of a plan.
+    """The statistics of one step for every entry of a plan with T entries.
 
-    `values` is float32 of length len(WIRE_VALUE_OPS) * T, statistic-major, null where a statistic does not exist.
-    `counts` is int64 of length len(WIRE_COUNT_OPS) * T; an entry whose counts are null was absent at this step.
+    `values` is float32 [len(plan.value_ops) * T], all entries for the first op, then for the second; null: no value.
+    `counts` is int64 [len(plan.count_ops) * T]; an entry whose counts are null was absent at this step.
     """
 
     plan: NamedPlan
     values: pa.FloatArray
     counts: pa.Int64Array
     ops: Sequence[frozenset[str]] | None = None
-    """By entry, the statistics that leave the rank, at least as many as the plan has; None where all do."""
+    """For each entry of the plan (or more), the statistics that are published; None if all are."""
     measured: pa.Int64Array | None = None
-    """The counts with those that do not leave the rank, beside `ops`: a norm without its NaN would look sound."""
+    """Counts including those that are not published; None if `ops` is None.
+
+    A norm without its NaN count would look healthy.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """Everything one rank says about one step (or about a moment between steps). The ring gives it its `seq`."""
+    """All data of one step, or of a moment between steps, of one rank. The ring assigns its `seq`."""
 
     ts: int  # UTC microseconds
     step: int | None = None

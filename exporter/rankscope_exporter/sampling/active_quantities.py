@@ -16,7 +16,7 @@ from rankscope_exporter.sampling.active_quantity import ActiveQuantity
 from rankscope_exporter.sampling.plan import Measurement, PlanRegistry, StepBuffers
 from rankscope_exporter.sampling.sampling_config import QuantitySampling
 from rankscope_exporter.statistics import Finished, HostCopy, StatisticsTable
-from rankscope_exporter.statistics.selection import NO_OP, Ops
+from rankscope_exporter.statistics.selection import NO_OP, Ops, carried_ops
 
 MAX_BACKLOG: Final = 64
 """Measured steps that may wait for the publisher; one more is counted as dropped rather than waited for."""
@@ -211,7 +211,7 @@ class ActiveQuantities:
 
     def peek(self) -> tuple[Sequence[PlanEntry], Finished]:
         """Return the plan and what is measured of the step under way; waits for the device, for who asks for it."""
-        return self.book.entries, self._sheet.table.look(len(self.book))
+        return self.book.entries, self._sheet.table.look(len(self.book), carried_ops(self.book.ops))
 
     def end(self, pending_step: PendingStep) -> None:
         """Put what was measured into `draft`."""

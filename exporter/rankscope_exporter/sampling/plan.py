@@ -17,7 +17,7 @@ from rankscope_exporter.quantities.base import Table
 from rankscope_exporter.records.host_transfer import Deferred, Numbers, Row, Transfer
 from rankscope_exporter.records.step_record import NamedPlan
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, copy_entries
-from rankscope_exporter.statistics.selection import EVERY_OP, Ops
+from rankscope_exporter.statistics.selection import EVERY_OP, Ops, carried_ops
 
 MAX_ENTRIES: Final = 200_000
 """64 bytes each in every table; a model that makes up names without end must not fill the memory."""
@@ -37,6 +37,7 @@ class PlanRegistry:
         self._max_entries = max_entries
         self._released: dict[tuple[PlanEntry, ...], range] = {}
         self._named: NamedPlan | None = None
+        self._named_ops: Sequence[Ops] = ()
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -76,10 +77,14 @@ class PlanRegistry:
         if any(choice != ops for choice in self.ops[rows.start : rows.stop]):
             self.ops = [*self.ops[: rows.start], *[ops] * len(rows), *self.ops[rows.stop :]]
 
-    def plan(self, length: int) -> NamedPlan:
-        """Return the plan of the first `length` entries; for the publisher, since naming one costs milliseconds."""
-        if self._named is None or len(self._named.plan.entries) != length:
-            self._named = NamedPlan.of(Plan(tuple(self.entries[:length])))
+    def plan(self, length: int, ops: Sequence[Ops] = ()) -> NamedPlan:
+        """Return the plan of the first `length` entries, of which the statistics `ops` are published.
+
+        For the publisher thread: the first call for a plan takes milliseconds.
+        """
+        if self._named is None or len(self._named.plan.entries) != length or ops is not self._named_ops:
+            self._named = NamedPlan.of(Plan(tuple(self.entries[:length]), carried_ops(ops[:length])))
+            self._named_ops = ops
         return self._named
 
 
@@ -126,6 +131,7 @@ class TableView(Table):
         if rows is not None:
             window._added.append(rows)
             sheet.table.grow(rows.stop)
+            sheet.table.accumulate(ops)
         return window
 
     def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
@@ -135,6 +141,7 @@ class TableView(Table):
             return None
         self._added.append(rows)
         self._sheet.table.grow(rows.stop)
+        self._sheet.table.accumulate(self._ops)
         return range(rows.start - self._first, rows.stop - self._first)
 
     def publish(self, ops: Ops) -> None:
@@ -142,6 +149,7 @@ class TableView(Table):
         self._ops = ops
         for rows in self._added:
             self._sheet.book.publish(rows, ops)
+        self._sheet.table.accumulate(ops)
 
     def release(self) -> None:
         """Let others fill the entries that were added here: nothing is written any more."""

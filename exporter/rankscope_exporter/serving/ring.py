@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from rankscope_contract.model.schema import WIRE_COUNT_OPS, WIRE_VALUE_OPS
 from rankscope_contract.protocol.channel import NOTHING
 from rankscope_exporter.records.step_record import NamedPlan, StepRecord
 from rankscope_exporter.serving.config import MIN_RING_RECORDS
@@ -194,8 +193,9 @@ def record_bytes(record: StepRecord) -> int:
     statistics = record.statistics
     if statistics is None:
         return _RECORD_BYTES + rows * _ROW_BYTES + texts + counts
-    entries = len(statistics.plan.plan.entries)
-    wanted = (len(WIRE_VALUE_OPS) * entries, len(WIRE_COUNT_OPS) * entries)
+    plan = statistics.plan.plan
+    entries = len(plan.entries)
+    wanted = (len(plan.value_ops) * entries, len(plan.count_ops) * entries)
     if (len(statistics.values), len(statistics.counts)) != wanted:
         raise ValueError(
             f"statistics of step {record.step}: {len(statistics.values)} values and {len(statistics.counts)} counts,"

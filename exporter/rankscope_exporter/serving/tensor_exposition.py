@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.metrics.catalogue import TENSOR_BASELINE, TENSOR_VALUE, MetricSpec
-from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
-from rankscope_contract.model.schema import WIRE_COUNT_OPS, WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.model.kinds import JUDGED_OPS
+from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_contract.security.escaping import label_value
 from rankscope_exporter.records.step_record import NamedPlan, Statistics
@@ -158,7 +158,7 @@ class TensorRenderer:
         entries = plan.plan.entries
         shown, ambiguous = distinct(entries, kinds, last_micro_step)
         # Tensor by tensor, so that a budget leaves out whole tensors rather than one statistic of all.
-        wanted = [(position, op) for position in shown for op in self._ops(str(entries[position].kind))]
+        wanted = [(position, op) for position in shown for op in self._ops(plan.plan, str(entries[position].kind))]
         kept = wanted[:budget]
 
         def block(spec: MetricSpec, ops: tuple[str, ...], suffix: str = "") -> _Block:
@@ -174,16 +174,17 @@ class TensorRenderer:
             )
 
         return _Layout(
-            block(TENSOR_VALUE, WIRE_VALUE_OPS),
-            block(TENSOR_VALUE, WIRE_COUNT_OPS),
-            block(TENSOR_BASELINE, WIRE_VALUE_OPS, _BASELINE_SUFFIX),
+            block(TENSOR_VALUE, plan.plan.value_ops),
+            block(TENSOR_VALUE, plan.plan.count_ops),
+            block(TENSOR_BASELINE, plan.plan.value_ops, _BASELINE_SUFFIX),
             over_budget=len(wanted) - len(kept),
             ambiguous=ambiguous,
         )
 
-    def _ops(self, kind: str) -> list[str]:
-        """Return the statistics of a tensor of `kind` that the page shows, baselines included."""
-        ops = [op for op in (*VALUE_OPS, *COUNT_OPS) if self._all_ops or self._is_judged(kind, op)]
+    def _ops(self, plan: Plan, kind: str) -> list[str]:
+        """Return the statistics in `plan` that the page shows for a tensor of `kind`, and their baselines."""
+        carried = (op for op in (*plan.value_ops, *plan.count_ops) if not op.endswith(_BASELINE_SUFFIX))
+        ops = [op for op in carried if self._all_ops or self._is_judged(kind, op)]
         return [*ops, *(op + _BASELINE_SUFFIX for op in JUDGED_OPS)]
 
     def _is_judged(self, kind: str, op: str) -> bool:
@@ -206,8 +207,8 @@ def _kept(known: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
 
 def _present(statistics: Statistics) -> Any:
     """Return the counts that are null where a tensor is absent: other statistics may be left out by choice."""
-    entries = len(statistics.plan.plan.entries)
-    return statistics.counts.slice(COUNT_OPS.index("numel") * entries, entries)
+    plan = statistics.plan.plan
+    return statistics.counts.slice(plan.count_ops.index("numel") * len(plan.entries), len(plan.entries))
 
 
 def _lines(block: _Block, numbers: Any, statistics: Statistics) -> list[Any]:

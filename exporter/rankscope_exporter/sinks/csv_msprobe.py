@@ -22,13 +22,15 @@ from rankscope_contract.msprobe.csv_layout import (
     OPS,
     OTHER,
     TENSOR_COLUMNS,
+    Window,
+    continued,
     file_name,
     folder_name,
     neutral,
     their_step,
+    window,
 )
 from rankscope_contract.msprobe.files import CSV_KEYS, MICRO_STEP, STACKS_COLUMNS, STACKS_FILE
-from rankscope_contract.msprobe.folders import Window, continued, window
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink
@@ -279,7 +281,7 @@ def _check_whole(name: str, value: Any, most: int) -> None:
 
 def _pair(value: Any) -> tuple[str, str]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"append_to is two times of folders, such as Dec03_21-34-40, not {value!r}")  # noqa: TRY004
+        raise ValueError(f"append_to must be two folder times, such as Dec03_21-34-40, not {value!r}")  # noqa: TRY004
     try:
         window(value)
     except ValueError as error:

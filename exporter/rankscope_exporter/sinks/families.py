@@ -15,12 +15,13 @@ from typing import Any, Final, Generic, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS, Kind
-from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.model.kinds import COUNT_OPS, Kind
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.msprobe.csv_layout import (
     CALLS,
     DIRECTION,
     FEATURES,
+    FLOAT_OPS,
     OPS,
     OTHER,
     TENSOR_FAMILIES,
@@ -160,14 +161,15 @@ def columns_of(statistics: Statistics) -> dict[str, pa.Array]:
     Statistics that are measured and not published are used, but not returned: the norm of a tensor with a NaN is NaN,
     also if the count of NaN is not published.
     """
-    size = len(statistics.plan.plan.entries)
-    counts = {op: statistics.counts.slice(COUNT_OPS.index(op) * size, size) for op in COUNT_OPS}
-    values = {op: statistics.values.slice(WIRE_VALUE_OPS.index(op) * size, size) for op in VALUE_OPS}
+    plan = statistics.plan.plan
+    size = len(plan.entries)
+    counts = {op: statistics.counts.slice(plan.count_ops.index(op) * size, size) for op in COUNT_OPS}
+    values = {op: statistics.values.slice(plan.value_ops.index(op) * size, size) for op in FLOAT_OPS}
     measured = statistics.counts if statistics.measured is None else statistics.measured
-    seen = {op: measured.slice(COUNT_OPS.index(op) * size, size) for op in ("nans", "infs")}
+    seen = {op: measured.slice(plan.count_ops.index(op) * size, size) for op in ("nans", "infs")}
     has_nan, has_inf = (pc.fill_null(pc.greater(seen[op], _NONE), _FALSE) for op in ("nans", "infs"))
     not_finite = pc.or_(has_nan, has_inf)
-    known = {op: pc.fill_null(pc.if_else(not_finite, _NAN, values[op]), _NAN) for op in VALUE_OPS}
+    known = {op: pc.fill_null(pc.if_else(not_finite, _NAN, values[op]), _NAN) for op in FLOAT_OPS}
     norm = pc.if_else(pc.equal(counts["numel"], _NONE), _NOTHING, values["norm"])
     norm = pc.if_else(has_nan, _NAN, pc.if_else(has_inf, _INF, norm))
     share = pc.divide(counts["zeros"].cast(pa.float64()), counts["numel"].cast(pa.float64()))  # of nothing: 0 / 0

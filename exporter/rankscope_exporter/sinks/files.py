@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.msprobe.csv_layout import OPS
-from rankscope_contract.msprobe.name_squashing import Squash
+from rankscope_contract.msprobe.names import Squash
 from rankscope_exporter.records.step_record import StepRecord
 
 _PORTION: Final = 4096

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from rankscope_contract.model.identity import Identity
-from rankscope_contract.model.kinds import COUNT_OPS
-from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.sinks.base import Sink
 
@@ -102,9 +101,10 @@ def rows_of(record: StepRecord, kinds: tuple[str, ...]) -> Iterator[Row]:
 
 def _numbers(statistics: Statistics, position: int) -> dict[str, float | int | None] | None:
     """Return the numbers at `position` of the plan, None if the tensor did not exist."""
-    size = len(statistics.plan.plan.entries)
-    counts = {op: statistics.counts[place * size + position].as_py() for place, op in enumerate(COUNT_OPS)}
+    plan = statistics.plan.plan
+    size = len(plan.entries)
+    counts = {op: statistics.counts[place * size + position].as_py() for place, op in enumerate(plan.count_ops)}
     if counts["numel"] is None:
         return None
-    values = {op: statistics.values[place * size + position].as_py() for place, op in enumerate(WIRE_VALUE_OPS)}
+    values = {op: statistics.values[place * size + position].as_py() for place, op in enumerate(plan.value_ops)}
     return {**values, **counts}

@@ -10,11 +10,13 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable
+from rankscope_exporter.statistics.table import ROWS, SUMS, Rows, StatisticsTable
 from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, is_dense, is_freed
 from rankscope_exporter.statistics.torch_backend import round_up
 
 BLOCK: Final = 4096
+COMPILED_EXTRA_SUMS: Final = ((), ("sum_of_fourth_powers",))
+"""`StatisticsTable.extra_sums` that the compiled kernel supports; tables with other ones use torch operations."""
 JOB_FIELDS: Final = 5  # address, elements, entry, code, bytes per element
 
 
@@ -68,6 +70,7 @@ class KernelArguments:
                 len(self._jobs) // JOB_FIELDS,
                 sums,
                 sums + 8 * len(SUMS) * table.size,
+                sums + 8 * ROWS * table.size if table.extra_sums else 0,
                 table.size,
                 self._zero_below.buffer_info()[0],
                 _scratch(),

@@ -22,7 +22,7 @@ import torch
 
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.statistics import torch_backend
-from rankscope_exporter.statistics.kernel_arguments import KernelArguments
+from rankscope_exporter.statistics.kernel_arguments import COMPILED_EXTRA_SUMS, KernelArguments
 from rankscope_exporter.statistics.table import Rows, StatisticsTable, contiguous_rows
 from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, held, is_dense
 
@@ -109,7 +109,8 @@ class MeasureGroup:
             raise ValueError(f"{len(tensors)} tensors for {len(self.rows)} entries: None stands for an absent one")
         with torch.no_grad():
             local = [tensor if type(tensor) in PLAIN_TYPES else _local(tensor) for tensor in tensors]
-            compiled = table.kernel(kernel) if self._compiled and table.device.type == "cpu" else None
+            can_compile = self._compiled and table.device.type == "cpu" and table.extra_sums in COMPILED_EXTRA_SUMS
+            compiled = table.kernel(kernel) if can_compile else None
             if compiled is None:
                 self._with_torch(local, range(len(local)), table)
                 return

@@ -281,10 +281,36 @@ def _block(  # noqa: PLR0917 - addresses and sizes
     return _block_float64(scratch, size, zero64)
 
 
+@_compiled
+def _fourth_powers(address: Number, size: Number, code: Number, scratch: Number) -> Number:
+    """Return the float64 sum of x⁴ over the finite elements of a block."""
+    place = address
+    if code <= _FLOAT16:
+        _widened(address, size, code, scratch)
+        place = scratch
+    values, patterns = carray(_float64s(place), size), carray(_int64s(place), size)
+    total = 0.0
+    for i in range(size):
+        x = values[i] if (patterns[i] & _MOST64) < _INFINITE64 else 0.0
+        square = x * x
+        total += square * square
+    return total
+
+
 def _measure(  # noqa: PLR0917 - addresses and sizes
-    jobs: Number, count: Number, sums: Number, counts: Number, stride: Number, zeros_below: Number, scratch: Number
+    jobs: Number,
+    count: Number,
+    sums: Number,
+    counts: Number,
+    fourths: Number,
+    stride: Number,
+    zeros_below: Number,
+    scratch: Number,
 ) -> None:
-    """Measure `count` tensors and write each to its column of the table, whose rows are `stride` columns long."""
+    """Measure `count` tensors and write each to its column of the table, whose rows are `stride` columns long.
+
+    `fourths` is the address of the row for sums of fourth powers; 0: they are not measured.
+    """
     job = carray(_int64s(jobs), count * JOB_FIELDS)
     below = carray(_int64s(zeros_below), 8)
     table, counted = carray(_float64s(sums), 4 * stride), carray(_int64s(counts), 4 * stride)
@@ -293,6 +319,7 @@ def _measure(  # noqa: PLR0917 - addresses and sizes
         code, itemsize = job[at * JOB_FIELDS + 3], job[at * JOB_FIELDS + 4]
         squares, total, least, most = 0.0, 0.0, math.inf, -math.inf
         nans, infs, zeros = 0, 0, 0
+        fourth = 0.0
         for first in range(0, size, BLOCK):
             part = _block(
                 address + first * itemsize, min(BLOCK, size - first), code, below[code], below[4 + code], scratch
@@ -301,14 +328,18 @@ def _measure(  # noqa: PLR0917 - addresses and sizes
             total += part[1]
             least, most = min(least, part[2]), max(most, part[3])
             nans, infs, zeros = nans + part[4], infs + part[5], zeros + part[6]
+            if fourths != 0:  # the block is still in the first-level cache
+                fourth += _fourth_powers(address + first * itemsize, min(BLOCK, size - first), code, scratch)
         table[row], table[stride + row] = squares, least
         table[2 * stride + row], table[3 * stride + row] = most, total
         counted[row], counted[stride + row] = nans, infs
         counted[2 * stride + row], counted[3 * stride + row] = zeros, size
+        if fourths != 0:
+            carray(_float64s(fourths), stride)[row] = fourth
 
 
 def compile_measure(*, cache: bool) -> Callable[..., None]:
     """Return the kernel, compiled now or read from the cache on disk. RuntimeError: no cache folder is writable."""
-    signature = types.void(*[types.int64] * 7)
+    signature = types.void(*[types.int64] * 8)
     compiled: Callable[..., None] = numba.njit(signature, cache=cache, **_OPTIONS)(_measure)
     return compiled

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, DEFAULT_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
 from rankscope_exporter.base.validation import did_you_mean
 from rankscope_exporter.statistics import Finished
@@ -20,7 +20,9 @@ from rankscope_exporter.statistics import Finished
 Ops = frozenset[str]
 
 ALL_OPS: Final = (*VALUE_OPS, *COUNT_OPS)
-EVERY_OP: Final[Ops] = frozenset(ALL_OPS)
+EVERY_OP: Final[Ops] = frozenset(DEFAULT_OPS)
+"""The default selection: every op except those that must be selected by name."""
+
 NO_OP: Final[Ops] = frozenset()
 """Of what is measured and not published at all."""
 
@@ -43,7 +45,7 @@ def chosen_ops(names: Sequence[str]) -> Ops:
     """
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"ops is a list of statistics, not {names!r}")
-    known = {_OTHER_NAMES.get(name, name) for name in names} & EVERY_OP
+    known = {_OTHER_NAMES.get(name, name) for name in names} & set(ALL_OPS)
     unknown = [name for name in names if name not in (*ALL_OPS, *_ELSEWHERE, *_OTHER_NAMES)]
     if known and unknown:
         hint = did_you_mean(unknown[0], ALL_OPS)
@@ -54,7 +56,7 @@ def chosen_ops(names: Sequence[str]) -> Ops:
 def op_notices(names: Sequence[str]) -> list[str]:
     """Return what the reader should know of `names` that chosen_ops accepts."""
     told = []
-    if not {_OTHER_NAMES.get(name, name) for name in names} & EVERY_OP:
+    if not {_OTHER_NAMES.get(name, name) for name in names} & set(ALL_OPS):
         told.append(f"ops {list(names)} names no statistic, norm is published; there are {', '.join(ALL_OPS)}")
     if any(name in _ELSEWHERE for name in names):
         told.append("ops: shape and dtype are always there, in the plan of each rank and in `tensors` of the store")
@@ -67,7 +69,7 @@ def rule_notices(rules: Iterable[AnomalyRule], published: Mapping[str, Ops]) -> 
     """Return a sentence for each rule that judges what is not published; `published` is by kind."""
     told = []
     for rule in rules:
-        missing = [op for op in ALL_OPS if op not in COUNTED_ANYWAY and _is_missed(rule, op, published)]
+        missing = [op for op in DEFAULT_OPS if op not in COUNTED_ANYWAY and _is_missed(rule, op, published)]
         if missing:
             told.append(f"rule {rule.name} has no {', '.join(missing)} to judge, which ops leaves out")
     return told
@@ -89,6 +91,12 @@ class Published:
         present = finished.present & self.counts[-1]
         values = np.where(self.values, finished.values, np.float32(np.nan))
         return replace(finished, values=values, present=present)
+
+
+def carried_ops(choices: Iterable[Ops]) -> tuple[str, ...]:
+    """Return the float statistics in a record whose entries publish `choices`: default ops, selected ops, baselines."""
+    wanted = EVERY_OP.union(*set(choices))
+    return (*(op for op in VALUE_OPS if op in wanted), *BASELINE_OPS)
 
 
 class SelectionMasks:

@@ -6,20 +6,23 @@ Sums are float64 and counts int64 in one buffer, so that a step costs one copy. 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import COUNT_OPS, OPS, VALUE_OPS
 
 SUMS: Final = ("sum_of_squares", "min", "max", "sum")  # float64, over finite elements
 ROWS: Final = len(SUMS) + len(COUNT_OPS)
 NUMEL_ROW: Final = len(SUMS) + COUNT_OPS.index("numel")
 ABSENT: Final = -1  # in place of numel
+MEASURED: Final = frozenset({*SUMS, *COUNT_OPS, "finite"})
+"""Accumulators that every table has; the accumulators of other ops are added with `StatisticsTable.accumulate`."""
 
 Rows = range | tuple[int, ...]
 Kernel = Callable[..., None]
@@ -47,6 +50,7 @@ class StatisticsTable:
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
         self.device = torch.device(device)
+        self.extra_sums: tuple[str, ...] = ()
         self._free_host_buffers: collections.deque[torch.Tensor] = collections.deque()
         self._indices: dict[Rows, torch.Tensor] = {}
         self._kernel: Kernel | object | None = _UNKNOWN
@@ -79,6 +83,20 @@ class StatisticsTable:
             self.buffer[NUMEL_ROW].fill_(ABSENT)
             self.buffer[:, :kept].copy_(old)
 
+    def accumulate(self, ops: Iterable[str]) -> None:
+        """Add rows for the accumulators that `ops` need and the table does not have.
+
+        In the current step, these accumulators are NaN for entries that were measured before.
+        """
+        needed = {name for op in ops if op in OPS for name in OPS[op].accumulators}
+        if missing := tuple(sorted(needed - MEASURED - set(self.extra_sums))):
+            old, kept = self.buffer, ROWS + len(self.extra_sums)
+            self.extra_sums += missing
+            with torch.no_grad():
+                self.buffer = self._new_buffer(self.device)
+                self.extras.fill_(math.nan)
+                self.buffer[:kept].copy_(old)
+
     def forget(self, rows: range) -> None:
         """Make the entries `rows` absent."""
         self.buffer[NUMEL_ROW, rows.start : rows.stop].fill_(ABSENT)
@@ -101,7 +119,12 @@ class StatisticsTable:
     @property
     def counts(self) -> torch.Tensor:
         """Return the int64 rows, in the order of COUNT_OPS."""
-        return self.buffer[len(SUMS) :]
+        return self.buffer[len(SUMS) : ROWS]
+
+    @property
+    def extras(self) -> torch.Tensor:
+        """Return the float64 rows of `extra_sums`."""
+        return self.buffer[ROWS:].view(torch.float64)
 
     def write(self, rows: Rows, sums: torch.Tensor, counts: torch.Tensor) -> None:
         """Store float64 [len(SUMS), n] and int64 [len(COUNT_OPS), n] at the n entries of `rows`."""
@@ -123,15 +146,15 @@ class StatisticsTable:
             self._indices[rows] = index
         return index
 
-    def look(self, used: int) -> Finished:
-        """Return the first `used` entries as they are now, and leave them; waits for the device."""
-        return _finished(self.buffer.cpu().numpy(), used)
+    def look(self, used: int, ops: Sequence[str] = VALUE_OPS) -> Finished:
+        """Return the statistics `ops` of the first `used` entries as they are now; waits for the device."""
+        return _finished(self.buffer.cpu().numpy(), used, self.extra_sums, ops)
 
     def take_host_buffer(self) -> torch.Tensor:
         """Return a free buffer on the host, pinned where the device copies to it by itself."""
         while self._free_host_buffers:
             buffer = self._free_host_buffers.popleft()
-            if buffer.shape[1] == self.size:  # else it is from before the table grew
+            if buffer.shape == self.buffer.shape:  # else it is from before the table grew
                 return buffer
         # All in use: the publisher is behind.
         return self._new_buffer(torch.device("cpu"), pinned=self.device.type == "cuda")
@@ -143,7 +166,9 @@ class StatisticsTable:
 
     def _new_buffer(self, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
         with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
-            return torch.zeros(ROWS, self.size, dtype=torch.int64, device=device, pin_memory=pinned)
+            return torch.zeros(
+                ROWS + len(self.extra_sums), self.size, dtype=torch.int64, device=device, pin_memory=pinned
+            )
 
 
 _HOST_BUFFERS_KEPT: Final = 4
@@ -178,12 +203,13 @@ class HostCopy:
     `used` is how many entries, from the first on, have a meaning; None means all.
     """
 
-    __slots__ = ("_event", "buffer", "table", "used")
+    __slots__ = ("_event", "buffer", "extra_sums", "table", "used")
 
     def __init__(self, table: StatisticsTable, used: int | None = None) -> None:
         self.table = table
         self.used = table.size if used is None else used
         self.buffer = table.take_host_buffer()
+        self.extra_sums = table.extra_sums
         self._event: torch.cuda.Event | None = None
         with torch.no_grad():
             if table.device.type == "cpu":
@@ -206,28 +232,33 @@ class HostCopy:
             self._event.synchronize()
 
 
-def finish(host: HostCopy) -> Finished:
-    """Return the statistics of a copy that is ready, and free its buffer. On the publisher thread, once per copy."""
+def finish(host: HostCopy, ops: Sequence[str] = VALUE_OPS) -> Finished:
+    """Return the statistics `ops` of a copy that is ready, and free its buffer. Call once, on the publisher thread."""
     host.wait()
-    finished = _finished(host.buffer.numpy(), host.used)
+    finished = _finished(host.buffer.numpy(), host.used, host.extra_sums, ops)
     host.table.give_host_buffer(host.buffer)
     return finished
 
 
-def _finished(buffer: npt.NDArray[np.int64], used: int) -> Finished:
-    """Return the statistics of the first `used` entries; nothing of the result shares memory with `buffer`."""
-    counts = buffer[len(SUMS) :, :used].copy()
-    total = dict(zip(SUMS, buffer[: len(SUMS)].view(np.float64)[:, :used], strict=True))
-    numel = counts[COUNT_OPS.index("numel")]
-    present = numel >= 0
+def _finished(
+    buffer: npt.NDArray[np.int64], used: int, extra_sums: Sequence[str], ops: Sequence[str] = VALUE_OPS
+) -> Finished:
+    """Return the statistics of the first `used` entries. The result does not share memory with `buffer`.
+
+    The values of ops that are not in `ops`, or whose accumulators the buffer does not have, are NaN.
+    """
+    counts = buffer[len(SUMS) : ROWS, :used].copy()
+    total: dict[str, npt.NDArray[Any]] = dict(zip(SUMS, buffer[: len(SUMS)].view(np.float64)[:, :used], strict=True))
+    total |= zip(extra_sums, buffer[ROWS:].view(np.float64)[:, :used], strict=True)
+    total |= zip(COUNT_OPS, counts, strict=True)
+    present = total["numel"] >= 0
     counts[:, ~present] = 0
-    finite = numel - counts[COUNT_OPS.index("nans")] - counts[COUNT_OPS.index("infs")]
-    values = np.empty((len(VALUE_OPS), used), np.float32)
+    finite = total["finite"] = total["numel"] - total["nans"] - total["infs"]
+    values = np.full((len(VALUE_OPS), used), np.nan, np.float32)
     # Absent entries hold anything, and a norm beyond float32 is Inf.
     with np.errstate(all="ignore"):
-        values[VALUE_OPS.index("norm")] = np.sqrt(total["sum_of_squares"])
-        values[VALUE_OPS.index("min")] = total["min"]
-        values[VALUE_OPS.index("max")] = total["max"]
-        values[VALUE_OPS.index("mean")] = total["sum"] / finite
+        for row, name in enumerate(VALUE_OPS):
+            if name in ops and total.keys() >= set(OPS[name].accumulators):
+                values[row] = OPS[name].finish(total)
     values[:, finite <= 0] = np.nan
     return Finished(values, counts, present)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -47,6 +47,27 @@ def measure(items: Sequence[Held], rows: Rows, table: StatisticsTable, *, zero_b
         sums[2] = torch.where(left_out > 0, sums[2].clamp(min=0.0), sums[2])
     counts[2] += left_out
     table.write(rows, sums, torch.cat([counts, (stored + left_out).unsqueeze(0)]))
+    if table.extra_sums:
+        extras = [torch.stack([EXTRA_SUMS[name](flat).to(table.device) for flat in flats]) for name in table.extra_sums]
+        index = (
+            torch.arange(rows.start, rows.stop, device=table.device) if isinstance(rows, range) else table.index(rows)
+        )
+        table.extras.index_copy_(1, index, torch.stack(extras))
+
+
+def _sum_of_fourth_powers(flat: torch.Tensor) -> torch.Tensor:
+    """Return the float64 sum of x⁴ over the finite elements, on the device of `flat`. No host sync."""
+    chunks = torch.split(flat, _CPU_CHUNK if flat.is_cpu else _DEVICE_CHUNK)
+    parts = []
+    for chunk in chunks:
+        values = chunk.to(torch.complex128).abs() if chunk.is_complex() else chunk.to(torch.float64)
+        squares = values.masked_fill(~values.isfinite(), 0.0).square()
+        parts.append(squares.square().sum())
+    return torch.stack(parts).sum()
+
+
+EXTRA_SUMS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {"sum_of_fourth_powers": _sum_of_fourth_powers}
+"""Accumulators that only some ops need: a function from a flat tensor to a float64 scalar on its device."""
 
 
 def _on_cpu(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.schema import NESTED, WIRE_COUNT_OPS, WIRE_VALUE_OPS
+from rankscope_contract.model.schema import NESTED
 from rankscope_ingest.base.tables import FROM_RANK, coded_schema
 from rankscope_ingest.record_channel.plans import PlanColumns
 from rankscope_ingest.record_channel.validate import Measured, Positions, ValidBody, absent_counts
@@ -119,18 +119,20 @@ def _grid(cells: _Cells, records: _Records) -> pa.Table:
     columns = {name: _of_record(column.take(chosen), len(plan)) for name, column in records.columns.items()}
     for name, names in plan.sorted_columns.items():
         columns[name] = _over(_of_tensor(names, height), columns.get(name))
-    columns |= dict(zip(WIRE_VALUE_OPS, _values(cells), strict=True))
+    columns |= dict(zip(plan.value_ops, _values(cells), strict=True))
     present = _counts(cells, columns)
     schema = coded_schema("tensor_stats")
-    table = pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
+    rows = height * len(plan)
+    arrays = [columns[field.name] if field.name in columns else pa.nulls(rows, field.type) for field in schema]
+    table = pa.Table.from_arrays(arrays, schema=schema)
     return table if present is None else table.filter(present)
 
 
 def _values(cells: _Cells) -> Iterator[pa.Array]:
     """Yield the columns of floats, tensor by tensor, in each of them record by record."""
-    shape = (len(WIRE_VALUE_OPS), len(cells.plan))
+    shape = (len(cells.plan.value_ops), len(cells.plan))
     parts = [part.values.to_numpy(zero_copy_only=False).reshape(-1, *shape) for part in cells.parts]
-    for number in range(len(WIRE_VALUE_OPS)):
+    for number in range(len(cells.plan.value_ops)):
         if all(np.isnan(part[:, number]).all() for part in parts):  # as baselines are where no rule judges
             yield pa.nulls(len(cells.records) * len(cells.plan), pa.float32())
             continue
@@ -141,14 +143,15 @@ def _values(cells: _Cells) -> Iterator[pa.Array]:
 
 def _counts(cells: _Cells, columns: dict[str, pa.Array]) -> pa.Array | None:
     """Put the count columns into `columns`; return which rows exist, or None when all do."""
-    shape = (len(WIRE_COUNT_OPS), len(cells.plan))
+    ops = cells.plan.count_ops
+    shape = (len(ops), len(cells.plan))
     counts = [part.counts.fill_null(0) if part.counts.null_count else part.counts for part in cells.parts]
     parts = [numbers.to_numpy().reshape(-1, *shape) for numbers in counts]
-    absent: list[npt.NDArray[np.bool_] | None] = [None] * len(WIRE_COUNT_OPS)
+    absent: list[npt.NDArray[np.bool_] | None] = [None] * len(ops)
     if any(part.counts.null_count for part in cells.parts):
         masks_of_parts = [absent_counts(part) for part in cells.parts]
-        absent = [_turned(masks_of_parts, cells.plan, number) for number in range(len(WIRE_COUNT_OPS))]
-    for number, (op, mask) in enumerate(zip(WIRE_COUNT_OPS, absent, strict=True)):
+        absent = [_turned(masks_of_parts, cells.plan, number) for number in range(len(ops))]
+    for number, (op, mask) in enumerate(zip(ops, absent, strict=True)):
         columns[op] = pa.array(_turned_counts(parts, cells.plan, number), mask=mask)
     masks = [mask for mask in absent if mask is not None]
     return pa.array(~np.logical_and.reduce(masks)) if masks else None

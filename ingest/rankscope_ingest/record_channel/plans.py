@@ -29,6 +29,7 @@ class PlanColumns:
 
     def __init__(self, plan: Plan) -> None:
         self.entries: tuple[PlanEntry, ...] = plan.entries
+        self.value_ops, self.count_ops = plan.value_ops, plan.count_ops
         ordered = sorted(range(len(plan.entries)), key=lambda number: _sort_key(plan.entries[number]))
         self.order: npt.NDArray[np.intp] = np.array(ordered, np.intp)
         schema = coded_schema("tensor_stats")

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.fields import Field, arrow_field
-from rankscope_contract.model.schema import NESTED, WIRE_COUNT_OPS, WIRE_FIELDS, WIRE_VALUE_OPS
+from rankscope_contract.model.schema import NESTED, WIRE_FIELDS
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.record_channel.plans import PlanColumns
 
@@ -185,8 +185,8 @@ def _measured(flat: Mapping[str, pa.Array], used: Sequence[str | None], plan_id:
         plan_id=plan_id,
         plan=plan,
         records=records,
-        values=_numbers(flat["values"], "values", records, len(WIRE_VALUE_OPS), len(plan)),
-        counts=_numbers(flat["counts"], "counts", records, len(WIRE_COUNT_OPS), len(plan)),
+        values=_numbers(flat["values"], "values", records, len(plan.value_ops), len(plan)),
+        counts=_numbers(flat["counts"], "counts", records, len(plan.count_ops), len(plan)),
     )
 
 
@@ -208,7 +208,7 @@ def _present(measured: Measured) -> int:
 
 def absent_counts(measured: Measured) -> npt.NDArray[np.bool_]:
     """Return which counts are null, by record, statistic and tensor."""
-    shape = (len(measured.records), len(WIRE_COUNT_OPS), len(measured.plan))
+    shape = (len(measured.records), len(measured.plan.count_ops), len(measured.plan))
     absent: npt.NDArray[np.bool_] = measured.counts.is_null().to_numpy(zero_copy_only=False).reshape(shape)
     return absent
 

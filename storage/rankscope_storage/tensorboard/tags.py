@@ -12,7 +12,7 @@ from typing import Final
 
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
 from rankscope_contract.msprobe.csv_layout import CALLS, parse_call
-from rankscope_contract.msprobe.families import FAMILY_OF
+from rankscope_contract.msprobe.names import FAMILY_OF
 
 OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
 

@@ -1,4 +1,4 @@
-"""A rank is named only by evidence that singles it out. What is not known of a rank is never evidence against it."""
+"""Tests of the search for the blocking rank: only sufficient evidence names a rank; missing data is no evidence."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_backward_passes_may_wait_for_a_rank_that_is_certainly_outside():
     assert None is verdict(facts(idle, dumps))
 
 
-def test_a_rank_that_may_wait_for_its_device_is_neither_named_nor_taken_for_waiting():
+def test_rank_that_may_wait_for_its_device_is_no_evidence():
     assert None is verdict(facts({}, {0: IN_REDUCE, 1: WAITS_FOR_DEVICE, 2: IN_REDUCE}))
     assert None is verdict(facts({}, {0: IN_REDUCE, 1: SLEEPS, 2: WAITS_FOR_DEVICE}))
 
@@ -298,8 +298,8 @@ def test_evidence_names_its_source_and_each_missing_source():
         "it is in time.sleep, called at train.py:88 in main, and ranks 0, 2 wait in a collective (stacks)"
     ) == str(named)
     assert [
-        "unknown: no rank gave stacks or a flight record",
-        "unknown: the flight records of ranks 0-1 and the stacks of ranks 0-1 single out no rank",
+        "unknown: no rank sent stacks or a flight record",
+        "unknown: the flight records of ranks 0-1 and the stacks of ranks 0-1 do not identify a single rank",
     ] == list(map(str, unknown))
 
 

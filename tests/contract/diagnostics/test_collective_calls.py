@@ -1,4 +1,4 @@
-"""How far ranks are with a collective, against a simulation that knows; and how it is said."""
+"""Progress of ranks with a collective, compared with a simulation, and the sentences about it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_rank_that_is_still_in_what_the_others_have_left_never_left_it():
 
     assert CallState.NEVER_LEFT is only(records).state
     assert [
-        "rank 1 entered all_reduce 41 (4.0 MiB float32) of dp since 62 s and never left it; ranks 0, 2-3 are through"
+        "rank 1 entered all_reduce 41 (4.0 MiB float32) of dp since 62 s and never left it; ranks 0, 2-3 completed it"
     ] == sentences(records)
 
 
@@ -71,7 +71,7 @@ def test_of_a_rank_that_says_nothing_nothing_is_said_but_that():
     waits = record(entry(41, pending=True))
 
     assert CallState.UNKNOWN is only({0: waits, 1: waits, 2: waits}).state
-    assert ["ranks 0-2 are in all_reduce 41 (4.0 MiB float32) of dp since 62 s; rank 3 says nothing"] == sentences(
+    assert ["ranks 0-2 are in all_reduce 41 (4.0 MiB float32) of dp since 62 s; rank 3 has no record"] == sentences(
         {0: waits, 1: waits, 2: waits}
     )
 
@@ -113,7 +113,7 @@ def test_sizes_may_differ_where_ranks_have_different_parts():
 
 
 def test_a_scatter_is_one_call_though_only_its_source_has_tensors():
-    """As gloo records it: other ranks are through as soon as they have their part."""
+    """As gloo records it: other ranks complete the call as soon as they have their part."""
     source = entry(41, pending=True, op="scatter")
     others = entry(41, op="scatter", dtypes=(), sizes=(), bytes=None)
     records = {0: record(others), 1: record(source), 2: record(others), 3: record(entry(40))}

@@ -1,4 +1,4 @@
-"""Who stands where, the ones that the others wait for first."""
+"""Groups of ranks at the same place; groups for which others wait come first."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_rank_of_which_nothing_is_known_stands_in_no_python_code():
     assert "rank 3 in no Python code" == f"{grouped([Standing.of(3, None, None)])[0]}"
 
 
-def test_a_standing_is_the_training_thread_and_the_oldest_unfinished_collective():
+def test_standing_has_training_thread_and_oldest_pending_collective():
     dump = StackDump(
         reason="hang",
         threads=(

@@ -1,4 +1,4 @@
-"""Stacks and flight records come back from their JSON as they were; anything else is a ValueError, never a surprise."""
+"""Stacks and flight records survive a round trip through JSON. Any other input raises ValueError."""
 
 from __future__ import annotations
 

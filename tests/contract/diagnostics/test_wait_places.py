@@ -1,4 +1,4 @@
-"""Signs in a stack of waiting for other ranks: certain only where its innermost call is."""
+"""Detection of waiting ranks from their stacks: certain only if the innermost call shows it."""
 
 from __future__ import annotations
 

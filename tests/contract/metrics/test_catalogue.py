@@ -1,4 +1,4 @@
-"""The catalogue holds together: names by the rules of the trade, and a place in the store for what is kept."""
+"""Consistency of the metric catalogue: names follow Prometheus' rules, and stored metrics have a column."""
 
 from __future__ import annotations
 

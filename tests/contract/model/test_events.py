@@ -1,4 +1,4 @@
-"""The order in which anomalies are read: first cause first."""
+"""Causal order of anomalies: the first cause comes first."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_updated_parameters_come_last_in_their_step():
     assert all(tag.endswith("/param_updated") for tag in last)
 
 
-def test_a_step_flows_from_parameters_through_activations_and_gradients_to_the_optimizer():
+def test_causal_stages_follow_the_flow_of_a_step():
     flow = ["param_before", "act_in", "act_grad_in", "grad_unreduced", "comm_in", "comm_out", None]
     flow += ["grad_reduced", "grad_clipped", "exp_avg", "param_after"]
     shuffled = random.Random(0).sample(flow, len(flow))

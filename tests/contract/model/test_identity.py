@@ -1,4 +1,4 @@
-"""Who a process is, read from the environments that launchers make."""
+"""Identity of a process, read from the environments of launchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank and the service tell each other survives the wire and newer senders."""
+"""Messages between rank and service survive a round trip, and keys of newer releases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rules mean: recorded vectors of the original tool, boundaries, and the arithmetic in float32 and float64."""
+"""Meaning of the rules: recorded vectors of msprobe, boundaries, and float32 and float64 arithmetic."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_nothing_is_turbulent_against_no_baseline():
         assert not rule.fires("norm", math.nan, 1.0)
 
 
-def test_the_first_observation_fires_no_turbulence_even_after_non_finite_ones():
+def test_first_finite_value_fires_no_turbulence():
     rules = [AnomalyTurbulence(threshold=0.5)]
 
     assert [4] == [f.position for f in evaluate(rules, "act_out", "norm", [math.nan, math.inf, 3.0, 3.0, 9.0])]

@@ -1,4 +1,4 @@
-"""A user's name survives every language it passes through, and can do no harm there."""
+"""A user-defined name survives every escaping and causes no injection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is masked of a command line and a configuration, and what is shown though it sounds like a secret."""
+"""Masked parts of a command line and a configuration, and similar names that are not masked."""
 
 from __future__ import annotations
 

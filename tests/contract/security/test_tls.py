@@ -1,4 +1,4 @@
-"""Contexts from files: what cannot be used is named, and what has changed is taken without a restart."""
+"""TLS contexts from files: errors name the unusable file, and changed files are loaded without a restart."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_client_always_checks_certificate_and_name(certificates):
         (lambda c: server_context(served(c, key="client")), "the key belongs to another certificate"),
         (lambda c: server_context(served(c, cert="nowhere")), r"cert_file .*nowhere\.pem: No such file"),
         (lambda c: server_context(TlsServer(cert_file=c.key("ca"), key_file=c.key("ca"))), "no PEM certificate"),
-        (lambda c: client_context(c.key("ca"), None, None), r"ca_file .*ca\.key: it holds no PEM certificate"),
+        (lambda c: client_context(c.key("ca"), None, None), r"ca_file .*ca\.key: the file contains no PEM certificate"),
         (lambda c: client_context(c.folder / "nowhere", None, None), "ca_file .*nowhere: No such file"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Prometheus' web configuration as we read it: its keys, its defaults, and a clear word for what is not ours."""
+"""Prometheus' web configuration: keys, defaults, and errors for unsupported options."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_only_certificates_that_are_demanded_keep_strangers_out(tmp_path):
 @pytest.mark.parametrize(
     ("document", "complaint"),
     [
-        ("", "it is empty"),
+        ("", "the file is empty"),
         ("[1, 2]", "not list"),
         ("a: [", "not YAML"),
-        ({"tls_server_config": None, "basic_auth_users": None}, "it is empty"),
+        ({"tls_server_config": None, "basic_auth_users": None}, "the file is empty"),
         ({"tls_server_config": []}, "write cert_file and key_file below it"),
         ({"tls_server_confg": TLS}, "unknown key tls_server_confg: did you mean tls_server_config?"),
         ({"http_server_config": {"http2": True}}, "http_server_config is not supported"),
@@ -77,12 +77,12 @@ def test_only_certificates_that_are_demanded_keep_strangers_out(tmp_path):
         ({"tls_server_config": {**TLS, "cipher_suites": ["x"]}}, "cipher_suites is not supported"),
         ({"tls_server_config": {**TLS, "client_allowed_sans": ["x"]}}, "client_allowed_sans is not supported"),
         ({"tls_server_config": {**TLS, "min_version": "TLS10"}}, "min_version is 'TLS10': use TLS12 or TLS13"),
-        ({"tls_server_config": {**TLS, "min_version": 12}}, "min_version: text is expected, not 12"),
+        ({"tls_server_config": {**TLS, "min_version": 12}}, "min_version: expected text, not 12"),
         ({"tls_server_config": {**TLS, "min_version": "TLS13", "max_version": "TLS12"}}, "above max_version"),
         ({"tls_server_config": {**TLS, "client_auth_type": "RequireAnyClientCert"}}, "RequireAndVerifyClientCert"),
         ({"tls_server_config": {**TLS, "client_auth_type": "Always"}}, "use NoClientCert or"),
         ({"tls_server_config": {**TLS, "client_auth_type": "RequireAndVerifyClientCert"}}, "client_ca_file is missing"),
-        ({"tls_server_config": {**TLS, "client_ca_file": "ca.pem"}}, "would ask nobody"),
+        ({"tls_server_config": {**TLS, "client_ca_file": "ca.pem"}}, "has no effect without client_auth_type"),
         ({"basic_auth_users": ["me"]}, "a user and a bcrypt hash"),
     ],
 )  # fmt: skip

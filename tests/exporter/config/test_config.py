@@ -98,13 +98,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"every": 2,}', "take away the comma before it"),
-        ('{"quantities": ["gradients", // all\n ]}', "take away the comma before it"),
+        ('{"every": 2,}', "remove the comma before it"),
+        ('{"quantities": ["gradients", // all\n ]}', "remove the comma before it"),
         ("[" * 100_000, "recursion"),
         ('{"every": ' + "9" * 5000 + "}", "4300 digits"),
         ("", "Expecting value"),
-        ('{"every": 2, "run": "a", "every": 3}', "'every' stands twice in one table, as 2 and as 3: take one away"),
-        ('{"options": {"gradients": {"every": 2, "every": 4}}}', "'every' stands twice in one table, as 2 and as 4"),
+        ('{"every": 2, "run": "a", "every": 3}', "'every' occurs twice in one table, as 2 and as 3: remove one"),
+        ('{"options": {"gradients": {"every": 2, "every": 4}}}', "'every' occurs twice in one table, as 2 and as 4"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, text: str, words: str) -> None:

@@ -136,7 +136,7 @@ def test_a_part_is_found_by_its_place_its_number_or_its_name():
 
 @pytest.mark.parametrize("text", ["", "tuple", "tuple[2]:", "tuple[2]:2", "tuple[-1]", "dict:", "Tensor", None, 3])
 def test_what_is_no_part_is_refused(text):
-    with pytest.raises(ValueError, match=r"names no part|does not exist"):
+    with pytest.raises(ValueError, match=r"no pattern for a part|does not exist"):
         ObjectSpec.parse(text)
     with pytest.raises(ValueError, match=r"parts\['a'\]"):
         parse_specs("a", {"input": text})

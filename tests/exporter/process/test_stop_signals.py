@@ -146,5 +146,5 @@ def test_one_signal_means_one_thing_and_the_environment_may_name_it():
 
     assert ("SIGTERM", "SIGUSR1") == named.stop_signals
     assert () == MonitorConfig().with_environment({}).stop_signals
-    with pytest.raises(ConfigError, match="it can mean one of them"):
+    with pytest.raises(ConfigError, match="use it for only one of them"):
         MonitorConfig(stop_signals=("SIGUSR2",), stacks_signal="SIGUSR2")

@@ -82,7 +82,7 @@ def one_entry(rules, observations):
 
 
 def norm_of(value, *, nans=0, infs=0, present=True):
-    return present, (value, NULL, NULL, NULL), (nans, infs)
+    return present, (value, *[NULL] * (len(VALUE_OPS) - 1)), (nans, infs)
 
 
 def expected_firings(rules, kinds, steps):

@@ -374,7 +374,7 @@ def test_a_target_that_matches_nothing_names_the_nearest_modules():
     ("options", "text"),
     [
         ({"targets": {"head": {"input": "tuple[2]:2"}}}, "element 2 of 2 does not exist"),
-        ({"targets": {"head": {"input": "garbage"}}}, "names no part of an object: it is 'tensor', 'tuple"),
+        ({"targets": {"head": {"input": "garbage"}}}, "is no pattern for a part of an object: write 'tensor', 'tuple"),
         ({"targets": {"head": {"inputs": "tensor"}}}, "'inputs' is unknown; there are input, output, input_grad"),
         ({"targets": {"head": "tensor"}}, "is a table of input, output"),
         ({"targets": ["a"], "parts": {"b": {}}}, "is of no target; add it to targets"),

@@ -318,7 +318,7 @@ def test_a_hook_that_fails_costs_its_rows_alone(monkeypatch):
         ("linear", {"tolerance": 1.0}, "tolerance is a share from 1e-05 on and below 1"),
         ("router", {"top_k": 0}, "top_k is a whole number from 1 on"),
         ("router", {"logits": "guessed"}, "logits is 'returned' or 'computed', not 'guessed'"),
-        ("router", {"output": "second"}, "'second' names no part of an object"),
+        ("router", {"output": "second"}, "'second' is no pattern for a part of an object"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_meant_are_refused(quantity, options, text):

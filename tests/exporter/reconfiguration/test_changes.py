@@ -210,7 +210,7 @@ def test_dynamic_on_false_stops_at_once(path):
         ('{"dynamic_on": tr', "Expecting value"),
         ('{"dynamic_on": true, "quantitis": []}', "Did you mean quantities"),
         ('{"dynamic_on": true, "options": {"parameters": {"every": 0}}}', "every is a whole number from 1 on"),
-        ("[]", "a table of settings is expected"),
+        ("[]", "expected a table of settings"),
         ("\udcff", "can't decode"),
     ],
 )

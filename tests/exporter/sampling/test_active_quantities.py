@@ -237,5 +237,5 @@ def test_a_target_that_selects_no_parameter_names_the_nearest(reader, eventually
 
 
 def test_a_pattern_that_is_none_is_refused_when_the_monitor_is_made():
-    with pytest.raises(ConfigError, match=r"tensors: target 're:\(' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"tensors: target 're:\(' is not a valid regular expression"):
         MonitorConfig(tensors=["re:("])

@@ -76,8 +76,8 @@ def test_only_who_shows_a_certificate_of_the_ca_gets_in(new_server, certificates
         with pytest.raises(OSError):
             asked(server, refused)
     until(lambda: len(caplog.records) >= 2)
-    assert "127.0.0.1 could not speak to this rank: it showed no client certificate" in caplog.text
-    assert "its client certificate is not signed by a CA that is trusted here" in caplog.text
+    assert "127.0.0.1 could not speak to this rank: it sent no client certificate" in caplog.text
+    assert "its client certificate is not signed by a trusted CA" in caplog.text
 
 
 def test_plain_http_to_a_tls_port_is_told_on_both_sides(new_server, caplog, until):
@@ -87,7 +87,7 @@ def test_plain_http_to_a_tls_port_is_told_on_both_sides(new_server, caplog, unti
 
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"this port speaks TLS: write https://" in answer
-    assert until(lambda: "it spoke plain HTTP to a TLS port: use https:// there" in caplog.text)
+    assert until(lambda: "it sent plain HTTP to a TLS port: use https:// in its configuration" in caplog.text)
 
 
 def test_a_client_that_does_not_trust_us_is_told_once_on_our_side(new_server, certificates, caplog, until):
@@ -97,9 +97,9 @@ def test_a_client_that_does_not_trust_us_is_told_once_on_our_side(new_server, ce
             asked(server, client_context(certificates.other_ca, None, None))
     until(lambda: not server._since)
 
-    assert [
-        "127.0.0.1 could not speak to this rank: it does not trust our certificate: name the CA in its ca_file"
-    ] == [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert ["127.0.0.1 could not speak to this rank: it does not trust our certificate: set its ca_file to our CA"] == [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
 
 
 def test_an_old_version_of_tls_is_refused(new_server, certificates):
@@ -209,7 +209,7 @@ def registering(url, certificates, ca=None, client=None):
     ("shown", "ca", "complaint"),
     [
         ("expired", "ca", "its certificate has expired: renew it"),
-        ("server", "other_ca", "not signed by a CA that is trusted here"),
+        ("server", "other_ca", "not signed by a trusted CA"),
         ("elsewhere", "ca", "its certificate is for another name"),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_rank_says_what_is_wrong_with_the_certificate_of_the_service(new_serve
 
 
 @pytest.mark.parametrize(
-    ("client", "complaint"), [(None, "it asks for a client certificate"), ("stranger", "client cert")]
+    ("client", "complaint"), [(None, "it requires a client certificate"), ("stranger", "client cert")]
 )
 def test_a_rank_says_that_its_own_certificate_is_missing_or_wrong(new_server, certificates, client, complaint):
     server = new_server(client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca))
@@ -232,7 +232,7 @@ def test_a_rank_says_that_its_own_certificate_is_missing_or_wrong(new_server, ce
 def test_https_to_a_plain_service_is_told(service, certificates):
     said = registering(service.url.replace("http:", "https:"), certificates)
 
-    assert "it does not speak TLS: use http://" in said
+    assert "it does not use TLS: use an http:// address" in said
 
 
 def test_a_rank_that_shows_its_certificate_registers(new_server, certificates):

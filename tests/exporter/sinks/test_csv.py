@@ -13,14 +13,14 @@ from tests.exporter.sinks.reading import imported
 from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
 from tests.properties import examples
 
-from rankscope_contract.model.kinds import VALUE_OPS, Kind
-from rankscope_contract.msprobe.csv_layout import parse_folder
+from rankscope_contract.model.kinds import Kind
+from rankscope_contract.msprobe.csv_layout import FLOAT_OPS, parse_folder
 from rankscope_exporter import ConfigError, MonitorConfig
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "csv_sink.txt"
 ACTIVATIONS = (Kind.ACT_IN, Kind.ACT_OUT, Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT)
-NO_VALUES: dict[str, float | None] = dict.fromkeys(VALUE_OPS)
+NO_VALUES: dict[str, float | None] = dict.fromkeys(FLOAT_OPS)
 
 NOTHING: dict[str, float | None] = dict.fromkeys(("nans", "infs", "zeros", "numel"), 0)
 
@@ -273,8 +273,8 @@ def test_default_folder_is_that_of_the_environment(tmp_path, monkeypatch):
         ({"steps_per_file": 0}, "steps_per_file is a number from 1 to 1,000,000"),
         ({"digits": 21}, "digits is a number from 1 to 20"),
         ({"digits": True}, "digits is a number from 1 to 20"),
-        ({"append_to": ["Dec03_21-34-40"]}, "append_to is two times"),
-        ({"append_to": ["Dec03_21-34-40", "later"]}, "append_to 'later' is no time of a folder"),
+        ({"append_to": ["Dec03_21-34-40"]}, "append_to must be two folder times"),
+        ({"append_to": ["Dec03_21-34-40", "later"]}, "append_to: 'later' is not a folder time"),
         ({"ops": ["norms"]}, "'norms' is unknown, .*did you mean 'norm'"),
         ({"ops": "norm"}, "ops is a list"),
         ({"folder": 3}, "folder is a path"),
@@ -301,7 +301,7 @@ def tensors(draw):
     numel = math.prod(shape)
     nans, infs = draw(st.sampled_from([(0, 0), (0, 0), (1, 0), (0, 1)])) if numel else (0, 0)
     exists = numel > 0 and nans == infs == 0
-    numbers = {op: draw(number) if exists else None for op in VALUE_OPS}
+    numbers = {op: draw(number) if exists else None for op in FLOAT_OPS}
     if exists:
         numbers["norm"] = abs(numbers["norm"])
     counts = {"nans": nans, "infs": infs, "zeros": draw(st.integers(0, numel)), "numel": numel}
@@ -317,7 +317,7 @@ def tensors(draw):
 
 
 KEY = ("kind", "tensor", "index", "micro_step", "vpp_stage")
-OF = (*VALUE_OPS, "nans", "infs", "zeros", "numel")
+OF = (*FLOAT_OPS, "nans", "infs", "zeros", "numel")
 
 
 def distinct(rows):

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
 
-from rankscope_contract.model.kinds import VALUE_OPS, Kind
+from rankscope_contract.model.kinds import Kind
+from rankscope_contract.msprobe.csv_layout import FLOAT_OPS
 from rankscope_exporter.sinks import tensorboard
 from rankscope_exporter.sinks.tensorboard import TensorBoard, TensorBoardOptions
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock
@@ -100,7 +101,7 @@ def test_importer_reads_the_event_files(tmp_path):
     assert {("grad_reduced", "a/b:1%", 2, None), ("act_out", "m", 0, 1)} == found.keys()
     for row in found.values():
         assert (1, 0) == (row["rank"], row["attempt"])
-        assert {op: FINITE[op] for op in VALUE_OPS} == {op: row[op] for op in VALUE_OPS}
+        assert {op: FINITE[op] for op in FLOAT_OPS} == {op: row[op] for op in FLOAT_OPS}
 
 
 @given(st.binary(max_size=300))

@@ -39,9 +39,16 @@ def truth(numbers: np.ndarray, zero_below: float = 0.0) -> Truth:
     finite = numbers[np.isfinite(numbers)]
     values = dict.fromkeys(VALUE_OPS, math.nan)
     if finite.size:
-        with np.errstate(over="ignore"):
-            norm = math.sqrt(float(np.square(finite).sum()))
-        values = {"norm": norm, "min": finite.min(), "max": finite.max(), "mean": finite.mean()}
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares = np.square(finite)
+            values = {
+                "norm": math.sqrt(float(squares.sum())),
+                "min": finite.min(),
+                "max": finite.max(),
+                "mean": finite.mean(),
+                "rms": math.sqrt(float(squares.mean())),
+                "kurtosis": float(np.square(squares).mean() / squares.mean() / squares.mean()),
+            }
     zeros = np.abs(numbers) < zero_below if zero_below > 0 else numbers == 0
     counts = {
         "nans": int(np.isnan(numbers).sum()),
@@ -59,17 +66,22 @@ def exact(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().to(torch.float64).numpy()
 
 
-def assert_is_true(finished: Finished, entry: int, expected: Truth) -> None:
+def assert_is_true(finished: Finished, entry: int, expected: Truth, ops: Sequence[str]) -> None:
     """Hold one entry to the accuracy that is promised."""
     counts = dict(zip(COUNT_OPS, finished.counts[:, entry].tolist(), strict=True))
     assert bool(finished.present[entry])
     assert expected.counts == counts
 
     for op, value in zip(VALUE_OPS, finished.values[:, entry].tolist(), strict=True):
+        if op not in ops:
+            continue
         wanted = expected.values[op]
         rounded = float(np.float32(wanted)) if math.isfinite(wanted) and abs(wanted) < 3.5e38 else wanted
         # Half a unit of the smallest float32 is all that can be told apart below 1e-38.
-        slack = 1e-5 * (expected.mean_magnitude if op == "mean" else abs(wanted)) + 1e-45
+        # The kurtosis divides twice by the sum of squares.
+        slack = (2e-5 if op == "kurtosis" else 1e-5) * (
+            expected.mean_magnitude if op == "mean" else abs(wanted)
+        ) + 1e-45
         if math.isnan(wanted):
             assert math.isnan(value), op
         elif math.isinf(rounded) or abs(wanted) > 3.5e38:
@@ -82,9 +94,15 @@ def assert_is_true(finished: Finished, entry: int, expected: Truth) -> None:
 def check() -> Callable[..., None]:
     """Return a function that holds an entry to the truth about a tensor, or about numbers."""
 
-    def run(finished: Finished, entry: int, source: torch.Tensor | np.ndarray, zero_below: float = 0.0) -> None:
+    def run(
+        finished: Finished,
+        entry: int,
+        source: torch.Tensor | np.ndarray,
+        zero_below: float = 0.0,
+        ops: Sequence[str] = VALUE_OPS,
+    ) -> None:
         numbers = exact(source) if isinstance(source, torch.Tensor) else source
-        assert_is_true(finished, entry, truth(numbers, zero_below))
+        assert_is_true(finished, entry, truth(numbers, zero_below), ops)
 
     return run
 
@@ -111,6 +129,7 @@ def measured(compiled: bool) -> Callable[..., Finished]:
 
     def run(tensors: Sequence[torch.Tensor | None], zero_below: float = 0.0) -> Finished:
         table = StatisticsTable(len(tensors), CPU)
+        table.accumulate(VALUE_OPS)
         MeasureGroup(range(len(tensors)), zero_below=zero_below, compiled=compiled).measure(tensors, table)
         return finish(HostCopy(table))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, DEFAULT_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
@@ -41,7 +41,8 @@ def config_of(**settings: Any) -> MonitorConfig:
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (OPS, EVERY_OP),
+        (OPS, set(OPS)),
+        (DEFAULT_OPS, EVERY_OP),
         (["norm"], {"norm", "numel"}),
         (["min", "nans"], {"min", "nans", "numel"}),
         ([], {"norm", "numel"}),
@@ -110,7 +111,7 @@ def test_what_one_quantity_says_wins_over_what_all_have(reader, eventually):
         train(net, optimizer)
         monitor.end_step()
         rows = eventually(reader(monitor).rows)
-    by_kind = {row.kind: {name for name in OPS if row.numbers[name] is not None} for row in rows}
+    by_kind = {row.kind: {name for name in OPS if row.numbers.get(name) is not None} for row in rows}
 
     assert {"mean", "zeros", "numel"} == by_kind["param_after"]
     assert {"max", "numel"} == by_kind["grad_reduced"]
@@ -129,7 +130,7 @@ def test_a_list_without_a_valid_name_is_norm_and_said_once(reader, eventually):
         rows = eventually(lambda: (found := read.rows()) and found[-1].step == 3 and found)
         told = notes(read)
 
-    assert {"norm", "numel"} == {name for row in rows for name in OPS if row.numbers[name] is not None}
+    assert {"norm", "numel"} == {name for row in rows for name in OPS if row.numbers.get(name) is not None}
     assert 1 == len(told)
     assert told[0].startswith("ops [] names no statistic, norm is published")
 
@@ -185,7 +186,7 @@ def test_a_switch_changes_what_is_published_and_keeps_rows_hooks_and_baselines(r
         assert hooks == count_hooks(net)
         records = eventually(lambda: (found := read.records()) and found[-1]["step"] == 5 and found)
         published = {
-            (row.step, row.kind): {name for name in OPS if row.numbers[name] is not None} for row in read.rows()
+            (row.step, row.kind): {name for name in OPS if row.numbers.get(name) is not None} for row in read.rows()
         }
         last = [row for row in read.rows() if (row.step, row.kind) == (5, "param_after")]
         (first, *_) = [json.loads(event["details"]) for event in read.events() if event["type"] == "switch"]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from rankscope_contract.model.kinds import VALUE_OPS
+from rankscope_contract.model.kinds import DEFAULT_OPS, VALUE_OPS
 from rankscope_exporter.statistics import HostCopy, MeasureGroup, StatisticsTable, finish
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_inside_an_autograd_hook(compiled, check):
     weight.register_post_accumulate_grad_hook(lambda parameter: group.measure([parameter.grad], table))
     (weight**3).sum().backward()
 
-    check(finish(HostCopy(table)), 0, weight.grad)
+    check(finish(HostCopy(table)), 0, weight.grad, ops=DEFAULT_OPS)
 
 
 MODES = {

@@ -103,9 +103,9 @@ async def last_error(service, eventually):
     ("shown", "client", "complaint"),
     [
         ("expired", None, "its certificate has expired: renew it"),
-        ("stranger", None, "its certificate is not signed by a CA that is trusted here"),
+        ("stranger", None, "its certificate is not signed by a trusted CA"),
         ("elsewhere", None, "its certificate is for another name"),
-        (None, None, "it does not speak TLS: use http:// there, or give it a web_config"),
+        (None, None, "it does not use TLS: use an http:// address, or give the server a web_config"),
         ("demanding", None, "client certificate"),
         ("demanding", "stranger", "client certificate"),
     ],
@@ -201,12 +201,17 @@ async def test_only_certificates_of_the_ca_get_in(start_service, certificates, t
 @pytest.mark.parametrize(
     ("url", "name", "told_here", "told_there"),
     [
-        ("http", None, "it spoke plain HTTP to a TLS port: use https:// there", "ingest_url begins with https://"),
-        ("https", None, "it showed no client certificate", "client certificate"),
+        (
+            "http",
+            None,
+            "it sent plain HTTP to a TLS port: use https:// in its configuration",
+            "ingest_url begins with https://",
+        ),
+        ("https", None, "it sent no client certificate", "client certificate"),
         (
             "https",
             "stranger",
-            "its client certificate is not signed by a CA that is trusted here",
+            "its client certificate is not signed by a trusted CA",
             "client certificate",
         ),
         ("https", "expired", "its client certificate has expired: renew it", "client certificate"),

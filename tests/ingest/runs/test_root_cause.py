@@ -157,10 +157,10 @@ SLEEPS = "it is in time.sleep, called at train.py:12 in main, and ranks 0, 2 wai
         ("sleeps", ("stacks",), f"rank 1: {SLEEPS} (stacks)"),
         ("sleeps", SOURCES, f"rank 1: {NEVER_ENTERED} (flight records); {SLEEPS} (stacks)"),
         ("earlier", ("flight",), "rank 1: it is still in all_reduce 40 of dp, which ranks 0, 2 left (flight records)"),
-        ("earlier", ("stacks",), "unknown: the stacks of ranks 0-2 single out no rank"),
+        ("earlier", ("stacks",), "unknown: the stacks of ranks 0-2 do not identify a single rank"),
         ("died", ("heartbeat",), "rank 1: first rank to stop responding without an exit report"),
-        ("died", ("stacks",), "unknown: the stacks of ranks 0, 2 single out no rank"),
-        ("sleeps", (), "unknown: no rank gave stacks or a flight record"),
+        ("died", ("stacks",), "unknown: the stacks of ranks 0, 2 do not identify a single rank"),
+        ("sleeps", (), "unknown: no rank sent stacks or a flight record"),
     ],
 )  # fmt: skip
 def test_message_contains_the_evidence(situation, sources, cause):
@@ -342,4 +342,4 @@ def test_flight_record_from_before_the_stall_is_no_evidence():
     stalls.check([job], 901.0)
     (incident,) = stalls.check([job], 920.0).due
 
-    assert (None, "unknown: the stacks of ranks 0-1 single out no rank") == (incident.first.rank, incident.cause)
+    assert (None, "unknown: the stacks of ranks 0-1 do not identify a single rank") == (incident.first.rank, incident.cause)

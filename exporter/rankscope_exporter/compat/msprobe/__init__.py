@@ -5,10 +5,11 @@ table in docs/migration.md lists the equivalents of all options, calls and files
 this folder: it registers its format with `config.loader`.
 """
 
-from rankscope_exporter.compat.msprobe.config_translation import is_of_the_tool, translated
+from rankscope_exporter.compat.msprobe.config_translation import translated
+from rankscope_exporter.compat.msprobe.tool_config import KEYS
 from rankscope_exporter.compat.msprobe.trainer_mon import TrainerMon
 from rankscope_exporter.config.loader import Dialect, register_dialect
 
 __all__ = ["TrainerMon"]
 
-register_dialect(Dialect(is_of_the_tool, translated))
+register_dialect(Dialect("msprobe", frozenset(KEYS), translated))

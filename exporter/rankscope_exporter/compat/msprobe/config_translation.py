@@ -8,7 +8,6 @@ parameter, or all parameters of a module.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
@@ -76,15 +75,6 @@ _BY_PARAMETER: Final = {
     "ur_distribution": "adam_updates",
     "mg_direction": "direction",
 }
-
-
-def is_of_the_tool(settings: Mapping[str, Any], ours: Collection[str]) -> bool:
-    """Return whether `settings` are those of msprobe: a key exists in msprobe only or is a misspelling of one."""
-    unknown = [key for key in settings if key not in ours]
-    if any(key in KEYS for key in unknown):
-        return True
-    plainly_ours = any(key in _MSPROBE_KEYS for key in settings)
-    return not plainly_ours and any(_near(key, KEYS) > _near(key, ours) for key in unknown)
 
 
 def translated(settings: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
@@ -202,8 +192,3 @@ def _remarks(tool: MsprobeSettings, *, measured: bool) -> list[str]:
         "no quantity is measured: enable wg_distribution, xy_distribution or a similar setting": not measured,
     }
     return [remark for remark, applies in remarks.items() if applies]
-
-
-def _near(key: str, names: Collection[str]) -> float:
-    close = difflib.get_close_matches(key, names, n=1)
-    return difflib.SequenceMatcher(None, key, close[0]).ratio() if close else 0.0

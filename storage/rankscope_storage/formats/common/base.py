@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from rankscope_contract.msprobe.families import FAMILIES, FEATURE_FAMILIES, family_names
+from rankscope_contract.msprobe.names import FAMILIES, FEATURE_FAMILIES, family_names
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
 

@@ -23,8 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.msprobe.csv_layout import file_name, folder_name
-from rankscope_contract.msprobe.folders import Window, continued, window
+from rankscope_contract.msprobe.csv_layout import Window, continued, file_name, folder_name, window
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.formats.common.selection import Selection
 from rankscope_storage.formats.msprobe.rows import MICRO_STEP, Cells

@@ -14,11 +14,11 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_contract.msprobe.csv_layout import (
     CALLS,
     DIRECTION,
     FEATURES,
+    FLOAT_OPS,
     MOMENTS,
     OPS,
     OTHER,
@@ -148,7 +148,7 @@ def statistics_sql(rounding: int | None) -> dict[str, str]:
     sql = {
         op: f"CASE WHEN {unknown} OR {sql_identifier(op)} IS NULL THEN 'nan' "
         f"ELSE {_text(sql_identifier(op), rounding)} END"
-        for op in VALUE_OPS
+        for op in FLOAT_OPS
     }
     sql["norm"] = (
         "CASE WHEN coalesce(nans, 0) > 0 THEN 'nan' WHEN coalesce(infs, 0) > 0 THEN 'inf' WHEN numel = 0 THEN '0.0' "
@@ -203,7 +203,7 @@ def _direction_columns(value: pa.StringArray) -> dict[str, pa.StringArray]:
     zero = pc.equal(pc.cast(value, pa.float64()), 0.0)
     constant = {"nans": "0", "zeros": "0.0", "shape": "[]", "dtype": "torch.float32"}
     columns = {name: pa.array([constant.get(name, "")] * len(value), pa.string()) for name in TENSOR_COLUMNS}
-    columns |= dict.fromkeys(VALUE_OPS, value)
+    columns |= dict.fromkeys(FLOAT_OPS, value)
     return columns | {"zeros": pc.if_else(zero, "1.0", "0.0")}
 
 

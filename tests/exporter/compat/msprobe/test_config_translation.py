@@ -126,7 +126,7 @@ def test_rules_keep_their_order_and_get_unique_names() -> None:
         ({"targets": ["a"]}, 'targets is a table such as {"layers.0"'),
         ({"targets": {"a": "tensor"}}, "targets is a table such as"),
         ({"xy_distribution": True, "targets": {"a": {}, "b": {"out": "tensor"}}}, "'out' is unknown"),
-        ({"xy_distribution": True, "targets": {"a": {"output": "garbage"}}}, "'garbage' names no part of an object"),
+        ({"xy_distribution": True, "targets": {"a": {"output": "garbage"}}}, "'garbage' is no pattern for a part"),
         ({"wg_distribution": True, "targets": {"b": {"outputs": "tensor"}}}, "targets: .*'b'.*'outputs' is unknown"),
         ({"start_step": -1}, "start_step is a whole number from 0 on, not -1"),
         ({"step_interval": 0}, "step_interval is a whole number from 1 on, not 0"),
@@ -156,7 +156,7 @@ def test_rules_keep_their_order_and_get_unique_names() -> None:
         ({"ndigits": 0}, "ndigits is a whole number from 1 to 20"),
         ({"step_count_per_record": 2_000_000}, "step_count_per_record is a whole number from 1 to 1000000"),
         ({"append_output": ["Dec03_21-34-40"]}, "append_output is empty or two times"),
-        ({"append_output": ["a", "b"]}, "'a' is no time of a folder"),
+        ({"append_output": ["a", "b"]}, "'a' is not a folder time"),
         ({"squash_name": "yes"}, "squash_name is true or false"),
     ],
 )  # fmt: skip
@@ -191,3 +191,20 @@ def test_translation_of_a_document_is_json(tmp_path: Path) -> None:
     path.write_text(FROM_THE_MANUAL)
 
     assert json.dumps(MonitorConfig.from_file(path).options)
+
+
+def test_document_with_a_key_of_msprobe_alone_is_translated():
+    document = {"wg_distribution": True, "step_interval": 3}
+
+    assert MonitorConfig.from_msprobe(document) == MonitorConfig.from_mapping(document)
+    assert "gradients" in MonitorConfig.from_mapping(document).quantities
+
+
+@pytest.mark.parametrize("key", ["wg_distributon", "step_intervall", "xy_distribtion"])
+def test_misspelt_key_of_msprobe_is_an_unknown_setting(key):
+    with pytest.raises(ConfigError, match=f"unknown setting {key}; .*Did you mean "):
+        MonitorConfig.from_mapping({key: True})
+
+
+def test_shared_keys_alone_are_read_as_settings_of_a_monitor():
+    assert ("norm", "max") == MonitorConfig.from_mapping({"ops": ["norm", "max"]}).ops

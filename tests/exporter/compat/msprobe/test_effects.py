@@ -339,7 +339,7 @@ def test_alert_without_dump_writes_nothing(trained, output):
 
 def published(run: Run) -> set[str]:
     """Return the names of all published statistics."""
-    return {op for row in run.rows for op in ALL_OPS if row.numbers[op] is not None}
+    return {op for row in run.rows for op in ALL_OPS if row.numbers.get(op) is not None}
 
 
 def test_ops_select_the_published_statistics(trained):
