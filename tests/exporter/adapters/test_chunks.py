@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -40,14 +40,11 @@ class Chunked(Plain):
         self._list = as_one(chunks)  # nothing else holds it
         super().__init__(self._list)
         self._chunks = chunks
+        self.chunk_numbers = numbers_of(chunks)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
         return False
-
-    @property
-    def numbers_of_chunks(self) -> Mapping[int, int]:
-        return numbers_of(self._chunks)
 
     @property
     def chunks(self) -> Sequence[nn.Module]:

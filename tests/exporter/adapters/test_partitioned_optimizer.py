@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,7 +131,7 @@ def test_each_micro_batch_has_its_own_gradients(outcome):
 
 
 class OfScattered(OfFlattened):
-    scatters = True
+    traits = replace(PartitionedOptimizer.traits, reduces_each_micro_batch=None)
 
 
 def test_a_sum_over_micro_batches_that_nobody_keeps_is_kept_here_once_it_was_seen_to_be_missing():

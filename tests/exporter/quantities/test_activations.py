@@ -348,8 +348,8 @@ def test_a_part_that_is_not_there_is_said_once_and_has_no_row():
 
     assert {"1": {OUT}} == kinds_by_module(run)
     assert [
-        "activations: 1: input holds 1 tensors in 1 elements, which is not 'tuple[2]:0' as its targets have it",
-        "activations: 1: output holds 1 tensors in 1 elements, which is not 'dict:logits' as its targets have it",
+        "activations: 1: input has 1 tensors in 1 elements, which does not match 'tuple[2]:0' of its target",
+        "activations: 1: output has 1 tensors in 1 elements, which does not match 'dict:logits' of its target",
     ] == run.said
 
 
@@ -377,7 +377,7 @@ def test_a_target_that_matches_nothing_names_the_nearest_modules():
         ({"targets": {"head": {"input": "garbage"}}}, "names no part of an object: it is 'tensor', 'tuple"),
         ({"targets": {"head": {"inputs": "tensor"}}}, "'inputs' is unknown; there are input, output, input_grad"),
         ({"targets": {"head": "tensor"}}, "is a table of input, output"),
-        ({"targets": ["a"], "parts": {"b": {}}}, "is of no target; add it to targets"),
+        ({"targets": ["a"], "parts": {"b": {}}}, "belongs to no target; add it to targets"),
         ({"parts": ["a"]}, "parts is a table of tables"),
         ({"inputs": 1}, "inputs is true or false"),
         (
@@ -442,7 +442,7 @@ def test_what_cannot_be_collected_is_said_once_and_has_no_row():
     assert {
         "activations: nested: input is a nested tensor",
         "activations: packed: input[0] is packed or quantized (qint8)",
-        "activations: cache: input holds what is not looked into: Evil",
+        "activations: cache: input contains an object that is not searched: Evil",
         "activations: mapped: input[0] is inside of a functorch transform",
         "activations: silent: was not called in a forward of the model, so it has no activations",
     } <= {message.replace("nested: input[0]", "nested: input") for message in said}
@@ -502,8 +502,8 @@ def test_a_view_written_in_place_harms_nothing_and_its_gradient_is_said_to_be_mi
     assert {IN, OUT} == kinds_by_module(run)["0"]
     assert {IN, OUT, GRAD_OUT} == kinds_by_module(run)["1"]
     assert [
-        "activations: 0: output is a view and written in place: no gradient of what it was before can be seen",
-        "activations: 1: input is a view and written in place: no gradient of what it was before can be seen",
+        "activations: 0: output is a view that was written in place: its earlier gradient is not visible",
+        "activations: 1: input is a view that was written in place: its earlier gradient is not visible",
     ] == run.said
 
 

@@ -113,7 +113,7 @@ def test_a_call_that_nobody_waits_for_has_no_row_and_is_named_once(runs):
     for run in runs("asynchronous"):
         (sentence,) = run.said
 
-        assert re.search(r"broadcast@.*\]: is not waited for within its step by wait\(\)", sentence)
+        assert re.search(r"broadcast@.*\]: has no wait\(\) within its step", sentence)
 
 
 # Which calls.
@@ -132,7 +132,7 @@ def test_call_sites_that_are_nowhere_are_said_with_the_calls_there_are(runs):
     for run in runs("no such site"):
         (sentence,) = run.said
 
-        assert "call_sites are found in the stack of no call; there are all_reduce@" in sentence
+        assert "no call has call_sites in its stack; there are all_reduce@" in sentence
         assert {} == run.rows
 
 
@@ -154,8 +154,8 @@ def test_no_more_rows_than_most_calls(runs):
     ("case", "sentence"),
     [
         ("none", "no call of the script was seen in a measured step"),
-        ("beside", "on a thread beside the training"),
-        ("coalesced", "is coalesced with others"),
+        ("beside", "on another thread than the training"),
+        ("coalesced", "is coalesced with other calls"),
         ("another stream", "is on another stream than the training"),
     ],
 )

@@ -48,7 +48,7 @@ def form_loss(model: nn.Module, _step: int) -> torch.Tensor:
         (lambda z: z, {"top_k": 1}, True),
         (lambda z: (z.argmax(-1), z), {"top_k": 1, "output": "tuple[2]:1"}, True),
         (lambda z: {"scores": z.sum(), "logits": z}, {"top_k": 1, "output": "dict:logits"}, True),
-        (lambda z: z.argmax(-1), {"top_k": 1}, "router: gate: returns what is int64[2], which are no logits"),
+        (lambda z: z.argmax(-1), {"top_k": 1}, "router: gate: returns an output that is int64[2] and cannot be logits"),
         (lambda z: None, {"top_k": 1}, "router: gate: returns no 'tensor'"),
         (lambda z: z, {"output": "tuple[2]:1"}, "router: gate: returns no 'tuple[2]:1'"),
     ],
@@ -104,8 +104,8 @@ def test_logits_are_computed_where_a_router_returns_probabilities(rows, bias):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda gate, x: gate(x.long()), "is given what is int64[2, 4], which are no logits"),
-        (lambda gate, x: gate(x[:, :2]), "has a weight of shape [3, 4], which does not fit what it is given"),
+        (lambda gate, x: gate(x.long()), "has an argument that is int64[2, 4] and cannot be logits"),
+        (lambda gate, x: gate(x[:, :2]), "has a weight of shape [3, 4], which does not fit its argument"),
     ],
 )
 def test_logits_that_cannot_be_computed_are_said(call, said):
@@ -129,7 +129,7 @@ def test_what_a_router_cannot_tell_is_said_once():
 
     assert {"router_entropy", "router_similarity"} == {key.kind for key in run.rows[3]}
     assert [
-        "router: gate: has no router_load, since how many experts a token goes to is not known: set top_k",
+        "router: gate: has no router_load, because the number of experts per token is unknown: set top_k",
         "router: gate: is called more than once in a micro-batch, of which only the first call is measured",
         "router: never: was not called in a forward of the model, so it is not measured",
         "router: target 'gaet' matches no module; nearest: gate",
@@ -242,13 +242,13 @@ def test_query_key_mask_and_scale_are_found_in_a_call(name):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda core, x: core(x, None), "key is no tensor among its arguments"),
+        (lambda core, x: core(x, None), "key is not a tensor argument"),
         (lambda core, x: core(x.flatten(2), x), "query is [2, 3, 20], not four dimensions of numbers: target the core"),
         (lambda core, x: core(x, x.long()), "key is [2, 3, 5, 4], not four dimensions of numbers: target the core"),
-        (lambda core, x: core(x, x[:, :2]), "3 heads of the query share no 2 heads of the key evenly: see order"),
+        (lambda core, x: core(x, x[:, :2]), "3 heads of the query are not a multiple of 2 heads of the key: see order"),
         (lambda core, x: core(x, x[..., :3]), "query [2, 3, 5, 4] and key [2, 3, 5, 3]"),
         (lambda core, x: core(x, x[:, :, :0]), "key has no elements"),
-        (lambda core, x: core(x, x, x, TRIL[:4, :4]), "mask of shape [4, 4] fits no scores of its calls"),
+        (lambda core, x: core(x, x, x, TRIL[:4, :4]), "mask of shape [4, 4] does not fit the scores of its calls"),
         (lambda core, x: core(x, x.to("meta")), "key is a meta tensor"),
     ],
 )  # fmt: skip

@@ -271,7 +271,7 @@ def test_odd_weights():
     assert all(math.isnan(rows[Feature(kind, "broken")]) for kind in ("spectral_norm", "stable_rank"))
     assert {
         "linear: computed: has a weight that is computed, or none",
-        "linear: whole: has a weight that is complex64[4, 4], no matrix of numbers",
+        "linear: whole: has a weight that is complex64[4, 4], not a matrix of floats",
     } == set(run.said)
     assert 2 == len(run.said)
     other = train(odd(), [odd_loss], None)
@@ -314,8 +314,8 @@ def test_a_hook_that_fails_costs_its_rows_alone(monkeypatch):
         ("attention", {"causal": "yes"}, "causal is true, false or 'auto'"),
         ("attention", {"scale": "big"}, "scale is a number"),
         ("attention", {"rows": 0}, "rows is a whole number from 1 on"),
-        ("linear", {"tolerance": 0}, "tolerance is a share from 1e-05 on and below 1"),
-        ("linear", {"tolerance": 1.0}, "tolerance is a share from 1e-05 on and below 1"),
+        ("linear", {"tolerance": 0}, "tolerance is a number from 1e-05 to below 1"),
+        ("linear", {"tolerance": 1.0}, "tolerance is a number from 1e-05 to below 1"),
         ("router", {"top_k": 0}, "top_k is a whole number from 1 on"),
         ("router", {"logits": "guessed"}, "logits is 'returned' or 'computed', not 'guessed'"),
         ("router", {"output": "second"}, "'second' names no part of an object"),

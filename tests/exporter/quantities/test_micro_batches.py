@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.adapters.base import FrameworkTraits
 from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.quantities import micro_batches
@@ -18,19 +19,13 @@ SIZE = 4 * (3 * 2 + 2)  # float32 weight and bias
 
 
 class Reducing(Plain):
-    """Reduces each backward pass, as DDP does without `no_sync()`: here over one rank alone, by a factor."""
+    """Reduces each backward pass, as DDP does without `no_sync()`: here over one rank, by a factor."""
+
+    traits = FrameworkTraits(reduces=True, reduces_each_micro_batch=None)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
         return False
-
-    @property
-    def reduces(self) -> bool:
-        return True
-
-    @property
-    def reduces_each_micro_batch(self) -> bool | None:
-        return None
 
     def reduces_in_backward(self) -> bool:
         return True

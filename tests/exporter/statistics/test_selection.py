@@ -145,7 +145,7 @@ def test_a_list_without_a_valid_name_is_norm_and_said_once(reader, eventually):
     ],
 )
 def test_a_rule_that_has_nothing_to_judge_is_named(rule: AnomalyRule, ops, missing):
-    expected = [f"rule {rule.name} has no {missing} to judge, which ops leaves out"] if missing else []
+    expected = [f"rule {rule.name} reads {missing}, which ops does not publish"] if missing else []
 
     assert expected == rule_notices([rule], {"param_after": chosen_ops(ops)})
 
@@ -168,7 +168,7 @@ def test_a_rule_judges_nothing_that_is_left_out_and_a_nan_all_the_same(reader, e
 
     assert {("AnomalyNan", "1.bias", "nans")} <= {(e["rule"], e["tensor"], e["op"]) for e in events}
     assert {"AnomalyNan"} == {event["rule"] for event in events}
-    assert ["rule AnomalyTurbulence has no norm to judge, which ops leaves out"] == told
+    assert ["rule AnomalyTurbulence reads norm, which ops does not publish"] == told
 
 
 def test_a_switch_changes_what_is_published_and_keeps_rows_hooks_and_baselines(reader, eventually):
