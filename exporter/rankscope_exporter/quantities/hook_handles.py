@@ -94,13 +94,14 @@ class GradientHooks:
     ) -> None:
         self._monitored, self._hooking, self._gate = monitored, hooking, gate
         self._where, self._hook_of = where, hook_of
-        self._hooked: set[int] = set()
+        self.hooked: set[int] = set()
+        """Positions of the parameters with a hook."""
 
     def register(self) -> None:
         """Hook the parameters that require gradients and have no hook yet, such as parameters unfrozen since."""
         for index, parameter in enumerate(self._monitored.tensors()):
-            if parameter is not None and parameter.requires_grad and index not in self._hooked:
-                self._hooked.add(index)
+            if parameter is not None and parameter.requires_grad and index not in self.hooked:
+                self.hooked.add(index)
                 hook = self._hooking.guarded(self._where, self._hook_of(index, parameter), self._gate)
                 self._hooking.hook(hook, functools.partial(self._registered, index, hook))
 

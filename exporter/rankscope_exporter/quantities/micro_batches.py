@@ -105,7 +105,7 @@ class MicroBatchSums:
         self._is_known = False  # whether the loop was seen to accumulate micro-batches that are reduced separately
         self._sums: dict[int, torch.Tensor] = {}
         self._reported: set[str] = set()
-        self._hooks: GradientHooks | None = None
+        self.hooks: GradientHooks | None = None
         self._hooking: Hooking
         self.are_kept = False
         """True if the gradients of the current step are summed here."""
@@ -113,15 +113,15 @@ class MicroBatchSums:
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Prepare the gradient hooks, which are registered when a sum is needed."""
         self._hooking = hooking
-        self._hooks = GradientHooks(self._monitored, hooking, gate, "a gradient to be summed up", self._hook_of)
+        self.hooks = GradientHooks(self._monitored, hooking, gate, "a gradient to be summed up", self._hook_of)
         hooking.keep(CallbackHandle(self.release))
 
     def step_begins(self) -> None:
         """Release the sums of the last step, and start new ones if they are needed and fit into the memory."""
         self.release()
-        self.are_kept = self._hooks is not None and self._is_needed() and self._fits()
-        if self.are_kept and self._hooks is not None:
-            self._hooks.register()
+        self.are_kept = self.hooks is not None and self._is_needed() and self._fits()
+        if self.are_kept and self.hooks is not None:
+            self.hooks.register()
 
     def learn(self) -> None:
         """Note that a gradient was added to one that is already reduced: gradients of later steps are summed here."""
@@ -148,13 +148,15 @@ class MicroBatchSums:
             return False
         size, free = sum(map(self._bytes_of, parameters)), free_bytes(parameters[0].device)
         if self._wanted or size * _SHARE <= free:
-            self._report_once(f"the sum of this rank's own gradients takes {_text(size)} of memory at sampled steps")
+            self._report_once(
+                "kept", f"the sum of this rank's own gradients takes {_text(size)} of memory at sampled steps"
+            )
             return True
         self._report_once(
+            "absent",
             "grad_unreduced is absent if micro-batches are reduced one by one: their sum would take "
             f"{_text(size)} of {_text(free)} of free memory; sum_micro_batches = true keeps it, and micro_gradients "
             "needs no sum",
-            key="absent",
         )
         return False
 
@@ -180,12 +182,13 @@ class MicroBatchSums:
         except torch.OutOfMemoryError:  # the memory of the sums is returned, which may be enough for training
             self.release()
             self._wanted = False
-            self._report_once("out of memory while micro-batches were summed: grad_unreduced is absent from now on")
+            self._report_once(
+                "spent", "out of memory while micro-batches were summed: grad_unreduced is absent from now on"
+            )
 
-    def _report_once(self, message: str, key: str = "") -> None:
-        """Report `message` unless one with this key, or its first words, was reported before."""
-        if (key := key or message[:20]) not in self._reported:
-            self._reported.add(key)
+    def _report_once(self, topic: str, message: str) -> None:
+        if topic not in self._reported:
+            self._reported.add(topic)
             self._hooking.tell(f"gradients: {message}")
 
 

@@ -153,7 +153,7 @@ def test_rows_per_step_are_limited_by_most_calls(runs):
 @pytest.mark.parametrize(
     ("case", "sentence"),
     [
-        ("none", "no call of the script was seen in a measured step"),
+        ("none", "no call of the script was seen in a sampled step"),
         ("beside", "on another thread than the training"),
         ("coalesced", "is coalesced with other calls"),
         ("another stream", "is on another stream than the training"),

@@ -94,4 +94,4 @@ def test_module_that_adds_its_own_keys_is_reported():
     run = train(Net(call, batch_first=True, add_bias_kv=True), [loss], {"attention": {"targets": ["attention"]}})
 
     assert (0, {}) == (run.faults, run.rows)
-    assert ["attention: attention: adds keys of its own (bias_k, add_zero_attn)"] == run.notices
+    assert ["attention: attention: adds its own keys (bias_k, add_zero_attn)"] == run.notices

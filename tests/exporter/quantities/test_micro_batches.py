@@ -112,7 +112,7 @@ def test_sum_is_kept_from_the_step_after_the_first_accumulation():
 
     assert norms[1] is None
     assert [float(own.norm()) for own in run.owned[1:]] == [pytest.approx(norms[step]) for step in (2, 3)]
-    assert ["gradients: this rank's own are summed up apart, in 32 bytes more memory at measured steps"] == run.notices
+    assert ["gradients: the sum of this rank's own gradients takes 32 bytes of memory at sampled steps"] == run.notices
 
 
 def test_requested_sum_is_kept_from_the_first_step():
@@ -138,7 +138,7 @@ def test_without_accumulation_no_sum_is_kept_and_no_hook_registered():
     for _ in range(2):
         run.step(micros=1)
 
-    assert set() == run.sums._hooked
+    assert set() == run.sums.hooks.hooked
     norms = run.ends()
     assert [float(own.norm()) for own in run.owned] == [pytest.approx(norms[step]) for step in (1, 2)]
     assert [] == run.notices
@@ -205,7 +205,7 @@ def test_out_of_memory_releases_the_sum_and_is_reported_once(monkeypatch):
     norms = run.ends()
 
     assert ([True, False, False], {}) == ([norms[step] is not None for step in (1, 2, 3)], first._sums)
-    assert ["gradients: memory did not suffice for a sum of micro-batches: grad_unreduced is absent from now on"] == [
+    assert ["gradients: out of memory while micro-batches were summed: grad_unreduced is absent from now on"] == [
         message for message in run.notices if "suffice" in message
     ]
 
