@@ -169,7 +169,7 @@ class WrappedModel:
     traits: FrameworkTraits = FrameworkTraits()
 
     model = WeakModule[nn.Module]()
-    """The module whose forward is the forward of the whole model, including the wrapper of `torch.compile`."""
+    """The module that training calls for a forward of the whole model, with the wrapper of `torch.compile`."""
     root = WeakModule[Any]()
     """The wrapper of the framework, without the wrapper of `torch.compile`."""
 
@@ -258,7 +258,7 @@ class WrappedModel:
 class Framework(WrappedModel):
     """The adapter of one wrapped model. A framework is added by adding a file with a subclass.
 
-    The defaults describe a model without a wrapper whose gradients are complete when backward ends.
+    The defaults describe a model without a wrapper. Its gradients are complete when backward ends.
     """
 
     def __init__(self, model: nn.Module) -> None:

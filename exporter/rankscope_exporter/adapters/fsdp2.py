@@ -1,7 +1,7 @@
 """Adapter for FSDP2 (`fully_shard`): parameters are DTensors that are gathered briefly; backward reduce-scatters.
 
 Norms of shards are not combined here: each rank publishes its own, and the view `tensor_global` of the store combines
-them. FSDP2 has no public way from a sharded parameter to the gathered one, whose gradient is this rank's own. The
+them. FSDP2 has no public way from a sharded parameter to the gathered one, which has this rank's own gradient. The
 adapter uses FSDP's internal state, and a test runs against the pinned torch. A hook on the sharded parameter would be
 public, but with offloaded gradients it makes FSDP wait for the device.
 """
@@ -98,7 +98,7 @@ class FullyShard(Framework):
         hooking.keep(self.model.register_forward_hook(register))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register a gradient hook on the gathered parameter, whose gradient is this rank's own."""
+        """Register a gradient hook on the gathered parameter; its gradient is this rank's own."""
         if self._source(parameter) is None:
             return super().on_accumulated(parameter, hook)
 
@@ -127,7 +127,7 @@ class FullyShard(Framework):
         self._waiting = self._still_waiting(self._waiting)
 
     def _still_waiting(self, waiting: list[tuple[int, _DeferredHook]]) -> list[tuple[int, _DeferredHook]]:
-        """Register the hooks whose gathered parameter exists, and return the others."""
+        """Register the hooks for gathered parameters that exist, and return the others."""
         left = []
         for number, deferred in waiting:
             source = self._source_of(number)
