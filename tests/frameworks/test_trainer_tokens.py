@@ -27,11 +27,11 @@ class Scores(nn.Module):
         return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), "scores": scores}
 
 
-def test_tokens_of_a_step_are_those_that_trainer_has_counted(tmp_path):
+def test_tokens_of_a_step_equal_the_count_of_trainer(tmp_path):
     from rankscope_exporter.integrations.huggingface import RankscopeCallback
 
     watching = RankscopeCallback({"console": False, "exit_wait_seconds": 0, "statistics": "torch"})
-    told = {}
+    results = {}
 
     class Reading(transformers.TrainerCallback):
         def on_train_end(self, *_args, **_kwargs):
@@ -39,10 +39,10 @@ def test_tokens_of_a_step_are_those_that_trainer_has_counted(tmp_path):
             monitor.end_step()
             reader = Reader(monitor.address)
             wait_until(lambda: len(reader.scalars("step_seconds")) == 2)
-            told["tokens"] = reader.scalars("tokens")
+            results["tokens"] = reader.scalars("tokens")
             pairs = zip(reader.scalars("tflops_per_gpu"), reader.scalars("step_seconds"), strict=True)
-            told["flops"] = [rate * seconds * 1e12 for (_, rate), (_, seconds) in pairs]
-            told["labels"] = {
+            results["flops"] = [rate * seconds * 1e12 for (_, rate), (_, seconds) in pairs]
+            results["labels"] = {
                 scalar["labels"]
                 for record in reader.records()
                 for scalar in record["scalars"] or ()
@@ -65,6 +65,6 @@ def test_tokens_of_a_step_are_those_that_trainer_has_counted(tmp_path):
     trainer.train()
 
     tokens = BATCH * LENGTH * ACCUMULATED
-    assert [(1, tokens), (2, tokens)] == told["tokens"]
-    assert [tokens * 6 * VOCABULARY * WIDTH] * 2 == pytest.approx(told["flops"])
-    assert [{"method": "6n"}] == [json.loads(text) for text in told["labels"]]
+    assert [(1, tokens), (2, tokens)] == results["tokens"]
+    assert [tokens * 6 * VOCABULARY * WIDTH] * 2 == pytest.approx(results["flops"])
+    assert [{"method": "6n"}] == [json.loads(text) for text in results["labels"]]

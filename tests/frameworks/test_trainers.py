@@ -1,4 +1,4 @@
-"""What Hugging Face Trainer, Accelerate and Lightning owe, alone and on two ranks, beside a float64 training.
+"""Conformance of Hugging Face Trainer, Accelerate and Lightning on one and two ranks, with a float64 training.
 
 They come with the tests' extra. Where they are missing the tests are skipped, and fail where nothing may be missing.
 """
@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
 
-from trainings import LONGEST, MICROS, SCALE, SKIPPED, STEPS, Seeing, Told
+from trainings import LONGEST, MICROS, SCALE, SKIPPED, STEPS, Seeing, TrainingResults
 from trainings_run import ALONE, EVERYWHERE, FAILING, LONGEST_SECONDS, RESUMED
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # programs of tests begin elsewhere
@@ -34,19 +34,19 @@ OF_SKIPPED = {"grad_unreduced", "grad_reduced"}
 ACTIVATIONS = {"act_in", "act_out", "act_grad_out", "act_grad_in"}
 TENSORS = [name for name, _ in Seeing().named_parameters()]
 Step = dict[str, dict[str, torch.Tensor]]
-Everything = dict[str, dict[str, Told]]
+Everything = dict[str, dict[str, TrainingResults]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owed:
-    """What one training promises: all of `KINDS` for each tensor and step, equal to the reference."""
+    """The expectations of one training: all of `KINDS` for each tensor and step, equal to the reference."""
 
     kinds: frozenset[str] = frozenset(KINDS)
     micros: int = MICROS
     longest: float = LONGEST
     """Gradients are clipped to this norm."""
     scaled: bool = False
-    """By a gradient scaler, which skips a step: of that one there are `OF_SKIPPED` alone."""
+    """True with a gradient scaler that skips a step, which then has only the kinds `OF_SKIPPED`."""
     rel: float = 1e-4
     """float32 against float64, over three steps of Adam."""
 
@@ -68,7 +68,7 @@ EACH = [(name, count) for name in OWED for count in (1, 2) if count == 1 or name
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Everything:
-    """What each process tells of each training: "0" and "1" are ranks, "alone" is none, the others fail."""
+    """Results of each process for each training: "0" and "1" are ranks, "alone" has no group, the others fail."""
     missing = [name for name in ("transformers", "accelerate", "lightning") if importlib.util.find_spec(name) is None]
     if missing and os.environ.get("RANKSCOPE_REQUIRE_SERVERS"):
         pytest.fail(f"not installed: {', '.join(missing)}; pip install -e '.[trainers]'")
@@ -86,21 +86,21 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Everything:
     return {name: pickle.loads(path.read_bytes()) for name, path in paths.items()}
 
 
-def ranks_of(everything: Everything, name: str, count: int) -> list[Told]:
+def ranks_of(everything: Everything, name: str, count: int) -> list[TrainingResults]:
     return [everything[process][name] for process in (("alone",) if count == 1 else ("0", "1"))]
 
 
-def twin(ranks: list[Told], owed: Owed) -> list[Step]:
-    """Train on what all ranks saw, in float64 and without any wrapper."""
+def twin(ranks: list[TrainingResults], owed: Owed) -> list[Step]:
+    """Train on the data of all ranks, in float64 and without any wrapper."""
     model = Seeing().double()
     optimizer = torch.optim.Adam(model.parameters(), **ADAM)
     found = []
     for place in range(STEPS):
         step: Step = {"param_before": values(model)}
         scale = 1.0 if not owed.scaled else SCALE if place < SKIPPED else SCALE / 2
-        for rank, told in enumerate(ranks):
+        for rank, results in enumerate(ranks):
             model.zero_grad()
-            for batch in told.seen[place * owed.micros : (place + 1) * owed.micros]:
+            for batch in results.seen[place * owed.micros : (place + 1) * owed.micros]:
                 (loss_of(model.net(batch.double())) / owed.micros).backward()
             step[f"grad_unreduced {rank}"] = gradients(model)
         for name, item in model.named_parameters():
@@ -140,26 +140,26 @@ def equals(row: Found, value: torch.Tensor, rel: float) -> bool:
     return all(float(item) == pytest.approx(row.numbers[op], rel=rel, abs=margin) for op, item in expected.items())
 
 
-def test_every_training_owes_something():
+def test_every_training_has_expectations():
     assert OWED.keys() == {**EVERYWHERE, **ALONE}.keys()
 
 
 @pytest.mark.parametrize(("name", "count"), EACH)
 def test_training_is_bit_identical_and_without_a_fault(name, count, everything):
-    for told in ranks_of(everything, name, count):
-        assert [] == told.unequal
-        assert 0 == told.faults
+    for results in ranks_of(everything, name, count):
+        assert [] == results.unequal
+        assert 0 == results.faults
         skipped = [(SKIPPED, "step_skipped")] if OWED[name].scaled else []
-        assert skipped == [event[:2] for event in told.events if event[1] in ("fault", "note", "step_skipped")]
+        assert skipped == [event[:2] for event in results.events if event[1] in ("fault", "note", "step_skipped")]
 
 
 @pytest.mark.parametrize(("name", "count"), EACH)
 def test_every_kind_is_on_every_rank_for_every_step_and_equals_the_reference(name, count, everything):
     owed, ranks = OWED[name], ranks_of(everything, name, count)
     expected = twin(ranks, owed)
-    for place, told in enumerate(ranks):
+    for place, results in enumerate(ranks):
         kinds: dict[tuple[int, str], set[str]] = defaultdict(set)
-        for row in told.rows:
+        for row in results.rows:
             if row.kind.startswith("act_"):
                 continue
             tensor = row.tensor.removeprefix("inner.")
@@ -175,14 +175,14 @@ def test_every_kind_is_on_every_rank_for_every_step_and_equals_the_reference(nam
 
 
 @pytest.mark.parametrize(("name", "count"), EACH)
-def test_activations_are_there_for_every_micro_batch(name, count, everything):
+def test_every_micro_batch_has_activations(name, count, everything):
     owed = OWED[name]
-    for told in ranks_of(everything, name, count):
+    for results in ranks_of(everything, name, count):
         kinds: dict[tuple[int, int | None], set[str]] = defaultdict(set)
-        for row in told.rows:
+        for row in results.rows:
             if row.kind.startswith("act_"):
                 kinds[row.step, row.micro_step].add(str(row.kind))
-                seen = told.seen[(row.step - 1) * owed.micros + (row.micro_step or 0)]
+                seen = results.seen[(row.step - 1) * owed.micros + (row.micro_step or 0)]
                 enters = row.tensor.removeprefix("inner.").startswith("net.enter")
                 if row.kind == "act_in" and enters and bool(seen.isfinite().all()):
                     assert equals(row, seen, owed.rel)
@@ -190,7 +190,7 @@ def test_activations_are_there_for_every_micro_batch(name, count, everything):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_trainers_log_is_logged_with_their_step(count, everything):
+def test_values_logged_by_trainers_have_their_step(count, everything):
     trainers, lightnings = (ranks_of(everything, name, count) for name in ("hugging face", "lightning"))
     for trainer, lightning in zip(trainers, lightnings, strict=True):
         assert {1, 2, 3} == {step for step, name in lightning.scalars if name == "own"}
@@ -209,7 +209,7 @@ def test_evaluations_and_checkpoints_are_phases(everything):
 
 
 @pytest.mark.parametrize(("name", "expected"), [("hugging face", {3, 4, 5}), ("lightning", {4, 5})])
-def test_a_training_that_goes_on_from_a_checkpoint_goes_on_with_its_steps(name, expected, everything):
+def test_training_resumed_from_a_checkpoint_continues_its_steps(name, expected, everything):
     resumed = everything["alone"][f"{name}, resumed"]
 
     assert RESUMED.keys() == {"hugging face", "lightning"}
@@ -217,13 +217,13 @@ def test_a_training_that_goes_on_from_a_checkpoint_goes_on_with_its_steps(name, 
     assert ([], 0) == (resumed.unequal, resumed.faults)
 
 
-def test_a_training_that_ends_by_itself_is_completed(everything):
+def test_finished_training_is_completed(everything):
     for name in OWED:
         assert (3, "exit", "completed") == everything["alone"][name].events[-1]
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_what_ends_a_training_is_told_with_the_step_it_came_after(name, everything):
+def test_cause_of_the_end_of_training_has_the_last_step(name, everything):
     reason = "signal: KeyboardInterrupt" if "KeyboardInterrupt" in name else "exception: ValueError: no such token"
 
     assert [reason] == [message for _, kind, message in everything[name][name].events if kind == "exit"]

@@ -1,4 +1,4 @@
-"""Trainings of one small model by each trainer, with and without the monitor; tests judge what they tell."""
+"""Trainings of one small model by each trainer, with and without the monitor; tests check the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DATA = [{"x": torch.randn(5, generator=torch.Generator().manual_seed(seed))} for
 
 
 class Seeing(torch.nn.Module):
-    """Keeps what it was trained on, so that a twin can be trained on the same, whatever samplers do."""
+    """A model that keeps its training data, so that a twin can be trained on the same data with any sampler."""
 
     def __init__(self, at: int | None = None, error: BaseException | None = None) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ class Seeing(torch.nn.Module):
 
 
 @dataclass(slots=True)
-class Told:
-    """What one rank tells of one training."""
+class TrainingResults:
+    """The results of one rank for one training."""
 
     rows: list[Found] = field(default_factory=list)
     scalars: dict[tuple[int, str], float] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Told:
 
 @dataclass(slots=True)
 class Watch:
-    """Knows the monitor of a training that is under way; what it has published is read when it has ended."""
+    """A callback that keeps the monitor of a training, to read the published records after its end."""
 
     monitor: Monitor | None = None
     ring: Any = None
@@ -76,14 +76,14 @@ class Watch:
         assert monitor._session is not None
         self.monitor, self.ring = monitor, monitor._session.channel.ring
 
-    def told(self) -> Told:
+    def results(self) -> TrainingResults:
         assert self.monitor is not None
-        told = Told(faults=self.monitor.faults)
+        results = TrainingResults(faults=self.monitor.faults)
         for record in self.ring.after(-1, 1 << 30).records:
-            told.events += [(record.step, str(event.type), event.message) for event in record.events]
-            told.scalars |= {(record.step, item.name): item.value for item in record.scalars}
-            told.rows += rows_of(record) if record.statistics is not None else []
-        return told
+            results.events += [(record.step, str(event.type), event.message) for event in record.events]
+            results.scalars |= {(record.step, item.name): item.value for item in record.scalars}
+            results.rows += rows_of(record) if record.statistics is not None else []
+        return results
 
 
 def hugging_face(watch: Watch | None, folder: Path, model: Seeing, **options: Any) -> None:
@@ -206,16 +206,16 @@ def lightning_module(base: type, model: Seeing, *, by_hand: bool) -> Any:
     return Module()
 
 
-def told_by(train: Callable[..., None], folder: Path, *, at: int | None = None, **options: Any) -> Told:
+def results_of(train: Callable[..., None], folder: Path, *, at: int | None = None, **options: Any) -> TrainingResults:
     """Train without the monitor, and with it."""
     alone, watched, watch = Seeing(at), Seeing(at), Watch()
     train(None, folder / "alone", alone, **options)
     train(watch, folder / "watched", watched, **options)
-    told = watch.told()
-    told.seen = watched.seen
-    told.unequal = [
+    results = watch.results()
+    results.seen = watched.seen
+    results.unequal = [
         name
         for (name, one), other in zip(alone.named_parameters(), watched.parameters(), strict=True)
         if unequal(one.detach(), other.detach())
     ]
-    return told
+    return results

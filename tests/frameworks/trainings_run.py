@@ -1,4 +1,4 @@
-"""Every training that the tests ask for, in processes that are forked from one: trainers take long to be imported.
+"""Runs every training of the tests in processes forked from one, because importing the trainers is slow.
 
 `trainings_run.py FOLDER` writes FOLDER/<process>.pickle for two ranks, one process without ranks, and those that fail.
 """
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
 import torch
 import torch._dynamo  # each process would import it with its first optimizer
 import trainings
-from trainings import MICROS, SKIPPED, Seeing, Told, Watch, told_by
+from trainings import MICROS, SKIPPED, Seeing, TrainingResults, Watch, results_of
 
 LONGEST_SECONDS = 400  # tens are usual
 
@@ -53,34 +53,34 @@ FAILING: dict[str, tuple[Callable[..., None], BaseException]] = {
 
 
 def train_alone(folder: Path) -> None:
-    told = {name: told_by(train, folder / name) for name, train in EVERYWHERE.items()}
+    results = {name: results_of(train, folder / name) for name, train in EVERYWHERE.items()}
     for name, (train, options) in ALONE.items():
-        told[name] = told_by(train, folder / name, **options)
+        results[name] = results_of(train, folder / name, **options)
     for name, (train, path) in RESUMED.items():
-        told[f"{name}, resumed"] = told_by(train, folder / "again" / name, resume=str(folder / path), max_steps=5)
-    write(folder / "alone", told)
+        results[f"{name}, resumed"] = results_of(train, folder / "again" / name, resume=str(folder / path), max_steps=5)
+    write(folder / "alone", results)
 
 
 def train_as_rank(rank: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    told = {name: told_by(train, folder / name / str(rank)) for name, train in EVERYWHERE.items()}
-    write(folder / str(rank), told)
+    results = {name: results_of(train, folder / name / str(rank)) for name, train in EVERYWHERE.items()}
+    write(folder / str(rank), results)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 def train_in_vain(name: str, folder: Path) -> None:
-    """End as the trainer does, when the third forward pass fails; what is known then is written at the very end."""
+    """Exit as the trainer does when the third forward pass fails; the results are written at exit."""
     train, error = FAILING[name]
     watch = Watch()
-    atexit.register(lambda: write(folder / name, {name: watch.told()}))  # before the monitor's: it runs after it
+    atexit.register(lambda: write(folder / name, {name: watch.results()}))  # before the monitor's: it runs after it
     train(watch, folder / name, Seeing(MICROS, error))
 
 
-def write(path: Path, told: dict[str, Told]) -> None:
-    path.with_suffix(".pickle").write_bytes(pickle.dumps(told))
+def write(path: Path, results: dict[str, TrainingResults]) -> None:
+    path.with_suffix(".pickle").write_bytes(pickle.dumps(results))
 
 
 def main() -> None:
@@ -101,7 +101,7 @@ def main() -> None:
     for work in works:
         child = os.fork()
         if child == 0:
-            signal.alarm(LONGEST_SECONDS)  # whoever waits for a rank that is gone
+            signal.alarm(LONGEST_SECONDS)  # ends a rank that waits for an exited rank
             work()
             return  # the interpreter ends as that of any script
         children.append(child)

@@ -21,10 +21,10 @@ logging.disable(logging.WARNING)
 
 @dataclass(slots=True)
 class Engine(Loop):
-    """The engine steps by itself."""
+    """A loop in which the engine makes the update."""
 
     def replaced(self) -> list[tuple[Any, str]]:
-        """Return what the monitor replaces while it is attached."""
+        """Return the methods that the monitor replaces while it is attached."""
         return [(self.attached, "_take_model_step")]
 
     def train(self, optimizer: Any) -> list[Any]:
@@ -42,7 +42,7 @@ class Engine(Loop):
 
 
 def _without_padding(parameter: Any) -> torch.Tensor:
-    """Return what this rank holds; behind the last element of a parameter stands what memory happened to hold."""
+    """Return the tensors of this rank; the padding after the last element of a parameter is uninitialized memory."""
     if not hasattr(parameter, "ds_tensor"):
         return parameter
     size = parameter.ds_tensor.numel()
@@ -90,7 +90,7 @@ def engine(
                 made.step()
         return loss.detach()
 
-    # Of what is done by hand the monitor learns when it has been seen.
+    # The monitor detects accumulation by hand only after it has happened.
     also = {"gradients": {"sum_micro_batches": True}} if by_hand else {}
     return Engine(made, made, backward, also=also)
 

@@ -1,4 +1,4 @@
-"""What a loop owes is there on every rank, and equals the float64 training. Shared by all packages."""
+"""Checks that all expected rows exist on every rank and equal the float64 training. Shared by all packages."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Outcomes = dict[tuple[str, int], Outcome]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeavyOwed(Owed):
-    """What a loop promises, beside what all frameworks may."""
+    """The expectations of a loop, in addition to those of all frameworks."""
 
     everywhere_in_forward: bool = True
-    """Whether each rank computes all layers; if not, each is on one rank."""
+    """True if each rank computes all layers; otherwise each layer is on one rank."""
     skipping: bool = False
-    """Whether the second step is skipped."""
+    """True if the second step is skipped."""
     hidden: int = 8
-    """How wide the blocks of the model are inside."""
+    """Inner width of the blocks of the model."""
     scale: float = 1.0
     """The loss scale."""
     primed: bool = False
-    """Whether the package has its optimizer step on zeros when it is made, so that the state is there."""
+    """True if the package steps its optimizer with zeros at creation, so that the state exists."""
 
 
 def of_kind(found: Outcomes, name: str, kind: str, step: int) -> list[Found]:
@@ -45,7 +45,7 @@ def check_undisturbed(outcome: Outcome) -> None:
 
 
 def check_kinds(found: Outcomes, name: str, owed: HeavyOwed) -> None:
-    """Every kind is on every rank, at every step; of a step that was skipped, the gradients that made it so."""
+    """Every kind is on every rank at every step; a skipped step has its gradients."""
     for rank in range(WORLD):
         by_step: dict[int, set[str]] = defaultdict(set)
         for row in found[name, rank].rows:
@@ -74,7 +74,7 @@ def check_own_gradients(found: Outcomes, name: str, owed: HeavyOwed, truths: lis
 
 
 def check_shared(found: Outcomes, name: str, owed: HeavyOwed, truths: list[Truth]) -> None:
-    """What ranks hold together, or each for itself, is the reduced gradient, the parameter, the moment."""
+    """Reduced gradients, parameters and moments equal the reference, combined over ranks or on each rank."""
     for step, truth in enumerate(truths, 1):
         if owed.skipping and step == SKIPPED:
             continue
@@ -89,7 +89,7 @@ def check_shared(found: Outcomes, name: str, owed: HeavyOwed, truths: list[Truth
 
 
 def check_shards(found: Outcomes, name: str) -> None:
-    """A shard names the ranks that hold the others, and its shape is that of what is here."""
+    """A shard names the ranks with the other shards, and has the shape of this rank's part."""
     for rank in range(WORLD):
         for row in found[name, rank].rows:
             assert ("0,1" if row.placement == "shard" else None) == row.shard_group
@@ -99,7 +99,7 @@ def check_shards(found: Outcomes, name: str) -> None:
 
 def check_activations(found: Outcomes, name: str, owed: HeavyOwed, truths: list[Truth]) -> None:
     """Activations of each rank and micro-batch are those of its own data."""
-    told = 0
+    count = 0
     for rank in range(WORLD):
         for step, truth in enumerate(truths, 1):
             rows = [row for row in found[name, rank].rows if row.step == step and row.kind.startswith("act_")]
@@ -110,9 +110,9 @@ def check_activations(found: Outcomes, name: str, owed: HeavyOwed, truths: list[
                 assert row.micro_step is not None
                 scale = owed.scale if "grad" in row.kind else 1.0
                 close([row], scale * seen[row.micro_step][str(row.kind), row.tensor], owed.rel)
-            told += len(rows)
+            count += len(rows)
     # A layer is on every rank, or on the one of its stage.
-    assert (STEPS - owed.skipping) * owed.micros * (WORLD if owed.everywhere_in_forward else 1) * len(seen[0]) == told
+    assert (STEPS - owed.skipping) * owed.micros * (WORLD if owed.everywhere_in_forward else 1) * len(seen[0]) == count
 
 
 def check_skipped(outcome: Outcome) -> None:
@@ -130,7 +130,7 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def require(*packages: str) -> pytest.MarkDecorator:
-    """Skip without the packages; where frameworks are required, let the tests fail by what is missing."""
+    """Skip without the packages; if frameworks are required, let the tests fail with the missing package."""
     missing = [name for name in packages if _is_missing(name)]
     required = bool(os.environ.get("RANKSCOPE_REQUIRE_FRAMEWORKS"))
     reason = f"make test-frameworks (not installed: {', '.join(missing)})"

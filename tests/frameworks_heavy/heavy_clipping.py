@@ -1,4 +1,4 @@
-"""How far gradients may go, and what each package multiplies with to keep them there, by its own formula."""
+"""Limits for gradient norms, and the factor of each package by its own clipping formula."""
 
 from __future__ import annotations
 

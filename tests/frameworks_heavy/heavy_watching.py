@@ -1,4 +1,4 @@
-"""Runs every loop of one package with and without the monitor, on two ranks, which alone import the package."""
+"""Runs every loop of one package with and without the monitor, on two ranks; only these import the package."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train_all(rank: int, store: str, names: list[str], results: Any, *, loops: s
 
 
 def watched_twice(make: Any, rank: int) -> Outcome:
-    """Train with and without the monitor, and look whether the methods that it replaced are there again."""
+    """Train with and without the monitor, and check that replaced methods are restored."""
     made: list[Loop] = []
 
     def kept(rank: int) -> Loop:

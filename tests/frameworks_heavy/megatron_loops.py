@@ -35,12 +35,12 @@ PARTS = ("enter", "0", "1", "leave")
 
 @dataclass(slots=True)
 class Trained(Loop):
-    """Megatron's optimizer steps what is attached."""
+    """A loop in which Megatron's optimizer steps the attached model."""
 
     made: Any = None
 
     def replaced(self) -> list[tuple[Any, str]]:
-        """Return what the monitor replaces while it is attached."""
+        """Return the methods that the monitor replaces while it is attached."""
         return [(self.made, "step")]
 
     def train(self, optimizer: Any) -> list[Any]:
@@ -64,7 +64,7 @@ class Trained(Loop):
 
 
 class ParallelBlock(Block):
-    """The block with Megatron's parallel layers, of the same weights."""
+    """The block with Megatron's parallel layers and the same weights."""
 
     def __init__(self, whole: Block, config: Any) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class ParallelBlock(Block):
 
 
 class Staged(Net):
-    """The model, or one stage of it, as Megatron's schedules ask for it."""
+    """The model, or one stage of it, with the interface of Megatron's schedules."""
 
     def __init__(self, place: int = 0, stages: int = 1, vp_stage: int | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -133,7 +133,7 @@ def trained(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        # Of two ranks each is behind and before the other: sent together, what goes either way would be mixed up.
+        # Each of two ranks is before and after the other: messages of both directions must not be sent together.
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
         pipeline_dtype=dtype,

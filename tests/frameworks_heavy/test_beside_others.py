@@ -1,4 +1,4 @@
-"""The packages' examples run, and a package that is imported takes no model that is not its own."""
+"""The packages' examples run, and an imported package does not claim models of other packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(framework_of(model).name, framework_of(DistributedDataParallel(model)).nam
 
 
 @pytest.mark.parametrize("name", ["deepspeed_zero.py", "megatron_core.py"])
-def test_an_example_trains_and_names_no_fault(name):
+def test_example_trains_without_a_fault(name):
     done = run(*LAUNCH, name, "3")
 
     assert 0 == done.returncode, done.stderr[-2000:]
@@ -39,7 +39,7 @@ def test_an_example_trains_and_names_no_fault(name):
     assert "failed, training goes on" not in done.stdout + done.stderr
 
 
-def test_a_package_that_is_only_imported_takes_no_other_model():
+def test_imported_package_does_not_claim_other_models():
     done = run("-c", OTHERS)
 
     assert ["plain", "ddp"] == done.stdout.split()[-2:], done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""What DeepSpeed owes in every stage of ZeRO, on two ranks, beside a float64 training that nothing wraps.
+"""Conformance of DeepSpeed in every stage of ZeRO, on two ranks, with a float64 training without a wrapper.
 
 `make test-frameworks` installs it; without it the tests are skipped.
 """
@@ -98,12 +98,12 @@ def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(name, fo
 
 
 @pytest.mark.parametrize("name", OWED)
-def test_what_ranks_hold_together_equals_the_reference(name, found):
+def test_tensors_combined_over_ranks_equal_the_reference(name, found):
     check_shared(found, name, OWED[name], truth_of(OWED[name]))
 
 
 @pytest.mark.parametrize("name", OWED)
-def test_a_shard_names_the_ranks_that_hold_the_others(name, found):
+def test_shard_names_the_ranks_of_the_other_shards(name, found):
     check_shards(found, name)
 
 
@@ -113,6 +113,6 @@ def test_activations_of_each_rank_and_micro_batch_equal_the_reference(name, foun
 
 
 @pytest.mark.parametrize("name", [name for name, owed in OWED.items() if owed.skipping])
-def test_a_step_that_is_skipped_is_there_with_the_gradients_that_made_it_so(name, found):
+def test_skipped_step_has_its_gradients(name, found):
     for rank in range(WORLD):
         check_skipped(found[name, rank])

@@ -1,4 +1,4 @@
-"""What DeepSpeed and Megatron-Core keep equal on all ranks has equal hashes there, and what they divide has none."""
+"""Tensors that DeepSpeed and Megatron-Core keep equal have equal hashes; divided tensors have none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron-Core owes, divided in each way, on two ranks, beside a float64 training that nothing wraps.
+"""Conformance of Megatron-Core with each kind of parallelism, on two ranks, with a float64 training.
 
 `make test-frameworks` installs it; without it the tests are skipped.
 """
@@ -66,10 +66,10 @@ OWED[CHUNKED] = OWED["pipeline"]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Outcome]:
     work = functools.partial(train_all, loops="megatron_loops")
-    told = outcomes(tmp_path_factory.mktemp("megatron"), work, tuple(OWED), wait_seconds=600)
+    results = outcomes(tmp_path_factory.mktemp("megatron"), work, tuple(OWED), wait_seconds=600)
     for rank in range(WORLD):
-        by_chunk(told[CHUNKED, rank])
-    return told
+        by_chunk(results[CHUNKED, rank])
+    return results
 
 
 @functools.cache
@@ -95,12 +95,12 @@ def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(name, fo
 
 
 @pytest.mark.parametrize("name", OWED)
-def test_what_ranks_hold_together_equals_the_reference(name, found):
+def test_tensors_combined_over_ranks_equal_the_reference(name, found):
     check_shared(found, name, OWED[name], truth_of(OWED[name]))
 
 
 @pytest.mark.parametrize("name", OWED)
-def test_a_shard_names_the_ranks_that_hold_the_others(name, found):
+def test_shard_names_the_ranks_of_the_other_shards(name, found):
     check_shards(found, name)
 
 
@@ -110,12 +110,12 @@ def test_activations_of_each_rank_and_micro_batch_equal_the_reference(name, foun
 
 
 @pytest.mark.parametrize("name", [name for name, owed in OWED.items() if owed.skipping])
-def test_a_step_that_is_skipped_is_there_with_the_gradients_that_made_it_so(name, found):
+def test_skipped_step_has_its_gradients(name, found):
     for rank in range(WORLD):
         check_skipped(found[name, rank])
 
 
-def test_a_parameter_that_the_ranges_of_two_ranks_share_is_put_together(found):
+def test_parameter_divided_between_two_ranks_is_combined(found):
     name = "distributed, accumulating"
     shared = [row for row in of_kind(found, name, "exp_avg", 1) if row.tensor == "blocks.0.up.weight"]
 
@@ -123,7 +123,7 @@ def test_a_parameter_that_the_ranges_of_two_ranks_share_is_put_together(found):
     assert 6 * 24 == sum(row.counts["numel"] for row in shared)
 
 
-def test_modules_of_all_chunks_are_read_when_they_are_called(found):
+def test_modules_of_all_chunks_have_features_and_structure(found):
     owed = OWED[CHUNKED]
     check_calls([found[CHUNKED, rank] for rank in range(WORLD)], truth_of(owed), owed.micros, split=owed.split)
 

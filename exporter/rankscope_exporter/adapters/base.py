@@ -1,346 +1,346 @@
-"""What the quantities must know of the framework around a model."""
+"""The interface of framework adapters: distribution of tensors over ranks, state of gradients, places for hooks.
+
+Subclasses install gradient hooks through `on_gradient` and `on_accumulated`. Norms of shards are not combined in the
+adapters: each rank publishes its own, and the view `tensor_global` of the store combines them.
+"""
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeGuard, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import nn
 
 from rankscope_exporter.adapters.optimizer_wrapping import unwrapped
-from rankscope_exporter.adapters.parameter_hooks import ACCUMULATED, GRADIENT, Announced, Removable, TensorHook
+from rankscope_exporter.adapters.parameter_hooks import (
+    ACCUMULATED,
+    GRADIENT,
+    Announced,
+    CallbackHandle,
+    Removable,
+    TensorHook,
+    remove_all,
+)
 from rankscope_exporter.adapters.placement import Layout, is_replicated_over, layout_of, replicas_of
-from rankscope_exporter.model.parameter_names import NamedParameter, entry, found_in_place, local_tensor
-
-__all__ = ["Framework", "GradientSource", "Hooking", "ParameterState", "Removable", "TensorSpec", "remove_all"]
+from rankscope_exporter.model.parameter_names import NamedParameter, local_tensor
 
 
-def remove_all(handles: Iterable[Removable]) -> None:
-    """Remove every handle in order; an error of one is raised only when all others have been removed."""
-    with ExitStack() as stack:  # calls back in reverse order, whatever is raised
-        for handle in reversed(list(handles)):
-            stack.callback(handle.remove)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameworkTraits:
+    """The way in which a framework treats gradients and parameters: one value per adapter, fixed at attach()."""
+
+    replicated: bool = False
+    """Every rank holds a full copy of each parameter that is not sharded, and training keeps these copies equal."""
+    reduces: bool = False
+    """The framework reduces gradients over the ranks. If False, the training loop does."""
+    reduces_each_micro_batch: bool | None = False
+    """Each micro-batch is reduced separately, and no sum of this rank's own gradients is kept. None means that this
+    depends on the training loop and is detected during training."""
+    reduces_after_last_backward: bool = False
+    """Gradients are reduced only after the last backward pass of a step. The adapter then calls `Hooking.reduced`."""
+    waits_for_reductions: bool = False
+    """The end of the backward pass waits for all reductions, so that their time can be measured."""
+    local_until_backward_ends: bool = True
+    """`.grad` still holds this rank's own gradient after the last hook of a backward pass. If False, a gradient must be
+    read in its own hook, one tensor at a time."""
+    interleaves_micro_batches: bool = False
+    """The forward pass of a micro-batch may run before the backward pass of an earlier micro-batch."""
+    optimizer_takes_copies: bool = False
+    """The optimizer gets gradients in other tensors, or changes them without a change of the tensor's version."""
+    updates_in_parts: bool = False
+    """One update may consist of several optimizer steps, each for a part of the parameters."""
+    parameters_are_local_parts: bool = False
+    """A tensor-parallel parameter is a plain tensor that holds only this rank's part."""
+    is_compiled: bool = False
+    """`torch.compile` was called with the whole model, wrapper included."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a tensor on this rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """Return the shape and dtype of the part of `tensor` that is on this rank."""
+        local = local_tensor(tensor)
+        return cls(tuple(local.shape), local.dtype)
 
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def alive(reference: weakref.ref[M]) -> M:
-    """Return the module of a reference. Raises ReferenceError once it is gone."""
-    module = reference()
-    if module is None:
-        raise ReferenceError("the model that was attached is gone: attach a new Monitor to the next one")
-    return module
+class WeakModule(Generic[M]):
+    """An attribute that refers to a module without keeping it alive, because the training owns the module.
+
+    Reading the attribute raises ReferenceError after the module was freed.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._key = f"_{name}_reference"
+
+    def __get__(self, instance: object, owner: type | None = None) -> M:
+        reference: weakref.ref[M] = instance.__dict__[self._key]
+        module = reference()
+        if module is None:
+            raise ReferenceError("the attached model was freed: attach a new Monitor to the model that replaces it")
+        return module
+
+    def __set__(self, instance: object, module: M) -> None:
+        instance.__dict__[self._key] = weakref.ref(module)
 
 
-def is_stood_in_for(current: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Return whether a plain tensor replaces a parameter for the moment, as in `torch.func.functional_call`."""
+def is_temporarily_replaced(current: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Return whether a plain tensor is in the place of a parameter, as during `torch.func.functional_call`."""
     return current is not None and not isinstance(current, nn.Parameter)
 
 
-class HandleGroup:
-    """Several hooks as one."""
-
-    def __init__(self, handles: Sequence[Removable]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        """Take all of them away."""
-        remove_all(self._handles)
-
-
 class Hooking(Protocol):
-    """What a framework needs to hook a model at all times, not only where something is measured."""
+    """Services for a framework that hooks a model at every step, sampled or not."""
 
     def keep(self, handle: Removable) -> None:
         """Remove `handle` at detach()."""
         ...
 
     def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
-        """Return `function` as a hook that never raises into training and is inert after detach, fork and copy."""
+        """Return `function` as a hook that never raises into training and does nothing after detach, fork and copy."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
-        """Let all hooks see nothing of what runs inside."""
+        """Return a context in which all hooks of the monitor do nothing."""
         ...
 
     def reduced(self) -> None:
-        """Say that gradients have just been reduced, outside of any backward pass."""
+        """Report that gradients have just been reduced outside of any backward pass."""
         ...
 
 
 class GradientSource(Protocol):
-    """Where a gradient stands: a parameter, or what a framework puts in its place."""
+    """The owner of a gradient: a parameter, or an object that a framework passes instead of it."""
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """This rank's own gradient over all micro-batches of the step so far."""
+        """Return this rank's own gradient, summed over all micro-batches of the step so far."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Shape and type of a tensor on this rank."""
+class LazyGradient:
+    """A gradient that is computed when a quantity reads it, such as a sum with earlier micro-batches."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    __slots__ = ("_compute",)
+
+    def __init__(self, compute: Callable[[], torch.Tensor | None]) -> None:
+        self._compute = compute
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Compute and return the gradient; None if there is none."""
+        return self._compute()
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """What an optimizer keeps for one parameter: tensors of its state as they lie on this rank."""
+    """The state that an optimizer keeps for one parameter; its tensors are this rank's part."""
 
     optimizer: torch.optim.Optimizer
     group: Mapping[str, Any]
+    """The parameter group, with its learning rate and other settings."""
     state: Mapping[str, Any]
 
 
-class Framework:
-    """One wrapped model: where its gradients stand at which moment, and how its tensors lie on the ranks.
+class WrappedModel:
+    """One model with the wrapper of its framework, and how its tensors are distributed over the ranks.
 
-    The defaults describe a model that nothing wraps, trained by one process.
+    The defaults describe a model without a wrapper that one process trains.
     """
 
     name: ClassVar[str]
     priority: ClassVar[int] = 0
+    """If several adapters match a model, the adapter with the highest priority is used."""
     takes_chunks: ClassVar[bool] = False
-    """Whether `model` may be a list of the parts that this rank has of a model."""
+    """True if `model` may be a list of the chunks of one model that this rank holds."""
+    traits: FrameworkTraits = FrameworkTraits()
+
+    model = WeakModule[nn.Module]()
+    """The module that training calls for a forward of the whole model, with the wrapper of `torch.compile`."""
+    root = WeakModule[Any]()
+    """The wrapper of the framework, without the wrapper of `torch.compile`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self.announced: Announced | None = None
-        """Who says when a training forward begins, where training never calls the whole model."""
+        self.model = self.root = model
         self.pp_stage: int | None = None
-        """Which stage of a pipeline the model is, by which anomalies are put in order; None for no part of one."""
-
-    @property
-    def model(self) -> nn.Module:
-        """What training calls: its forward is the forward of the whole model.
-
-        The training owns it, and the monitor does not keep it alive. Raises ReferenceError once it is gone.
-        """
-        return alive(self._model)
-
-    @model.setter
-    def model(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+        """Pipeline stage of the model, used to order anomalies; None without a pipeline."""
+        self.chunk_numbers: Mapping[int, int] = {}
+        """Chunk of each parameter and module, by id(); empty if this rank has a single chunk."""
 
     @classmethod
-    def matches(cls, model: nn.Module) -> bool:
-        """Return whether `model` is wrapped by this framework."""
-        raise NotImplementedError
+    def matches(cls, model: nn.Module) -> bool:  # noqa: ARG003 - a base class of adapters matches no model
+        """Return whether this framework wraps `model`."""
+        return False
 
     @property
     def module(self) -> nn.Module:
         """Return the user's own module, without the wrapper."""
         return self.model
 
-    # How tensors lie on the ranks.
-
     @property
-    def replicated(self) -> bool:
-        """Return whether every rank holds a full copy of what is not sharded, that training keeps equal."""
-        return False
+    def chunks(self) -> Sequence[nn.Module]:
+        """Return the modules that training calls for each micro-batch: the whole model, or its chunks on this rank."""
+        return (self.model,)
+
+    def chunk(self, module: nn.Module) -> int:
+        """Return the position of `module` in `chunks`; 0 for any other module."""
+        return next((number for number, chunk in enumerate(self.chunks) if chunk is module), 0)
+
+    def vpp_stage(self, part: torch.Tensor | nn.Module) -> int | None:
+        """Return the chunk that contains a parameter or module; None if this rank has a single chunk."""
+        return self.chunk_numbers.get(id(part))
 
     def copies(self, world_size: int) -> int:
         """Return how many ranks compute gradients of the same elements from different data."""
         return world_size
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return how a parameter, its reduced gradient and its optimizer state lie on the ranks."""
-        return layout_of(parameter, Layout("replica" if self.replicated else "full"))
-
-    def vpp_stage(self, part: torch.Tensor | nn.Module) -> int | None:
-        """Return which chunk of the model on this rank has a parameter or module; None where there is one only."""
-        return self.numbers_of_chunks.get(id(part))
-
-    @property
-    def numbers_of_chunks(self) -> Mapping[int, int]:
-        """Return the chunk of each parameter and module by identity; nothing where there is one only."""
-        return {}
-
-    def form(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return the form of what this rank updates of a parameter, and of its optimizer state."""
-        local = local_tensor(parameter)
-        return TensorSpec(tuple(local.shape), local.dtype)
-
-    def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return the form of this rank's part of a reduced gradient."""
-        return self.form(parameter)
+        """Return how a parameter, its reduced gradient and its optimizer state are distributed over the ranks."""
+        return layout_of(parameter, Layout("replica" if self.traits.replicated else "full"))
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return how this rank's own gradient of `parameter` relates to those of the others."""
+        """Return how this rank's own gradient of `parameter` relates to the gradients of other ranks."""
         layout = self.layout(parameter)
         return Layout("partial", layout.shard_group) if self.copies(world_size) > 1 else layout
 
-    def local_spec(self, parameter: torch.Tensor) -> TensorSpec | None:  # noqa: ARG002 - for frameworks that gather it
-        """Return the form of this rank's own gradient where it is not that of the parameter here."""
-        return None
+    def spec(self, parameter: torch.Tensor) -> TensorSpec:
+        """Return shape and dtype of the part of a parameter that this rank updates, and of its optimizer state."""
+        return TensorSpec.of(parameter)
+
+    def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
+        """Return shape and dtype of this rank's part of a reduced gradient."""
+        return self.spec(parameter)
+
+    def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
+        """Return shape and dtype of this rank's own gradient; the parameter may be gathered to compute it."""
+        return self.spec(parameter)
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-        """Return whether parameter, reduced gradient and optimizer state are, by construction, the same on `ranks`."""
+        """Return whether parameter, reduced gradient and optimizer state are equal on all `ranks` by construction."""
         return is_replicated_over(parameter, ranks)
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks, this one among them, that by construction hold the same elements as this rank does.
+        """Return the ranks, including this rank, that hold the same elements by construction.
 
-        Empty where no other rank is known to.
+        Empty if no other rank is known to hold them.
         """
         return replicas_of(parameter)
 
-    def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the model still uses this very parameter.
-
-        A plain tensor in its place is there for one forward pass: `torch.func.functional_call` has put it there.
-        """
-        current = named.current()
-        return id(current) == named.identity or is_stood_in_for(current)
-
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the parameter that `named` was found as, wherever it is now; None once the model has replaced it.
+        """Return the parameter that was found as `named`, even if the model has moved it.
 
-        Also None while it cannot be reached, as in `torch.func.functional_call`.
+        None after the model replaced it, and while it cannot be reached, as during `torch.func.functional_call`.
         """
         return named.parameter
 
-    def found(self, parameters: Sequence[NamedParameter]) -> list[nn.Parameter | None]:
-        """Return what `parameter` returns of each of them. Called several times in a measured step."""
-        if type(self).parameter is Framework.parameter:
-            return found_in_place(parameters)
-        return [self.parameter(named) for named in parameters]
+    def is_in_place(self, named: NamedParameter) -> bool:
+        """Return whether the model still uses the parameter that was found as `named`.
 
-    # When gradients are what.
-
-    @property
-    def local_until_backward_ends(self) -> bool:
-        """Return whether `.grad` still holds this rank's own gradient after the last hook of a backward pass.
-
-        If not, a gradient must be read in its own hook, one tensor at a time.
+        True also while `torch.func.functional_call` puts a plain tensor in its place for one forward pass.
         """
-        return True
+        current = named.current()
+        return id(current) == named.identity or is_temporarily_replaced(current)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Return whether the model as a whole, wrapper included, was given to `torch.compile`."""
-        return entry(self.model._modules, "_orig_mod") is not None  # noqa: SLF001 - `__getattr__` may be the user's
 
-    @property
-    def interleaves_micro_batches(self) -> bool:
-        """Return whether a later micro-batch may go forward before an earlier one has gone backward."""
-        return False
+class Framework(WrappedModel):
+    """The adapter of one wrapped model. A framework is added by adding a file with a subclass.
 
-    @property
-    def reduces(self) -> bool:
-        """Return whether the framework itself makes the reduced gradients, rather than the training loop."""
-        return False
+    The defaults describe a model without a wrapper. Its gradients are complete when backward ends.
+    """
 
-    @property
-    def reduces_after_last_backward(self) -> bool:
-        """Return whether gradients are reduced only after the last backward pass, and `Hooking.reduced` says when."""
-        return False
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.announced: Announced | None = None
+        """Announces training forwards for a trainer that never calls the whole model; None if hooks see them."""
+
+    # State of gradients.
 
     def reduces_in_backward(self) -> bool:
-        """Return whether the backward pass that is under way ends with `.grad` reduced over the ranks."""
-        return False
-
-    @property
-    def reduces_each_micro_batch(self) -> bool | None:
-        """Return whether several micro-batches are reduced one by one, with no sum of this rank's own; None: who knows.
-
-        Then it shows when they are.
-        """
+        """Return whether the current backward pass ends with gradients in `.grad` that are reduced over the ranks."""
         return False
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether a gradient that `parameter` got in an earlier backward pass has not been dropped since."""
+        """Return whether `parameter` still holds a gradient of an earlier backward pass."""
         return parameter.grad is not None
 
-    # What the optimizer works on.
+    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
+        """Register a gradient hook that runs after each backward pass has added to this rank's own gradient."""
+        return TensorHook(parameter, hook, table=ACCUMULATED)
+
+    def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
+        """Register a gradient hook that receives the gradient of one backward pass before it is accumulated."""
+        return TensorHook(parameter, hook, table=GRADIENT)
+
+    # The tensors that the optimizer updates.
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        """Return the torch optimizers inside of what the script steps."""
+        """Return the torch optimizers inside of the objects that the script calls `step` on."""
         return tuple(unwrapped(item) for item in given)
 
-    @property
-    def optimizer_takes_copies(self) -> bool:
-        """Return whether the optimizer gets gradients in other tensors, or changed without a trace in the tensor."""
-        return False
-
-    @property
-    def updates_in_parts(self) -> bool:
-        """Return whether an update may begin several times, each time for the parameters that have a value then."""
-        return False
-
-    def held(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return what this rank updates of `parameter`; None where it has no part in the update that begins."""
+    def updated_tensor(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return the tensor that this rank updates for `parameter`; None if the current update does not include it."""
         return parameter
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return what stands there of the gradient, reduced or clipped, for what this rank updates of `parameter`."""
+        """Return the current gradient, reduced or clipped, of the tensor that this rank updates for `parameter`."""
         return parameter.grad
 
-    def kept(
+    def optimizer_states(
         self, parameters: Sequence[nn.Parameter | None], optimizers: Sequence[torch.optim.Optimizer]
     ) -> list[ParameterState | None]:
-        """Return what the optimizers keep for each of `parameters`; None where there is none."""
+        """Return the state that `optimizers` keep for each parameter; None for a parameter without an optimizer."""
         groups = {
             id(item): (optimizer, group)
             for optimizer in reversed(optimizers)
             for group in optimizer.param_groups
             for item in group["params"]
         }
-        found = []
+        states: list[ParameterState | None] = []
         for parameter in parameters:
             own = groups.get(id(parameter))
             state = {} if own is None or parameter is None else own[0].state.get(parameter, {})
-            found.append(None if own is None else ParameterState(*own, state))
-        return found
+            states.append(None if own is None else ParameterState(*own, state))
+        return states
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Mapping[str, Any]]:
         """Return all parameter groups of an optimizer that is about to step."""
         groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
         return groups
 
-    # Where hooks belong.
+    # Places for hooks.
 
-    @property
-    def chunks(self) -> Sequence[nn.Module]:
-        """Return what training calls for each micro-batch: the whole model, or one after another its parts here."""
-        return (self.model,)
-
-    def chunk(self, module: nn.Module) -> int:
-        """Return which of `chunks` the module is that a hook was called with."""
-        return next((number for number, chunk in enumerate(self.chunks) if chunk is module), 0)
+    def install(self, hooking: Hooking) -> None:
+        """Register the hooks that the adapter itself needs. Called once."""
 
     def on_update(
         self, optimizer: torch.optim.Optimizer, begins: Callable[..., Any], updated: Callable[..., None]
     ) -> list[Removable]:
-        """Have hooks called around each step of `optimizer`, with the signatures that torch gives step hooks."""
+        """Register hooks before and after each step of `optimizer`, with the signatures of torch's step hooks."""
         return [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(updated)]
 
-    def install(self, hooking: Hooking) -> None:
-        """Register hooks that the framework itself needs; called once."""
-
     def on_forward(self, hook: Callable[..., None]) -> Removable:
-        """Have `hook` called with the model, or a chunk of it, and its arguments, before a forward of that."""
+        """Register `hook` before each forward of the model or of a chunk; it receives the module and its arguments."""
         if self.announced is not None:
             return self.announced.before(hook)
-        return HandleGroup([chunk.register_forward_pre_hook(hook) for chunk in self.chunks])
+        handles = [chunk.register_forward_pre_hook(hook) for chunk in self.chunks]
+        return CallbackHandle(functools.partial(remove_all, handles))
 
     def on_forward_end(self, hook: Callable[..., None]) -> Removable:
-        """Have `hook` called after a forward of the model, or of a chunk of it, also of one that raised."""
+        """Register `hook` after each forward of the model or of a chunk, including a forward that raised."""
         if self.announced is not None:
             return self.announced.after(hook)
-        return HandleGroup([chunk.register_forward_hook(hook, always_call=True) for chunk in self.chunks])
-
-    def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Have `hook` called whenever a backward pass has added all it has to this rank's own gradient."""
-        return TensorHook(parameter, hook, table=ACCUMULATED)
-
-    def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Have `hook` called with what one backward pass is about to add to this rank's own gradient."""
-        return TensorHook(parameter, hook, table=GRADIENT)
+        handles = [chunk.register_forward_hook(hook, always_call=True) for chunk in self.chunks]
+        return CallbackHandle(functools.partial(remove_all, handles))

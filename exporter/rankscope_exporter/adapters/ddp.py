@@ -1,8 +1,7 @@
-"""Models without a wrapper, and DistributedDataParallel, which all-reduces gradients in buckets during backward."""
+"""Adapters for models without a wrapper and for DistributedDataParallel, which all-reduces gradients in buckets."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -11,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope_exporter.adapters.base import Framework, alive
+from rankscope_exporter.adapters.base import Framework, FrameworkTraits
 
 
 class Plain(Framework):
-    """Any module. What reaches the optimizer is what backward left, unless the loop changed it in between."""
+    """Any module. The optimizer gets the gradients of the backward pass, unless the loop changes them in between."""
 
     name: ClassVar[str] = "plain"
     priority: ClassVar[int] = -1
@@ -27,10 +26,10 @@ class Plain(Framework):
 
 
 class DistributedData(Framework):
-    """DDP copies each gradient into a bucket, reduces the bucket, and copies back when backward has ended.
+    """DDP copies each gradient into a bucket, reduces the bucket, and copies back at the end of the backward pass.
 
-    So between the last hook and its own end-of-backward callback, `.grad` is still local. With
-    `gradient_as_bucket_view` the gradient *is* the bucket: there it must be read in its hook, before the reduction.
+    Between the last gradient hook and DDP's own callback at the end of backward, `.grad` is therefore still local. With
+    `gradient_as_bucket_view` the gradient *is* the bucket and must be read in its hook, before the reduction.
     """
 
     name: ClassVar[str] = "ddp"
@@ -39,59 +38,48 @@ class DistributedData(Framework):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         assert isinstance(model, DistributedDataParallel)
-        self._wrapper = weakref.ref(model)
-
-    @property
-    def _ddp(self) -> DistributedDataParallel:
-        return alive(self._wrapper)
+        self.traits = FrameworkTraits(
+            replicated=True,  # all ranks start from rank 0's parameters and apply equal updates
+            reduces=True,
+            reduces_each_micro_batch=None,  # it does without `no_sync()`
+            waits_for_reductions=True,
+            # With a static graph, DDP's callback runs before the hook of the monitor.
+            local_until_backward_ends=not (model.gradient_as_bucket_view or model.static_graph),
+        )
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether `model` is the DDP wrapper itself."""
+        """Return whether `model` is the DDP wrapper."""
         return isinstance(model, DistributedDataParallel)
 
     @property
     def module(self) -> nn.Module:
         """Return the wrapped module."""
-        module: nn.Module = self._ddp.module
+        module: nn.Module = self.root.module
         return module
 
-    @property
-    def replicated(self) -> bool:
-        """Return True: all ranks start from rank 0's parameters and apply equal updates."""
-        return True
-
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-        """Return True of what DDP reduces itself: not where a hook of the user's does, nor of what it ignores."""
-        # A parameter that is frozen now would not be reduced when it is thawed.
+        """Return True for a trained parameter that DDP itself reduces over `ranks`.
+
+        False if a communication hook of the user reduces it, or if DDP ignores it.
+        """
+        # DDP would not reduce a parameter that is frozen now and trained later.
         return parameter.requires_grad and set(ranks) <= set(self.replicas(parameter))
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks of DDP, also of what is frozen: it was sent to all of them, and nothing changes it."""
-        if self._ddp._comm_hooks or self._is_ignored(parameter):  # noqa: SLF001 - no public name tells of hooks
+        """Return the ranks of DDP, also for frozen parameters: DDP broadcast them, and nothing changes them.
+
+        Empty if the user registered a communication hook, and for a parameter that DDP ignores.
+        """
+        if self.root._comm_hooks or self._is_ignored(parameter):  # noqa: SLF001 - torch has no public list of hooks
             return ()
-        return dist.get_process_group_ranks(self._ddp.process_group)
+        return dist.get_process_group_ranks(self.root.process_group)
 
     def _is_ignored(self, parameter: torch.Tensor) -> bool:
-        ignored = self._ddp.parameters_to_ignore
+        ignored = self.root.parameters_to_ignore
         named = self.module.named_parameters() if ignored else ()
         return any(item is parameter for name, item in named if name in ignored)
 
-    @property
-    def local_until_backward_ends(self) -> bool:
-        """Return whether gradients are separate from the buckets, and reduced by a callback that comes after ours."""
-        return not (self._ddp.gradient_as_bucket_view or self._ddp.static_graph)
-
-    @property
-    def reduces(self) -> bool:
-        """Return True."""
-        return True
-
-    @property
-    def reduces_each_micro_batch(self) -> bool | None:
-        """Return None: without `no_sync()` it does."""
-        return None
-
     def reduces_in_backward(self) -> bool:
         """Return False inside `no_sync()`, where gradients only accumulate."""
-        return bool(self._ddp.require_backward_grad_sync)
+        return bool(self.root.require_backward_grad_sync)

@@ -1,30 +1,38 @@
-"""DeepSpeed: an engine around the model makes the update, from gradients that it has reduced, divided or not (ZeRO)."""
+"""Adapters for DeepSpeed: an engine around the model updates it from gradients that it reduced and, with ZeRO, divided.
+
+The engine calls one method, `_take_model_step`, at the end of an accumulation, to clip and to step. DeepSpeed has no
+public hook for this moment and none for the parts of ZeRO, so the adapters use its private names. A test runs against
+the pinned DeepSpeed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope_exporter.adapters.base import Framework, Hooking, TensorSpec
+from rankscope_exporter.adapters.base import Framework, FrameworkTraits, Hooking, TensorSpec
 from rankscope_exporter.adapters.deepspeed_zero import ZeroStage, stage_of
 from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod, unwrapped
 from rankscope_exporter.adapters.partitioned_optimizer import PartitionedOptimizer
 from rankscope_exporter.adapters.placement import Layout, loaded, sharded_over
 
-# The engine calls this one method, at the boundary of an accumulation only, to clip and to step. There is no public
-# hook for that moment, and none for what ZeRO has divided: a test runs against the pinned DeepSpeed.
 _UPDATE = "_take_model_step"
 _LAST_WHOLE_STAGE = 2
 
 
-class _OfEngine:
-    """What an engine says itself, whatever its optimizer is."""
+class _Engine(Framework):
+    """The part of both adapters that depends only on the engine, not on its optimizer."""
 
-    _engine: Any
+    priority: ClassVar[int] = 30
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._engine: Any = model
 
     @property
     def module(self) -> nn.Module:
@@ -32,17 +40,12 @@ class _OfEngine:
         module: nn.Module = self._engine.module
         return module
 
-    @property
-    def replicated(self) -> bool:
-        """Return True."""
-        return True
-
     def copies(self, world_size: int) -> int:
         """Return how many ranks train on different data."""
         return int(getattr(self._engine, "dp_world_size", world_size))
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks that end every update with the same parameters: of stage 3 none, nor those of experts."""
+        """Return the ranks that have equal parameters after every update; empty for ZeRO stage 3 and for experts."""
         group = getattr(self._engine, "seq_data_parallel_group", None)
         is_expert = getattr(parameter, "allreduce", True) is False
         if group is None or is_expert or self._engine.zero_optimization_stage() > _LAST_WHOLE_STAGE:
@@ -50,18 +53,19 @@ class _OfEngine:
         return dist.get_process_group_ranks(group)
 
 
-class DeepSpeed(_OfEngine, Framework):
-    """ZeRO stage 0 in float32: gradients are all-reduced when the last backward of a step is over.
+class DeepSpeed(_Engine):
+    """ZeRO stage 0 in float32: gradients are all-reduced after the last backward pass of a step.
 
-    Clipping happens inside of `engine.step()`, and leaves no trace in the version of a gradient.
+    `engine.step()` clips gradients without a change of their version.
     """
 
     name: ClassVar[str] = "deepspeed"
-    priority: ClassVar[int] = 30
+    traits = FrameworkTraits(
+        replicated=True, reduces=True, reduces_after_last_backward=True, optimizer_takes_copies=True
+    )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._engine: Any = model
         self._reduced = False
 
     @classmethod
@@ -69,31 +73,16 @@ class DeepSpeed(_OfEngine, Framework):
         """Return whether `model` is an engine whose optimizer steps the model's own parameters."""
         return _is_engine(model) and _stage(model) is None
 
-    @property
-    def reduces(self) -> bool:
-        """Return True."""
-        return True
-
-    @property
-    def reduces_after_last_backward(self) -> bool:
-        """Return True: the reduction follows the backward pass."""
-        return True
-
     def reduces_in_backward(self) -> bool:
         """Return whether an update is about to begin."""
         return self._reduced
 
-    @property
-    def optimizer_takes_copies(self) -> bool:
-        """Return True: see the class."""
-        return True
-
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        """Return the engine's own, where the script names none."""
+        """Return the engine's own optimizer if the script passes none."""
         return super().optimizers(given or _optimizers(self._engine))
 
     def install(self, hooking: Hooking) -> None:
-        """Learn when an update begins: all gradients are reduced then, and none is clipped."""
+        """Watch the beginning of each update: all gradients are reduced then, and none is clipped."""
 
         def reduced() -> None:
             self._reduced = True
@@ -109,67 +98,62 @@ class DeepSpeed(_OfEngine, Framework):
         hooking.keep(PatchedMethod(self._engine, _UPDATE, update))
 
 
-class DeepSpeedZero(_OfEngine, PartitionedOptimizer):
-    """ZeRO 1, 2 and 3, and all that keeps float32 copies: the optimizer is given flat parts of them."""
+class DeepSpeedZero(_Engine, PartitionedOptimizer):
+    """ZeRO 1, 2 and 3, and all modes with float32 copies: the optimizer steps flat parts of the copies."""
 
     name: ClassVar[str] = "deepspeed_zero"
-    priority: ClassVar[int] = 30
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._engine: Any = model
         stage = _stage(model)
         assert stage is not None
         self._stage = stage
         self.parts = stage.parts()
+        # A script may move the engine's accumulation boundary by hand, so one configured micro-batch leaves it open.
+        is_single = self._engine.gradient_accumulation_steps() == 1
+        self.traits = replace(
+            PartitionedOptimizer.traits,
+            replicated=True,
+            reduces_each_micro_batch=None if stage.scatters and is_single else stage.scatters,
+        )
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether `model` is an engine with an optimizer of DeepSpeed's own kind."""
+        """Return whether `model` is an engine with one of DeepSpeed's own optimizers."""
         return _is_engine(model) and _stage(model) is not None
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return the ranks among which it is divided, if it is."""
+        """Return the ranks among which the parameter is divided, if it is."""
         whole = super().layout(parameter)
         groups = self._stage.process_groups
         return sharded_over(groups[id(parameter)], whole) if id(parameter) in groups else whole
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return that each rank has a share of every element, of its own data."""
+        """Return that each rank has a summand of every element, from its own data."""
         return Layout("partial") if self.copies(world_size) > 1 else super().layout(parameter)
 
-    def local_spec(self, parameter: torch.Tensor) -> TensorSpec | None:
-        """Return the form of the whole gradient, in the type of the forward pass."""
+    def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
+        """Return the shape of the whole gradient, and the dtype of the forward pass."""
         return TensorSpec(tuple(getattr(parameter, "ds_shape", parameter.shape)), parameter.dtype)
 
     def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return the form of the part, in the type that DeepSpeed accumulates in."""
-        return TensorSpec(self.form(parameter).shape, self._stage.accumulates_in or parameter.dtype)
-
-    @property
-    def scatters(self) -> bool:
-        """Return what the stage says."""
-        return self._stage.scatters
-
-    @property
-    def reduces_each_micro_batch(self) -> bool | None:
-        """Return whether the engine is told of several; what its boundary is set to by hand shows later."""
-        return super().reduces_each_micro_batch if self._engine.gradient_accumulation_steps() == 1 else self.scatters
+        """Return the shape of this rank's part, and the dtype in which DeepSpeed accumulates."""
+        return TensorSpec(self.spec(parameter).shape, self._stage.accumulates_in or parameter.dtype)
 
     def reduced_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return it from where the stage has it."""
+        """Return the reduced gradient of this rank's part as the ZeRO stage keeps it."""
         return self._stage.reduced(parameter)
 
     def earlier_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return it from where the stage has it."""
+        """Return the sum of earlier gradients as the ZeRO stage keeps it; None if it keeps none."""
         return None if self._stage.scatters else self._stage.earlier(parameter)
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:  # noqa: ARG002 - all are the same
-        """Return the engine's own, whichever of its wrappers the script names."""
+        """Return the engine's own optimizer, whichever of its wrappers the script passes."""
         return tuple(unwrapped(item) for item in _optimizers(self._engine))
 
     def install(self, hooking: Hooking) -> None:
-        """Learn when an update begins and ends."""
+        """Watch the beginning and the end of each update."""
         self.watch(self._engine, _UPDATE, hooking)
 
 

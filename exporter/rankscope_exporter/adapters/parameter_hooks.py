@@ -1,179 +1,185 @@
-"""Hooks on the gradient of a parameter, and forward passes that a training loop announces.
+"""Gradient hooks of parameters, and forward passes that a training loop announces.
 
 Hooks hold neither the parameter nor a weak reference to it. `torch.utils.swap_tensors`, an option of `Module.to()` and
 `load_state_dict`, gives a parameter another tensor: the table of hooks remains with the parameter, but torch calls none
-of its hooks, nor hooks registered in it later. So a hook is renewed when a step begins, and a table that held only
-hooks of the monitor is removed with them: a hook that the script registers after a swap works as without a monitor.
+of its hooks, nor hooks that are registered in it later. A hook is therefore renewed when a step begins, and a table
+that contained only hooks of the monitor is removed with them. A hook that the script registers after a swap then works
+as it does without a monitor.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import unserializable_hook
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 
 class Removable(Protocol):
-    """What torch gives for a hook, or several of them together."""
+    """A handle of one hook or of several hooks, such as torch's `RemovableHandle`."""
 
     def remove(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         ...
 
 
+class CallbackHandle:
+    """A handle whose `remove` calls a function."""
+
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self.remove = remove
+
+
+def remove_all(handles: Iterable[Removable]) -> None:
+    """Remove all handles in order. If removing one raises, raise after all others have been removed."""
+    with ExitStack() as stack:  # runs callbacks in reverse order, also after an error
+        for handle in reversed(list(handles)):
+            stack.callback(handle.remove)
+
+
 class Announced:
-    """Stands for the forward hooks of a model: a loop calls `begins` and `ends` around each training forward."""
+    """Forward hooks of a model that training never calls as a whole: the loop announces each training forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._before: list[Callable[..., None]] = []
-        self._after: list[Callable[..., None]] = []
+        self._before: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._after: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
     def begins(self) -> None:
-        """Say that a training forward begins."""
-        for hook in tuple(self._before):
+        """Call the hooks for the beginning of a training forward."""
+        for hook in tuple(self._before.values()):
             hook(self._model(), ())
 
     def ends(self) -> None:
-        """Say that it is over."""
-        for hook in tuple(self._after):
+        """Call the hooks for the end of a training forward."""
+        for hook in tuple(self._after.values()):
             hook(self._model(), (), None)
 
     def before(self, hook: Callable[..., None]) -> Removable:
-        """Register `hook` for the beginnings."""
-        return _Entry(self._before, hook)
+        """Register `hook` for the beginning of each training forward."""
+        return _registered(self._before, hook)
 
     def after(self, hook: Callable[..., None]) -> Removable:
-        """Register `hook` for the ends."""
-        return _Entry(self._after, hook)
+        """Register `hook` for the end of each training forward."""
+        return _registered(self._after, hook)
 
 
-class _Entry:
-    def __init__(self, hooks: list[Callable[..., None]], hook: Callable[..., None]) -> None:
-        self._hooks = hooks
-        self._hook = hook
-        hooks.append(hook)
-
-    def remove(self) -> None:
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
+def _registered(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> Removable:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 ACCUMULATED: Final = "_post_accumulate_grad_hooks"
 GRADIENT: Final = "_backward_hooks"
-"""Attributes of a tensor: the tables of hooks that `register_post_accumulate_grad_hook` and `register_hook` fill."""
+"""Attributes of a tensor that contain the hooks of `register_post_accumulate_grad_hook` and of `register_hook`."""
 
-_ours: set[int] = set()
-"""The numbers of our hooks. Torch numbers all hooks of the process and uses no number again."""
+_own_numbers: set[int] = set()
+"""The numbers of the monitor's hooks. Torch numbers all hooks of the process and never reuses a number."""
 
 
 class TensorHook:
-    """One hook in a table of a tensor. The tensor is passed to each call, never kept."""
+    """One hook in a table of a tensor. The tensor is passed to each method and never kept."""
 
     def __init__(self, tensor: torch.Tensor, hook: Callable[..., Any], *, table: str) -> None:
         self._hook = unserializable_hook(hook)  # type: ignore[no-untyped-call]  # else torch warns when the tensor is saved
         self._table = table
         self._content = (0, 0)
-        self._has_company = False
+        self._is_shared = False
         self._handle: Any = None
         self._attach(tensor)
 
     @property
     def number(self) -> int:
-        """The number that torch has given the hook; no other hook has it."""
+        """Return the number that torch gave the hook; no other hook of the process has it."""
         return int(self._handle.id)
 
     def renew(self, tensor: torch.Tensor) -> None:
-        """Register again where the hook is gone, and where `tensor` was swapped."""
+        """Register the hook again if it was removed from the table, or if `tensor` was swapped."""
         table = getattr(tensor, self._table)
         if table is None or self._handle.id not in table:
-            self._leave()
+            _own_numbers.discard(self._handle.id)
             self._attach(tensor)
             return
         content = _content(tensor, table)
         if content == self._content and len(table) == 1:
             return
-        # Once the table is set again, torch calls the hooks in it. But where the script had a hook before a swap, torch
-        # calls none without a monitor, so the table is not set.
-        if content != self._content and not self._has_company:
+        # After the table is set again, torch calls the hooks in it. If the script had a hook before the swap, torch
+        # would not call it without a monitor, so the table is not set.
+        if content != self._content and not self._is_shared:
             setattr(tensor, self._table, table)
             content = _content(tensor, table)
         self._content = content
-        self._has_company |= _has_others(table)
+        self._is_shared |= _has_others(table)
 
     def remove(self) -> None:
-        """Take the hook away."""
+        """Remove the hook; `tidy` removes the empty table."""
         self._handle.remove()
-        self._leave()
+        _own_numbers.discard(self._handle.id)
 
     def tidy(self, tensor: torch.Tensor) -> None:
-        """Remove the empty table after `remove`, unless the script has used it."""
+        """Remove the table if `remove` left it empty and the script never used it."""
         table = getattr(tensor, self._table)
-        if table is not None and not table and not self._has_company:
+        if table is not None and not table and not self._is_shared:
             setattr(tensor, self._table, None)
 
     def _attach(self, tensor: torch.Tensor) -> None:
         table = getattr(tensor, self._table)
-        self._has_company = table is not None and (not table or _has_others(table))
+        self._is_shared = table is not None and (not table or _has_others(table))
         register = tensor.register_post_accumulate_grad_hook if self._table == ACCUMULATED else tensor.register_hook
         self._handle = register(self._hook)  # type: ignore[no-untyped-call]  # untyped in torch
         table = getattr(tensor, self._table)
         self._content = _content(tensor, table)
-        _ours.add(self._handle.id)
-
-    def _leave(self) -> None:
-        _ours.discard(self._handle.id)
+        _own_numbers.add(self._handle.id)
 
 
 def _content(tensor: torch.Tensor, table: dict[int, Any]) -> tuple[int, int]:
-    """Return what differs once the tensor behind the Python object `tensor` has been swapped.
+    """Return values that differ after the tensor behind the Python object `tensor` was swapped.
 
-    That is its address, or, where another tensor has got the address of a freed one, the number of references to the
-    table: the freed one had one too.
+    These are its address and the number of references to the table. The second detects a new tensor at the address of
+    a freed one, because the freed tensor referred to the table too.
     """
     return tensor._cdata, sys.getrefcount(table)  # noqa: SLF001 - torch has no public name for it
 
 
 def _has_others(table: dict[int, Any]) -> bool:
-    return any(number not in _ours for number in table)
+    return any(number not in _own_numbers for number in table)
 
 
 class ParameterHook:
-    """A hook of a parameter that is looked up when it is needed; `find` returns None while it cannot be had."""
+    """A hook of a parameter that is looked up for each use; `find` returns None while the parameter is unavailable."""
 
-    def __init__(
-        self, find: Callable[[], torch.nn.Parameter | None], register: Callable[[torch.nn.Parameter], Removable]
-    ) -> None:
+    def __init__(self, find: Callable[[], nn.Parameter | None], register: Callable[[nn.Parameter], Removable]) -> None:
         self._find = find
         self._register = register
         self._handle: Removable | None = None
 
     def renew_found(self) -> bool:
-        """Register the hook if it is not there; return whether it is. A frozen parameter takes none."""
+        """Register the hook if it is missing; return whether it is registered. A frozen parameter takes no hook."""
         parameter = self._find()
         if parameter is None or not parameter.requires_grad:
             return False
         self.renew(parameter)
         return True
 
-    def renew(self, parameter: torch.nn.Parameter) -> None:
-        """Register the hook if it is not there on `parameter`, which was just found and takes gradients."""
+    def renew(self, parameter: nn.Parameter) -> None:
+        """Register the hook on `parameter`, which was just found and requires gradients, if it is missing."""
         if self._handle is None:
             self._handle = self._register(parameter)
         elif isinstance(self._handle, TensorHook):
             self._handle.renew(parameter)
 
     def remove(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
         handle.remove()
-        parameter = self._find() if isinstance(handle, TensorHook) else None
-        if isinstance(handle, TensorHook) and parameter is not None:
+        if isinstance(handle, TensorHook) and (parameter := self._find()) is not None:
             handle.tidy(parameter)

@@ -1,25 +1,26 @@
-"""Pipeline parallelism (`torch.distributed.pipelining`): each rank trains stages of it, micro-batch by micro-batch."""
+"""Adapter for pipeline parallelism (`torch.distributed.pipelining`): each rank trains one stage or several stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn
 
-from rankscope_exporter.adapters.base import Framework, GradientSource, Hooking, Removable, TensorSpec
+from rankscope_exporter.adapters.base import Framework, FrameworkTraits, GradientSource, Hooking, TensorSpec
 from rankscope_exporter.adapters.monitored_model import Borrowed, as_one, numbers_of
 from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
+from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.placement import Layout, loaded
 from rankscope_exporter.model.parameter_names import NamedParameter
 
-# Before its first step a stage runs forward and backward on memory that nobody has filled, to learn shapes.
-_TRIALS: Final = ("_forward_metadata_inference", "_backward_metadata_inference")
+# Before its first step, a stage runs forward and backward on uninitialized memory to determine shapes.
+_SHAPE_INFERENCE: Final = ("_forward_metadata_inference", "_backward_metadata_inference")
 
 
 class Stage(Protocol):
-    """A stage of a pipeline, as far as it is used: its module."""
+    """A stage of a pipeline. Only its module is used."""
 
     @property
     def submod(self) -> nn.Module:
@@ -28,128 +29,99 @@ class Stage(Protocol):
 
 
 class Pipeline(Framework):
-    """What one or several `PipelineStage` make of the frameworks around their own modules.
+    """One or several `PipelineStage` objects of this rank, around the adapters of their modules.
 
-    Gradients of micro-batches are summed, and divided by their number when a stage has had its last backward pass:
-    before that they are unreduced, after it reduced. There is no hook for that moment, so the stage's method is
-    replaced by one that says so, until detach(). Of several stages each finishes for itself while others still compute.
+    Gradients of micro-batches are summed, and divided by their number after the last backward pass of a stage. They
+    are unreduced before this moment and reduced after it. There is no hook for it, so until detach() the method of the
+    stage is replaced by one that reports it. Each of several stages finishes while others still compute.
+
+    Questions about one parameter are answered by the adapter of the stage that holds it.
     """
 
     name: ClassVar[str] = "pipeline"
-    priority: ClassVar[int] = -2  # asked for a module it never matches
 
     def __init__(self, stages: Sequence[Any], inner: Sequence[Framework]) -> None:
         super().__init__(stages[0].submod)
         self.stages: Sequence[Any] = Borrowed(stages)
         self.pp_stage = getattr(stages[0], "stage_index" if len(stages) == 1 else "group_rank", None)
         self._inner = tuple(inner)
-        self._numbers = numbers_of([framework.module for framework in inner])
-        self._finished: set[int] = set()  # positions of the stages that have had their last backward pass
+        self.chunk_numbers = numbers_of([framework.module for framework in inner])
+        self._finished: set[int] = set()  # positions of the stages that have finished their last backward pass
         self._finishing = False
-
-    @classmethod
-    def matches(cls, model: nn.Module) -> bool:
-        """Return False for every module: a stage is none."""
-        return is_stage(model)
+        traits = inner[0].traits
+        self.traits = FrameworkTraits(
+            replicated=traits.replicated,
+            # One pipeline over all ranks: the gradients after `schedule.step()` are the ones that the optimizer gets.
+            reduces=traits.reduces or stages[0].group_size == torch.distributed.get_world_size(),
+            reduces_each_micro_batch=None,  # with separate weight gradients, a schedule never holds a complete sum
+            reduces_after_last_backward=True,
+            # One of several stages may already have divided its gradients while another still computes.
+            local_until_backward_ends=len(stages) == 1 and traits.local_until_backward_ends,
+            interleaves_micro_batches=True,
+            is_compiled=traits.is_compiled,
+        )
 
     @property
     def module(self) -> nn.Module:
-        """Return the user's own module of this stage, or a list of those of all stages."""
+        """Return the user's own module of this stage, or a list of the modules of all stages."""
         # Created for each use: a list that is kept would keep the modules alive.
         module = as_one([framework.module for framework in self._inner])
         if len(self._inner) > 1:
-            module.training = self._inner[0].module.training  # a list is not told
+            module.training = self._inner[0].module.training  # train() and eval() of a stage do not change the list
         return module
 
     @property
-    def numbers_of_chunks(self) -> Mapping[int, int]:
-        """Return the stage of each parameter and module by its position here; nothing where there is one only."""
-        return self._numbers
-
-    @property
     def chunks(self) -> Sequence[nn.Module]:
-        """Return what the schedule calls for each micro-batch."""
+        """Return the modules that the schedule calls for each micro-batch."""
         return [stage.submod for stage in self.stages]
 
-    def _of(self, parameter: torch.Tensor) -> Framework:
-        return self._of_identity(id(parameter))
-
-    def _of_identity(self, identity: int) -> Framework:
-        return self._inner[self._numbers.get(identity, 0)]
-
-    @property
-    def replicated(self) -> bool:
-        """Return whether stages of several pipelines are kept equal."""
-        return self._inner[0].replicated
+    def _of(self, identity: int) -> Framework:
+        """Return the adapter of the stage that holds the parameter with this id()."""
+        return self._inner[self.chunk_numbers.get(identity, 0)]
 
     def copies(self, world_size: int) -> int:
-        """Return how many pipelines there are."""
+        """Return the number of pipelines that train on different data."""
         return self._inner[0].copies(max(1, world_size // self.stages[0].group_size))
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Ask the inner framework."""
-        return self._of(parameter).layout(parameter)
+        """Return the layout that the adapter of the stage returns."""
+        return self._of(id(parameter)).layout(parameter)
 
-    def local_spec(self, parameter: torch.Tensor) -> TensorSpec | None:
-        """Ask the inner framework."""
-        return self._of(parameter).local_spec(parameter)
+    def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
+        """Return the shape and dtype that the adapter of the stage returns."""
+        return self._of(id(parameter)).local_spec(parameter)
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-        """Ask the inner framework."""
-        return self._of(parameter).is_same_on(parameter, ranks)
+        """Return whether the adapter of the stage finds the parameter equal on `ranks`."""
+        return self._of(id(parameter)).is_same_on(parameter, ranks)
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Ask the inner framework."""
-        return self._of(parameter).replicas(parameter)
+        """Return the ranks that the adapter of the stage returns."""
+        return self._of(id(parameter)).replicas(parameter)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Ask the inner framework."""
-        return self._of_identity(named.identity).is_in_place(named)
+        """Return whether the adapter of the stage finds the parameter in place."""
+        return self._of(named.identity).is_in_place(named)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Ask the inner framework."""
-        return self._of_identity(named.identity).parameter(named)
-
-    @property
-    def local_until_backward_ends(self) -> bool:
-        """Return what the inner framework says; of several stages one may have divided while another computes."""
-        return len(self.stages) == 1 and self._inner[0].local_until_backward_ends
-
-    @property
-    def interleaves_micro_batches(self) -> bool:
-        """Return True: all schedules do, but for the last stage of some."""
-        return True
-
-    @property
-    def reduces(self) -> bool:
-        """Return whether what is left after `schedule.step()` is what the optimizer gets."""
-        return self._inner[0].reduces or self.stages[0].group_size == torch.distributed.get_world_size()
-
-    @property
-    def reduces_after_last_backward(self) -> bool:
-        """Return True: gradients are scaled, and reduced over pipelines, when all micro-batches are through."""
-        return True
-
-    @property
-    def reduces_each_micro_batch(self) -> bool | None:
-        """Return None: schedules that compute gradients of weights apart have no moment at which their sum is whole."""
-        return None
+        """Return the parameter that the adapter of the stage returns."""
+        return self._of(named.identity).parameter(named)
 
     def reduces_in_backward(self) -> bool:
-        """Return False during backward passes, True when the last stage finishes."""
+        """Return False during backward passes, and True while the last stage of this rank finishes."""
         return self._finishing
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
-        """Ask the inner framework."""
-        return self._of(parameter).holds_gradient(parameter)
+        """Return whether the adapter of the stage finds a gradient."""
+        return self._of(id(parameter)).holds_gradient(parameter)
 
     def install(self, hooking: Hooking) -> None:
-        """Learn when the stages finish their gradients."""
+        """Replace the methods of all stages that finish gradients, and install the adapters of the stages."""
         for number, (stage, inner) in enumerate(zip(self.stages, self._inner, strict=True)):
             inner.install(hooking)
-            self._follow(stage, number, hooking)
+            self._watch(stage, number, hooking)
 
-    def _follow(self, stage: Any, number: int, hooking: Hooking) -> None:
+    def _watch(self, stage: Any, number: int, hooking: Hooking) -> None:
         def finish(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             self._finished.add(number)
@@ -160,24 +132,24 @@ class Pipeline(Framework):
                 self._finishing = False
             return result
 
-        def see_nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def run_unseen(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with hooking.paused():
                 return original(*args, **kwargs)
 
         hooking.keep(PatchedMethod(stage, "perform_reduce_grad", finish))
-        for name in _TRIALS:
+        for name in _SHAPE_INFERENCE:
             if hasattr(stage, name):
-                hooking.keep(PatchedMethod(stage, name, see_nothing))
+                hooking.keep(PatchedMethod(stage, name, run_unseen))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Do what the inner framework does."""
-        return self._of(parameter).on_accumulated(parameter, hook)
+        """Register the gradient hook through the adapter of the stage."""
+        return self._of(id(parameter)).on_accumulated(parameter, hook)
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Do what the inner framework does."""
-        return self._of(parameter).on_gradient(parameter, hook)
+        """Register the gradient hook through the adapter of the stage."""
+        return self._of(id(parameter)).on_gradient(parameter, hook)
 
 
 def is_stage(model: Any) -> bool:
-    """Return whether `model` is a stage of a pipeline rather than a module."""
+    """Return whether `model` is a stage of a pipeline and not a module."""
     return isinstance(model, loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"))

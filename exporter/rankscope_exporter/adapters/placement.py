@@ -1,4 +1,4 @@
-"""Placement of a tensor on the ranks (whole, replica, shard), without communication; mixin of both FSDP adapters."""
+"""Placement of a tensor on the ranks: whole, replica, shard or partial sum. Computed without communication."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import torch.distributed as dist
 
 
 def loaded(module: str, name: str) -> Any:
-    """Return the class `name` of `module` for isinstance(), matching nothing while the program has not imported it."""
+    """Return the class `name` of `module` for isinstance(); if `module` is not imported yet, it matches nothing."""
     return getattr(sys.modules.get(module), name, ())
 
 
-_WORTH_SHORTENING: Final = 3  # two ranks are a list
+_SHORTEST_RANGE: Final = 3  # two ranks are written as a list
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Values of the columns `placement` and `shard_group` of a row."""
+    """The values of the columns `placement` and `shard_group` of a row."""
 
     placement: str
     shard_group: str | None = None
-    """The ranks that together hold one whole tensor; those of another copy form another group."""
+    """The ranks that together hold one whole tensor. The ranks of another copy form another group."""
 
 
 def layout_of(tensor: torch.Tensor, otherwise: Layout) -> Layout:
-    """Return the layout of a DTensor on its mesh, and `otherwise` for any other tensor."""
+    """Return the layout of a DTensor on its device mesh; return `otherwise` for any other tensor."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return otherwise
@@ -43,7 +43,7 @@ def layout_of(tensor: torch.Tensor, otherwise: Layout) -> Layout:
 
 
 def is_replicated_over(tensor: torch.Tensor, ranks: Sequence[int]) -> bool:
-    """Return whether a DTensor has the same elements on all `ranks`; False of any other tensor."""
+    """Return whether a DTensor has the same elements on all `ranks`; False for any other tensor."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return False
@@ -56,7 +56,7 @@ def is_replicated_over(tensor: torch.Tensor, ranks: Sequence[int]) -> bool:
 
 
 def replicas_of(tensor: torch.Tensor) -> Sequence[int]:
-    """Return the ranks, this one among them, that hold the same elements of a DTensor; none of any other tensor."""
+    """Return the ranks, including this rank, that hold the same elements of a DTensor; empty for any other tensor."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return ()
@@ -68,58 +68,34 @@ def replicas_of(tensor: torch.Tensor) -> Sequence[int]:
 
 
 def sharded_over(group: dist.ProcessGroup | None, otherwise: Layout) -> Layout:
-    """Return the layout of a tensor that is sharded over `group`; `otherwise` for a group of one rank."""
+    """Return the layout of a tensor that is sharded over `group`; return `otherwise` for a group of one rank."""
     ranks = dist.get_process_group_ranks(group)
     return Layout("shard", ranks_text(ranks)) if len(ranks) > 1 else otherwise
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks in short: "0-7", with a step "0-24:8", and "0,3,5" where they follow no rule."""
+    """Return ranks as short text: "0-7", "0-24:8" for a step of 8, "0,3,5" without a constant step."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    if list(ranks) != list(range(ranks[0], ranks[-1] + 1, max(1, step))) or len(ranks) < _WORTH_SHORTENING:
+    if list(ranks) != list(range(ranks[0], ranks[-1] + 1, max(1, step))) or len(ranks) < _SHORTEST_RANGE:
         return ",".join(map(str, ranks))
     return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
 
 
 def _is_part(placement: Any) -> bool:
-    """Return whether the placement shards. `is_shard` is false for strided shards (two kinds of sharding together)."""
+    """Return whether the placement shards. `is_shard` is False for strided shards (two combined kinds of sharding)."""
     return not placement.is_replicate() and not placement.is_partial()
 
 
 def _ranks_along(mesh: Any, dims: Sequence[int]) -> list[int]:
-    """Return the ranks that differ from this one only along the mesh's `dims`."""
-    here = mesh.get_coordinate()
-    place = tuple(slice(None) if dim in dims else here[dim] for dim in range(mesh.ndim))
+    """Return the ranks whose mesh coordinates differ from this rank's only in the dimensions `dims`."""
+    own = mesh.get_coordinate()
+    place = tuple(slice(None) if dim in dims else own[dim] for dim in range(mesh.ndim))
     ranks: list[int] = mesh.mesh[place].reshape(-1).tolist()
     return ranks
 
 
-class Gathered:
-    """Traits of both FSDP adapters: a mixin that comes before `Framework` among the bases."""
-
-    @property
-    def replicated(self) -> bool:
-        """Return True: a parameter that is ignored, or too small to be sharded, is equal on all ranks."""
-        return True
-
-    @property
-    def local_until_backward_ends(self) -> bool:
-        """Return False: the gathered gradient is gone when backward ends."""
-        return False
-
-    @property
-    def reduces_each_micro_batch(self) -> bool | None:
-        """Return None: each micro-batch is reduced unless the training loop delays the reduction."""
-        return None
-
-    @property
-    def reduces(self) -> bool:
-        """Return True."""
-        return True
-
-
 def placement_of(tensor: torch.Tensor) -> str:
-    """Return the placement of an activation: `full`, as each rank has its own batch, except for a DTensor."""
+    """Return the placement of an activation: `full`, because each rank has its own batch, unless it is a DTensor."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return "full"

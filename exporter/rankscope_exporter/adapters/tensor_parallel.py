@@ -1,4 +1,4 @@
-"""Tensor parallelism (`parallelize_module`): some parameters are DTensors, the others the same on every rank."""
+"""Adapter for tensor parallelism (`parallelize_module`): some parameters are DTensors, others equal on all ranks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rankscope_exporter.adapters.base import Framework
+from rankscope_exporter.adapters.base import Framework, FrameworkTraits
 from rankscope_exporter.adapters.placement import loaded
 
 
 class TensorParallel(Framework):
-    """All ranks of the mesh compute on the same data, so each gradient is what it will be when backward ends.
+    """All ranks of the device mesh compute on the same data, so no gradient changes after the backward pass.
 
-    Gradients of shards are shards. Nothing is reduced: the reduced gradient is the local one.
+    Gradients of shards are shards. Nothing is reduced: the reduced gradient equals the local gradient.
     """
 
     name: ClassVar[str] = "tensor_parallel"
     priority: ClassVar[int] = 5
+    traits = FrameworkTraits(replicated=True)  # all ranks of the mesh compute the same unsharded parameters
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -32,17 +33,12 @@ class TensorParallel(Framework):
         """Return whether any parameter is a DTensor."""
         return bool(_sharded(model))
 
-    @property
-    def replicated(self) -> bool:
-        """Return True: what is not sharded is computed alike on every rank of the mesh."""
-        return True
-
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks of the mesh for what is no DTensor: all of them compute on it alike."""
+        """Return all ranks of the mesh for a plain tensor; for a DTensor the ranks with the same shard."""
         return super().replicas(parameter) if hasattr(parameter, "device_mesh") else self._mesh_ranks
 
     def copies(self, world_size: int) -> int:
-        """Return how many meshes there are, which a loop may train on different data."""
+        """Return the number of meshes, which a training loop may use for data parallelism."""
         return max(1, world_size // self._mesh_size)
 
 

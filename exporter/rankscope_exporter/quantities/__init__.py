@@ -1,10 +1,10 @@
-"""What can be measured. A quantity is added by adding a file with a `Quantity` subclass; its name selects it."""
+"""Registry of the quantities. Adding a file with a `Quantity` subclass adds a quantity; its `name` selects it."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import did_you_mean
@@ -14,17 +14,35 @@ __all__ = ["Quantity", "quantity_classes", "select_quantities"]
 
 
 def quantity_classes() -> dict[str, type[Quantity]]:
-    """Return every quantity class by its name."""
+    """Return every quantity class of this folder by its name, sorted by name.
+
+    A quantity is a direct or indirect subclass of `Quantity` with a `name` of its own. A subclass without any name is a
+    base class. Raise TypeError for a class that inherits its name, and for two classes with one name.
+    """
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    return {cls.name: cls for cls in sorted(Quantity.__subclasses__(), key=lambda cls: cls.name)}
+    found: dict[str, type[Quantity]] = {}
+    for cls in _subclasses(Quantity):
+        if not hasattr(cls, "name") or not cls.__module__.startswith(f"{__name__}."):
+            continue
+        if "name" not in vars(cls) or cls.name in found:
+            where = f"{cls.__module__}.{cls.__qualname__}"
+            raise TypeError(f"{where}: another quantity has the name {cls.name!r}; set another `name`")
+        found[cls.name] = cls
+    return dict(sorted(found.items()))
 
 
 def select_quantities(names: Iterable[str]) -> list[type[Quantity]]:
-    """Return the classes of `names`; a name that is none is answered with the nearest one."""
+    """Return the classes of `names`. Raise ConfigError for an unknown name, with the most similar known name."""
     classes = quantity_classes()
     for name in names:
         if name not in classes:
             hint = did_you_mean(name, classes)
             raise ConfigError(f"quantities: {name!r} is unknown; there are {', '.join(classes)}.{hint}")
     return [classes[name] for name in names]
+
+
+def _subclasses(cls: type[Quantity]) -> Iterator[type[Quantity]]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

@@ -1,4 +1,4 @@
-"""How far Adam moves each element: histograms of its update, and of the ratio of its two moments."""
+"""Quantity `adam_updates`: histograms of Adam's update per element, and of the ratio of its two moments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UPDATE, RATIO = KINDS = ("adam_update", "adam_ratio")
 
 _CHUNK: Final = 1 << 22  # elements at a time: histc counts in float32, which is exact up to 2^24, and memory is bounded
 _OTHER_FORMULAS: Final = (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
-_EDGES: Final = 3  # below, above, nonfinite stand before the counts
+_EDGES: Final = 3  # below, above and nonfinite come before the bins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class AdamUpdatesOptions(QuantityOptions):
     bins: int = 30
     low: float = -1.0
     high: float = 1.0
-    """What lies outside of low … high is counted beside the bins."""
+    """Values outside of low … high are counted separately, not in the bins."""
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
@@ -38,40 +38,36 @@ class AdamUpdatesOptions(QuantityOptions):
 
     @property
     def scheme(self) -> str:
-        """Return the bins as the `scheme` column says them."""
+        """Return the bins in the format of the column `scheme`."""
         return f"linear:{self.low:g}:{self.high:g}:{self.bins}"
 
 
 class AdamUpdates(Quantity):
-    """With the state after step t, in float32, element by element (Kingma and Ba 2015, algorithm 1):
+    """Two histograms per parameter, from the state after step t, per element in float32.
 
-    m̂ = exp_avg / (1 - β1^t), v̂ = exp_avg_sq / (1 - β2^t) (max_exp_avg_sq with amsgrad);
-    `adam_update` is m̂ / (√v̂ + ε), what the learning rate was multiplied with in this step; `adam_ratio` is m̂ / √v̂.
-    A complex number is two elements, as Adam takes it.
-    """  # noqa: D400 - the formula goes on
+    With m̂ = exp_avg / (1 - β1^t) and v̂ = exp_avg_sq / (1 - β2^t) (max_exp_avg_sq with amsgrad), `adam_update` is
+    m̂ / (√v̂ + ε), the factor of the learning rate in this step, and `adam_ratio` is m̂ / √v̂ (Kingma and Ba 2015,
+    algorithm 1). A complex number counts as two elements, as in Adam.
+    """
 
     name: ClassVar[str] = "adam_updates"
     measures_tensors: ClassVar[bool] = False
     options_class: ClassVar[type[QuantityOptions]] = AdamUpdatesOptions
-
-    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
-        super().__init__(monitored, options)
-        assert isinstance(self.options, AdamUpdatesOptions)
-        self._bins = self.options
+    options: AdamUpdatesOptions
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return what another rank holds alike, its optimizer's state included."""
+        """Return the positions of parameters that another rank publishes, and whose optimizer state is not divided."""
         return monitored.state_elsewhere
 
     def after_update(self, table: Table) -> None:
-        """Count the elements of every parameter that an Adam has updated."""
-        kept = self.monitored.framework.kept(self.monitored.tensors(), self.monitored.optimizers)
+        """Compute the histograms of all parameters with Adam state."""
+        states = self.monitored.framework.optimizer_states(self.monitored.tensors(), self.monitored.optimizers)
         names, counted = [], []
-        for named, own in zip(self.monitored.parameters, kept, strict=True):
+        for named, own in zip(self.monitored.parameters, states, strict=True):
             if own is not None and _is_adam(own):
                 names.append(named.name)
-                counted.append(_histograms(own.state, own.group, self._bins))
+                counted.append(_histograms(own.state, own.group, self.options))
         if counted:
             table.defer("histograms", torch.stack(counted), lambda numbers: self._rows(names, numbers))
 
@@ -81,7 +77,7 @@ class AdamUpdates(Quantity):
                 yield {
                     "kind": kind,
                     "tensor": name,
-                    "scheme": self._bins.scheme,
+                    "scheme": self.options.scheme,
                     "below": below,
                     "above": above,
                     "nonfinite": nonfinite,
@@ -89,13 +85,13 @@ class AdamUpdates(Quantity):
                 }
 
 
-def _is_adam(kept: ParameterState) -> bool:
-    known = {"betas", "eps"} <= kept.group.keys() and not isinstance(kept.optimizer, _OTHER_FORMULAS)
-    return known and {"exp_avg", "exp_avg_sq", "step"} <= kept.state.keys()
+def _is_adam(own: ParameterState) -> bool:
+    known = {"betas", "eps"} <= own.group.keys() and not isinstance(own.optimizer, _OTHER_FORMULAS)
+    return known and {"exp_avg", "exp_avg_sq", "step"} <= own.state.keys()
 
 
 def _histograms(state: Mapping[str, Any], group: Mapping[str, Any], bins: AdamUpdatesOptions) -> torch.Tensor:
-    """Return int64 [2, 3 + bins]: of update and ratio, what is below, above and not finite, then the bins."""
+    """Return int64 [2, 3 + bins] for update and ratio: counts below, above and not finite, then the bins."""
     first = real_parts(local_tensor(state["exp_avg"])).reshape(-1)
     second = real_parts(local_tensor(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"])).reshape(-1)
     (beta1, beta2), epsilon, step = group["betas"], group["eps"], state["step"]
@@ -111,6 +107,6 @@ def _histograms(state: Mapping[str, Any], group: Mapping[str, Any], bins: AdamUp
 def _counts(values: torch.Tensor, bins: AdamUpdatesOptions) -> torch.Tensor:
     finite = values.isfinite()
     edges = (finite & (values < bins.low), finite & (values > bins.high), ~finite)
-    # What is not finite would belong to no bin, but histc does not say so.
+    # The documentation of histc does not define the bin of a value that is not finite.
     inside = torch.histc(values.masked_fill(~finite, bins.high + 1), bins.bins, bins.low, bins.high)
     return torch.cat([torch.stack([edge.sum() for edge in edges]), inside.to(torch.int64)])

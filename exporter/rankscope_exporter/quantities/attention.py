@@ -1,6 +1,6 @@
-"""Entropy and maximum of the attention of each head, from the query, key and mask that a module is given.
+"""Quantity `attention`: entropy and maximum of each head, from the query, key and mask that a module receives.
 
-torch's own `nn.MultiheadAttention` projects its inputs itself: they are projected once more.
+torch's own `nn.MultiheadAttention` projects its inputs itself; the quantity projects them a second time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.model.module_names import NamedModule
 from rankscope_exporter.quantities.attention_options import Arguments, AttentionOptions
-from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
-from rankscope_exporter.quantities.module_calls import ModuleCalls, Running, local_matrix_or_reason
+from rankscope_exporter.quantities.base import QuantityOptions
+from rankscope_exporter.quantities.module_quantity import (
+    ModuleQuantity,
+    Running,
+    local_matrix_or_reason,
+    unusable_reason,
+)
 from rankscope_exporter.records.host_transfer import Numbers, Row
 from rankscope_exporter.statistics.formulas import without_autocast, working_type
 from rankscope_exporter.statistics.formulas.attention import HIDING, Mask, attention_sums, broadcast, hides_of
@@ -28,17 +33,17 @@ _BATCHED: Final = 3
 
 
 def is_multihead(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
-    """Return whether the module is torch's own, or one that runs its forward."""
+    """Return whether the module is torch's own multi-head attention, or a subclass that runs its forward."""
     return type(module).forward is nn.MultiheadAttention.forward
 
 
 def projected(
     module: nn.MultiheadAttention, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | str:
-    """Return query and key as [batch, heads, sequence, width], and the mask of the scores; or why not, in words."""
+    """Return query and key as [batch, heads, sequence, width], and the mask of the scores; or the reason why not."""
     given = _SIGNATURE.bind(module, *args, **kwargs).arguments
     if module.bias_k is not None or module.add_zero_attn:
-        return "adds keys of its own (bias_k, add_zero_attn)"
+        return "adds its own keys (bias_k, add_zero_attn)"
     for name in ("query", "key"):
         reason = why_not_measurable(given[name])
         if reason is not None:
@@ -57,11 +62,11 @@ def projected(
     batch, count, queries, _ = query.shape
     mask = given.get("attn_mask")
     padding = given.get("key_padding_mask")
-    forms = [mask, None if padding is None else padding.reshape(batch, 1, 1, -1)]
-    full = [broadcast(form, batch, count, queries, key.shape[2]) for form in forms if form is not None]
+    masks = [mask, None if padding is None else padding.reshape(batch, 1, 1, -1)]
+    full = [broadcast(form, batch, count, queries, key.shape[2]) for form in masks if form is not None]
     known = [one for one in full if one is not None]
     if len(known) < len(full):
-        return "has a mask that fits no scores of its calls"
+        return "has a mask that does not fit the scores of its calls"
     return query, key, _both(known)
 
 
@@ -78,7 +83,7 @@ def _heads(module: nn.MultiheadAttention, x: torch.Tensor, weight: torch.Tensor,
 
 
 def _both(masks: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return one mask that does what each does; True hides in both, as torch has it here."""
+    """Return one mask with the effect of all masks. True hides a key in each, as in torch's multi-head attention."""
     if len(masks) < 2:
         return masks[0] if masks else None
     if all(mask.dtype is torch.bool for mask in masks):
@@ -95,55 +100,35 @@ SOFTMAX_MAX: Final = "softmax_max"
 _DIMENSIONS: Final = 4
 
 
-class Attention(Quantity):
-    """Two features of each head (`index`) and micro-batch, over all elements of the batch and all queries:
+class Attention(ModuleQuantity):
+    """Two features of each head (`index`) and micro-batch, over all elements of the batch and all queries.
 
-    p_i = softmax_j(scale · q_i·k_j + mask_ij) in float32 (float64 of float64), over the keys that are not hidden;
-    `attention_entropy` is the mean over the queries i of -Σ_j p_ij ln p_ij, in nats: 0 where each query sees one key;
-    `softmax_max` is the mean over the queries i of max_j p_ij: the plain maximum is always 1 under a causal mask,
-    whose first query has one key. A query without any key is left out; a head without any query has no rows. A NaN
-    among what is seen makes both NaN.
-    """  # noqa: D400 - the list goes on
+    p_i = softmax_j(scale · q_i·k_j + mask_ij), over the keys j that are not hidden, in float32, or in float64 for a
+    float64 query. `attention_entropy` is the mean over the queries i of -Σ_j p_ij ln p_ij, in nats; it is 0 if each
+    query sees one key. `softmax_max` is the mean over the queries i of max_j p_ij. The plain maximum would always be 1
+    under a causal mask, because the first query sees one key. A query without a visible key does not count, and a head
+    without such queries has no rows. A NaN among the visible numbers makes both features NaN.
+    """
 
     name: ClassVar[str] = "attention"
-    measures_tensors: ClassVar[bool] = False
     options_class: ClassVar[type[QuantityOptions]] = AttentionOptions
-    of_modules: ClassVar[bool] = True
     options: AttentionOptions
 
-    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
-        super().__init__(monitored, options)
-        self._calls: ModuleCalls
-        self._gate: SamplingGate
-
-    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Register on every module of the targets."""
-        self._gate = gate
-        self._calls = ModuleCalls(self.name, hooking, gate)
-        for named in self._calls.find(self.monitored.framework.module, self.targets):
-            module = named.module
-            if module is not None:
-                self._calls.before(named, functools.partial(self._read, Arguments(module, self.options)))
-
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
-        """Nothing of this step has been called yet."""
-        self._calls.step_begins()
-
-    def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Say what was missing."""
-        self._calls.step_ended()
+    def _follow(self, named: NamedModule) -> None:
+        if (module := named.module) is not None:
+            self.before(named, functools.partial(self._read, Arguments(module, self.options)))
 
     def _read(self, arguments: Arguments, call: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         module = call.module
+        own = is_multihead(module)  # its masks already contain the causal mask
         if is_multihead(module):
             found = projected(module, args, kwargs)
         else:
             found = _found(arguments, self.options.permutation, args, kwargs)
         if isinstance(found, str):
-            self._calls.missing(found, call.named)
+            self.missing(found, call.named)
             return
         query, key, mask = found
-        own = is_multihead(module)  # whose masks already say what is causal
         sums = attention_sums(
             query,
             key,
@@ -157,52 +142,42 @@ class Attention(Quantity):
 def _found(
     arguments: Arguments, permutation: tuple[int, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | str:
-    """Return query and key as [batch, heads, sequence, width], and the mask of the scores; or why not, in words."""
-    query, key = arguments.query_and_key(args, kwargs)
-    reason = _why_not(query, key)
-    if reason is not None:
-        return reason
-    query, key = (tensor.detach().permute(permutation) for tensor in (query, key))
-    reason = _why_no_pair(query, key)
-    mask = arguments.mask(args, kwargs)
-    if reason is None and isinstance(mask, torch.Tensor):
-        reason = _unusable("mask", mask)
-    if reason is not None or not isinstance(mask, torch.Tensor):
-        return reason or (query, key, None)
-    batch, heads, queries, _ = query.shape
-    meant = hides_of(mask.detach(), true_attends=arguments.true_attends)
-    fits = broadcast(meant, batch, heads, queries, key.shape[2])
-    return (query, key, fits) if fits is not None else f"mask of shape {list(mask.shape)} fits no scores of its calls"
-
-
-def _why_not(query: Any, key: Any) -> str | None:
-    for what, tensor in (("query", query), ("key", key)):
-        if not isinstance(tensor, torch.Tensor):
-            return f"{what} is no tensor among its arguments"
-        reason = _unusable(what, tensor)
+    """Return query and key as [batch, heads, sequence, width], and the mask of the scores; or the reason why not."""
+    given = arguments.query_and_key(args, kwargs)
+    for label, tensor in zip(("query", "key"), given, strict=True):
+        reason = _why_unusable(label, tensor)
         if reason is not None:
             return reason
-        if tensor.dim() != _DIMENSIONS or not tensor.is_floating_point():
-            return f"{what} is {list(tensor.shape)}, not four dimensions of numbers: target the core of the attention"
-    return None
-
-
-def _unusable(what: str, tensor: torch.Tensor) -> str | None:
-    if hasattr(tensor, "placements"):
-        return f"{what} is a distributed tensor, whose parts do not meet on one rank"
-    reason = why_not_measurable(tensor)
-    return None if reason is None else f"{what} is {reason}"
-
-
-def _why_no_pair(query: torch.Tensor, key: torch.Tensor) -> str | None:
-    """Return why [batch, heads, sequence, width] of both do not belong together."""
-    if query.shape[3] != key.shape[3] or key.shape[0] not in (1, query.shape[0]):
+    query, key = (tensor.detach().permute(permutation) for tensor in given)
+    batch, heads, queries, width = query.shape
+    if key.shape[3] != width or key.shape[0] not in (1, batch):
         return (
             f"query {list(query.shape)} and key {list(key.shape)} (batch, heads, sequence, width) do not fit: see order"
         )
-    if not key.shape[1] or query.shape[1] % key.shape[1]:
-        return f"{query.shape[1]} heads of the query share no {key.shape[1]} heads of the key evenly: see order"
-    return None if key.shape[2] else "key has no elements"
+    if not key.shape[1] or heads % key.shape[1]:
+        return f"{heads} heads of the query are not a multiple of {key.shape[1]} heads of the key: see order"
+    if not key.shape[2]:
+        return "key has no elements"
+    mask = arguments.mask(args, kwargs)
+    if not isinstance(mask, torch.Tensor):
+        return query, key, None
+    reason = unusable_reason(mask)
+    if reason is not None:
+        return f"mask is {reason}"
+    hides = hides_of(mask.detach(), true_attends=arguments.true_attends)
+    full = broadcast(hides, batch, heads, queries, key.shape[2])
+    if full is None:
+        return f"mask of shape {list(mask.shape)} does not fit the scores of its calls"
+    return query, key, full
+
+
+def _why_unusable(label: str, tensor: Any) -> str | None:
+    if not isinstance(tensor, torch.Tensor):
+        return f"{label} is not a tensor argument"
+    reason = unusable_reason(tensor)
+    if reason is None and (tensor.dim() != _DIMENSIONS or not tensor.is_floating_point()):
+        reason = f"{list(tensor.shape)}, not four dimensions of numbers: target the core of the attention"
+    return None if reason is None else f"{label} is {reason}"
 
 
 def _rows(module: str, micro_step: int, sums: Numbers) -> Iterable[Row]:

@@ -1,4 +1,4 @@
-"""What `attention` can be told, and how it finds query, key and mask among the arguments of a call."""
+"""Options of the quantity `attention`, and the search for query, key and mask among the arguments of a call."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from rankscope_exporter.base.validation import is_number, is_whole
 from rankscope_exporter.quantities.base import QuantityOptions
 
 Argument = int | str
-"""A position among the arguments of `forward`, from 0, or the name of a parameter; either finds the other."""
+"""The position of an argument of `forward`, from 0, or its name. Both find positional and keyword arguments."""
 
 AUTO: Final = "auto"
 NONE: Final = "none"
@@ -24,31 +25,31 @@ _CAUSAL: Final = ("is_causal", "causal", "attn_mask_type")
 _SCALES: Final = ("scale", "softmax_scale")
 _LETTERS: Final = "bhsd"
 _TRUE_HIDES: Final = ("megatron.", "mindspeed.", "transformer_engine.")
-"""Packages in which True in a mask hides a key; for torch's scaled_dot_product_attention it lets it be seen."""
+"""Packages in which True in a mask hides a key. In torch's scaled_dot_product_attention, True makes a key visible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions(QuantityOptions):
-    """Which modules, and how to read their arguments. Without targets nothing is measured."""
+    """The modules, and the meaning of their arguments. Without targets nothing is measured."""
 
     targets: tuple[str, ...] = ()
-    """Modules whose forward is given query and key, heads apart: the core of an attention, without its projections."""
+    """Modules that receive query and key with separate heads: the core of an attention, without its projections."""
     order: str = "s,b,h,d"
-    """How the dimensions of query and key lie: s sequence, b batch, h heads, d width, in any order."""
+    """Order of the dimensions of query and key: s sequence, b batch, h heads, d width."""
     query: Argument = 0
     key: Argument = 1
     mask: Argument = AUTO
-    """Where the mask is; "auto" takes the parameter attn_mask, attention_mask or mask, "none" there is none."""
+    """The mask; "auto" reads the parameter attn_mask, attention_mask or mask, "none" reads no mask."""
     mask_true: str = AUTO
-    """What True in a mask means: "attends", as in torch's scaled_dot_product_attention, or "hides", as in Megatron.
-    "auto" is "hides" for modules of Megatron, MindSpeed and Transformer Engine, "attends" for all others."""
+    """Meaning of True in a mask: "attends", as in torch's scaled_dot_product_attention, or "hides", as in Megatron.
+    "auto" is "hides" for modules of Megatron, MindSpeed and Transformer Engine, and "attends" for all others."""
     causal: bool | str = AUTO
-    """Whether later keys are hidden as well; "auto" asks the arguments is_causal, causal and attn_mask_type, then the
-    attributes of the module of these names."""
+    """Hide later keys as well: true or false. "auto" reads the arguments is_causal, causal and attn_mask_type, then the
+    attributes of the module with these names."""
     scale: float | None = None
-    """What q·k is multiplied with; null takes the argument scale or softmax_scale, else 1 / √d."""
+    """Factor of q·k; null reads the argument scale or softmax_scale, and is 1 / √d without them."""
     rows: int | None = None
-    """Look at no more than so many queries of each sequence, at equal distances; null looks at all."""
+    """Largest number of queries per sequence that are read, at equal distances; null reads all."""
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
@@ -58,26 +59,24 @@ class AttentionOptions(QuantityOptions):
         object.__setattr__(self, "order", order)
         for name in ("query", "key", "mask"):
             value = getattr(self, name)
-            if isinstance(value, str) and value:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if not (isinstance(value, str) and value) and not (is_whole(value) and value >= 0):
                 raise ValueError(f"{name} is the position or the name of an argument, not {value!r}")
         if self.mask_true not in (AUTO, "attends", "hides"):
             raise ValueError(f"mask_true is 'auto', 'attends' or 'hides', not {self.mask_true!r}")
         if not isinstance(self.causal, bool) and self.causal != AUTO:
             raise ValueError(f"causal is true, false or 'auto', not {self.causal!r}")
-        if self.scale is not None and not _is_number(self.scale):
+        if self.scale is not None and not _is_finite(self.scale):
             raise ValueError(f"scale is a number, not {self.scale!r}")
         self._check_whole("rows", 1)
 
     @property
     def permutation(self) -> tuple[int, ...]:
-        """Return where batch, heads, sequence and width lie."""
+        """Return the positions of batch, heads, sequence and width among the dimensions."""
         return tuple(self.order.split(",").index(letter) for letter in _LETTERS)
 
 
 class Arguments:
-    """What is where in the calls of one module."""
+    """Access to the arguments in the calls of one module."""
 
     def __init__(self, module: nn.Module, options: AttentionOptions) -> None:
         self._home = type(module).__module__
@@ -85,11 +84,11 @@ class Arguments:
         self._names = _parameter_names(module)
 
     def query_and_key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return both, None for what was not given."""
+        """Return query and key of a call; None for one that was not passed."""
         return self._get(self._options.query, args, kwargs), self._get(self._options.key, args, kwargs)
 
     def mask(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the mask of the call; None without one."""
+        """Return the mask of a call; None if there is none."""
         wanted = self._options.mask
         if wanted == NONE:
             return None
@@ -100,26 +99,26 @@ class Arguments:
 
     @property
     def true_attends(self) -> bool:
-        """Return whether True in a mask lets a key be seen."""
+        """Return whether True in a mask makes a key visible."""
         meaning = self._options.mask_true
         if meaning == AUTO:
             return not f"{self._home}.".startswith(_TRUE_HIDES)
         return meaning == "attends"
 
     def causal(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether later keys are hidden in a call of `module`."""
+        """Return whether a call of `module` hides later keys."""
         wanted = self._options.causal
         if isinstance(wanted, bool):
             return wanted
-        display_name = [self._get(name, args, kwargs) for name in _CAUSAL]
+        flags = [self._get(name, args, kwargs) for name in _CAUSAL]
         # The dictionary itself: a property could compute anything.
-        display_name += [vars(module).get(name) for name in _CAUSAL]
-        return next((answer for answer in map(_says_causal, display_name) if answer is not None), False)
+        flags += [vars(module).get(name) for name in _CAUSAL]
+        return next((answer for answer in map(_causal_or_none, flags) if answer is not None), False)
 
     def scale(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-        """Return what q·k is multiplied with; None is the usual."""
+        """Return the factor of q·k; None for the default factor."""
         given = (self._options.scale, *(self._get(name, args, kwargs) for name in _SCALES))
-        return next((float(value) for value in given if _is_number(value)), None)
+        return next((float(value) for value in given if _is_finite(value)), None)
 
     def _get(self, argument: Argument, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         names = self._names
@@ -136,19 +135,24 @@ class Arguments:
 def _parameter_names(module: nn.Module) -> tuple[str, ...]:
     try:
         parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError, AttributeError, RuntimeError):  # scripted modules are functions in name only
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+    ):  # the forward of a scripted module
         return ()
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(item.name for item in parameters if item.kind in by_position)
 
 
-def _says_causal(value: Any) -> bool | None:
-    """Return what a flag or the name of a kind of mask says; None for anything else, tensors too."""
+def _causal_or_none(value: Any) -> bool | None:
+    """Return the meaning of a flag or of the name of a mask type; None for any other value, including tensors."""
     if isinstance(value, bool):
         return value
     name = value if isinstance(value, str) else getattr(value, "name", None)
     return "causal" in name.lower() if isinstance(name, str) and not isinstance(value, torch.Tensor) else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)

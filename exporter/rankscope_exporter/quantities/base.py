@@ -1,17 +1,22 @@
-"""One measured quantity: the entries it adds to the plan, and the moments of a step at which it reads tensors."""
+"""Base class of quantities: the entries it adds to the plan, and the events of a step at which it reads tensors.
+
+This module also defines the services that a quantity receives: the table of a sampled step, the gate that opens at
+sampled steps, and the registration of hooks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn
 
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_exporter.adapters.base import GradientSource, Removable, TensorSpec
+from rankscope_exporter.adapters.base import GradientSource, TensorSpec
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.placement import Layout
 from rankscope_exporter.base.validation import is_whole
 from rankscope_exporter.model.name_patterns import Targets, target_notices
@@ -20,22 +25,25 @@ from rankscope_exporter.statistics.selection import chosen_ops
 from rankscope_exporter.statistics.tensor_access import dtype_name
 
 BACKWARD: Final = "backward"
-"""A part of the training that may run inside compiled code, where no hook runs."""
+"""Name of the part of training that no hook sees when it runs inside compiled code: the backward pass."""
 
 
 class Table(Protocol):
-    """Where a quantity writes during one sampled step; `rows` are relative to the quantity's own first entry."""
+    """The destination of one quantity's measurements at a sampled step. Rows count from the quantity's first entry."""
 
     def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
-        """Append entries that were not known before; None when the plan is full. `owners` are parameters."""
+        """Append new entries to the plan and return their rows; None if the plan is full.
+
+        `owners` are the positions of the parameters to which the entries belong.
+        """
         ...
 
     def measure(self, tensors: Sequence[torch.Tensor | None], rows: range) -> None:
-        """Take the statistics of `tensors` into entries `rows`; None leaves an entry absent."""
+        """Write the statistics of `tensors` to `rows`. None leaves an entry absent."""
         ...
 
     def copy(self, source: range, target: range) -> None:
-        """Set entries `target` equal to entries `source`, which were measured before."""
+        """Copy the statistics of `source`, which were measured before, to `target`."""
         ...
 
     def forget(self, rows: range) -> None:
@@ -43,76 +51,77 @@ class Table(Protocol):
         ...
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Make those of `rows` absent whose statistics are, bit for bit, those of the entry beside them in `others`.
+        """Make each of `rows` absent if its statistics are bit for bit those of the same position in `others`.
 
-        Returns bool [len(rows)] on the device: which were measured and differ.
+        Return bool [len(rows)] on the device: True for entries that were measured and differ.
         """
         ...
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
-        """Have `rows` make rows of `dataset` of `tensor` once it is on the host; nothing waits for the device.
+        """Add the rows that `rows` makes of `tensor` to `dataset`, after the tensor was copied to the host.
 
-        `rows` is called on the publisher thread with a numpy array: `tensor` has an element type of numpy's.
+        Training does not wait for the device. The publisher thread calls `rows` with a numpy array, so the dtype of
+        `tensor` must exist in numpy.
         """
         ...
 
     def withdraw(self, dataset: str) -> None:
-        """Forget what was deferred to `dataset` at this step: it is read anew."""
+        """Drop the rows of `dataset` that were deferred at this step, because the tensors are read again."""
         ...
 
     def later(self, tensor: torch.Tensor, use: Callable[[Numbers], None]) -> None:
-        """Call `use` on the publisher's thread with what `tensor` holds now, once it is on the host."""
+        """Call `use` on the publisher thread with the present values of `tensor`, after their copy to the host."""
         ...
 
     def write(self, dataset: str, row: Row) -> None:
-        """Add a row of `dataset` that is known already."""
+        """Add a row of `dataset` whose values are already on the host."""
         ...
 
 
 class SamplingGate(Protocol):
-    """Tells a quantity's own hooks whether to read, and where to write."""
+    """The state of sampling, as a quantity's own hooks read it."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the step under way is measured by this quantity."""
+        """True if the current step is sampled for this quantity."""
         ...
 
     @property
     def table(self) -> Table:
-        """Where to write while the gate is open."""
+        """The table of the sampled step, valid while the gate is open."""
         ...
 
 
 class Hook(Protocol):
-    """A guarded hook, which knows whether it is of use."""
+    """A hook inside the error boundary, which records whether it runs at all."""
 
     was_called: bool
     is_compiled: bool
-    """Whether the hook was seen to be part of compiled code, where it does not run."""
+    """True if Dynamo compiled the hook into its caller, where it does not run."""
     on_inactive_call: Callable[[], None]
-    """Called instead of reading anything at a step that is not measured."""
+    """Called instead of the hook at a step that is not sampled."""
 
     def __call__(self, *args: Any) -> None:
-        """Read something if the step is measured."""
+        """Run the hook if the step is sampled."""
         ...
 
 
 class ModelHookContext(Protocol):
-    """What it takes to hook a model: everything registered goes through the guard and away at detach."""
+    """Services for hooks on a model. Every registered hook is inside the error boundary and is removed at detach."""
 
     @property
     def micro_step(self) -> int:
-        """Which training forward of the step is under way or was the last, from 0 on."""
+        """Number of the current or latest training forward of the step, from 0."""
         ...
 
     @property
     def in_forward(self) -> bool:
-        """Whether a training forward of the whole model is under way."""
+        """True while a training forward of the whole model runs."""
         ...
 
     @property
     def grad_enabled(self) -> bool:
-        """Whether training computes gradients where the guarded hook that is running was called."""
+        """True if gradients were enabled when the current hook was called."""
         ...
 
     def keep(self, handle: Removable) -> None:
@@ -120,67 +129,69 @@ class ModelHookContext(Protocol):
         ...
 
     def begins_steps(self, module: nn.Module) -> bool:
-        """Return whether steps begin with the forward of `module`: a hook that comes with the step would miss it."""
+        """Return whether a step begins with the forward of `module`, so that a hook registered per step is too late."""
         ...
 
     def tell(self, message: str) -> None:
-        """Say something that its reader should know, on the console and as an event."""
+        """Report a notice to the user, on the console and as an event."""
         ...
 
     def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
-        """Return `function` as a hook: called while `gate` is open, timed, and never raising into training.
+        """Return `function` as a hook that runs while `gate` is open, is timed, and never raises into training.
 
-        Its result is dropped, gradients are off inside, nothing runs while a graph is being compiled, and it is inert
-        after detach, in a forked child, and in a copy of the model.
+        Its result is dropped and gradients are disabled inside. It does nothing while a graph is compiled, after
+        detach, in a forked child, and in a copy of the model.
         """
         ...
 
     def gradient_arrives(self) -> None:
-        """Note that a gradient is on its way to a parameter, for a hook that comes before it is accumulated.
-
-        The step that was under way may end with it, and the next one begin.
-        """
+        """Report that a gradient is about to be accumulated. This may end the current step and begin the next one."""
         ...
 
     def between(self, function: Callable[[], None]) -> None:
-        """Call `function` while no step begins or ends: what comes long after an update may meet its end."""
+        """Call `function` while no step begins or ends. Needed by calls that may run long after an update."""
         ...
 
 
 class Hooking(ModelHookContext, Protocol):
-    """What a quantity is given: the hooking of the model, with hooks that come and go with the quantity's own steps."""
+    """Services for the hooks of one quantity, which are registered only for the quantity's sampled steps."""
 
     def hook(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
-        """Have `register` put `hook` in its place, now and for every step that is measured; raises what it raises.
+        """Call `register` now and before each sampled step to register `hook`; an error of the first call is raised.
 
-        It returns None where that cannot be done this time, and is asked again for the next such step. A hook that
-        `stays` is not removed between these steps.
+        `register` returns None if the hook cannot be registered this time. A hook with `stays` remains registered
+        between sampled steps.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantityOptions:
-    """What every quantity can be told; a subclass adds its own. Checked at construction."""
+    """The options of every quantity; a subclass adds its own. Validated at construction: ValueError names the field.
+
+    A list becomes a tuple, and a field of type bool accepts no other type.
+    """
 
     targets: tuple[str, ...] = ("*",)
-    """Names, globs, or regular expressions behind "re:"; of parameters, or of modules where modules are measured."""
+    """Names, globs, or regular expressions after "re:", of parameters; of modules for quantities that read modules."""
     start_step: int | None = None
-    """The first step to measure; null measures from the beginning."""
+    """First step to sample; null samples from the beginning."""
     every: int | None = None
-    """Measure every n-th step; null is the monitor's own `every`."""
+    """Sample every n-th step; null is the monitor's own `every`."""
     times: int | None = None
-    """Stop after so many measured steps; null never stops."""
+    """Stop after this number of sampled steps; null never stops."""
     ranks: tuple[int, ...] | None = None
-    """Measure on these ranks alone; null is all."""
+    """Sample only on these ranks; null is all ranks."""
     ops: tuple[str, ...] | None = None
-    """Which statistics are published; null is the monitor's own `ops`."""
+    """Statistics to publish; null is the monitor's own `ops`."""
 
     def __post_init__(self) -> None:
-        for name in ("targets", "ranks", "ops"):
-            value = getattr(self, name)
+        for item in fields(self):
+            value = getattr(self, item.name)
             if isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
+                object.__setattr__(self, item.name, tuple(value))
+            if item.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{item.name} is true or false, not {value!r}")
         self._check_whole("start_step", 0)
         self._check_whole("every", 1)
         self._check_whole("times", 0)
@@ -198,14 +209,18 @@ class QuantityOptions:
 
 
 class Quantity:
-    """Reads tensors at fixed moments of a sampled step. All calls come from the training thread, gradients off."""
+    """A family of measurements that reads tensors at fixed events of a sampled step.
+
+    All methods run on the training thread with gradients disabled. A quantity is added by adding a file with a subclass
+    that has its own `name`; a subclass without a name of its own is a base class of quantities.
+    """
 
     name: ClassVar[str]
     options_class: ClassVar[type[QuantityOptions]] = QuantityOptions
     of_modules: ClassVar[bool] = False
-    """Whether targets name modules rather than parameters."""
+    """True if targets name modules and not parameters."""
     measures_tensors: ClassVar[bool] = True
-    """Whether it has statistics of tensors, of which `ops` chooses."""
+    """True if it publishes statistics of tensors, which `ops` selects."""
 
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         self.options = options or self.options_class()
@@ -215,76 +230,76 @@ class Quantity:
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:  # noqa: ARG004 - for quantities that are the same on ranks
-        """Return the positions of parameters of which another rank publishes all that this quantity has."""
+        """Return the positions of parameters for which another rank publishes all rows of this quantity."""
         return frozenset()
 
     def notices(self) -> list[str]:
-        """Return a sentence for each target that selects no parameter; modules are the quantity's own business."""
+        """Return a notice for each target that selects no parameter; a quantity that reads modules reports its own."""
         if self.of_modules:
             return []
         names = (name for item in self._offered.parameters for name in (item.name, *item.aliases))
         return target_notices(self.targets, names, "parameter")
 
     def entries(self) -> list[PlanEntry]:
-        """Return the entries this quantity fills, in the order of its rows; more may be added later."""
+        """Return the plan entries of this quantity in the order of its rows; more may be added later."""
         return []
 
     def kinds(self) -> set[str]:
-        """Return the kinds of all entries, also of those to come: their counters exist from the start."""
+        """Return the kinds of all entries, also of entries to be added later: their counters exist from the start."""
         return {entry.kind for entry in self.entries()}
 
     def owners(self, count: int) -> list[int]:
-        """Return for each of the `count` entries the parameter it belongs to: all parameters, kind after kind."""
+        """Return the position of the parameter of each of `count` entries: all parameters, kind after kind."""
         own = self.monitored.owners()
         return [own[i % len(own)] for i in range(count)] if len(own) else []
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Register hooks of its own; called once, when the model is attached."""
+        """Register the quantity's own hooks. Called once, when the model is attached."""
 
     @classmethod
     def hears(cls, moment: str) -> bool:
-        """Return whether the class does anything at `moment`."""
+        """Return whether the class overrides the event method named `moment`."""
         return getattr(cls, moment) is not getattr(Quantity, moment)
 
     def step_begins(self, table: Table) -> None:
-        """A sampled step begins; the table is empty."""
+        """Handle the beginning of a sampled step; the table is empty."""
 
     def gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
-        """Parameter `index` has just accumulated its gradient in `holder`, inside the backward pass."""
+        """Handle the gradient that parameter `index` has just accumulated in `holder`, inside the backward pass."""
 
     def backward_ends(self, table: Table) -> None:
-        """All gradients have accumulated; a framework that reduces them has not yet written them back."""
+        """Handle the end of accumulation: the framework has not yet written reduced gradients back."""
 
     def backward_ended(self, table: Table) -> None:
-        """The framework, too, has finished the backward pass."""
+        """Handle the end of the backward pass, after the framework has finished its own work in it."""
 
     def before_update(self, table: Table) -> None:
-        """An optimizer is about to step."""
+        """Handle the beginning of an optimizer step."""
 
     def after_update(self, table: Table) -> None:
-        """An optimizer has stepped."""
+        """Handle the end of an optimizer step."""
 
     def step_ended(self) -> None:
-        """The sampled step is over, whether an optimizer has stepped or not."""
+        """Handle the end of a sampled step, whether or not an optimizer has stepped."""
 
     def parameter_entries(self, kind: str, *, local: bool = False, reduced: bool = False) -> list[PlanEntry]:
-        """Return one entry of `kind` for each parameter: of this rank's own gradient, of the reduced one, or others."""
+        """Return one entry of `kind` per parameter: `local` for a rank's own gradient, `reduced` for a reduced one."""
         count = len(self.monitored.parameters)
         return [self.parameter_entry(kind, index, local=local, reduced=reduced) for index in range(count)]
 
     def parameter_entry(
         self, kind: str, index: int, *, local: bool = False, reduced: bool = False, micro_step: int | None = None
     ) -> PlanEntry:
-        """Return the entry of `kind` for parameter `index`."""
+        """Return the plan entry of `kind` for parameter `index`."""
         framework = self.monitored.framework
         named, parameter = self.monitored.parameters[index], self.monitored.parameter(index)
-        layout, form = Layout("full"), TensorSpec(named.shape, named.dtype)  # of one that is gone, which has no rows
+        layout, spec = Layout("full"), TensorSpec(named.shape, named.dtype)  # for a freed parameter, which has no rows
         if parameter is not None and local:
             layout = framework.local_layout(parameter, self.monitored.world_size)
-            form = framework.local_spec(parameter) or framework.form(parameter)
+            spec = framework.local_spec(parameter)
         elif parameter is not None:
             layout = framework.layout(parameter)
-            form = (framework.reduced_spec if reduced else framework.form)(parameter)
+            spec = (framework.reduced_spec if reduced else framework.spec)(parameter)
         return PlanEntry(
             kind=kind,
             tensor=named.name,
@@ -292,13 +307,13 @@ class Quantity:
             micro_step=micro_step,
             placement=layout.placement,
             shard_group=layout.shard_group,
-            dtype=dtype_name(form.dtype),
-            shape=form.shape,
+            dtype=dtype_name(spec.dtype),
+            shape=spec.shape,
             module=named.module,
             aliases=named.aliases,
         )
 
     @property
     def placement(self) -> str:
-        """Return how what is not sharded lies on the ranks."""
-        return "replica" if self.monitored.framework.replicated else "full"
+        """Return the placement of tensors that are not sharded: "replica" or "full"."""
+        return "replica" if self.monitored.framework.traits.replicated else "full"

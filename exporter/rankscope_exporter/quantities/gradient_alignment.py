@@ -1,4 +1,4 @@
-"""Whether a gradient points where the optimizer is already heading."""
+"""Quantity `direction`: agreement of the signs of gradient and momentum."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MOMENTA: Final = ("exp_avg", "momentum_buffer")
 class GradientAlignment(Quantity):
     """A feature of each parameter, between 0 and 1: (Σ sign(g)·sign(m) / n + 1) / 2 over its n elements.
 
-    g is the gradient that the optimizer is given, m the momentum before the step. An element where either is 0 counts
-    as half an agreement, a complex number as two elements. Absent while there is no momentum, as before the first step;
-    NaN when either holds a NaN.
+    g is the gradient that the optimizer receives, and m the momentum before the step. If g or m is 0, the element
+    counts as half an agreement. A complex number counts as two elements. The feature is absent without a momentum, as
+    before the first step. It is NaN if g or m contains a NaN.
     """
 
     name: ClassVar[str] = "direction"
@@ -29,15 +29,15 @@ class GradientAlignment(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return what another rank holds alike, its optimizer's state included."""
+        """Return the positions of parameters that another rank publishes, and whose optimizer state is not divided."""
         return monitored.state_elsewhere
 
     def before_update(self, table: Table) -> None:
-        """Compare signs, all parameters in one transfer."""
+        """Compare the signs; one transfer to the host for all parameters."""
         names, agreements = [], []
         framework, parameters = self.monitored.framework, self.monitored.tensors()
-        kept = framework.kept(parameters, self.monitored.optimizers)
-        for named, parameter, own in zip(self.monitored.parameters, parameters, kept, strict=True):
+        states = framework.optimizer_states(parameters, self.monitored.optimizers)
+        for named, parameter, own in zip(self.monitored.parameters, parameters, states, strict=True):
             gradient = None if parameter is None else framework.gradient(parameter)
             momentum = None if own is None else _momentum(own.state)
             if gradient is not None and momentum is not None and not gradient.is_sparse:

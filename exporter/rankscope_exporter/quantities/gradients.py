@@ -1,4 +1,4 @@
-"""Gradients: this rank's own (`grad_unreduced`), reduced over ranks (`grad_reduced`), and as clipping left them."""
+"""Quantity `gradients`: this rank's own (`grad_unreduced`), reduced (`grad_reduced`) and clipped (`grad_clipped`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rankscope_exporter.records.host_transfer import Numbers
 
 
 class Gradients(Quantity):
-    """The first two are read as backward leaves them, before the loop clips: over all micro-batches of the step so far.
+    """Three rows per parameter: `grad_unreduced`, `grad_reduced` and `grad_clipped`.
 
-    `grad_clipped` is what the optimizer sees, and absent where that is bit for bit the reduced gradient. With a
-    gradient scaler the first two carry the loss scale; what the scaler and clipping make of them is in the third.
-
-    Where the framework reduces each micro-batch, `grad_unreduced` of several is the sum that `MicroBatchSums` keeps.
-
-    A gradient that does not exist (unused or frozen parameter, `zero_grad` since) is absent, never a stale value.
+    The first two are read at the end of backward, before the loop clips, as sums over the micro-batches of the step so
+    far. `grad_clipped` is the gradient that the optimizer receives. It is absent if it is bit for bit the reduced
+    gradient. With a gradient scaler, the first two contain the loss scale, and the third the result of scaler and
+    clipping. If the framework reduces each of several micro-batches, `grad_unreduced` is the sum that `MicroBatchSums`
+    keeps. A gradient that does not exist is absent, never a stale value: the parameter is unused or frozen, or
+    `zero_grad` ran in between.
     """
 
     name: ClassVar[str] = "gradients"
@@ -34,24 +34,22 @@ class Gradients(Quantity):
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
         self._sums = MicroBatchSums(self.monitored, wanted=self.options.sum_micro_batches)
-        count = len(self.monitored.parameters)
+        count, traits = len(self.monitored.parameters), monitored.framework.traits
         self._unreduced, self._reduced = range(count), range(count, 2 * count)
         self._clipped = range(2 * count, 3 * count)
-        self._batched = monitored.framework.local_until_backward_ends
-        # A loop that reduces by itself between backward and step is seen at the step only.
-        self._reduced_by_loop = monitored.copies > 1 and not monitored.framework.reduces
-        framework = monitored.framework
-        # Where nobody reduces and no backward pass was seen, the loop has made gradients by torch.autograd.grad.
-        self._assigned_by_loop = not (
-            monitored.copies > 1 or framework.reduces or framework.reduces_after_last_backward
-        )
+        self._batched = traits.local_until_backward_ends
+        self._reduces_after_last = traits.reduces_after_last_backward
+        # A reduction by the loop, between backward and step, is visible only at the step.
+        self._reduced_by_loop = monitored.copies > 1 and not traits.reduces
+        # Without a reduction and without a backward pass, the loop computes gradients by torch.autograd.grad.
+        self._assigned_by_loop = not (monitored.copies > 1 or traits.reduces or self._reduces_after_last)
         owners = self.monitored.owners()
         self._elsewhere = frozenset(i for i, owner in enumerate(owners) if owner in self.monitored.elsewhere)
         self._mixed = False
-        self._arrived: set[int] = set()  # whose gradients a backward pass has told of
-        self._left: list[tuple[int, int] | None] = []  # identity and version of each gradient as backward left it
-        # A gradient scaler changes gradients without telling their version. Whether one does is learnt at the first
-        # update, where all are measured; None before that.
+        self._arrived: set[int] = set()  # positions of parameters with a gradient from a hook
+        self._left: list[tuple[int, int] | None] = []  # id() and version of each gradient after backward
+        # A gradient scaler changes gradients without a change of their version. The first update, at which all are
+        # measured, shows whether one does; None before.
         self._changed_unseen: bool | None = None
 
     def entries(self) -> list[PlanEntry]:
@@ -63,27 +61,27 @@ class Gradients(Quantity):
         ]
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Hook nothing yet: gradients are summed up here only where nobody else does."""
+        """Prepare the sums over micro-batches, for frameworks that keep none."""
         self._sums.install(hooking, gate)
 
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
-        """Nothing of this step has been reduced yet."""
+    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+        """Reset the state of the step: nothing is reduced yet."""
         self._mixed = False
         self._left = []
         self._arrived.clear()
         self._sums.step_begins()
 
     def step_ended(self) -> None:
-        """Let go of what was summed up."""
+        """Release the sums over micro-batches."""
         self._sums.release()
 
     def gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
-        """Read one gradient before it is reduced in place, or sharded."""
+        """Read one gradient in its own hook, before the framework reduces it in place or shards it."""
         if self._batched or self._mixed or self._sums.are_kept:
             return
         self._arrived.add(index)
         gradient, row = holder.grad, self._unreduced[index : index + 1]
-        if gradient is None:  # of several micro-batches this framework keeps no sum
+        if gradient is None:  # this framework keeps no sum of several micro-batches
             self._sums.learn()
             table.forget(row)
         else:
@@ -102,32 +100,32 @@ class Gradients(Quantity):
             table.measure(list(own), self._unreduced)
 
     def backward_ended(self, table: Table) -> None:
-        """Read the reduced gradients; without a reduction they are the local ones."""
+        """Read the reduced gradients; without a reduction these are the local gradients."""
         if self.monitored.framework.reduces_in_backward():
             self._mixed = True
-            if self.monitored.framework.reduces_after_last_backward:  # no further micro-batch comes
+            if self._reduces_after_last:  # no further micro-batch comes
                 self._finish_sums(table)
             table.measure(self._own(self._gradients()), self._reduced)
-        elif self.monitored.copies > 1 or self.monitored.framework.reduces_after_last_backward:
+        elif self.monitored.copies > 1 or self._reduces_after_last:
             return
         elif self._elsewhere:
             table.measure(self._own(self._gradients()), self._reduced)
         else:
             table.copy(self._unreduced, self._reduced)
-        self._left = [_sight(gradient) for gradient in self._gradients()]
+        self._left = [_fingerprint(gradient) for gradient in self._gradients()]
 
     def _read_sums(self, table: Table) -> None:
         table.measure(self._sums.tensors(), self._unreduced)
 
     def _finish_sums(self, table: Table) -> None:
-        if self._sums.are_kept:  # the last pass may have been one that no hook tells of
+        if self._sums.are_kept:  # the last pass may have called no hook
             self._read_sums(table)
             self._sums.release()
         elif not self._batched and len(self._arrived) < sum(gradient is not None for gradient in self._gradients()):
             self._sums.learn()
 
     def before_update(self, table: Table) -> None:
-        """Read what a loop with its own reduction gives the optimizer, and what was changed since backward."""
+        """Read the gradients that a loop reduces itself, and the gradients that changed since backward."""
         self._sums.release()
         gradients = self._gradients()
         if self._reduced_by_loop:
@@ -136,9 +134,7 @@ class Gradients(Quantity):
             self._read_clipped(gradients, table)
         elif self._assigned_by_loop:
             whole = gradients
-            if (
-                BACKWARD in self.monitored.compiled
-            ):  # what was changed since the backward pass is what clipping has left
+            if BACKWARD in self.monitored.compiled:  # a gradient that changed since backward was clipped
                 whole = [gradient if _is_fresh(gradient) else None for gradient in gradients]
                 changed = [None if _is_fresh(gradient) else gradient for gradient in gradients]
                 table.measure(self._own(changed), self._clipped)
@@ -147,24 +143,28 @@ class Gradients(Quantity):
 
     def _read_clipped(self, gradients: list[torch.Tensor | None], table: Table) -> None:
         pairs = zip(gradients, self._left, strict=True)
-        changed = [gradient if _sight(gradient) != left else None for gradient, left in pairs]
-        copies = self.monitored.framework.optimizer_takes_copies
+        changed = [gradient if _fingerprint(gradient) != left else None for gradient, left in pairs]
+        copies = self.monitored.framework.traits.optimizer_takes_copies
         changed = self._own(gradients if copies or self._changed_unseen is not False else changed)
         if all(gradient is None for gradient in changed):
             return
         table.measure(changed, self._clipped)
-        # Clipping multiplies by 1 where nothing is too long, which shows in the version and not in the numbers.
+        # Clipping may multiply by 1, which changes the version and not the numbers.
         differs = table.forget_equal(self._clipped, self._reduced)
         if self._changed_unseen is None and not copies:
-            unseen = [place for place, pair in enumerate(zip(gradients, self._left, strict=True)) if _same(*pair)]
+            unseen = [
+                place
+                for place, (gradient, left) in enumerate(zip(gradients, self._left, strict=True))
+                if gradient is not None and _fingerprint(gradient) == left
+            ]
             table.later(differs[unseen].any(), self._learn)
-            self._changed_unseen = True  # until the answer is there
+            self._changed_unseen = True  # until the comparison has arrived on the host
 
     def _learn(self, unseen: Numbers) -> None:
         self._changed_unseen = bool(unseen)
 
     def _own(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return reduced gradients, without those that another rank publishes."""
+        """Return reduced gradients; None for those that another rank publishes."""
         if not self._elsewhere:
             return gradients
         return [
@@ -178,21 +178,17 @@ class Gradients(Quantity):
 
 
 def _is_partial(gradient: torch.Tensor | None) -> bool:
-    """Return whether a gradient is a term of a sum that nobody has made yet, whatever its parameter is."""
+    """Return whether a gradient is a DTensor whose sum over ranks is still to be computed."""
     return any(placement.is_partial() for placement in getattr(gradient, "placements", ()))
 
 
 def _is_fresh(gradient: torch.Tensor | None) -> bool:
-    """Return whether a gradient is as a first backward pass has made it: nothing was added or multiplied in place."""
+    """Return whether a gradient was never changed in place since a first backward pass made it."""
     return gradient is not None and local_tensor(gradient)._version == 0  # noqa: SLF001 - torch has no public name
 
 
-def _same(gradient: torch.Tensor | None, left: tuple[int, int] | None) -> bool:
-    return gradient is not None and _sight(gradient) == left
-
-
-def _sight(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    """Return what differs once a gradient was replaced or changed in place."""
+def _fingerprint(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """Return id() and version of a gradient, of which one differs after it was replaced or changed in place."""
     if gradient is None:
         return None
     return id(gradient), local_tensor(gradient)._version  # noqa: SLF001 - torch has no public name

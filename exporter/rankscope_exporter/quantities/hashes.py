@@ -1,7 +1,7 @@
-"""Hashes and norms of what several ranks hold alike: where two of them differ, training has come apart.
+"""Quantity `hashes`: hashes and norms of tensors that several ranks hold, to detect replica divergence.
 
-Every rank publishes its own, also where only the first rank of a group publishes statistics (`dp_group`). Nothing is
-compared here, which would be communication: the service does, Prometheus does, and so does the store's view `desync`.
+Every rank publishes its own, even if only the first rank of a group publishes statistics (`dp_group`). Ranks do not
+compare hashes, because that needs communication. The service, Prometheus and the view `desync` of the store do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from rankscope_contract.model.kinds import COUNT_OPS, Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.placement import loaded, ranks_text
+from rankscope_exporter.adapters.placement import ranks_text
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.model.parameter_names import local_tensor, plain_name
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
@@ -30,39 +30,34 @@ from rankscope_exporter.statistics.tensor_access import dtype_name
 
 DATASET: Final = "hashes"
 BUFFER: Final = "buffer"
-"""Kind of a buffer of the model, after the update like everything here."""
+"""Kind of a buffer of the model, read after the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashesOptions(QuantityOptions):
-    """What is hashed beside the parameters, and how often."""
+    """The tensors to hash in addition to the parameters, and the sampling interval."""
 
     of: Literal["replicas", "all"] = "replicas"
-    """"replicas" is what other ranks hold as well; "all" compares runs bit for bit with `rankscope diff`."""
+    """"replicas" hashes tensors that other ranks hold too; "all" hashes all, to compare runs with `rankscope diff`."""
     every: int | None = 100
-    """Measure every n-th step, on all ranks the same; null is the monitor's own `every`."""
+    """Sample every n-th step, the same on all ranks; null is the monitor's own `every`."""
     state: bool = False
-    """Whether the state of the optimizers is hashed as well."""
+    """Also hash the state of the optimizers."""
     buffers: tuple[str, ...] = ()
-    """Names of buffers, or globs, that are equal on all ranks. BatchNorm's are not, unless it is synchronised."""
+    """Names or globs of buffers that are equal on all ranks. Those of BatchNorm are not, unless it is synchronised."""
     everywhere: bool = False
-    """Whether all that is not sharded is alike on all ranks, as a loop may see to that reduces gradients by itself."""
+    """Treat all tensors that are not sharded as replicas, for a training loop that reduces gradients itself."""
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
-        if isinstance(self.buffers, list):
-            object.__setattr__(self, "buffers", tuple(self.buffers))
         if self.of not in ("replicas", "all"):
             raise ValueError(f"of is 'replicas' or 'all', not {self.of!r}")
-        for name in ("state", "everywhere"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is true or false, not {getattr(self, name)!r}")  # noqa: TRY004 - as all options
         Targets(self.buffers)
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What is hashed: its name, who else holds it, and the elements of this rank."""
+    """A tensor to hash: its name, the ranks that hold it, and the elements of this rank."""
 
     kind: str
     tensor: str
@@ -72,7 +67,7 @@ class _Item:
 
 
 class Hashes(Quantity):
-    """Reads when the update is done: what was changed before, during or outside of it shows at the same step."""
+    """Hashes and norms after the update, so a change before, during or outside of the update is visible at its step."""
 
     name: ClassVar[str] = "hashes"
     options_class: ClassVar[type[QuantityOptions]] = HashesOptions
@@ -91,17 +86,17 @@ class Hashes(Quantity):
                 self._groups[index] = ranks_text(ranks) if len(ranks) > 1 else None
 
     def notices(self) -> list[str]:
-        """Return what no parameter matches, and that there may be nothing to compare."""
+        """Return a notice for each target without a parameter, and one if no parameter has replicas."""
         found = super().notices()
         if not self._groups:
             found.append(
-                "no parameter is known to have replicas on other ranks; where the loop itself keeps ranks equal, "
+                "no parameter is known to have replicas on other ranks; if the training loop keeps ranks equal, "
                 "set options.hashes.everywhere"
             )
         return found
 
     def after_update(self, table: Table) -> None:
-        """Hash and measure everything; of several optimizers the last one decides."""
+        """Hash and measure all tensors; with several optimizers, the last update of the step counts."""
         table.withdraw(DATASET)
         by_device: dict[torch.device, list[_Item]] = {}
         for item in self._items():
@@ -120,14 +115,14 @@ class Hashes(Quantity):
             if parameter is not None:
                 name, stage = self.monitored.parameters[index].name, framework.vpp_stage(parameter)
                 yield _Item(Kind.PARAM_AFTER, name, stage, replicas, local_tensor(parameter.detach()))
-        if self.options.state and self._groups and not self._has_divided_state():
+        if self.options.state and self._groups and not self._has_partial_state():
             yield from self._state(tensors)
         if self._buffers.patterns:
             yield from self._kept_buffers()
 
     def _state(self, tensors: Sequence[torch.nn.Parameter | None]) -> Iterator[_Item]:
         framework = self.monitored.framework
-        kept = framework.kept(tensors, self.monitored.optimizers)
+        kept = framework.optimizer_states(tensors, self.monitored.optimizers)
         for index, replicas in self._groups.items():
             own, parameter = kept[index], tensors[index]
             if own is None or parameter is None:
@@ -144,11 +139,8 @@ class Hashes(Quantity):
                 replicas = ranks_text(ranks) if len(ranks) > 1 else None
                 yield _Item(BUFFER, plain_name(name), None, replicas, local_tensor(buffer.detach()))
 
-    def _has_divided_state(self) -> bool:
-        divided = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
-        return self.monitored.framework.optimizer_takes_copies or any(
-            isinstance(item, divided) for item in self.monitored.optimizers
-        )
+    def _has_partial_state(self) -> bool:
+        return self.monitored.framework.traits.optimizer_takes_copies or self.monitored.has_divided_state
 
     def _ranks_of(self, tensor: torch.Tensor) -> Sequence[int]:
         known = self.monitored.framework.replicas(tensor)
@@ -161,7 +153,7 @@ class Hashes(Quantity):
 
 
 class Measure:
-    """Hashes and norms on one device, in memory that is kept."""
+    """Computation of hashes and norms on one device, in memory that is allocated once."""
 
     def __init__(self, device: torch.device) -> None:
         self._hasher = Hasher(device)
@@ -169,7 +161,7 @@ class Measure:
         self._group = MeasureGroup(range(0))
 
     def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return int64 rows: the sums of words, then the raw statistics."""
+        """Return int64 rows [1 + statistics, tensors]: the partial hashes, then the raw statistics."""
         count = len(tensors)
         self._table.clear()
         self._table.grow(count)
@@ -181,7 +173,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What a row says of an item before its numbers have arrived, without holding on to its memory."""
+    """The columns of a row before its numbers have arrived on the host. Holds no tensor."""
 
     columns: Row
     size_bytes: int
@@ -210,7 +202,7 @@ def _rows(items: Sequence[_Described], numbers: Numbers) -> Iterator[Row]:
 
 
 def _norm(bits: int, counts: Mapping[str, int]) -> float | None:
-    """Return the norm of which the table holds the square, as the bits of a float64; as statistics define it."""
+    """Return the norm from the bits of its float64 square; None if no element is finite."""
     if counts["numel"] - counts["nans"] - counts["infs"] <= 0:
         return None
     square: float = struct.unpack("<d", struct.pack("<q", bits))[0]

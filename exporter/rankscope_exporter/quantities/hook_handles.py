@@ -1,4 +1,4 @@
-"""Handles of hooks of quantities, on modules for sampled steps and on tensors of one step; and notes on coverage."""
+"""Registration of the hooks of quantities on modules and tensors, and notes about modules that are not measured."""
 
 from __future__ import annotations
 
@@ -10,45 +10,44 @@ import torch
 from torch import nn
 from torch.utils.hooks import unserializable_hook
 
-from rankscope_exporter.adapters.base import Removable
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.parameter_hooks import GRADIENT, ParameterHook, TensorHook
+from rankscope_exporter.adapters.parameter_hooks import GRADIENT, ParameterHook, Removable, TensorHook
 from rankscope_exporter.model.module_names import NamedModule
-from rankscope_exporter.quantities.base import Hook, Hooking
+from rankscope_exporter.quantities.base import Hook, Hooking, SamplingGate
 
 NAMES_SHOWN: Final = 3
 MODEL: Final = "the model"
 
 
 class CoverageNotes:
-    """Reasons, each with the modules it holds for; a module is named once for a reason."""
+    """Reasons why modules are not measured, each with its modules. Each module is reported once per reason."""
 
     def __init__(self) -> None:
         self._new: dict[str, list[str]] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._known: set[tuple[str, str]] = set()
 
     def add(self, reason: str, module: str) -> None:
-        """Note that something of `module` cannot be collected."""
-        if (reason, module) not in self._told:
-            self._told.add((reason, module))
+        """Note that `module`, or a tensor of it, is not measured for `reason`."""
+        if (reason, module) not in self._known:
+            self._known.add((reason, module))
             self._new.setdefault(reason, []).append(module or MODEL)
 
-    def tell(self, say: Callable[[str], None]) -> None:
-        """Say what is new since the last time: a line for each reason."""
+    def report(self, notice: Callable[[str], None]) -> None:
+        """Call `notice` once for each reason with modules that were added since the last call."""
         new, self._new = self._new, {}
         for reason, modules in new.items():
-            say(f"{listed(modules)}: {reason}")
+            notice(f"{listed(modules)}: {reason}")
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return the first of `names`, and how many more there are."""
+    """Return the first of `names`, and the number of the others."""
     names = list(names)
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-class HookHandles:
-    """What was registered on tensors since the last removal: hooks of a leaf would outlive the graph."""
+class TensorHooks:
+    """Gradient hooks on tensors of one step. They are removed explicitly: hooks of leaf tensors outlive the graph."""
 
     def __init__(self, monitored: MonitoredModel) -> None:
         self._monitored = monitored
@@ -56,7 +55,7 @@ class HookHandles:
         self._handles: list[Removable] = []
 
     def hook(self, tensor: torch.Tensor, hook: Callable[..., None]) -> int:
-        """Have `hook` called with the gradient of `tensor`, which is not kept; return the number of the hook."""
+        """Register a gradient hook on `tensor`, which is not kept; return the number that torch gave the hook."""
         if not tensor.is_leaf:
             unserializable_hook(hook)  # type: ignore[no-untyped-call]  # else torch warns when the tensor is saved
             handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -73,27 +72,54 @@ class HookHandles:
         return own.number
 
     def remove(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
+class GradientHooks:
+    """Gradient hooks on all parameters that require gradients, each called before the gradient is accumulated.
+
+    `hook_of` returns the function for a parameter, given its position and the parameter.
+    """
+
+    def __init__(
+        self,
+        monitored: MonitoredModel,
+        hooking: Hooking,
+        gate: SamplingGate,
+        where: str,
+        hook_of: Callable[[int, nn.Parameter], Callable[[torch.Tensor], None]],
+    ) -> None:
+        self._monitored, self._hooking, self._gate = monitored, hooking, gate
+        self._where, self._hook_of = where, hook_of
+        self.hooked: set[int] = set()
+        """Positions of the parameters with a hook."""
+
+    def register(self) -> None:
+        """Hook the parameters that require gradients and have no hook yet, such as parameters unfrozen since."""
+        for index, parameter in enumerate(self._monitored.tensors()):
+            if parameter is not None and parameter.requires_grad and index not in self.hooked:
+                self.hooked.add(index)
+                hook = self._hooking.guarded(self._where, self._hook_of(index, parameter), self._gate)
+                self._hooking.hook(hook, functools.partial(self._registered, index, hook))
+
+    def _registered(self, index: int, hook: Hook) -> Removable | None:
+        framework = self._monitored.framework
+        find = functools.partial(self._monitored.parameter, index)
+        handle = ParameterHook(find, lambda parameter: framework.on_gradient(parameter, hook))
+        return handle if handle.renew_found() else None
+
+
 def hook_before(hooking: Hooking, named: NamedModule, hook: Hook) -> None:
-    """Have `hook` called with arguments of a module, before it runs. Raises what torch raises."""
+    """Register `hook` before each call of a module, with its arguments. Raise the error that torch raises."""
     _hook(hooking, named, hook, lambda module: module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def hook_after(hooking: Hooking, named: NamedModule, hook: Hook) -> None:
-    """Have `hook` called with arguments and output of a module. Raises what torch raises."""
+    """Register `hook` after each call of a module, with arguments and output. Raise the error that torch raises."""
     _hook(hooking, named, hook, lambda module: module.register_forward_hook(hook, with_kwargs=True))
-
-
-def hook_gradient(hooking: Hooking, monitored: MonitoredModel, index: int, hook: Hook) -> None:
-    """Have `hook` called with each summand of the gradient of parameter `index`, unless the parameter is frozen."""
-    find = functools.partial(monitored.parameter, index)
-    handle = ParameterHook(find, lambda parameter: monitored.framework.on_gradient(parameter, hook))
-    hooking.hook(hook, lambda: handle if handle.renew_found() else None)
 
 
 def _hook(hooking: Hooking, named: NamedModule, hook: Hook, register: Callable[[nn.Module], Removable]) -> None:
@@ -103,17 +129,10 @@ def _hook(hooking: Hooking, named: NamedModule, hook: Hook, register: Callable[[
 
     module = named.module
     if module is not None:
-        # A hook of the module with which steps begin would be registered too late if it came with the step.
+        # If the forward of this module begins the step, a hook that is registered per sampled step would be too late.
         hooking.hook(hook, registered, stays=hooking.begins_steps(module))
-
-
-class CallbackHandle:
-    """A handle among those of hooks whose `remove` calls a function, when the monitor detaches or a quantity ends."""
-
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self.remove = remove
 
 
 def in_backward() -> bool:
     """Return whether a backward pass runs on this thread; a forward pass inside of it is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - it has no public name
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - torch has no public name for it

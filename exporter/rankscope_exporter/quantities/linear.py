@@ -1,4 +1,4 @@
-"""Spectral norm and stable rank of the weights of linear modules, as the step finds them."""
+"""Quantity `linear`: spectral norm and stable rank of the weights of linear modules, at the beginning of a step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.module_names import NamedModule
-from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
-from rankscope_exporter.quantities.module_calls import (
-    ModuleCalls,
+from rankscope_exporter.quantities.base import Hooking, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.module_quantity import (
+    ModuleQuantity,
     Running,
     is_matrix,
     local_matrix_or_reason,
@@ -28,79 +28,75 @@ from rankscope_exporter.statistics.formulas.spectral import batches, norms, spec
 SPECTRAL_NORM: Final = "spectral_norm"
 STABLE_RANK: Final = "stable_rank"
 
-_FINEST: Final = 1e-5  # below it float32 itself is the limit
+_FINEST: Final = 1e-5  # below it, float32 itself is the limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearOptions(QuantityOptions):
-    """Which modules, and how closely. No targets are all modules that have a 2-D `weight` or `wg`."""
+    """The modules and the accuracy. An empty list of targets selects all modules with a 2-D `weight` or `wg`."""
 
     tolerance: float = 0.01
-    """How far below the largest singular value the spectral norm may lie, as a share of it. A tenth of it costs about
-    three times the steps."""
+    """Largest relative error by which the spectral norm may be too low. A tenth of it costs about three times the
+    steps."""
 
     def __post_init__(self) -> None:
         if isinstance(self.targets, list | tuple) and not self.targets:
             object.__setattr__(self, "targets", ("*",))
         QuantityOptions.__post_init__(self)
         if not isinstance(self.tolerance, float) or not _FINEST <= self.tolerance < 1:
-            raise ValueError(f"tolerance is a share from {_FINEST:g} on and below 1, not {self.tolerance!r}")
+            raise ValueError(f"tolerance is a number from {_FINEST:g} to below 1, not {self.tolerance!r}")
 
 
-class Linear(Quantity):
-    """Two features of the weight that a step computes with, read when the step begins:
+class Linear(ModuleQuantity):
+    """Two features of the weight that a step computes with, read when the step begins.
 
-    `spectral_norm` is its largest singular value σ₁, too low by a share of `tolerance` at most and never too high
-    (see features/spectral.py); `stable_rank` is ‖W‖_F / σ₁, as the existing tool and its files have it: the square of
-    it is what papers call the stable rank. Both are NaN when the weight holds a NaN or Inf; a weight of zeros has no
-    `stable_rank`, and one without elements neither.
+    `spectral_norm` is the largest singular value σ₁. It is too low by at most the relative error `tolerance` and never
+    too high (see statistics/formulas/spectral.py). `stable_rank` is ‖W‖_F / σ₁, as in msprobe and its files; papers
+    call the square of this number the stable rank. Both are NaN if the weight contains a NaN or an Inf. A weight of
+    zeros, or without elements, has no `stable_rank`.
 
-    A weight that FSDP shards is whole only while its module runs: it is read then, and is equal on all ranks. One that
-    is never whole has no rows, and is named once. Parts under tensor parallelism that are plain tensors are weights of
-    their own.
-    """  # noqa: D400 - the list goes on
+    A weight that FSDP shards is whole only while its module runs. It is read then, and is equal on all ranks. A weight
+    that is never whole has no rows and is reported once. A part under tensor parallelism that is a plain tensor counts
+    as a weight.
+    """
 
     name: ClassVar[str] = "linear"
-    measures_tensors: ClassVar[bool] = False
     options_class: ClassVar[type[QuantityOptions]] = LinearOptions
-    of_modules: ClassVar[bool] = True
     options: LinearOptions
 
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
         self._whole: list[NamedModule] = []
         self._measured: set[str] = set()
-        self._calls: ModuleCalls
-        self._gate: SamplingGate
+        self._has_modules = False
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Choose the modules; only those whose weight is in parts get a hook."""
-        self._gate = gate
-        self._calls = ModuleCalls(self.name, hooking, gate)
-        found = [named for named in self._calls.find(self.monitored.framework.module, self.targets) if _is_meant(named)]
-        if not found:
-            self._calls.tell("no module of the targets has a 2-D weight, so nothing is measured")
-        for named in found:
-            weight = _weight_of(named)
-            whole = local_matrix_or_reason(weight)
-            if isinstance(whole, torch.Tensor):
-                self._whole.append(named)
-            elif may_be_gathered(weight):
-                self._calls.before(named, self._called)
-            else:
-                self._calls.missing(whole, named)
+        """Find the modules with a weight; hook only modules whose weight is sharded or freed between calls."""
+        super().install(hooking, gate)
+        if not self._has_modules:
+            self.tell("no module of the targets has a 2-D weight, so nothing is measured")
+
+    def _follow(self, named: NamedModule) -> None:
+        weight = weight_of(named.module)
+        # FSDP leaves a part of a flat tensor, or nothing, in the place of the matrix.
+        if not (isinstance(named.module, nn.Linear | nn.Embedding) or is_matrix(weight)):
+            return
+        self._has_modules = True
+        whole = local_matrix_or_reason(weight)
+        if isinstance(whole, torch.Tensor):
+            self._whole.append(named)
+        elif may_be_gathered(weight):
+            self.before(named, self._read_gathered)
+        else:
+            self.missing(whole, named)
 
     def step_begins(self, table: Table) -> None:
-        """Read all weights that are whole."""
-        self._calls.step_begins()
+        """Read all weights that are whole between calls."""
+        super().step_begins(table)
         self._measured.clear()
         self._measure(self._whole, table)
 
-    def after_update(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
-        """Say what was missing."""
-        self._calls.step_ended()
-
-    def _called(self, call: Running, *_: Any) -> None:
+    def _read_gathered(self, call: Running, *_: Any) -> None:
         if call.named.name not in self._measured:
             self._measured.add(call.named.name)
             self._measure([call.named], self._gate.table)
@@ -111,10 +107,10 @@ class Linear(Quantity):
         for named in modules:
             if named.module is None:  # the training has dropped the layer
                 continue
-            weight = _weight_of(named)
+            weight = weight_of(named.module)
             whole = local_matrix_or_reason(weight)
             if isinstance(whole, str):
-                self._calls.missing(whole, named)
+                self.missing(whole, named)
             elif whole.numel():
                 of_weight = names.setdefault(id(weight), [])
                 of_weight.append(named.name)
@@ -126,18 +122,8 @@ class Linear(Quantity):
             table.defer("features", numbers, functools.partial(_rows, [listed[place] for place in batch]))
 
 
-def _is_meant(named: NamedModule) -> bool:
-    # FSDP leaves a part of a flat tensor, or nothing, where the matrix was.
-    return isinstance(named.module, nn.Linear | nn.Embedding) or is_matrix(_weight_of(named))
-
-
-def _weight_of(named: NamedModule) -> torch.Tensor | None:
-    module = named.module
-    return None if module is None else weight_of(module)
-
-
 def _rows(names: Sequence[Sequence[str]], numbers: Numbers) -> Iterable[Row]:
-    """Return the rows of some weights, each with the names of the modules that hold it."""
+    """Yield the rows of several weights; `names` has for each weight the names of the modules that hold it."""
     spectral, frobenius = norms(numbers)
     for of_weight, largest, total in zip(names, spectral.tolist(), frobenius.tolist(), strict=True):
         features = {STABLE_RANK: math.nan if math.isnan(largest) else total / largest if largest else None}

@@ -1,8 +1,8 @@
-"""Gradients of single micro-batches, and this rank's own sum of them where the framework reduces each and keeps no sum.
+"""Quantity `micro_gradients`; and sums of a rank's own gradients for frameworks that reduce each micro-batch.
 
-A sum is as large as the gradients of all parameters that are measured. It exists from the first gradient of a sampled
-step to the last, only while the loop accumulates, and only if the device has the memory. Sums have the type in which
-the framework itself sums.
+A sum is as large as the gradients of all measured parameters. It exists from the first gradient of a sampled step to
+the last, only while the loop accumulates, and only if the device has the memory. Sums have the dtype in which the
+framework itself sums.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
@@ -19,19 +19,20 @@ import torch
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
-from rankscope_exporter.quantities.hook_handles import CallbackHandle, hook_gradient
+from rankscope_exporter.quantities.hook_handles import GradientHooks
 
 _PROC: Final = Path("/proc")
 _GROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this process may take; 0 where nobody knows.
+    """Return the bytes of memory that this process may allocate; 0 if unknown.
 
-    On CUDA what the driver has left and what torch's allocator holds unused. On a host the least that the system or a
-    control group has left, divided among the ranks of this host, who all take the same at the same time.
+    On CUDA, the free memory of the driver plus the unused memory of torch's allocator. On a host, the smallest free
+    memory of the system and its control groups, divided by the ranks of this host, which all allocate at the same time.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -43,7 +44,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def host_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
-    """Return what is left of the host's memory, or of the control groups that this process is in."""
+    """Return the free bytes of the host, or of the control groups of this process if these have less."""
     return max(0, min([_available(proc / "meminfo"), *_left_in_groups(proc / "self/cgroup", groups)]))
 
 
@@ -56,7 +57,7 @@ def _available(meminfo: Path) -> int:
 
 
 def _left_in_groups(membership: Path, groups: Path) -> Iterator[int]:
-    """Yield what each group leaves, of the process's own up to the root; nothing of one without a limit."""
+    """Yield the free bytes of each control group with a limit, from the process's own group to the root."""
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
@@ -78,19 +79,16 @@ def _left_along(root: Path, path: str, limit: str, usage: str) -> Iterator[int]:
 
 
 _SHARE: Final = 4
-"""Unasked, no more is kept than this part of the memory that is free when a step begins."""
-
-_KEPT, _ABSENT, _SPENT = "kept", "absent", "spent"
-"""What is said, each once."""
+"""With `sum_micro_batches` null, sums may use at most 1 / 4 of the memory that is free when a step begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientsOptions(QuantityOptions):
-    """Whether to keep a sum that the framework does not."""
+    """Options of `gradients`: whether to keep a sum that the framework does not keep."""
 
     sum_micro_batches: bool | None = None
-    """Keep this rank's own sum over micro-batches where each is reduced by itself: true always, false never, null where
-    a quarter of the free memory holds it, once the loop is seen to accumulate so."""
+    """Keep this rank's own sum over micro-batches if each is reduced separately: true always, false never. Null keeps
+    it if it fits into a quarter of the free memory, after the loop was seen to accumulate in this way."""
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
@@ -99,50 +97,50 @@ class GradientsOptions(QuantityOptions):
 
 
 class MicroBatchSums:
-    """The sums of one step, by position of the parameter."""
+    """The sums of this rank's own gradients over the micro-batches of one step, by position of the parameter."""
 
     def __init__(self, monitored: MonitoredModel, *, wanted: bool | None) -> None:
         self._monitored = monitored
         self._wanted = wanted
-        self._is_known = False  # whether the loop was seen to accumulate what is reduced each time
+        self._is_known = False  # whether the loop was seen to accumulate micro-batches that are reduced separately
         self._sums: dict[int, torch.Tensor] = {}
-        self._hooked: set[int] = set()
-        self._told: set[str] = set()
-        self._hooking: Hooking | None = None
-        self._gate: SamplingGate | None = None
+        self._reported: set[str] = set()
+        self.hooks: GradientHooks | None = None
+        self._hooking: Hooking
         self.are_kept = False
-        """Whether the step under way is summed up here."""
+        """True if the gradients of the current step are summed here."""
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Note how to hook, which is done once it is needed."""
-        self._hooking, self._gate = hooking, gate
+        """Prepare the gradient hooks, which are registered when a sum is needed."""
+        self._hooking = hooking
+        self.hooks = GradientHooks(self._monitored, hooking, gate, "a gradient to be summed up", self._hook_of)
         hooking.keep(CallbackHandle(self.release))
 
     def step_begins(self) -> None:
-        """Begin anew, if there is anything to sum up."""
+        """Release the sums of the last step, and start new ones if they are needed and fit into the memory."""
         self.release()
-        self.are_kept = self._is_needed() and self._fits()
-        if self.are_kept:
-            self._hook_parameters()
+        self.are_kept = self.hooks is not None and self._is_needed() and self._fits()
+        if self.are_kept and self.hooks is not None:
+            self.hooks.register()
 
     def learn(self) -> None:
-        """Note that a gradient came on top of one that is reduced already: later steps are summed up here."""
+        """Note that a gradient was added to one that is already reduced: gradients of later steps are summed here."""
         self._is_known = True
 
     def release(self) -> None:
-        """Let go of all sums."""
+        """Release all sums."""
         self.are_kept = False
         self._sums.clear()
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """Return the sums so far by position; None where no gradient came."""
+        """Return the sums so far by position; None for a parameter without a gradient."""
         return [self._sums.get(index) for index in range(len(self._monitored.parameters))]
 
     def _is_needed(self) -> bool:
-        each = self._monitored.framework.reduces_each_micro_batch
-        if self._wanted is not None or self._hooking is None:
-            return bool(self._wanted)
-        return each is not False and bool(each or self._is_known)
+        if self._wanted is not None:
+            return self._wanted
+        each = self._monitored.framework.traits.reduces_each_micro_batch
+        return each is True or (each is None and self._is_known)
 
     def _fits(self) -> bool:
         parameters = [item for item in self._monitored.tensors() if item is not None and item.requires_grad]
@@ -150,37 +148,27 @@ class MicroBatchSums:
             return False
         size, free = sum(map(self._bytes_of, parameters)), free_bytes(parameters[0].device)
         if self._wanted or size * _SHARE <= free:
-            self._tell(_KEPT, f"this rank's own are summed up apart, in {_text(size)} more memory at measured steps")
+            self._report_once(
+                "kept", f"the sum of this rank's own gradients takes {_text(size)} of memory at sampled steps"
+            )
             return True
-        self._tell(
-            _ABSENT,
-            "grad_unreduced is absent where micro-batches are reduced one by one: their sum would take "
-            f"{_text(size)} of {_text(free)} that are free; sum_micro_batches = true keeps it, and micro_gradients "
-            "need none",
+        self._report_once(
+            "absent",
+            "grad_unreduced is absent if micro-batches are reduced one by one: their sum would take "
+            f"{_text(size)} of {_text(free)} of free memory; sum_micro_batches = true keeps it, and micro_gradients "
+            "needs no sum",
         )
         return False
 
     def _bytes_of(self, parameter: torch.nn.Parameter) -> int:
-        form = self._monitored.framework.local_spec(parameter)
-        shape = local_tensor(parameter).shape if form is None else form.shape
-        return math.prod(shape) * self._dtype_of(parameter).itemsize
+        framework = self._monitored.framework
+        return math.prod(framework.local_spec(parameter).shape) * framework.reduced_spec(parameter).dtype.itemsize
 
-    def _dtype_of(self, parameter: torch.nn.Parameter) -> torch.dtype:
-        return self._monitored.framework.reduced_spec(parameter).dtype
-
-    def _hook_parameters(self) -> None:
-        assert self._hooking is not None
-        assert self._gate is not None
-        for index, parameter in enumerate(self._monitored.tensors()):
-            if parameter is not None and parameter.requires_grad and index not in self._hooked:
-                self._hooked.add(index)
-                add = functools.partial(self._add, index, self._dtype_of(parameter))
-                hook = self._hooking.guarded("a gradient to be summed up", add, self._gate)
-                hook_gradient(self._hooking, self._monitored, index, hook)
+    def _hook_of(self, index: int, parameter: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:
+        return functools.partial(self._add, index, self._monitored.framework.reduced_spec(parameter).dtype)
 
     def _add(self, index: int, dtype: torch.dtype, gradient: torch.Tensor) -> None:
-        if self._hooking is not None:
-            self._hooking.gradient_arrives()
+        self._hooking.gradient_arrives()
         if not self.are_kept:
             return
         own, earlier = local_tensor(gradient).detach(), self._sums.get(index)
@@ -191,17 +179,17 @@ class MicroBatchSums:
                 self._sums[index] = own.to(dtype) + earlier
             else:
                 earlier.add_(own)
-        except torch.OutOfMemoryError:  # training may still have enough: it gets back what was taken
+        except torch.OutOfMemoryError:  # the memory of the sums is returned, which may be enough for training
             self.release()
             self._wanted = False
-            self._tell(
-                _SPENT, "memory did not suffice for a sum of micro-batches: grad_unreduced is absent from now on"
+            self._report_once(
+                "spent", "out of memory while micro-batches were summed: grad_unreduced is absent from now on"
             )
 
-    def _tell(self, about: str, sentence: str) -> None:
-        if self._hooking is not None and about not in self._told:
-            self._told.add(about)
-            self._hooking.tell(f"gradients: {sentence}")
+    def _report_once(self, topic: str, message: str) -> None:
+        if topic not in self._reported:
+            self._reported.add(topic)
+            self._hooking.tell(f"gradients: {message}")
 
 
 def _text(size: int) -> str:
@@ -213,45 +201,36 @@ _UNITS: Final = ("bytes", "KiB", "MiB", "GiB")
 
 
 class MicroGradients(Quantity):
-    """`grad_unreduced` with a `micro_step`: what one backward pass adds to `.grad`, before anything is reduced.
+    """`grad_unreduced` with a `micro_step`: the summand of one backward pass, before anything is reduced.
 
-    Read in a hook on the parameter, which sees the gradient before it is accumulated: with bucket views too. Where a
-    framework runs several micro-batches at once, the n-th gradient that a parameter gets in a step is micro-batch n.
+    A hook on the parameter receives the gradient before it is accumulated, also with bucket views. If a framework runs
+    several micro-batches at the same time, the n-th gradient of a parameter in a step is that of micro-batch n.
     """
 
     name: ClassVar[str] = "micro_gradients"
 
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
-        self._interleaved = monitored.framework.interleaves_micro_batches
+        self._interleaved = monitored.framework.traits.interleaves_micro_batches
         self._rows: dict[tuple[int, int], range | None] = {}
         self._passes = [0] * len(self.monitored.parameters)
-        self._hooked: set[int] = set()
-        self._hooking: Hooking | None = None
-        self._gate: SamplingGate | None = None
+        self._hooking: Hooking
+        self._gate: SamplingGate
+        self._hooks: GradientHooks
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Hook every parameter that takes gradients."""
+        """Hook every parameter that requires gradients."""
         self._hooking, self._gate = hooking, gate
-        self._hook_parameters(hooking, gate)
+        hook_of = lambda index, _: functools.partial(self._read, index)  # noqa: E731 - used once
+        self._hooks = GradientHooks(self.monitored, hooking, gate, "a micro-batch's gradient", hook_of)
+        self._hooks.register()
 
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
-        """Count from the first micro-batch; a parameter may have been thawed since."""
+    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+        """Count from the first micro-batch, and hook parameters that were unfrozen since."""
         self._passes = [0] * len(self.monitored.parameters)
-        if self._hooking is not None and self._gate is not None:
-            self._hook_parameters(self._hooking, self._gate)
-
-    def _hook_parameters(self, hooking: Hooking, gate: SamplingGate) -> None:
-        for index, parameter in enumerate(self.monitored.tensors()):
-            if parameter is not None and parameter.requires_grad and index not in self._hooked:
-                self._hooked.add(index)
-                read = functools.partial(self._read, index)
-                hook = hooking.guarded("a micro-batch's gradient", read, gate)
-                hook_gradient(hooking, self.monitored, index, hook)
+        self._hooks.register()
 
     def _read(self, index: int, gradient: torch.Tensor) -> None:
-        assert self._hooking is not None
-        assert self._gate is not None  # both are set before any hook exists
         self._hooking.gradient_arrives()
         if not self._gate.is_open:
             return

@@ -1,4 +1,4 @@
-"""The optimizer's state of every parameter, after the step: Adam's moments, SGD's momentum, anything by name."""
+"""Quantity `optimizer_state`: state of every parameter after the step, such as Adam's moments and SGD's momentum."""
 
 from __future__ import annotations
 
@@ -16,76 +16,75 @@ from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
 from rankscope_exporter.statistics.tensor_access import dtype_name
 
-# Key in `optimizer.state[parameter]` -> kind, by the option that says the optimizer keeps it.
+# Key in `optimizer.state[parameter]` and kind, for optimizers with `betas` and for those with `momentum`.
 ADAM_STATE: Final = (("exp_avg", Kind.EXP_AVG), ("exp_avg_sq", Kind.EXP_AVG_SQ))
 MOMENTUM_STATE: Final = (("momentum_buffer", Kind.MOMENTUM),)
 KIND_OF_STATE: Final[dict[str, str]] = dict((*ADAM_STATE, *MOMENTUM_STATE))
-"""Every other state has its own name as kind."""
+"""Kind by key in `optimizer.state[parameter]`. Any other key is its own kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStateOptions(QuantityOptions):
-    """Which state is read."""
+    """The state to read in addition to moments and momentum."""
 
     names: tuple[str, ...] = ()
-    """Keys of further tensors in `optimizer.state[parameter]`, or globs: "max_exp_avg_sq", "square_avg", "*"."""
+    """Keys, or globs, of additional tensors in `optimizer.state[parameter]`: "max_exp_avg_sq", "square_avg", "*"."""
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
-        if isinstance(self.names, list):
-            object.__setattr__(self, "names", tuple(self.names))
         Targets(self.names)
 
 
 class OptimizerState(Quantity):
-    """What the optimizers keep is known from their options, since state itself appears only in the first step.
+    """One row per parameter for each kind of state.
 
-    State that `names` asks for is found when it appears, at the first measured step that has it.
+    The kinds follow from the options of the optimizers, because the state itself appears only in the first step. The
+    state that `names` selects is added at the first sampled step at which it exists.
     """
 
     name: ClassVar[str] = "optimizer_state"
     options_class: ClassVar[type[QuantityOptions]] = OptimizerStateOptions
+    options: OptimizerStateOptions
 
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
-        self._kept = _kept_state(monitored.optimizers)
-        assert isinstance(self.options, OptimizerStateOptions)
+        self._kinds = _kinds_of(monitored.optimizers)
         self._named = Targets(self.options.names)
-        self._found: dict[str, tuple[list[int], range | None]] = {}  # further key -> parameters that have it, and rows
+        self._found: dict[str, tuple[list[int], range | None]] = {}  # additional key -> its parameters and rows
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return what another rank holds alike, its optimizer's state included."""
+        """Return the positions of parameters that another rank publishes, and whose optimizer state is not divided."""
         return monitored.state_elsewhere
 
     def entries(self) -> list[PlanEntry]:
-        """Return the entries of each kept kind in turn."""
-        return [entry for _, kind in self._kept for entry in self.parameter_entries(kind)]
+        """Return the entries of all parameters, kind after kind."""
+        return [entry for _, kind in self._kinds for entry in self.parameter_entries(kind)]
 
     def after_update(self, table: Table) -> None:
-        """Read the state the step left."""
-        kept = self.monitored.framework.kept(self.monitored.tensors(), self.monitored.optimizers)
-        states: list[Mapping[str, Any]] = [{} if own is None else own.state for own in kept]
+        """Read the state after the step."""
+        known = self.monitored.framework.optimizer_states(self.monitored.tensors(), self.monitored.optimizers)
+        states: list[Mapping[str, Any]] = [{} if own is None else own.state for own in known]
         count = len(states)
-        for position, (key, _) in enumerate(self._kept):
+        for position, (key, _) in enumerate(self._kinds):
             rows = range(position * count, (position + 1) * count)
             table.measure([_tensor(state, key) for state in states], rows)
         if self._named.patterns:
-            self._look_for_more(states, table)
+            self._add_named(states, table)
         for key, (owners, found) in self._found.items():
             if found is not None:
                 table.measure([_tensor(states[owner], key) for owner in owners], found)
 
-    def _look_for_more(self, states: list[Mapping[str, Any]], table: Table) -> None:
-        known = {*self._found, *(key for key, _ in self._kept)}
-        for key in dict.fromkeys(key for state in states for key in self._further(state) if key not in known):
+    def _add_named(self, states: list[Mapping[str, Any]], table: Table) -> None:
+        known = {*self._found, *(key for key, _ in self._kinds)}
+        for key in dict.fromkeys(key for state in states for key in self._selected(state) if key not in known):
             owners = [index for index, state in enumerate(states) if _tensor(state, key) is not None]
             entries = [self._entry(key, index, states[index][key]) for index in owners]
             positions = self.monitored.owners()
             self._found[key] = owners, table.add(entries, [positions[index] for index in owners])
 
-    def _further(self, state: Mapping[str, Any]) -> Iterator[str]:
-        # `step` is a number that Adam keeps as a tensor; whoever wants it names it.
+    def _selected(self, state: Mapping[str, Any]) -> Iterator[str]:
+        # Adam keeps `step`, a number, as a tensor. It is read only if it is named explicitly.
         return (
             key
             for key, value in state.items()
@@ -97,7 +96,7 @@ class OptimizerState(Quantity):
     def _entry(self, key: str, index: int, value: torch.Tensor) -> PlanEntry:
         entry = self.parameter_entry(KIND_OF_STATE.get(key, key), index)
         shape = tuple(local_tensor(value).shape)
-        if shape != entry.shape:  # a number beside the parameter, the same for all its parts
+        if shape != entry.shape:  # one number for the parameter, equal for all its parts
             entry = replace(entry, placement=self.placement, shard_group=None, shape=shape)
         return replace(entry, dtype=dtype_name(value.dtype))
 
@@ -107,10 +106,10 @@ def _tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _kept_state(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[tuple[str, Kind], ...]:
-    kept: list[tuple[str, Kind]] = []
+def _kinds_of(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[tuple[str, Kind], ...]:
+    kinds: list[tuple[str, Kind]] = []
     if any("betas" in optimizer.defaults for optimizer in optimizers):
-        kept += ADAM_STATE
+        kinds += ADAM_STATE
     if any(group.get("momentum") for optimizer in optimizers for group in optimizer.param_groups):
-        kept += MOMENTUM_STATE
-    return tuple(kept)
+        kinds += MOMENTUM_STATE
+    return tuple(kinds)

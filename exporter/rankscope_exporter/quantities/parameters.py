@@ -1,4 +1,4 @@
-"""Parameters just before and just after the optimizer's update."""
+"""Quantity `parameters`: parameters directly before and directly after the optimizer's update."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
 
 
 class Parameters(Quantity):
-    """Both are read, although one step's `after` is usually the next one's `before`.
+    """Two rows per parameter: `param_before` and `param_after` the update.
 
-    What changes a parameter between two steps (a checkpoint, an averaging trick, a stray write) is worth seeing.
+    `param_after` of a step is usually `param_before` of the next. A difference shows a change between two steps, such
+    as a loaded checkpoint, weight averaging or an accidental write.
     """
 
     name: ClassVar[str] = "parameters"
@@ -27,24 +28,21 @@ class Parameters(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return what another rank holds alike."""
+        """Return the positions of parameters that another rank publishes."""
         return monitored.elsewhere
 
     def entries(self) -> list[PlanEntry]:
         """Return all `param_before`, then all `param_after`."""
-        return [
-            *self.parameter_entries(Kind.PARAM_BEFORE),
-            *self.parameter_entries(Kind.PARAM_AFTER),
-        ]
+        return [*self.parameter_entries(Kind.PARAM_BEFORE), *self.parameter_entries(Kind.PARAM_AFTER)]
 
     def before_update(self, table: Table) -> None:
         """Read the parameters that the update starts from."""
-        table.measure(self._held(), self._before)
+        table.measure(self._updated_tensors(), self._before)
 
     def after_update(self, table: Table) -> None:
         """Read the parameters that the update produced."""
-        table.measure(self._held(), self._after)
+        table.measure(self._updated_tensors(), self._after)
 
-    def _held(self) -> list[torch.Tensor | None]:
-        held = self.monitored.framework.held
-        return [None if parameter is None else held(parameter) for parameter in self.monitored.tensors()]
+    def _updated_tensors(self) -> list[torch.Tensor | None]:
+        updated = self.monitored.framework.updated_tensor
+        return [None if parameter is None else updated(parameter) for parameter in self.monitored.tensors()]

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from rankscope_exporter.adapters.base import Removable, remove_all
-from rankscope_exporter.adapters.parameter_hooks import ParameterHook
+from rankscope_exporter.adapters.parameter_hooks import ParameterHook, Removable, remove_all
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.quantities.base import Hook, ModelHookContext, Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.sampling.plan import StepBuffers, TableView

@@ -1,4 +1,4 @@
-"""Statistics of tensors: one pass over the bytes, one table, one copy to the host. Knows neither names nor rules.
+"""Statistics of tensors: one pass over the bytes, one table, one copy to the host. Uses neither names nor rules.
 
     table = StatisticsTable(len(plan), device)  # once
     group = MeasureGroup(rows)                  # once for each set of tensors that is measured together
@@ -6,11 +6,14 @@
     copy = HostCopy(table)                      # at the end of the step
     finished = finish(copy)                     # on the publisher thread, a step later
 
-Of every tensor, in this order: `norm` is the square root of the sum of squares; `norm`, `min`, `max` and `mean` are
-over *finite* elements (mean divides by their count), null when there are none, and Inf when beyond float32. `nans`,
-`infs`, `zeros` and `numel` count over *all* elements; zeros are |x| < zero_below, with the default of 0: x == 0.
-Complex numbers stand for their modulus. Elements that a sparse tensor leaves out are zeros like any other. A DTensor
-gives its shard. Nothing to measure (None, meta, freed or packed memory) leaves the entry absent.
+`norm`, `min`, `max` and `mean` are over the *finite* elements (isfinite). `norm` is the square root of the sum of
+squares. The values are null without a finite element, and Inf beyond the range of float32. `nans` (isnan), `infs`
+(isinf), `zeros` and `numel` count over *all* elements; zeros are |x| < zero_below, or x == 0 with the default of 0.
+A complex number counts as its modulus. The implicit elements of a sparse tensor are zeros. If there is nothing to
+measure (None, meta, freed or packed memory), the entry is absent.
+
+A DTensor is measured as its local shard. Norms and other statistics of shards are not combined here, because that needs
+communication: the view `tensor_global` of the store combines them.
 """
 
 from rankscope_exporter.statistics.measure_group import MeasureGroup, backend_name, measure, warm_up, warm_up_seconds

@@ -1,13 +1,13 @@
-"""A 64-bit hash of the exact bits of tensors, computed where they lie: no number leaves the device, none is waited for.
+"""A 64-bit hash of the exact bits of tensors, computed on their device without a copy or host synchronisation.
 
 The bytes of a tensor in row-major order, padded with zeros, are little-endian words w[0] … w[n-1] of 64 bits. With
 `mix` the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014),
 
     hash = mix(bytes) + sum over i of mix(w[i] + (i + 1) * 0x9E3779B97F4A7C15)      (mod 2^64)
 
-`mix` is a bijection, so a change within one word always changes the hash; any other change goes unseen once in 2^64.
-The sum may be taken in any order, and integers wrap alike on every device: equal bits have equal hashes everywhere.
-Values do not count: 0.0 and -0.0 differ, and so do two NaNs with different bits.
+`mix` is a bijection, so a change within one word always changes the hash. Any other change is missed with a probability
+of 2^-64. The order of the sum is irrelevant, and integers wrap in the same way on every device, so equal bits have
+equal hashes everywhere. Bits count, not values: 0.0 and -0.0 differ, and so do two NaNs with different bits.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _LAST_SHIFT: Final = 31
 _WORD: Final = 8
 
 _WORDS: Final = {"cpu": 1 << 15}
-"""Words hashed at once: what stays in the second-level cache."""
+"""Words that are hashed together: they fit into the second-level cache."""
 _WORDS_ELSEWHERE: Final = 1 << 20
 
 
 def hashable(tensor: torch.Tensor | None) -> bool:
-    """Return whether there are bits to hash: not of what is absent, freed, sparse, nested, packed or meta."""
+    """Return whether a tensor has bits to hash; False if it is None, freed, sparse, nested, packed or meta."""
     if tensor is None or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
         return False
     return tensor.dtype in MEASURABLE and not is_freed(tensor)
 
 
 def finished(partial: int, size_bytes: int) -> int:
-    """Return the hash, signed, of a tensor of `size_bytes` whose words add up to `partial`. For the host."""
+    """Return the signed hash of a tensor of `size_bytes` from its `partial` sum. Runs on the host."""
     return _signed(partial + _mix(size_bytes))
 
 
 class Hasher:
-    """Hashes on one device, in memory that is allocated once. For one thread."""
+    """Computation of hashes on one device, in memory that is allocated once. Not thread-safe."""
 
     def __init__(self, device: torch.device, words: int | None = None) -> None:
         size = words or _WORDS.get(device.type, _WORDS_ELSEWHERE)
@@ -56,7 +56,7 @@ class Hasher:
         self._layouts: dict[tuple[int, ...], _Layout] = {}
 
     def partials(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return int64 [len(tensors)]: the sum over the words of each, which `finished` makes a hash of."""
+        """Return int64 [len(tensors)]: the sum over the words of each tensor, from which `finished` makes a hash."""
         flat = [_bytes(tensor) for tensor in tensors]
         sums = torch.zeros(len(flat), dtype=torch.int64, device=self._mixed.device)
         small: list[int] = []
@@ -93,7 +93,7 @@ class Hasher:
             total.add_(self._sum(last, self._positions[:1], whole))
 
     def _add_small(self, flat: Sequence[torch.Tensor], indices: Sequence[int], sums: torch.Tensor) -> None:
-        """Hash several tensors at once: each begins at a word of its own, and counts its words from there."""
+        """Hash several tensors together. Each begins at a new word and counts its words from there."""
         indices = [index for index in indices if flat[index].numel()]
         if not indices:
             return
@@ -127,7 +127,7 @@ class Hasher:
         return self._mix(words, positions, first).sum()
 
     def _mix(self, words: torch.Tensor, positions: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the terms of `words`, of which the first has number `first` within its tensor."""
+        """Return the summands of `words`; the first word has number `first` within its tensor."""
         mixed, shifted = self._mixed[: len(words)], self._shifted[: len(words)]
         torch.add(words, positions, out=mixed)
         if first:
@@ -141,7 +141,7 @@ class Hasher:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where tensors of these sizes stand in the packed words."""
+    """The places of tensors with certain sizes in the packed words."""
 
     spans: tuple[tuple[int, int], ...]
     places: tuple[torch.Tensor, ...]
@@ -153,14 +153,14 @@ _LAYOUTS_KEPT: Final = 64
 
 
 def _fold(mixed: torch.Tensor, shifted: torch.Tensor, shift: int) -> None:
-    """Exclusive-or with what stands `shift` bits higher; torch's own shift repeats the sign."""
+    """Exclusive-or `mixed` with itself, logically shifted right by `shift` bits; torch's shift repeats the sign."""
     torch.bitwise_right_shift(mixed, shift, out=shifted)
     shifted.bitwise_and_((1 << (64 - shift)) - 1)
     mixed.bitwise_xor_(shifted)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `tensor` in row-major order; only what does not lie so is copied."""
+    """Return the bytes of `tensor` in row-major order; a copy only if its memory has another order."""
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return whole.view(torch.uint8)
 

@@ -1,4 +1,4 @@
-"""What compiled code is told about tensors: addresses and sizes in one array, made again only when a tensor moved."""
+"""Arguments of the compiled kernel: addresses and sizes in one array, rebuilt only after a tensor moved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JOB_FIELDS: Final = 5  # address, elements, entry, code, bytes per element
 
 
 class Code(enum.IntEnum):
-    """The types that compiled code reads."""
+    """The dtypes that compiled code reads."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -38,15 +38,15 @@ CODES: Final = {
 _CODE_AND_BYTES: Final = {dtype: (int(code), dtype.itemsize) for dtype, code in CODES.items()}
 _BITS_OF: Final = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
-# Memory that torch has given back leaves its offset as address. No heap lies this low, and an address that does only
-# costs a closer look.
+# A tensor with freed memory has its offset as address. No heap is at such low addresses; a lower address is only
+# checked further.
 _SUSPICIOUS_BELOW: Final = 1 << 36
 
 Sight = tuple[int, int, torch.dtype, bool]
 
 
 class KernelArguments:
-    """The compiled work of one group: which tensors it can read, and where they lay last time."""
+    """The kernel arguments of one group: the tensors that the kernel can read, and their last addresses."""
 
     def __init__(self, rows: Rows, zero_below: float) -> None:
         self._rows = rows
@@ -59,7 +59,7 @@ class KernelArguments:
     def run(
         self, kernel: Callable[..., None], tensors: Sequence[torch.Tensor | None], table: StatisticsTable
     ) -> Sequence[int]:
-        """Measure what compiled code can read; return the positions of the other tensors."""
+        """Measure the tensors that compiled code can read; return the positions of the others."""
         seen = _fingerprints(tensors)
         if seen != self._seen or not self._permuted_as_before(tensors):
             self._plan(tensors, seen)
@@ -102,7 +102,7 @@ class KernelArguments:
 
 
 class _Scratch(threading.local):
-    """Room for one block of wide numbers, one for each thread: a plan may have many thousand groups."""
+    """Memory for one block of float64 numbers per thread, shared by all groups: a plan may have many thousands."""
 
     def __init__(self) -> None:
         self.block = array.array("d", bytes(8 * BLOCK))
@@ -116,7 +116,7 @@ def _scratch() -> int:
 
 
 def _fingerprints(tensors: Sequence[torch.Tensor | None]) -> list[Sight | None]:
-    """Return what must be unchanged for a pointer to be used again; None for what has no pointer of its own."""
+    """Return the values that must be unchanged to reuse an address; None for a tensor without its own address."""
     try:
         return [
             (tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.is_contiguous())  # type: ignore[union-attr]  # None is not of a plain type

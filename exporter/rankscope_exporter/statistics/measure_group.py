@@ -1,7 +1,7 @@
 """Groups of tensors that are measured together at every step, and the compiled CPU kernel that measures them.
 
-Importing and compiling numba takes seconds, and numba is optional. A thread does it; until the kernel is ready, or
-where numba is missing, torch operations do the same work.
+Numba is optional, and importing and compiling it takes seconds on a background thread. Until the kernel is ready, or if
+numba is missing, torch operations compute the same statistics.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ _seconds = 0.0
 
 
 def kernel() -> Callable[..., None] | None:
-    """Return the compiled kernel, None as long as there is none."""
+    """Return the compiled kernel; None until it is ready."""
     return _kernel
 
 
 def backend_name(*, coming: bool = False) -> str:
-    """Return what measures tensors on the CPU now, "numba" or "torch"; with `coming`, what will after the warm-up."""
+    """Return the present backend for CPU tensors, "numba" or "torch"; with `coming`, the one after the warm-up."""
     if _kernel is not None or (coming and importlib.util.find_spec("numba") is not None):
         return "numba"
     return "torch"
 
 
 def warm_up() -> threading.Thread | None:
-    """Begin to import and compile on a daemon thread, once a process; None when that is done or cannot be done."""
+    """Start the import and compilation on a thread, once per process. Return None if it is done or impossible."""
     global _thread  # noqa: PLW0603 - one kernel for the process, like the module that holds it
     with _state_lock:
         if _kernel is not None or importlib.util.find_spec("numba") is None:
             return None
         if _thread is None:
             _thread = OwnThread(target=_load, name="rankscope-warm-up")
-            # A child forked during an import would find its lock held for ever, and an exit during a compilation
-            # would take the compiler's memory away under it.
+            # In a child that is forked during an import, the import lock would be held for ever. An exit during a
+            # compilation would free memory that the compiler uses.
             os.register_at_fork(before=_wait)
             atexit.register(_wait)
             _thread.start()
@@ -65,7 +65,7 @@ def warm_up() -> threading.Thread | None:
 
 
 def warm_up_seconds() -> float:
-    """Return the CPU seconds that importing and compiling has taken in this process."""
+    """Return the CPU seconds of importing and compiling in this process."""
     return _seconds
 
 
@@ -86,15 +86,15 @@ def _load() -> None:
             compiled = kernels.compile_measure(cache=True)
         _kernel = compiled or kernels.compile_measure(cache=False)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        log.warning("numba cannot be used (%s): tensor statistics stay with torch operations", error)
+        log.warning("numba cannot be used (%s): tensor statistics are computed with torch operations", error)
     finally:
         _seconds = time.thread_time()
 
 
 class MeasureGroup:
-    """A fixed set of entries. Its tensors may be other objects, absent or moved at each step.
+    """A fixed set of entries that are measured together. Its tensors may differ, move or be absent at each step.
 
-    `compiled=False` stays with torch operations even when the compiled kernel is ready.
+    With `compiled=False`, torch operations are used even if the compiled kernel is ready.
     """
 
     def __init__(self, rows: Sequence[int], *, zero_below: float = 0.0, compiled: bool = True) -> None:
@@ -106,7 +106,7 @@ class MeasureGroup:
     def measure(self, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> None:
         """Write the sums of `tensors` to the group's entries; an absent tensor leaves its entry as it is."""
         if len(tensors) != len(self.rows):
-            raise ValueError(f"{len(tensors)} tensors for {len(self.rows)} entries: None stands for an absent one")
+            raise ValueError(f"{len(tensors)} tensors for {len(self.rows)} entries: pass None for an absent tensor")
         with torch.no_grad():
             local = [tensor if type(tensor) in PLAIN_TYPES else _local(tensor) for tensor in tensors]
             can_compile = self._compiled and table.device.type == "cpu" and table.extra_sums in COMPILED_EXTRA_SUMS
@@ -130,12 +130,12 @@ class MeasureGroup:
 def measure(
     tensors: Sequence[torch.Tensor | None], rows: Sequence[int], table: StatisticsTable, *, zero_below: float = 0.0
 ) -> None:
-    """Write the sums of tensors[i] to entry rows[i] of `table`, with the group kept for equal `rows`."""
+    """Write the sums of tensors[i] to entry rows[i] of `table`; the group for equal `rows` is cached."""
     _group(rows if isinstance(rows, range) else tuple(rows), zero_below).measure(tensors, table)
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the shard behind a DTensor, and any other tensor as it is."""
+    """Return the local shard of a DTensor; any other tensor as it is."""
     if tensor is None or not hasattr(tensor, "to_local"):
         return tensor
     shard: torch.Tensor = tensor.to_local()
@@ -143,7 +143,7 @@ def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _gathered(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a part of a larger tensor as memory of its own: one copy and the kernel are cheaper than many passes."""
+    """Return a contiguous copy of a strided part of a tensor: a copy and the kernel are cheaper than many passes."""
     if type(tensor) not in PLAIN_TYPES or tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     return tensor if tensor.is_contiguous() or is_dense(tensor) else tensor.contiguous()

@@ -1,11 +1,12 @@
-"""One pass over a tensor in compiled code. Importing this takes seconds and needs numba: only the warm-up thread does.
+"""One pass over a tensor in compiled code. Only the warm-up thread imports this: it takes seconds and needs numba.
 
-Sums run in float32 lanes over blocks that stay in the first-level cache, and are folded in float64. Minimum, maximum
-and zeros are taken from the bits: with those of negative numbers flipped, the bits of a float order like an integer,
-and integers compare in vectors where floats do not. A NaN, an Inf, or a magnitude whose square leaves float32 shows in
-the same extremes: the block is then summed after scaling by a power of two, or widened to float64 and measured again.
+Sums run in float32 lanes over blocks that fit into the first-level cache, and are added up in float64. Minimum, maximum
+and zeros are computed from the bits. If the bits of negative numbers are flipped, floats have the order of integers,
+and integer comparisons are vectorized while float comparisons are not. The extremes also show a NaN, an Inf, or a
+magnitude with a square outside of float32 (isnan, isfinite). Such a block is summed again after scaling by a power of
+two, or widened to float64 and measured again.
 
-All arguments are addresses and sizes, so that nothing is boxed. Kernels hold no GIL and start no threads.
+All arguments are addresses and sizes, so nothing is boxed. Kernels hold no GIL and start no threads.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from rankscope_exporter.statistics.kernel_arguments import Code as _Code
 P = ParamSpec("P")
 R = TypeVar("R")
 Number = Any
-"""A machine number of compiled code: an address, a count, some bits or a float. numba gives it its type."""
+"""A machine number of compiled code: an address, a count, bits or a float. numba infers its type."""
 Block = tuple[Number, Number, Number, Number, Number, Number, Number]
-"""Of some elements: sum of squares, sum, least, most, nans, infs, zeros."""
+"""Raw statistics of a block: sum of squares, sum, minimum, maximum, nans, infs, zeros."""
 
 _FLOAT32: Final = int(_Code.FLOAT32)
 _BFLOAT16: Final = int(_Code.BFLOAT16)
@@ -44,11 +45,11 @@ _INFINITE64: Final = 0x7FF0000000000000
 # Bits of 1e-14 and 1e17: between them 4096 squares neither overflow float32 nor lose more than 4e-7 of their sum.
 _SAFE_FROM: Final = 0x283424DC
 _SAFE_TO: Final = 0x5BB1A2BC
-_UP, _DOWN = float(2**100), float(2**-100)  # bring what lies outside of these bounds between them, without rounding
+_UP, _DOWN = float(2**100), float(2**-100)  # scale numbers into these bounds without rounding
 _LARGEST_HALF: Final = 0x7BFF
 _HALF_TO_FLOAT: Final = float(2**112)  # between the exponent biases of float16 and float32
 
-# Sums may be reordered, which vectors need; NaN and Inf keep their meaning.
+# Sums may be reordered, as vectorization requires; NaN and Inf keep their meaning.
 _OPTIONS: Final[dict[str, Any]] = {
     "nogil": True,
     "boundscheck": False,
@@ -88,7 +89,7 @@ def _reinterpret(source: Any, target: Any, llvm: Any) -> Any:
     return intrinsic(cast)
 
 
-# Names of compiled code. numba lets mypy take them for numpy's.
+# Names of compiled code. In numba's type hints, mypy sees numpy's names.
 carray: Final[Any] = numba.carray  # type: ignore[attr-defined]  # documented, yet not among numba's typed names
 int16: Final[Any] = types.int16
 int32: Final[Any] = types.int32
@@ -104,19 +105,19 @@ _as_float64 = _reinterpret(types.int64, types.float64, ir.DoubleType())
 
 @_compiled
 def _bits(ordered: Number) -> Number:
-    """Return the float32 bits that an ordered integer stands for; the flip is its own inverse."""
+    """Return the float32 bits of an ordered integer; the flip is its own inverse."""
     return int32(ordered ^ int32(int32(ordered >> 31) & int32(_MOST32)))
 
 
 @_compiled
 def _half_bits(ordered: Number) -> Number:
-    """Return the 16 bits that an ordered integer stands for."""
+    """Return the 16-bit float bits of an ordered integer."""
     return int16(ordered ^ int16(int16(ordered >> 15) & int16(_MOST16)))
 
 
 @_compiled
 def _half(bits: Number) -> Number:
-    """Return the float32 of finite float16 bits: moved into place, then scaled by the difference of the biases."""
+    """Return finite float16 bits as float32: bits shifted, then scaled by the difference of the exponent biases."""
     wide = int32(bits)
     moved = int32(int32(int32(wide & int32(_MOST16)) << 13) | int32(wide & int32(_LEAST32)))
     return _as_float32(moved) * float32(_HALF_TO_FLOAT)
@@ -124,7 +125,7 @@ def _half(bits: Number) -> Number:
 
 @_compiled
 def _scale(least: Number, most: Number) -> Number:
-    """Return the power of two by which a block with these extreme bits is multiplied for float32 sums; 0: for none."""
+    """Return the power of two by which a block with these extreme bits is scaled for float32 sums; 0 if none fits."""
     magnitude = max(int32(least & int32(_MOST32)), int32(most & int32(_MOST32)))
     if magnitude >= _INFINITE32:
         return 0.0
@@ -135,7 +136,7 @@ def _scale(least: Number, most: Number) -> Number:
 
 @_compiled
 def _block_float64(address: Number, size: Number, zero64: Number) -> Block:
-    """Measure float64 elements: non-finite ones are counted and left out."""
+    """Measure float64 elements. NaN and Inf are counted and excluded from the sums and extremes."""
     values, patterns = carray(_float64s(address), size), carray(_int64s(address), size)
     squares, total = 0.0, 0.0
     least, most = int64(_MOST64), int64(_LEAST64)
@@ -162,7 +163,7 @@ def _block_float64(address: Number, size: Number, zero64: Number) -> Block:
 
 @_compiled
 def _widened(address: Number, size: Number, code: Number, scratch: Number) -> None:
-    """Write elements of a smaller type to `scratch` as float64."""
+    """Write elements of a smaller dtype to `scratch` as float64."""
     wide = carray(_float64s(scratch), size)
     if code == _FLOAT32:
         floats = carray(_float32s(address), size)
@@ -178,13 +179,13 @@ def _widened(address: Number, size: Number, code: Number, scratch: Number) -> No
         bits = shorts[i]
         if int16(bits & int16(_MOST16)) <= _LARGEST_HALF:
             wide[i] = float64(_half(bits))
-        else:  # the payload of a NaN keeps it one, an Inf has none
+        else:  # a NaN has payload bits and remains a NaN; an Inf has none
             wide[i] = float64(_as_float32(int32(int32(int32(bits) << 13) | int32(_INFINITE32))))
 
 
 @_compiled
 def _float32_block(address: Number, size: Number, zero: Number) -> tuple[Number, Number, Number, Number, Number]:
-    """Measure float32 elements in float32; the extremes are bits."""
+    """Measure float32 elements in float32; the extremes are returned as bits."""
     values, patterns = carray(_float32s(address), size), carray(_int32s(address), size)
     bound = int32(zero)  # a wider one would widen every comparison
     squares, total = float32(0.0), float32(0.0)
@@ -236,7 +237,7 @@ def _float16_sums(address: Number, size: Number) -> tuple[Number, Number]:
 
 @_compiled
 def _extremes16(address: Number, size: Number, zero: Number) -> tuple[Number, Number, Number]:
-    """Return the extreme bits and the zeros of 16-bit floats: a loop of its own, twice as many lanes wide."""
+    """Return the extreme bits and the zeros of 16-bit floats, in a separate loop with twice as many vector lanes."""
     patterns = carray(_int16s(address), size)
     bound = int16(zero)
     least, most, zeros = int16(_MOST16), int16(_LEAST16), int16(0)
@@ -253,7 +254,7 @@ def _extremes16(address: Number, size: Number, zero: Number) -> tuple[Number, Nu
 def _block(  # noqa: PLR0917 - addresses and sizes
     address: Number, size: Number, code: Number, zero: Number, zero64: Number, scratch: Number
 ) -> Block:
-    """Measure up to BLOCK elements of any type: in float32 where all are finite, else again in float64."""
+    """Measure up to BLOCK elements of any dtype: in float32 if all are finite, otherwise again in float64."""
     if code == _FLOAT32:
         squares, total, least, most, zeros = _float32_block(address, size, zero)
         scale = _scale(least, most)
@@ -339,7 +340,7 @@ def _measure(  # noqa: PLR0917 - addresses and sizes
 
 
 def compile_measure(*, cache: bool) -> Callable[..., None]:
-    """Return the kernel, compiled now or read from the cache on disk. RuntimeError: no cache folder is writable."""
+    """Return the kernel, compiled or read from the disk cache. Raise RuntimeError without a writable cache folder."""
     signature = types.void(*[types.int64] * 8)
     compiled: Callable[..., None] = numba.njit(signature, cache=cache, **_OPTIONS)(_measure)
     return compiled

@@ -1,6 +1,6 @@
-"""Selection of the statistics (ops) that are published. All ops are measured, in one pass.
+"""Selection of the statistics (ops) to publish. All ops are measured, in one pass.
 
-The publisher thread masks the others with numpy.
+The publisher thread masks the ops that are not published with numpy.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ EVERY_OP: Final[Ops] = frozenset(DEFAULT_OPS)
 """The default selection: every op except those that must be selected by name."""
 
 NO_OP: Final[Ops] = frozenset()
-"""Of what is measured and not published at all."""
+"""The selection for entries that are measured and not published."""
 
 ALWAYS: Final = "numel"
-"""A row without it does not exist, and shards are put together by it."""
+"""The op that every row has: a row without it does not exist, and the store needs it to combine shards."""
 
 FALLBACK: Final = "norm"
 COUNTED_ANYWAY: Final = ("nans", "infs")
-"""Judged whether they are published or not: a NaN must not pass because nobody wanted its count in the store."""
+"""Ops that rules read even if they are not published: a NaN must be detected also if its count is not stored."""
 
 _ELSEWHERE: Final = ("shape", "dtype")
 _OTHER_NAMES: Final = {"id": "mean"}
 
 
 def chosen_ops(names: Sequence[str]) -> Ops:
-    """Return the statistics that `names` mean; `norm` where none is one. Raises ValueError, naming the nearest.
+    """Return the statistics in `names`; `norm` if none of them is a statistic.
 
-    `shape` and `dtype` stand in the plan of every rank, and the `id` of the existing tool, the value of a single
-    number, is its mean.
+    Raise ValueError for an unknown name, with the most similar known name. `shape` and `dtype` are accepted, because
+    they are in the plan of every rank. `id` of msprobe, the value of a single number, is read as `mean`.
     """
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"ops is a list of statistics, not {names!r}")
@@ -54,25 +54,27 @@ def chosen_ops(names: Sequence[str]) -> Ops:
 
 
 def op_notices(names: Sequence[str]) -> list[str]:
-    """Return what the reader should know of `names` that chosen_ops accepts."""
-    told = []
+    """Return notices for the user about the `names` that `chosen_ops` accepts."""
+    notices = []
     if not {_OTHER_NAMES.get(name, name) for name in names} & set(ALL_OPS):
-        told.append(f"ops {list(names)} names no statistic, norm is published; there are {', '.join(ALL_OPS)}")
+        notices.append(f"ops {list(names)} names no statistic, norm is published; there are {', '.join(ALL_OPS)}")
     if any(name in _ELSEWHERE for name in names):
-        told.append("ops: shape and dtype are always there, in the plan of each rank and in `tensors` of the store")
+        notices.append(
+            "ops: shape and dtype are always published, in the plan of each rank and in `tensors` of the store"
+        )
     if "id" in names:
-        told.append("ops: id is read as mean, which of a single number is the number")
-    return told
+        notices.append("ops: id is read as mean, which is the value of a single number")
+    return notices
 
 
 def rule_notices(rules: Iterable[AnomalyRule], published: Mapping[str, Ops]) -> list[str]:
-    """Return a sentence for each rule that judges what is not published; `published` is by kind."""
-    told = []
+    """Return a notice for each rule that reads ops that are not published; `published` has the ops by kind."""
+    notices = []
     for rule in rules:
         missing = [op for op in DEFAULT_OPS if op not in COUNTED_ANYWAY and _is_missed(rule, op, published)]
         if missing:
-            told.append(f"rule {rule.name} has no {', '.join(missing)} to judge, which ops leaves out")
-    return told
+            notices.append(f"rule {rule.name} reads {', '.join(missing)}, which ops does not publish")
+    return notices
 
 
 def _is_missed(rule: AnomalyRule, op: str, published: Mapping[str, Ops]) -> bool:
@@ -81,13 +83,13 @@ def _is_missed(rule: AnomalyRule, op: str, published: Mapping[str, Ops]) -> bool
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """By statistic and entry, whether it leaves the rank."""
+    """Masks by statistic and entry: True if the number is published."""
 
     values: npt.NDArray[np.bool_]  # [len(VALUE_OPS), T]
     counts: npt.NDArray[np.bool_]  # [len(COUNT_OPS), T]
 
     def only(self, finished: Finished) -> Finished:
-        """Return `finished` as rules see it: without values that are left out, and with all counts."""
+        """Return `finished` as rules read it: without values that are not published, and with all counts."""
         present = finished.present & self.counts[-1]
         values = np.where(self.values, finished.values, np.float32(np.nan))
         return replace(finished, values=values, present=present)
@@ -100,7 +102,7 @@ def carried_ops(choices: Iterable[Ops]) -> tuple[str, ...]:
 
 
 class SelectionMasks:
-    """Makes the masks of a plan, once for each choice of statistics and each length of it."""
+    """The masks of a plan, computed once for each selection of statistics and each length of the plan."""
 
     def __init__(self) -> None:
         self._of: Sequence[Ops] = ()
@@ -108,7 +110,7 @@ class SelectionMasks:
         self._made: Published | None = None
 
     def of(self, ops: Sequence[Ops], known: int) -> Published | None:
-        """Return the masks of the first `known` entries, None where everything is published."""
+        """Return the masks of the first `known` entries; None if everything is published."""
         if ops is not self._of or known != self._known:
             self._of, self._known = ops, known
             self._made = _masks(ops[:known])

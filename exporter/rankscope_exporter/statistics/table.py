@@ -1,6 +1,6 @@
-"""Where the sums of one step live: one buffer on the device, one asynchronous copy to the host, one reading there.
+"""The raw statistics of one step: one buffer on the device, one asynchronous copy to the host, one read there.
 
-Sums are float64 and counts int64 in one buffer, so that a step costs one copy. An entry is absent until it is measured.
+Sums are float64 and counts int64 in one buffer, so a step needs one copy. An entry is absent until it is measured.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _UNKNOWN: Final = object()
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Statistics of one step on the host. `values` is NaN where an entry has no finite element or is absent.
+    """Statistics of one step on the host. `values` is NaN for an entry that is absent or has no finite element.
 
-    The arrays are numpy's: a torch operation on the publisher thread would start an OpenMP team (own_threads.py).
+    The arrays are numpy arrays: a torch operation on the publisher thread would start an OpenMP team.
     """
 
     values: npt.NDArray[np.float32]  # [len(VALUE_OPS), T]
@@ -44,7 +44,7 @@ class Finished:
 class StatisticsTable:
     """Raw sums of `size` entries on one device, preallocated. Written by one thread, in the order of one stream.
 
-    It may grow, to hold entries that were not known at first; what is measured already stays.
+    It can grow for entries that are added later, and keeps the entries that are already measured.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -59,21 +59,21 @@ class StatisticsTable:
 
     def clear(self) -> None:
         """Make every entry absent."""
-        # Only `numel` is reset: what else an absent entry holds is never read.
+        # Only `numel` is reset: the other numbers of an absent entry are never read.
         self.buffer[NUMEL_ROW].fill_(ABSENT)
         self._kernel = _UNKNOWN
 
     def kernel(self, ready: Callable[[], Kernel | None]) -> Kernel | None:
-        """Return what `ready` first said since the table was cleared.
+        """Return the result of the first call of `ready` since the table was cleared.
 
-        Two ways to compute round differently: within a step, equal tensors must have equal sums, bit for bit.
+        Two backends round differently, and within a step equal tensors must have sums that are equal bit for bit.
         """
         if self._kernel is _UNKNOWN:
             self._kernel = ready()
         return self._kernel  # type: ignore[return-value]  # no sentinel any more
 
     def grow(self, size: int) -> None:
-        """Make room for at least `size` entries, doubled so that growing one by one stays cheap."""
+        """Extend the table to at least `size` entries; the size is doubled, so adding entries one by one is cheap."""
         if size <= self.size:
             return
         old, kept = self.buffer, self.size
@@ -102,9 +102,9 @@ class StatisticsTable:
         self.buffer[NUMEL_ROW, rows.start : rows.stop].fill_(ABSENT)
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Make those of `rows` absent whose sums and counts are those of `others`; nothing is looked at on the host.
+        """Make each of `rows` absent if its sums and counts equal those of `others`. No host synchronisation.
 
-        Returns bool [len(rows)] on the device: which were measured and differ.
+        Return bool [len(rows)] on the device: True for entries that were measured and differ.
         """
         own, other = self.buffer[:, rows.start : rows.stop], self.buffer[:, others.start : others.stop]
         same = (own == other).all(dim=0)
@@ -137,7 +137,7 @@ class StatisticsTable:
             self.counts.index_copy_(1, index, counts)
 
     def index(self, rows: Rows) -> torch.Tensor:
-        """Return `rows` as an index on the device, made once: a list sent at each step would be a copy at each step."""
+        """Return `rows` as an index on the device, cached: a list would be copied to the device at each step."""
         index = self._indices.get(rows)
         if index is None:
             if len(self._indices) >= _INDICES_KEPT:
@@ -147,20 +147,20 @@ class StatisticsTable:
         return index
 
     def look(self, used: int, ops: Sequence[str] = VALUE_OPS) -> Finished:
-        """Return the statistics `ops` of the first `used` entries as they are now; waits for the device."""
+        """Return the statistics `ops` of the first `used` entries without clearing them. Waits for the device."""
         return _finished(self.buffer.cpu().numpy(), used, self.extra_sums, ops)
 
     def take_host_buffer(self) -> torch.Tensor:
-        """Return a free buffer on the host, pinned where the device copies to it by itself."""
+        """Return a free buffer on the host, pinned if the device can copy to it asynchronously."""
         while self._free_host_buffers:
             buffer = self._free_host_buffers.popleft()
-            if buffer.shape == self.buffer.shape:  # else it is from before the table grew
+            if buffer.shape == self.buffer.shape:  # otherwise the table has grown since
                 return buffer
         # All in use: the publisher is behind.
         return self._new_buffer(torch.device("cpu"), pinned=self.device.type == "cuda")
 
     def give_host_buffer(self, buffer: torch.Tensor) -> None:
-        """Take back a buffer that nobody reads any more; called from the publisher thread."""
+        """Take back a buffer that is no longer read. Called by the publisher thread."""
         if len(self._free_host_buffers) < _HOST_BUFFERS_KEPT:
             self._free_host_buffers.append(buffer)
 
@@ -177,7 +177,7 @@ _INDICES_KEPT: Final = 256
 
 
 def contiguous_rows(rows: Sequence[int]) -> Rows:
-    """Return `rows` as a range where they follow one another, else as a tuple."""
+    """Return `rows` as a range if they are consecutive, otherwise as a tuple."""
     if isinstance(rows, range) and rows.step == 1:
         return rows
     if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
@@ -186,7 +186,7 @@ def contiguous_rows(rows: Sequence[int]) -> Rows:
 
 
 def copy_entries(table: StatisticsTable, source_rows: Sequence[int], target_rows: Sequence[int]) -> None:
-    """Copy entries that are known to be equal, absence included (without other ranks, reduced is unreduced)."""
+    """Copy entries, including absent ones, for equal tensors: with one rank, reduced equals unreduced."""
     source, target = contiguous_rows(source_rows), contiguous_rows(target_rows)
     with torch.no_grad():
         if isinstance(source, range) and isinstance(target, range):
@@ -198,9 +198,9 @@ def copy_entries(table: StatisticsTable, source_rows: Sequence[int], target_rows
 
 
 class HostCopy:
-    """The table of one step on its way to the host. Making it empties the table, which is then free for a next step.
+    """A copy of the table of one step to the host. Creating it clears the table for the next step.
 
-    `used` is how many entries, from the first on, have a meaning; None means all.
+    `used` is the number of entries in use, from the first; None means all.
     """
 
     __slots__ = ("_event", "buffer", "extra_sums", "table", "used")
@@ -223,7 +223,7 @@ class HostCopy:
             table.clear()  # behind the copy on the same stream
 
     def ready(self) -> bool:
-        """Return whether the numbers are on the host; never waits."""
+        """Return whether the numbers have arrived on the host. Never waits."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def wait(self) -> None:
@@ -233,7 +233,7 @@ class HostCopy:
 
 
 def finish(host: HostCopy, ops: Sequence[str] = VALUE_OPS) -> Finished:
-    """Return the statistics `ops` of a copy that is ready, and free its buffer. Call once, on the publisher thread."""
+    """Return the statistics `ops` of a copy and free its buffer. Called once per copy, on the publisher thread."""
     host.wait()
     finished = _finished(host.buffer.numpy(), host.used, host.extra_sums, ops)
     host.table.give_host_buffer(host.buffer)
@@ -255,7 +255,7 @@ def _finished(
     counts[:, ~present] = 0
     finite = total["finite"] = total["numel"] - total["nans"] - total["infs"]
     values = np.full((len(VALUE_OPS), used), np.nan, np.float32)
-    # Absent entries hold anything, and a norm beyond float32 is Inf.
+    # Absent entries hold arbitrary numbers, and a norm beyond float32 is Inf.
     with np.errstate(all="ignore"):
         for row, name in enumerate(VALUE_OPS):
             if name in ops and total.keys() >= set(OPS[name].accumulators):

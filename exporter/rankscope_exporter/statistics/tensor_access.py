@@ -1,4 +1,4 @@
-"""What a tensor object holds on this rank: plain dense memory, or why there is nothing to measure. No arithmetic."""
+"""Access to the memory of a tensor on this rank, or the reason why there is nothing to measure. No arithmetic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types that are their own memory; any other may be a wrapper."""
+"""Tensor types that hold memory themselves; any other type may be a wrapper."""
 
 _DTYPE_NAMES: Final = (
     *("float64", "float32", "float16", "bfloat16"),
@@ -18,19 +18,19 @@ _DTYPE_NAMES: Final = (
     *("complex128", "complex64", "complex32"),
 )
 MEASURABLE: Final = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
-"""Packed and quantized types are left out: their elements are codes, not numbers."""
+"""Without packed and quantized dtypes: their elements are codes, not numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Elements that lie in memory, in any order, and how many more are zero without lying there (sparse tensors)."""
+    """Elements in memory, in any order, and the number of implicit zeros of a sparse tensor."""
 
     elements: torch.Tensor  # one dimension
     implicit_zeros: int = 0
 
 
 def held(tensor: torch.Tensor | None) -> Held | None:
-    """Return what this rank holds of `tensor`, detached; None when there is nothing: None, meta, freed or packed."""
+    """Return the elements of `tensor` on this rank, detached; None for None, meta, freed, nested and packed tensors."""
     if tensor is None:
         return None
     if tensor.is_meta or tensor.is_nested or tensor.dtype not in MEASURABLE or is_lazy(tensor):
@@ -48,7 +48,7 @@ def held(tensor: torch.Tensor | None) -> Held | None:
 
 
 def why_not_measurable(tensor: torch.Tensor) -> str | None:
-    """Return in words why a tensor has no statistics; None when it has."""
+    """Return the reason why a tensor has no statistics; None if it has."""
     if tensor.is_meta:
         return "a meta tensor"
     if tensor.is_nested:
@@ -59,14 +59,14 @@ def why_not_measurable(tensor: torch.Tensor) -> str | None:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Return whether the memory is gone while the shape stays, as FSDP leaves parameters it has resharded."""
+    """Return whether a tensor has a shape but no memory, such as a parameter that FSDP has resharded."""
     if type(tensor) not in PLAIN_TYPES or not tensor.numel():
         return False
     return tensor.untyped_storage().nbytes() == 0
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill their memory without gap or overlap, in whatever order."""
+    """Return whether the elements fill their memory without gap or overlap, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -82,7 +82,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))  # a transposed tensor need not be copied to be summed
 
 
-# What vmap and grad run on has no memory; no public name for it exists.
+# Tensors inside vmap and grad have no memory; torch has no public name for this check.
 _is_transformed = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _tensor: False)  # noqa: SLF001
 
 _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

@@ -1,8 +1,8 @@
-"""Statistics with torch operations alone: for every device and every type of number.
+"""Statistics with torch operations only, for every device and every dtype.
 
-`exact_sums` is one formula without a host sync, in float64: the way on accelerators. On a CPU, where looking at a
-result costs nothing, `fast_sums` makes four passes at float32 speed, and tensors whose sums look unsafe are measured
-again with the exact formula.
+On accelerators, `exact_sums` computes in float64 without a host synchronisation. On a CPU, where reading a result is
+free, `fast_sums` makes four passes at float32 speed. Tensors with unsafe sums, such as sums with NaN or Inf, are
+measured again with the exact formula. `masked_sums` counts NaN (isnan) and Inf (isinf) and excludes them from the sums.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _CPU: Final = torch.device("cpu")  # always named: a script may have set another
 _LEAN_TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 # 4096 elements in 16 lanes are 256 additions a lane: a float32 sum of squares cannot lose more than 8e-6 of itself.
 _LEAN_ROW: Final = 4096
-# Outside of these magnitudes float32 squares overflow, or lose what float64 would keep.
+# Outside of these magnitudes float32 squares overflow, or lose precision that float64 keeps.
 _LEAN_SMALLEST, _LEAN_LARGEST = 1e-12, 1e15
-_CPU_CHUNK: Final = 1 << 15  # elements: their float64 image stays in the cache
-_DEVICE_CHUNK: Final = 1 << 22  # 32 MiB of device memory at a time
+_CPU_CHUNK: Final = 1 << 15  # elements: their float64 copy fits into the cache
+_DEVICE_CHUNK: Final = 1 << 22  # elements: 32 MiB of temporary device memory
 
 
 def measure(items: Sequence[Held], rows: Rows, table: StatisticsTable, *, zero_below: float) -> None:
@@ -71,7 +71,7 @@ EXTRA_SUMS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {"sum_of_
 
 
 def _on_cpu(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the columns of `flats`: lean where that can be trusted, exact for the others."""
+    """Return sums and counts of `flats`: fast sums if they are accurate, exact sums otherwise."""
     sums = torch.zeros(len(SUMS), len(flats), dtype=torch.float64, device=_CPU)
     counts = torch.zeros(3, len(flats), dtype=torch.int64, device=_CPU)
     exact = set(range(len(flats)))
@@ -101,13 +101,13 @@ def _stacked(columns: Sequence[Sums], device: torch.device) -> torch.Tensor:
 
 
 def fast_sums(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return float64 sums, int64 counts and which columns can be trusted, of flat CPU tensors of common float types."""
+    """Return float64 sums, int64 counts, and which columns are accurate, for flat CPU tensors of common floats."""
     squares = torch.zeros(len(flats), dtype=torch.float64, device=_CPU)
     total = torch.zeros_like(squares)
     norms: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {torch.float64: [], torch.float32: []}
     totals: list[tuple[int, torch.Tensor]] = []
     for owner, flat in enumerate(flats):
-        # A reduction would widen all of a 16-bit tensor first; in pieces it stays in the cache.
+        # A reduction would first widen the whole 16-bit tensor; pieces fit into the cache.
         pieces = (flat,) if flat.dtype is torch.float32 else torch.split(flat, _CPU_CHUNK)
         for piece in pieces:
             wide = piece.to(torch.float32)
@@ -130,7 +130,7 @@ def fast_sums(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.T
     most = torch.stack([pair.max for pair in extremes]).double()
     zeros = torch.stack([count_zeros(flat, zero_below) for flat in flats])
     magnitude = torch.maximum(least.abs(), most.abs())
-    # NaN and Inf show here as well: no comparison with NaN is true.
+    # NaN and Inf are excluded here as well: no comparison with NaN is true.
     trusted = (magnitude == 0) | ((magnitude >= _LEAN_SMALLEST) & (magnitude <= _LEAN_LARGEST))
     none = torch.zeros_like(zeros)
     return torch.stack([squares, least, most, total]), torch.stack([none, none, zeros]), trusted
@@ -156,7 +156,7 @@ def _exact_chunk(chunk: torch.Tensor, zero_below: float) -> Sums:
 
 
 def masked_sums(values: torch.Tensor, zeros: torch.Tensor) -> Sums:
-    """Return the sums of float64 `values` with non-finite ones masked out: no branch, so no result is looked at."""
+    """Return the sums of float64 `values` with NaN and Inf masked out. No branch, so no host synchronisation."""
     nan, infinite = values.isnan(), values.isinf()
     odd = nan | infinite
     finite = values.masked_fill(odd, 0.0)
@@ -173,16 +173,16 @@ def masked_sums(values: torch.Tensor, zeros: torch.Tensor) -> Sums:
 
 
 def count_zeros(flat: torch.Tensor, zero_below: float) -> torch.Tensor:
-    """Return how many elements are 0, or closer to 0 than `zero_below`; NaN is neither."""
+    """Return the number of elements that are 0, or closer to 0 than `zero_below`. NaN does not count."""
     if not zero_below > 0:
         return flat.numel() - torch.count_nonzero(flat)
     return (flat.abs() < round_up(zero_below, flat.dtype)).sum()
 
 
 def round_up(bound: float, dtype: torch.dtype) -> float:
-    """Return the smallest number of `dtype` that is not below `bound`; any x of `dtype` is below both or neither.
+    """Return the smallest number of `dtype` that is at least `bound`: any x of `dtype` is below both or neither.
 
-    torch would round the bound to the tensor's type, in whichever direction is nearer.
+    torch itself would round the bound to the nearest number of the tensor's dtype, up or down.
     """
     nearest = torch.tensor(bound, dtype=torch.float64, device=_CPU).to(dtype)
     if float(nearest) >= bound:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from rankscope_exporter.adapters.base import GradientSource, remove_all
+from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.parameter_hooks import ParameterHook
+from rankscope_exporter.adapters.parameter_hooks import ParameterHook, remove_all
 
 
 class GradientHooks:

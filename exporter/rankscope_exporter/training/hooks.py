@@ -10,8 +10,9 @@ from typing import Any, Final
 import torch
 from torch.autograd import Variable
 
-from rankscope_exporter.adapters.base import GradientSource, Removable
+from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.base.tracing import (
     Entry,
@@ -63,7 +64,7 @@ class Hooks:
         self._backward = self._idle = _NO_BACKWARD
         self.beat: Callable[[], None] = lambda: None
         """Called at every sign that training goes on: a forward, also of an evaluation, a backward, an update."""
-        self._in_hook_reads = not monitored.framework.local_until_backward_ends
+        self._in_hook_reads = not monitored.framework.traits.local_until_backward_ends
         self.in_forward = False
         """Whether a training forward of the whole model is under way."""
         self._in_evaluation = False

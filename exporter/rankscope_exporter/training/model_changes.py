@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, MutableSequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rankscope_exporter.adapters.base import Removable
-from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel
+from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.model.parameter_names import entry
 
 REMEDY: Final = "detach() and attach() again"
@@ -103,7 +103,7 @@ class ReplacedOptimizers:
 
     def __init__(
         self,
-        followed: MutableSequence[Optimizer],
+        followed: list[Optimizer] | Borrowed[Optimizer],
         follow: Callable[[Optimizer], None],
         in_model: Callable[[], set[int]] = set,
     ) -> None:

@@ -168,7 +168,7 @@ class Recorder:
             if first:  # later optimizers of the same step would see what the earlier ones changed
                 self._guard.call("the learning rate", self._note_learning_rates)
                 self._awaits_gradients = computes_gradients
-            if not computes_gradients and (first or self._monitored.framework.updates_in_parts):
+            if not computes_gradients and (first or self._monitored.framework.traits.updates_in_parts):
                 self._each("before_update")
 
     def gradients_computed(self) -> None:

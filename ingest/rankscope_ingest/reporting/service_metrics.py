@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from rankscope_contract.metrics.timing import RUN_GOODPUT
 
 from rankscope_contract.metrics import catalogue
-from rankscope_contract.metrics.catalogue import UNKNOWN_RANK,
-    MetricSpec
+from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.models import Attempt
@@ -216,5 +216,3 @@ class ServiceMetrics:
         family: Gauge = self._families[spec.name]
         family.clear()
         return family
-
-    }

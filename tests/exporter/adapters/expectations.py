@@ -1,4 +1,4 @@
-"""What a framework owes, and how rows are compared with a float64 training that nothing wraps."""
+"""Expected rows of each framework, and their comparison with a float64 training without a wrapper."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ LOCAL = "grad_unreduced"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owed:
-    """What one framework promises, beside all of `ALL` for each tensor and step."""
+    """The expectations of one framework, in addition to all kinds of `ALL` for each tensor and step."""
 
     local: str = "partial"
     """Placement of a gradient before it is reduced; "partial" is compared rank by rank."""
     shared: frozenset[str] = frozenset({"replica"})
     """Placements of everything else."""
     ranks: tuple[int, ...] = tuple(range(WORLD))
-    """Whose data are trained on: the same on all ranks, or each its own."""
+    """Ranks whose data are trained on: the same data on all ranks, or separate data on each."""
     micros: int = 1
     split: bool = False
     scaled: bool = False
     by_loop: bool = False
-    """Whether the loop itself reduces: what it makes of gradients, clipping included, shows when the update begins."""
+    """True if the loop reduces gradients itself: its results and clipping are visible when the update begins."""
     everywhere: bool = True
-    """Whether each rank has a row for each tensor; if not, all ranks together."""
+    """True if each rank has a row for each tensor; otherwise all ranks together have one."""
     activations: bool = True
-    """Not inside of compiled code."""
+    """False for modules inside compiled code."""
     rel: float = 1e-4
     """float32 against float64, over three steps of Adam."""
 
@@ -53,7 +53,7 @@ def count_of(rows: list[Found]) -> dict[str, int]:
 
 
 def check(rows: list[Found], expected: dict[str, torch.Tensor], rel: float) -> None:
-    """Compare each tensor: shards together, anything else each by itself."""
+    """Compare each tensor with its reference: the shards of a tensor together, all others individually."""
     parts: dict[str, list[list[Found]]] = defaultdict(list)
     for row in rows:
         if row.placement == "shard" and parts[row.tensor]:
@@ -80,7 +80,7 @@ def close(rows: list[Found], value: torch.Tensor, rel: float) -> None:
 
 
 def check_calls(outcomes: Sequence[Outcome], truths: Sequence[Truth], micros: int, *, split: bool) -> None:
-    """Check what modules are read for when they are called, over all chunks of all ranks: entropies, norms, structure.
+    """Check the features and the structure of modules over all chunks of all ranks: entropies, norms, rows.
 
     Each is there once for the whole model, by the names of its parts there.
     """

@@ -1,4 +1,4 @@
-"""The frameworks: each wraps the same model and trains it on two ranks as its own documentation says."""
+"""Training loops of all frameworks: each wraps the same model and trains it on two ranks as documented."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORLD = 2
 
 @dataclass(slots=True)
 class Loop:
-    """A wrapped model in training. `attached` is what the monitor is given."""
+    """A wrapped model in training. `attached` is the model that the monitor receives."""
 
     attached: Any
     model: nn.Module
@@ -38,7 +38,7 @@ class Loop:
     scaler: torch.amp.GradScaler | None = None
     foreach: bool | None = None
     before: Callable[[int, torch.optim.Optimizer], None] = lambda _step, _optimizer: None
-    """What happens to the model before a step."""
+    """Changes of the model before a step."""
     also: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Further quantities, or options of those that are always measured."""
 
@@ -66,7 +66,7 @@ class Loop:
         return torch.optim.Adam(self.model.parameters(), foreach=self.foreach, **ADAM)
 
     def state(self) -> list[torch.Tensor]:
-        """Return what training has made of this rank's part of the model."""
+        """Return the trained tensors of this rank's part of the model."""
         parameters = [parameter.detach() for parameter in self.model.parameters()]
         return [(item.to_local() if isinstance(item, DTensor) else item).clone() for item in parameters]
 
@@ -161,7 +161,7 @@ def fsdp2_mixed(rank: int, holding: Any = unsynchronized) -> Loop:
 
 
 def summed(loop: Loop) -> Loop:
-    """A loop that reduces each micro-batch: what is this rank's own is summed up by the monitor, at all steps."""
+    """A loop that reduces each micro-batch: the monitor sums this rank's own gradients at all steps."""
     loop.also = {**loop.also, "gradients": {"sum_micro_batches": True}}
     return loop
 
@@ -212,7 +212,7 @@ PARTS = ("enter", "0", "1", "leave")
 
 
 def part_of(model: Net, kept: str) -> Net:
-    """Return the model with one of its parts left."""
+    """Return the model with only one of its parts."""
     model.blocks = nn.ModuleDict({name: block for name, block in model.blocks.items() if name == kept})
     model.enter = model.enter if kept == "enter" else None
     model.leave = model.leave if kept == "leave" else None
@@ -239,7 +239,7 @@ def interleaved(rank: int, schedule: Any = ScheduleInterleaved1F1B) -> Loop:
 
 
 def zero_bubble(rank: int) -> Loop:
-    """Gradients of weights come in passes of their own, in which torch accumulates by itself."""
+    """Weight gradients have separate passes, in which torch itself accumulates."""
     return summed(interleaved(rank, ScheduleInterleavedZeroBubble))
 
 
@@ -264,7 +264,7 @@ THAWED, FROZEN = 2, 3
 
 
 def failing(loop: Loop) -> Loop:
-    """A forward pass whose loss nobody gets to use."""
+    """A forward pass that raises before its loss is used."""
 
     def before(step: int, _optimizer: Any) -> None:
         if step == FAILED:

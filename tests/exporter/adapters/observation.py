@@ -1,4 +1,4 @@
-"""What two ranks measure while they train: runs every loop with and without the monitor, in one pair of processes."""
+"""Measurements of two ranks in training: runs every loop with and without the monitor, in one pair of processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS = {"activations": {"targets": [*OUTER, *(f"[0-9].{name}" for name in OUT
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One row: where it belongs, and its numbers."""
+    """One row: its position and its numbers."""
 
     step: int
     kind: str
@@ -52,7 +52,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class FoundOfModule:
-    """A feature of a module, or that it was called at all."""
+    """A feature of a module, or the fact that it was called."""
 
     step: int
     kind: str
@@ -65,24 +65,24 @@ class FoundOfModule:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one rank tells of one loop."""
+    """The results of one rank for one loop."""
 
     rows: list[Found] = field(default_factory=list)
     events: list[tuple[int, str]] = field(default_factory=list)
     of_modules: list[FoundOfModule] = field(default_factory=list)
     faults: int = 0
     unequal: list[str] = field(default_factory=list)
-    """What the monitor changed: nothing, one hopes."""
+    """Tensors that the monitor changed; expected to be empty."""
     hooked: list[str] = field(default_factory=list)
-    """What attach() and training put there, by module."""
+    """Hooks after attach() and training, by module."""
     left: list[str] = field(default_factory=list)
-    """What detach() left behind."""
+    """Hooks that remain after detach()."""
 
 
 def outcomes(
     folder: Path, work: Any, names: Sequence[str] = tuple(EVERY), *, wait_seconds: float = 200
 ) -> dict[tuple[str, int], Any]:
-    """Return what `work(rank, store, names, results)` puts, by name and rank; torch is started once."""
+    """Return the results of `work(rank, store, names, results)` by name and rank; torch is started once."""
     context = warm_processes()
     results = context.Queue()
     arguments = (str(folder / "store"), list(names), results)
@@ -163,7 +163,7 @@ def unequal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def left_behind(model: torch.nn.Module) -> list[str]:
-    """Return the hooks of ours that are still there."""
+    """Return the hooks of the monitor that still exist."""
     hooks = [(name, hook) for name, module in model.named_modules() for hook in _hooks_of(module)]
     return [name for name, hook in hooks if "rankscope" in type(hook).__module__ + getattr(hook, "__module__", "")]
 

@@ -1,8 +1,8 @@
-"""Several chunks of a model on one rank, whose micro-batches are interleaved: what is read of each tells both."""
+"""Several chunks of a model on one rank with interleaved micro-batches: rows contain chunk and micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from rankscope_exporter.adapters.monitored_model import as_one, numbers_of
 
 
 class Core(nn.Module):
-    """Attention as its quantity reads it: (sequence, batch, heads, width)."""
+    """An attention core with the arguments that the quantity reads: (sequence, batch, heads, width)."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         scores = torch.einsum("sbhd,tbhd->bhst", query, key) / query.shape[-1] ** 0.5
@@ -34,20 +34,17 @@ class Chunk(nn.Module):
 
 
 class Chunked(Plain):
-    """Chunks of one model that a loop calls as it likes."""
+    """The chunks of one model, which a loop calls in any order."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._list = as_one(chunks)  # nothing else holds it
         super().__init__(self._list)
         self._chunks = chunks
+        self.chunk_numbers = numbers_of(chunks)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
         return False
-
-    @property
-    def numbers_of_chunks(self) -> Mapping[int, int]:
-        return numbers_of(self._chunks)
 
     @property
     def chunks(self) -> Sequence[nn.Module]:
@@ -69,7 +66,7 @@ def entropy(query: torch.Tensor, key: torch.Tensor, head: int) -> float:
 
 
 def run(spoil: Any = None) -> Any:
-    """Train a step, in which `spoil(chunk, micro, tensor)` may change what goes in; return its record."""
+    """Train a step, in which `spoil(chunk, micro, tensor)` may change the input; return its record."""
     chunks = [Chunk(), Chunk()]
     optimizer = torch.optim.SGD([item for chunk in chunks for item in chunk.parameters()], lr=0.0)
     config = MonitorConfig(
@@ -111,7 +108,7 @@ def test_each_chunk_counts_its_own_micro_batches():
     assert {} == found
 
 
-def test_attention_of_all_chunks_is_read_in_each_micro_batch():
+def test_attention_of_all_chunks_is_measured_in_each_micro_batch():
     features = [row for row in run().features if row["kind"] == "attention_entropy"]
     found = {(row["vpp_stage"], row["module"], row["micro_step"], row["index"]): row["value"] for row in features}
     chunks, hidden = [Chunk(), Chunk()], batches()
@@ -123,14 +120,14 @@ def test_attention_of_all_chunks_is_read_in_each_micro_batch():
         assert entropy(1.5 * given, given, head) == pytest.approx(value, rel=1e-4)
 
 
-def test_the_structure_says_which_chunk_a_module_is_of():
+def test_structure_contains_the_chunk_of_each_module():
     assert {("0", 0), ("0.core", 0), ("1", 1), ("1.core", 1)} == {
         (row["module"], row["vpp_stage"]) for row in run().modules
     }
 
 
-def test_the_first_cause_is_told_by_micro_batch_then_by_chunk():
-    """Of a NaN in the second chunk of an early micro-batch and one in the first chunk of a later one, the former."""
+def test_first_cause_is_ordered_by_micro_batch_then_by_chunk():
+    """The NaN in the second chunk of an early micro-batch precedes one in the first chunk of a later micro-batch."""
 
     def spoil(chunk: int, micro: int, tensor: torch.Tensor) -> torch.Tensor:
         return tensor * float("nan") if (chunk, micro) in ((1, 0), (0, 1)) else tensor

@@ -1,4 +1,4 @@
-"""What each framework owes: every quantity on every rank, equal to a float64 training that nothing wraps.
+"""Conformance of each framework: every quantity on every rank equals a float64 training without a wrapper.
 
 A framework is added by a loop in `loops.py` and a line in `OWED`.
 """
@@ -74,10 +74,10 @@ OWED = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Outcome]:
-    told = outcomes(tmp_path_factory.mktemp("frameworks"), train_all)
+    results = outcomes(tmp_path_factory.mktemp("frameworks"), train_all)
     for name, rank in itertools.product(CHUNKED, range(WORLD)):
-        by_chunk(told[name, rank])
-    return told
+        by_chunk(results[name, rank])
+    return results
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def truth_of(owed: Owed) -> list[Truth]:
     return truths(owed.ranks, owed.micros, split=owed.split, skipped=(SKIPPED,) if owed.scaled else ())
 
 
-def test_every_loop_owes_something():
+def test_every_loop_has_expectations():
     assert OWED.keys() == LOOPS.keys()
 
 
@@ -130,7 +130,7 @@ def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(name, fo
 
 
 @pytest.mark.parametrize("name", OWED)
-def test_what_ranks_hold_together_equals_the_reference(name, found):
+def test_tensors_combined_over_ranks_equal_the_reference(name, found):
     owed = OWED[name]
     for step, truth in enumerate(truth_of(owed), 1):
         if owed.scaled and step == SKIPPED:
@@ -152,7 +152,7 @@ def test_what_ranks_hold_together_equals_the_reference(name, found):
 @pytest.mark.parametrize("name", [name for name, owed in OWED.items() if owed.activations])
 def test_activations_of_each_rank_and_micro_batch_equal_the_reference(name, found):
     owed = OWED[name]
-    told = 0
+    count = 0
     for rank, (step, truth) in itertools.product(range(WORLD), enumerate(truth_of(owed), 1)):
         if owed.scaled and step == SKIPPED:
             continue
@@ -162,12 +162,12 @@ def test_activations_of_each_rank_and_micro_batch_equal_the_reference(name, foun
             assert row.micro_step is not None
             scale = scale_at(owed, step) if "grad" in row.kind else 1.0
             close([row], scale * of_rank[row.micro_step][str(row.kind), row.tensor], owed.rel)
-        told += len(rows)
+        count += len(rows)
     pairs = WORLD if owed.local != "full" else 1  # a layer is on every rank, or on the one of its stage
-    assert (STEPS - owed.scaled) * owed.micros * pairs * len(of_rank[0]) == told
+    assert (STEPS - owed.scaled) * owed.micros * pairs * len(of_rank[0]) == count
 
 
-def test_a_step_that_the_scaler_skips_is_there_with_the_gradients_that_made_it_so(found):
+def test_step_skipped_by_the_scaler_has_its_gradients(found):
     for rank in range(WORLD):
         outcome = found["ddp, gradient scaler", rank]
         rows = [row for row in outcome.rows if row.step == SKIPPED]
@@ -177,7 +177,7 @@ def test_a_step_that_the_scaler_skips_is_there_with_the_gradients_that_made_it_s
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_a_shard_names_the_ranks_that_hold_the_others(name, found):
+def test_shard_names_the_ranks_of_the_other_shards(name, found):
     for rank in range(WORLD):
         sharded = {row.shard_group for row in found[name, rank].rows if row.placement == "shard"}
         whole = {row.shard_group for row in found[name, rank].rows if row.placement != "shard"}
@@ -185,7 +185,7 @@ def test_a_shard_names_the_ranks_that_hold_the_others(name, found):
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp1", "fsdp2, mixed precision"])
-def test_a_gradient_before_it_is_sharded_has_the_form_of_the_whole_tensor(name, found):
+def test_unsharded_gradient_has_the_shape_of_the_whole_tensor(name, found):
     shapes = {key: tuple(item.shape) for key, item in Net().named_parameters()}
     own = [row for row in found[name, 0].rows if row.kind == LOCAL]
 
@@ -194,8 +194,8 @@ def test_a_gradient_before_it_is_sharded_has_the_form_of_the_whole_tensor(name, 
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_rank_measures_without_the_others(name, found):
-    """A hidden collective would have hung, or mixed up what the ranks say to each other."""
+def test_one_rank_can_be_monitored_without_the_others(name, found):
+    """A hidden collective would hang, or would mix up the messages of the ranks."""
     both = {(row.step, row.kind, row.tensor, row.numbers["norm"]) for row in found[name.removesuffix(TOLD), 0].rows}
     alone = {(row.step, row.kind, row.tensor, row.numbers["norm"]) for row in found[name, 0].rows}
 
@@ -204,7 +204,7 @@ def test_a_rank_measures_without_the_others(name, found):
 
 
 @pytest.mark.parametrize("name", CHUNKED)
-def test_modules_of_all_stages_are_read_when_they_are_called(name, found):
+def test_modules_of_all_stages_have_features_and_structure(name, found):
     check_calls([found[name, rank] for rank in range(WORLD)], truth_of(STAGE), MICROS, split=True)
 
 
@@ -215,7 +215,7 @@ def test_each_stage_of_a_rank_has_its_number(name, found):
         assert {None} == {row.vpp_stage for row in found["pipeline, 1f1b", rank].rows}
 
 
-def test_gradients_are_there_from_the_step_that_thaws_a_parameter_to_the_one_that_freezes_it(found):
+def test_gradients_exist_exactly_while_a_parameter_is_not_frozen(found):
     for rank in range(WORLD):
         steps = steps_of(found["fsdp2, thawed and frozen", rank], LOCAL, "blocks.0.up.weight", "leave.weight")
         reduced = steps_of(
@@ -226,7 +226,7 @@ def test_gradients_are_there_from_the_step_that_thaws_a_parameter_to_the_one_tha
 
 
 @pytest.mark.parametrize("name", [name for name in MISFORTUNES if "failing" in name])
-def test_a_forward_pass_that_ends_in_an_exception_is_no_step(name, found):
+def test_forward_pass_that_raises_is_no_step(name, found):
     for rank in range(WORLD):
         failing = [row for row in found[name, rank].rows if row.micro_step is None]
         usual = [row for row in found[name.removesuffix(", failing"), rank].rows if row.micro_step is None]
@@ -235,7 +235,7 @@ def test_a_forward_pass_that_ends_in_an_exception_is_no_step(name, found):
         assert {None, 1} == {row.micro_step for row in rows}  # the second forward pass of its step
 
 
-def test_a_layer_that_is_added_is_not_measured_and_does_no_harm(found):
+def test_added_layer_is_not_measured_and_harmless(found):
     for rank in range(WORLD):
         rows = found["pipeline, growing", rank].rows
         assert {1, 2, 3} == {row.step for row in rows if row.kind == "param_after"}
@@ -252,5 +252,5 @@ def kinds_of(owed: Owed) -> list[str]:
 
 
 def scale_at(owed: Owed, step: int) -> float:
-    """Return the loss scale: it is halved by the step that was skipped."""
+    """Return the loss scale, which the skipped step halves."""
     return (8.0 if step < SKIPPED else 4.0) if owed.scaled else 1.0

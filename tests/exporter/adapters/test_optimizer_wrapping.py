@@ -1,4 +1,4 @@
-"""A replaced method: calls are seen, copies of the object are not watched, and the earlier method is put back."""
+"""A replaced method: calls are intercepted, copies of the object are not, and the original is restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
 
 
 class Engine:
-    """Counts its own updates."""
+    """An object that counts its updates."""
 
     def __init__(self) -> None:
         self.updates = 0
@@ -27,7 +27,7 @@ class Engine:
 
 
 class Passing:
-    """Has the methods of another object."""
+    """A proxy for another object."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
@@ -54,7 +54,7 @@ def around(seen: list[int]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("make", [Engine, lambda: Passing(Engine())])
-def test_each_call_is_seen_until_it_is_removed(make, seen, around):
+def test_each_call_is_intercepted_until_remove(make, seen, around):
     engine = make()
     replaced = PatchedMethod(engine, "update", around)
 
@@ -68,7 +68,7 @@ def test_each_call_is_seen_until_it_is_removed(make, seen, around):
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
 @pytest.mark.parametrize("removed", [False, True])
-def test_a_copy_of_the_object_updates_itself_and_is_not_seen(way, removed, seen, around):
+def test_copy_of_the_object_is_not_intercepted(way, removed, seen, around):
     engine = Engine()
     replaced = PatchedMethod(engine, "update", around)
     engine.update()
@@ -80,15 +80,15 @@ def test_a_copy_of_the_object_updates_itself_and_is_not_seen(way, removed, seen,
     assert (1, [1]) == (engine.updates, seen)
 
 
-def test_a_pickled_object_loads_where_rankscope_is_not_installed(around):
+def test_pickled_object_loads_without_rankscope(around):
     engine = Engine()
     PatchedMethod(engine, "update", around)
 
     assert b"rankscope" not in pickle.dumps(engine)
 
 
-def test_it_is_a_method_of_the_object_that_others_can_wrap_and_bind_again(seen, around):
-    """A learning-rate scheduler of torch takes the function, and puts a method of its own around it."""
+def test_replacement_is_a_method_that_can_be_wrapped_and_bound_again(seen, around):
+    """A learning-rate scheduler of torch reads the function and wraps it in its own method."""
     engine = Engine()
     replaced = PatchedMethod(engine, "update", around)
     function = engine.update.__func__
@@ -99,7 +99,7 @@ def test_it_is_a_method_of_the_object_that_others_can_wrap_and_bind_again(seen, 
     assert (5, [4]) == (engine.update(1), seen)
 
 
-def test_a_method_of_the_object_itself_is_called_and_put_back(seen, around):
+def test_method_in_the_instance_is_called_and_restored(seen, around):
     engine = Engine()
     engine.update = types.MethodType(lambda owner, by: Engine.update(owner, 10 * by), engine)  # type: ignore[method-assign]
     before = engine.update
@@ -113,7 +113,7 @@ def test_a_method_of_the_object_itself_is_called_and_put_back(seen, around):
     assert before is engine.update
 
 
-def test_an_error_of_the_original_is_raised(around):
+def test_error_of_the_original_method_is_raised(around):
     engine = Engine()
     PatchedMethod(engine, "update", around)
 
@@ -121,7 +121,7 @@ def test_an_error_of_the_original_is_raised(around):
         engine.update("x")
 
 
-def test_the_object_is_not_kept_alive(around):
+def test_patched_object_is_not_kept_alive(around):
     engine = Engine()
     replaced = PatchedMethod(engine, "update", around)
     gone = weakref.ref(engine)

@@ -1,8 +1,9 @@
-"""An optimizer that updates flat copies, one parameter group after another, inside of one method: read as it is."""
+"""The adapter base for an optimizer that updates flat copies, group after group, inside one method."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from rankscope_exporter.base.errors import ConfigError
 
 
 class Flattened:
-    """Keeps what it updates in one flat tensor for each group, and shows its optimizer one group at a time."""
+    """An optimizer with one flat tensor per group, which shows its inner optimizer one group at a time."""
 
     def __init__(self, model: Net) -> None:
         parameters = list(model.parameters())
@@ -51,7 +52,7 @@ class Flattened:
 
 
 class OfFlattened(PartitionedOptimizer):
-    """What this package must know of it."""
+    """The adapter of this optimizer."""
 
     def __init__(self, model: Net, flattened: Flattened) -> None:
         super().__init__(model)
@@ -102,7 +103,7 @@ def outcome() -> Outcome:
     return watched(lambda _rank: flat_loop(micros=2), 0)
 
 
-def test_training_is_bit_identical_and_the_method_is_there_again():
+def test_training_is_bit_identical_and_the_method_is_restored():
     loops: list[FlatLoop] = []
 
     def make(_rank: int) -> FlatLoop:
@@ -116,7 +117,7 @@ def test_training_is_bit_identical_and_the_method_is_there_again():
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_every_kind_is_put_together_from_the_parts_of_all_groups(kind, outcome):
+def test_every_kind_is_combined_from_the_parts_of_all_groups(kind, outcome):
     for step, truth in enumerate(truths((0,), 2), 1):
         rows = [row for row in outcome.rows if (str(row.kind), row.step, row.micro_step) == (kind, step, None)]
         check(rows, truth.local(0) if kind == LOCAL else truth.shared[kind], 1e-4)
@@ -130,10 +131,10 @@ def test_each_micro_batch_has_its_own_gradients(outcome):
 
 
 class OfScattered(OfFlattened):
-    scatters = True
+    traits = replace(PartitionedOptimizer.traits, reduces_each_micro_batch=None)
 
 
-def test_a_sum_over_micro_batches_that_nobody_keeps_is_kept_here_once_it_was_seen_to_be_missing():
+def test_missing_sum_over_micro_batches_is_kept_after_it_was_detected():
     def make(_rank: int) -> FlatLoop:
         loop = flat_loop(micros=2)
         loop.attached = OfScattered(loop.model, loop.attached.flattened)
@@ -150,7 +151,7 @@ def test_a_sum_over_micro_batches_that_nobody_keeps_is_kept_here_once_it_was_see
     assert ([], 0) == (outcome.unequal, outcome.faults)
 
 
-def test_an_update_that_does_not_happen_is_a_step_that_was_skipped():
+def test_update_without_an_optimizer_step_is_a_skipped_step():
     outcome = watched(lambda _rank: flat_loop(infinite=True), 0)
 
     assert (SKIPPED, "step_skipped") in outcome.events
@@ -158,7 +159,7 @@ def test_an_update_that_does_not_happen_is_a_step_that_was_skipped():
     assert {1, 2, 3} == {row.step for row in outcome.rows}
 
 
-def test_all_learning_rates_are_there_though_one_group_is_shown_at_a_time():
+def test_learning_rates_of_all_groups_are_logged():
     loop = flat_loop()
     loop.attached.flattened.optimizer.param_groups[1]["lr"] = 0.5
     with Monitor(MonitorConfig(console=False, exit_wait_seconds=0)) as monitor:
@@ -173,14 +174,14 @@ def test_all_learning_rates_are_there_though_one_group_is_shown_at_a_time():
     assert {ADAM["lr"], 0.5} == rates
 
 
-def test_a_list_of_models_is_refused_where_nobody_makes_one_of_them():
+def test_list_of_independent_models_is_rejected():
     with pytest.raises(ConfigError, match="attach a monitor to each model"):
         framework_of([Net(), Net()])
 
     assert "plain" == framework_of([Net()]).name
 
 
-def test_a_method_that_somebody_wraps_meanwhile_is_left_alone():
+def test_wrapper_around_the_replaced_method_remains():
     loop = flat_loop()
     flattened = loop.attached.flattened
     with Monitor(MonitorConfig(console=False, exit_wait_seconds=0)) as monitor:

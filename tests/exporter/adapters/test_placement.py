@@ -1,4 +1,4 @@
-"""How placements on a mesh become `placement` and `shard_group`: with a mesh of eight ranks that need not exist."""
+"""Conversion of DTensor placements to `placement` and `shard_group`, with a simulated mesh of eight ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FULL = Layout("full")
 
 @dataclass
 class Mesh:
-    """What is read of a DeviceMesh, seen from rank 6 of 8: the third of four pairs, or the place that `here` names."""
+    """The used part of a DeviceMesh, on rank 6 of 8: the third of four pairs, or the coordinate `here`."""
 
     mesh: torch.Tensor
     here: tuple[int, ...]
@@ -59,11 +59,11 @@ ALONE = Mesh(torch.arange(1), (0,))
         (ALONE, (Shard(0),), FULL),
     ],
 )
-def test_a_tensor_on_a_mesh_tells_who_holds_the_rest(mesh, placements, expected):
+def test_dtensor_names_the_ranks_of_the_other_shards(mesh, placements, expected):
     assert expected == layout_of(Tensor(mesh, placements), FULL)
 
 
-def test_a_plain_tensor_lies_as_its_framework_says():
+def test_plain_tensor_has_the_layout_of_its_framework():
     assert Layout("replica") == layout_of(torch.ones(2), Layout("replica"))
 
 
@@ -78,5 +78,5 @@ def test_a_plain_tensor_lies_as_its_framework_says():
         ([2, 1, 0], "2,1,0"),
     ],
 )
-def test_ranks_are_written_short(ranks, text):
+def test_ranks_are_written_in_short_form(ranks, text):
     assert text == ranks_text(ranks)

@@ -1,4 +1,4 @@
-"""Of what is the same on ranks by construction the first of them has the rows, where `attach` is given the group."""
+"""With a process group in `attach`, only the first rank publishes rows of tensors that are equal by construction."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ NAMES = {name for name, _ in Net().named_parameters()}
 
 
 def hooked(rank: int) -> Loop:
-    """A communication hook of the user's: who knows what it does."""
+    """A model with a communication hook of the user, which may do anything."""
     loop = ddp(rank)
     loop.model.register_comm_hook(None, allreduce_hook)  # type: ignore[operator]  # of DDP
     return loop
 
 
 def ignoring(rank: int) -> Loop:
-    """DDP is told to leave a parameter alone."""
+    """A model with a parameter that DDP ignores."""
     net = Net()
     net._ddp_params_and_buffers_to_ignore = ["leave.bias"]  # type: ignore[assignment]  # as DDP has it
     return plainly(torch.nn.parallel.DistributedDataParallel(net), rank)
@@ -51,7 +51,7 @@ def half_frozen(rank: int) -> Loop:
 
 
 def hybrid(rank: int) -> Loop:
-    """FSDP2 with copies: two of them, each in one part."""
+    """FSDP2 with two replicas, each with one shard."""
     model = Net()
     fully_shard(model, mesh=init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("copies", "parts")))
     return plainly(model, rank)
@@ -62,7 +62,7 @@ class Case:
     loop: Any
     group: str = "dp_group"
     left: frozenset[str] = frozenset(NAMES)
-    """Parameters of which the first rank has what is shared."""
+    """Parameters whose shared rows the first rank publishes."""
     zero: bool = False
 
 
@@ -88,10 +88,10 @@ class Pair:
     usual: Outcome = field(default_factory=Outcome)
     grouped: Outcome = field(default_factory=Outcome)
     state: bool = False
-    """Whether both were trained to the same bits."""
+    """True if both runs end with the same bits."""
     notes: list[str] = field(default_factory=list)
     others: list[dict[str, int]] = field(default_factory=list)
-    """How many features and histograms the grouped run has, by step."""
+    """Number of features and histograms of the run with the group, by step."""
 
 
 def train_pairs(rank: int, store: str, names: list[str], results: Any) -> None:
@@ -154,7 +154,7 @@ def test_training_is_the_same_and_the_first_rank_publishes_all(name, found):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_other_rank_has_what_is_its_own_and_nothing_that_the_first_has_alike(name, found):
+def test_other_rank_publishes_only_tensors_that_differ(name, found):
     case, pair = CASES[name], found[name, 1]
     usual, grouped = keyed(pair.usual.rows), keyed(pair.grouped.rows)
     shared = SHARED - STATE if case.zero else SHARED
@@ -167,7 +167,7 @@ def test_the_other_rank_has_what_is_its_own_and_nothing_that_the_first_has_alike
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.left])
-def test_what_is_left_to_the_first_rank_is_what_it_has(name, found):
+def test_tensors_left_to_the_first_rank_are_published_by_it(name, found):
     mine, its = keyed(found[name, 1].usual.rows), keyed(found[name, 0].grouped.rows)
     case = CASES[name]
     shared = SHARED - STATE if case.zero else SHARED
@@ -177,17 +177,17 @@ def test_what_is_left_to_the_first_rank_is_what_it_has(name, found):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_store_is_told_who_publishes(name, found):
+def test_store_receives_the_publishing_rank(name, found):
     case = CASES[name]
-    told = [[note for note in found[name, rank].notes if case.group in note] for rank in range(WORLD)]
+    reported = [[note for note in found[name, rank].notes if case.group in note] for rank in range(WORLD)]
     if case.left:
         shares = f"rank 0 publishes what {len(case.left)} of {len(NAMES)} parameters have in common on its ranks"
-        assert [[], [f"{case.group}: {shares}"]] == told
+        assert [[], [f"{case.group}: {shares}"]] == reported
     else:
-        assert all(len(notes) == 1 and "no parameter is known to be the same" in notes[0] for notes in told)
+        assert all(len(notes) == 1 and "no parameter is known to be the same" in notes[0] for notes in reported)
 
 
-def test_histograms_and_features_of_the_same_are_left_to_the_first_as_well(found):
+def test_histograms_and_features_of_replicas_are_left_to_the_first_rank(found):
     first, other = (found["ddp", rank].others for rank in range(WORLD))
 
     assert [2 * len(NAMES)] * len(first) == [of["histograms"] for of in first]
@@ -195,8 +195,8 @@ def test_histograms_and_features_of_the_same_are_left_to_the_first_as_well(found
     assert {True} == {of["histograms"] > 0 for of in found["fsdp2", 1].others}
 
 
-def test_megatrons_marks_tell_what_tensor_parallel_ranks_have_in_common_and_experts_are_not_of_it(monkeypatch):
-    """What is split is marked True, the rest False; an expert's gradients are reduced over another group."""
+def test_megatron_attributes_identify_tensor_parallel_replicas(monkeypatch):
+    """Split parameters have the attribute True, others False; gradients of experts are reduced over another group."""
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     for layer, split in zip(net, (False, True, False), strict=True):
         for parameter in layer.parameters():

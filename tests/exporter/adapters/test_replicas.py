@@ -1,4 +1,4 @@
-"""Which ranks hold the same elements by construction: on a mesh of eight that need not exist, and through wrappers."""
+"""Ranks with equal elements by construction: on a simulated mesh of eight ranks, and for wrapped models."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from rankscope_exporter.adapters.placement import replicas_of
         (ALONE, (Replicate(),), []),
     ],
 )
-def test_replicas_lie_along_the_dimensions_that_replicate(mesh: Any, placements: Any, ranks: list[int]) -> None:
+def test_replicas_are_along_the_replicating_mesh_dimensions(mesh: Any, placements: Any, ranks: list[int]) -> None:
     tensor: Any = Tensor(mesh, placements)
 
     assert ranks == list(replicas_of(tensor))
 
 
-def test_a_plain_tensor_has_none() -> None:
+def test_plain_tensor_has_no_replicas() -> None:
     assert [] == list(replicas_of(torch.ones(2)))
 
 
@@ -50,16 +50,16 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_stage_of_a_pipeline_answers_as_its_wrapper_does() -> None:
+def test_pipeline_stage_has_the_replicas_of_its_wrapper() -> None:
     net = nn.Linear(4, 2)
     stages = [PipelineStage(part, 0, 1, torch.device("cpu")) for part in (net, DistributedDataParallel(net))]
-    bare, wrapped = map(framework_of, stages)  # which do not keep what they are of
+    bare, wrapped = map(framework_of, stages)  # they do not keep the stages alive
 
     assert ([], [0]) == (list(bare.replicas(net.weight)), list(wrapped.replicas(net.weight)))
 
 
 @pytest.mark.usefixtures("group")
-def test_ignored_parameters_have_no_replicas_and_frozen_ones_have() -> None:
+def test_frozen_parameters_have_replicas_and_ignored_ones_do_not() -> None:
     net = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
     net[1].weight.requires_grad_(False)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.bias"])

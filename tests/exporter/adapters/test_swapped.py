@@ -1,4 +1,4 @@
-"""Parameters that torch swaps, an option of `.to()` and `load_state_dict`: training and rows are as without."""
+"""Parameters that torch swaps, an option of `.to()` and `load_state_dict`: training and rows are unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def swapping() -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """Passes a parameter to a module, so that it is an activation as well."""
+    """A model that passes a parameter to a module, so the parameter is also an activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ WAYS: dict[str, dict[int, Sequence[Change]]] = {
 
 
 class Outcome:
-    """A training to which something happens before some steps."""
+    """A training with an action before some steps."""
 
     def __init__(self, way: str, *, watched: bool, every: int = 1) -> None:
         net = Net()
@@ -102,7 +102,7 @@ class Outcome:
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_training_is_the_same_to_the_last_bit(way, every):
+def test_training_with_swapped_tensors_is_bit_identical(way, every):
     alone, watched = Outcome(way, watched=False), Outcome(way, watched=True, every=every)
 
     assert len(alone.state) == len(watched.state)
@@ -111,7 +111,7 @@ def test_training_is_the_same_to_the_last_bit(way, every):
 
 
 @pytest.mark.parametrize("way", ["converted", "converted more than once", "loaded"])
-def test_the_rows_of_each_step_are_those_before_the_swap(way):
+def test_rows_of_each_step_are_from_before_the_swap(way):
     outcome = Outcome(way, watched=True)
 
     assert [outcome.kinds[0]] * STEPS == outcome.kinds
@@ -119,11 +119,11 @@ def test_the_rows_of_each_step_are_those_before_the_swap(way):
 
 
 @pytest.mark.parametrize("way", ["converted", "loaded"])
-def test_no_table_of_hooks_is_left_behind(way):
+def test_no_table_of_hooks_remains(way):
     assert {None} == set(Outcome(way, watched=True).left)
 
 
-def test_a_swap_in_the_middle_of_a_step_works_as_without_a_monitor():
+def test_swap_in_the_middle_of_a_step_works_as_without_a_monitor():
     """A loop that sees a NaN loads good parameters before it steps."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

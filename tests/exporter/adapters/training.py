@@ -1,4 +1,4 @@
-"""One small training, done plainly in float64: what every framework must measure of it. Nothing here is wrapped."""
+"""The reference: one small training in float64 without any wrapper, with the expected measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 STEPS = 3
 ROWS = 8
 CLIP = 0.5  # every loop "clips" by this factor, which needs no norm over ranks
-ADAM = {"lr": 0.01, "eps": 1e-3}  # a large eps: without it the update is the sign of what may be rounding
+ADAM = {"lr": 0.01, "eps": 1e-3}  # a large eps: without it, the update is the sign of a rounding error
 
 
 class Block(nn.Module):
@@ -69,7 +69,7 @@ Seen = dict[tuple[str, str], torch.Tensor]  # kind, module
 
 @dataclass(slots=True)
 class Truth:
-    """What one step holds: of each rank the gradients of each micro-batch, and what all ranks share."""
+    """The reference of one step: gradients of each rank and micro-batch, and the tensors that all ranks share."""
 
     micro: list[list[Gradients]]  # rank, micro-batch
     seen: list[list[Seen]]  # the same, of activations
@@ -124,7 +124,7 @@ def batches(rank: int, step: int, micros: int, *, split: bool) -> Sequence[torch
 
 
 def _run(model: nn.Module, data: torch.Tensor) -> tuple[Gradients, Seen]:
-    """Return the gradients of one micro-batch, and what its outermost layers saw."""
+    """Return the gradients of one micro-batch, and the activations of its outermost layers."""
     alone = copy.deepcopy(model)
     alone.zero_grad()
     seen: Seen = {}
@@ -141,7 +141,7 @@ def _run(model: nn.Module, data: torch.Tensor) -> tuple[Gradients, Seen]:
 
 
 def entropies(truth: Truth, data: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Return the mean entropy of what modules make of a micro-batch, at the parameters that a step begins with."""
+    """Return the mean entropy of modules for a micro-batch, with the parameters at the beginning of a step."""
     model = Net().double()
     model.load_state_dict(truth.shared["param_before"])
     found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Runs of one model: under the monitor, and alone, where it notes itself what its modules take and return."""
+"""Runs of one model: with the monitor, and without it, when the model records its own inputs and outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = {"in": ("act_in", "act_grad_in"), "out": ("act_out", "act_grad_out")}
 
 
 class Key(NamedTuple):
-    """What identifies a row of a step."""
+    """The key of a row within a step."""
 
     kind: str
     module: str
@@ -50,15 +50,15 @@ class Notes:
 
 
 def nothing(_side: str, _module: str, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Note nothing: the model under the monitor."""
+    """Record nothing, for the run with the monitor."""
     return tensor
 
 
 class Run(NamedTuple):
-    """What a monitored run left: rows by step, what it said, its parameters and losses."""
+    """The results of a monitored run: rows by step, notices, parameters and losses."""
 
     rows: dict[int, dict[Key, dict[str, Any]]]
-    said: list[str]
+    notices: list[str]
     state: dict[str, torch.Tensor]
     losses: list[float]
     faults: int
@@ -91,14 +91,14 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     monitor.end_step()
-    rows, said, placements = read(monitor, steps) if options is not None else ({}, [], set())
+    rows, notices, placements = read(monitor, steps) if options is not None else ({}, [], set())
     monitor.detach()
     state = {name: local(parameter).detach().clone() for name, parameter in model.named_parameters()}
-    return Run(rows, said, state, losses, monitor.faults, placements)
+    return Run(rows, notices, state, losses, monitor.faults, placements)
 
 
 def published(monitor: Monitor, last_step: int) -> tuple[Sequence[StepRecord], list[str]]:
-    """Return the records, and what was told in them, once `last_step` is among them."""
+    """Return the records and the notices in them, after `last_step` was published."""
     session = monitor._session
     assert session is not None
     deadline = time.monotonic() + 20
@@ -111,8 +111,8 @@ def published(monitor: Monitor, last_step: int) -> tuple[Sequence[StepRecord], l
 
 
 def read(monitor: Monitor, last_step: int) -> tuple[dict[int, dict[Key, dict[str, Any]]], list[str], set[str]]:
-    """Return the rows by step, and what was told, once `last_step` has been published."""
-    records, said = published(monitor, last_step)
+    """Return the rows by step and the notices, after `last_step` was published."""
+    records, notices = published(monitor, last_step)
     rows: dict[int, dict[Key, dict[str, Any]]] = {}
     placements = set()
     for record in records:
@@ -131,11 +131,11 @@ def read(monitor: Monitor, last_step: int) -> tuple[dict[int, dict[Key, dict[str
             assert key not in rows.setdefault(record.step, {}), "two rows of one name"
             rows[record.step][key] = numbers
             placements.add(entry.placement)
-    return rows, said, placements
+    return rows, notices, placements
 
 
 def same(expected: Mapping[Key, torch.Tensor], rows: Mapping[Key, Mapping[str, Any]], rtol: float = 1e-5) -> None:
-    """Assert that there is a row for each tensor and none beside them, each with the tensor's statistics."""
+    """Assert that there is exactly one row for each tensor, with the tensor's statistics."""
     assert set(expected) == set(rows)
     for key, tensor in expected.items():
         wide = tensor.double()
@@ -154,11 +154,11 @@ def same(expected: Mapping[Key, torch.Tensor], rows: Mapping[Key, Mapping[str, A
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what of a tensor lies on this rank."""
+    """Return the part of a tensor that is on this rank."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def equal_bits(one: Run, other: Run) -> bool:
-    """Return whether two runs ended in the very same parameters, by the very same losses."""
+    """Return whether two runs have bit-identical parameters and losses."""
     states = one.state.keys() == other.state.keys()
     return states and one.losses == other.losses and all(torch.equal(one.state[n], other.state[n]) for n in one.state)

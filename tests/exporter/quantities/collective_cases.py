@@ -1,4 +1,4 @@
-"""What two ranks of a gloo group do, with and without the monitor; each case returns what its test compares."""
+"""Cases for two ranks of a gloo group, with and without the monitor; each returns the results for its test."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def sequences(rank: int) -> Any:
             dist.all_reduce(given(rank, 1))
 
     def waited_elsewhere(_step: int) -> None:
-        """Wait as if another stream were current; this machine has none."""
+        """Wait as if another stream were current; a CPU has no streams."""
         work = dist.all_reduce(given(rank), async_op=True)
         assert work is not None
         with unittest.mock.patch.object(quantity, "stream_of", return_value=7):
@@ -110,13 +110,13 @@ def sequences(rank: int) -> Any:
 
 
 def here(call: Callable[[], Any]) -> int:
-    """Make the call from this function, and return the line above."""
+    """Make the call in this function, and return the number of the line above."""
     call()
     return sys._getframe().f_lineno - 1
 
 
 def training(_rank: int) -> Any:
-    """Return the parameters of a training that reduces its gradients by itself, without and with the monitor."""
+    """Return the parameters of a training with its own gradient reduction, without and with the monitor."""
 
     def once(options: Mapping[str, Any] | None) -> list[torch.Tensor]:
         torch.manual_seed(dist.get_rank())
@@ -167,7 +167,7 @@ def cause(rank: int) -> Any:
 
 
 def wrapped(rank: int) -> Any:
-    """Return runs of frameworks that communicate by themselves, each with the parameters it has without the monitor."""
+    """Return runs of frameworks with their own communication, each with its parameters without the monitor."""
     mesh = init_device_mesh("cpu", (WORLD,))
 
     def train_wrapped(make: Callable[[], nn.Module], *, on: bool) -> Run:
@@ -192,8 +192,8 @@ def wrapped(rank: int) -> Any:
     return {name: (train_wrapped(make, on=True), train_wrapped(make, on=False)) for name, make in makers.items()}
 
 
-def told(rank: int) -> Any:
-    """Return what is said of a training under DDP of which all calls of the first step are to be told, and faults."""
+def logged(rank: int) -> Any:
+    """Return the notices and faults of a DDP training that logs all calls of the first step."""
     train(lambda _step: None, {})  # whatever was called before is read by this monitor
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Linear(4, 2))
@@ -215,7 +215,7 @@ def told(rank: int) -> Any:
 
 
 def compiled(rank: int) -> Any:
-    """Return what a compiled function gives that reduces, without and with the monitor, and the rows of the latter."""
+    """Return the result of a compiled function with a reduction, without and with the monitor, and the rows."""
 
     @torch.compile(backend="eager", fullgraph=True)
     def reduced(x: torch.Tensor) -> torch.Tensor:
@@ -236,7 +236,7 @@ CASES = {
     "training": training,
     "cause": cause,
     "wrapped": wrapped,
-    "told": told,
+    "logged": logged,
     "compiled": compiled,
 }
 
@@ -246,6 +246,6 @@ def work(rank: int, store: str, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     for name, case in CASES.items():
-        results.put((name, rank, pickle.dumps(case(rank))))  # as bytes: tensors would stay with this process
+        results.put((name, rank, pickle.dumps(case(rank))))  # as bytes: tensors would share memory with this process
         dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Training with collectives under the monitor, and every function once with what each rank gives and gets."""
+"""Trainings with collectives under the monitor, and one call of every function with its expected tensors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Script = Callable[[int], None]
 
 @dataclass
 class Run:
-    """What one rank has of a run. Rows are (kind, function, index, call_seq) to their numbers, by step."""
+    """The results of one rank. Rows are (kind, function, index, call_seq) to their numbers, by step."""
 
     rows: dict[int, dict[tuple[Any, ...], Mapping[str, Any]]]
     names: set[str]
-    said: list[str]
+    notices: list[str]
     events: list[tuple[str, str | None, str | None, int | None]]
     faults: int
     parameters: list[torch.Tensor]
@@ -69,7 +69,7 @@ def train(
 
 
 def left(monitor: Monitor, net: nn.Module) -> Run:
-    """Detach, and return what the run left."""
+    """Detach, and return the results of the run."""
     session = monitor._session
     records: Sequence[Any] = ()
     if session is not None:
@@ -102,11 +102,11 @@ def given(rank: int, number: int = 0, size: int = 4) -> torch.Tensor:
     return torch.arange(size, dtype=torch.float32) + 10 * (rank + 1) + 100 * number
 
 
-# Every function once: what is called, and what each rank gives and gets, by hand.
+# Every function once: the call, and the tensors that each rank sends and receives.
 
 
 def every_function(rank: int) -> dict[str, tuple[Any, list[Any], list[Any]]]:
-    """Return, for each function, a call of it, and the tensors that this rank gives and gets, by index."""
+    """Return, for each function, a call, and the tensors that this rank sends and receives, by index."""
     mine, other = given(rank), given(1 - rank)
     both = [given(0), given(1)]
     total, joined = both[0] + both[1], torch.cat(both)
@@ -173,11 +173,11 @@ LISTS = {
     *((name, "comm_in") for name in ("scatter", "reduce_scatter")),
     *((name, "comm_out") for name in ("gather", "all_gather")),
 }
-"""Sides whose tensors have a position."""
+"""Inputs and outputs whose tensors have a position."""
 
 
 def functions(rank: int) -> Any:
-    """Return the rows of every function, and what they should be."""
+    """Return the rows of every function, and the expected rows."""
     table = every_function(rank)
     refused: dict[str, str] = {}
 

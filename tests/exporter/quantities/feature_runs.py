@@ -1,4 +1,4 @@
-"""Runs of a model whose features are measured: what was published, what was said, and where the run ended."""
+"""Runs of a model with features: published rows, notices, and final parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rankscope_exporter import Monitor, MonitorConfig
 
 
 class Feature(NamedTuple):
-    """What identifies a row of a step."""
+    """The key of a row within a step."""
 
     kind: str
     module: str
@@ -22,10 +22,10 @@ class Feature(NamedTuple):
 
 
 class FeatureRun(NamedTuple):
-    """What a monitored run left."""
+    """The results of a monitored run."""
 
     rows: dict[int, dict[Feature, float]]
-    said: list[str]
+    notices: list[str]
     state: dict[str, torch.Tensor]
     losses: list[float]
     faults: int
@@ -59,15 +59,15 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     monitor.end_step()
-    rows, said = read_features(monitor, steps) if quantities is not None else ({}, [])
+    rows, notices = read_features(monitor, steps) if quantities is not None else ({}, [])
     monitor.detach()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    return FeatureRun(rows, said, state, losses, monitor.faults)
+    return FeatureRun(rows, notices, state, losses, monitor.faults)
 
 
 def read_features(monitor: Monitor, last_step: int) -> tuple[dict[int, dict[Feature, float]], list[str]]:
-    """Return the features by step, and what was told, once `last_step` has been published."""
-    records, said = published(monitor, last_step)
+    """Return the features by step and the notices, after `last_step` was published."""
+    records, notices = published(monitor, last_step)
     rows: dict[int, dict[Feature, float]] = {}
     for record in records:
         for row in record.features:
@@ -75,9 +75,9 @@ def read_features(monitor: Monitor, last_step: int) -> tuple[dict[int, dict[Feat
             key = Feature(row["kind"], row["module"], row["index"], row["micro_step"])
             assert key not in rows.setdefault(record.step, {}), "two rows of one name"
             rows[record.step][key] = row["value"]
-    return rows, said
+    return rows, notices
 
 
 def equal_bits(one: FeatureRun, other: FeatureRun) -> bool:
-    """Return whether two runs ended in the very same parameters, by the very same losses."""
+    """Return whether two runs have bit-identical parameters and losses."""
     return one.losses == other.losses and all(torch.equal(one.state[n], other.state[n]) for n in other.state)

@@ -1,4 +1,4 @@
-"""Two ranks that train under the monitor with hashes of replicas; each leaves its rows and what they should be."""
+"""Two ranks that train with hashes of replicas; each returns its rows and the expected rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 class Net(nn.Module):
-    """A layer, a BatchNorm with its buffers, and something small."""
+    """A model with a layer, a BatchNorm with buffers, and a small parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def _optimizers(case: Case, parameters: list[nn.Parameter]) -> list[Any]:
 
 
 def _disturb(parameter: torch.Tensor) -> None:
-    """Move one element to the next number that there is."""
+    """Change one element to the next float."""
     flat = parameter.data.view(-1)
     flat[1] = torch.nextafter(flat[1], torch.tensor(torch.inf))
 
@@ -160,8 +160,8 @@ def _left(monitor: Monitor) -> dict[str, Any]:
     monitor.detach()
     records = session.channel.ring.after(-1, 1 << 40).records
     rows = [{"step": record.step, **row} for record in records for row in record.hashes]
-    said = [event.message for record in records for event in record.events if event.type in ("note", "fault")]
-    return {"rows": rows, "said": said, "faults": monitor.faults, "page": page, "norms": list(_norms(records))}
+    notices = [event.message for record in records for event in record.events if event.type in ("note", "fault")]
+    return {"rows": rows, "notices": notices, "faults": monitor.faults, "page": page, "norms": list(_norms(records))}
 
 
 def _norms(records: Any) -> Iterator[tuple[int, str, float]]:

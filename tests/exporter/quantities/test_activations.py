@@ -1,4 +1,4 @@
-"""Activations and their gradients, each against what the model itself notes when it runs without a monitor."""
+"""Activations and their gradients, compared with tensors that the model records in a run without a monitor."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Shaped(nn.Module):
 
 
 class Zoo(nn.Module):
-    """Every form of argument and result that is told apart, one after the other."""
+    """All forms of arguments and results, one after the other."""
 
     FORMS: ClassVar[dict[str, Callable[[torch.Tensor], Any]]] = {
         "tensor": lambda y: y,
@@ -88,7 +88,7 @@ class Zoo(nn.Module):
         ids = note("in", "embed", (x.abs() * 2).long().clamp(max=8)[:, 0])
         table = note("out", "embed", self.embed(ids))
 
-        at = "steps.tensor"  # two positional tensors, one by keyword, and what is no tensor between them
+        at = "steps.tensor"  # two positional tensors, one keyword tensor, and other arguments between them
         mask = torch.ones(3, dtype=torch.bool)
         note("in", at, x, 0), note("in", at, table, 1), note("in", at, mask, 2)
         y = note("out", at, self.steps["tensor"](x, None, table, scale=2.0, mask=mask))
@@ -108,7 +108,7 @@ class Zoo(nn.Module):
         (
             note("in", "steps.mapping", z, 0),
             note("in", "steps.mapping", y, 1),
-        )  # the argument itself before what is deeper
+        )  # direct arguments before nested ones
         found = self.steps["mapping"]({"y": y}, z)
         y = note("out", "steps.mapping", found["y"], 1)
         note("out", "steps.mapping", found["other"], 2)
@@ -138,8 +138,8 @@ def zoo() -> Zoo:
     return Zoo()
 
 
-def test_every_form_of_argument_and_result_is_measured_under_the_tools_numbers():
-    """All of it: a row too many, too few or of another number fails."""
+def test_every_form_of_argument_and_result_has_the_numbers_of_msprobe():
+    """An additional, missing or different row fails the test."""
     references = []
 
     def alone(model: nn.Module, step: int) -> torch.Tensor:
@@ -154,14 +154,14 @@ def test_every_form_of_argument_and_result_is_measured_under_the_tools_numbers()
     for step, notes in enumerate(references, 1):
         same(notes.tensors(), run.rows[step])
     assert equal_bits(bare, run)
-    assert [] == run.said
+    assert [] == run.notices
 
 
 RECORDED = Path(__file__).parents[2] / "data/msprobe/single_rank"
 
 
 def recorded_names() -> set[Key]:
-    """Return what the existing tool wrote of the transformer's first step, but rows of nothing but nan."""
+    """Return the rows that msprobe wrote for the transformer's first step, except rows with only NaN."""
     names = set()
     for family, kinds in {"actv": ("act_in", "act_out"), "actv_grad": ("act_grad_in", "act_grad_out")}.items():
         (path,) = RECORDED.rglob(f"{family}_0-1.csv")
@@ -173,7 +173,7 @@ def recorded_names() -> set[Key]:
     return names
 
 
-def test_rows_have_the_names_and_numbers_that_the_existing_tool_gave_the_same_model():
+def test_rows_have_the_names_and_numbers_of_msprobe_for_the_same_model():
     def loss(model: nn.Module, _step: int) -> torch.Tensor:
         value: torch.Tensor = model(torch.arange(32).view(4, 8)).square().mean()
         return value
@@ -238,7 +238,7 @@ def block_loss(micro: int, note: Any = None) -> Callable[[nn.Module, int], torch
 
 @pytest.fixture(scope="module")
 def block_references() -> list[dict[Key, torch.Tensor]]:
-    """What the blocks see by step, with nothing checkpointed and nothing in place, in two micro-batches."""
+    """The tensors of the blocks by step in two micro-batches, without checkpointing and in-place operations."""
     model, found = blocks(inplace=False), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(1, STEPS + 1):
@@ -252,8 +252,8 @@ def block_references() -> list[dict[Key, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "without reentrance"])
-def test_what_is_recomputed_counts_once_and_gradients_are_there(mode, block_references):
-    """Micro-batches and calls of one module are told apart; an input that is written over is what it was before."""
+def test_recomputed_calls_are_measured_once_with_their_gradients(mode, block_references):
+    """Micro-batches and calls of one module are separate; an overwritten input has its earlier statistics."""
     losses = [block_loss(0), block_loss(1)]
     bare = train(blocks(mode), losses, STEPS, None)
     run = train(blocks(mode), losses, STEPS, EVERYTHING)
@@ -262,7 +262,7 @@ def test_what_is_recomputed_counts_once_and_gradients_are_there(mode, block_refe
     for step, expected in enumerate(block_references, 1):
         same(expected, run.rows[step])
     assert equal_bits(bare, run)
-    assert [] == run.said
+    assert [] == run.notices
 
 
 def kinds_by_module(run: Run) -> dict[str, set[tuple[str, int | None]]]:
@@ -314,12 +314,12 @@ IN, OUT, GRAD_IN, GRAD_OUT = (("act_in", None), ("act_out", None), ("act_grad_in
         ({"targets": {"1": {"input": "tensor", "input_grad": "tensor"}}, "forward_only": True}, {"1": {IN}}),
     ],
 )
-def test_targets_and_switches_say_what_is_measured(options, expected):
-    """A module that a target selects follows what is said of it; with all_modules every other is taken whole."""
+def test_targets_and_switches_select_the_measured_tensors(options, expected):
+    """A selected module is measured as its target specifies; with all_modules, all others are measured completely."""
     run = train(stack(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)), plain_loss, 2, options)
 
     assert expected == kinds_by_module(run)
-    assert (0, []) == (run.faults, run.said)
+    assert (0, []) == (run.faults, run.notices)
 
 
 @pytest.mark.parametrize(
@@ -335,39 +335,39 @@ def test_targets_and_switches_say_what_is_measured(options, expected):
         ({"steps.data": {"output": "dict:hidden"}}, {("act_out", 0)}),
     ],
 )
-def test_a_part_of_an_object_is_the_only_one_measured(parts, expected):
+def test_only_the_selected_part_of_an_object_is_measured(parts, expected):
     run = train(zoo(), lambda model, step: model(batch(step)).mean(), 1, {"targets": parts})
 
     assert {next(iter(parts)): expected} == kinds_by_module(run)
-    assert [] == run.said
+    assert [] == run.notices
 
 
-def test_a_part_that_is_not_there_is_said_once_and_has_no_row():
+def test_missing_part_is_reported_once_and_has_no_row():
     targets = {"1": {"input": "tuple[2]:0", "output": "tensor", "output_grad": "dict:logits"}}
     run = train(stack(nn.Linear(6, 6), nn.Tanh()), plain_loss, 3, {"targets": targets})
 
     assert {"1": {OUT}} == kinds_by_module(run)
     assert [
-        "activations: 1: input holds 1 tensors in 1 elements, which is not 'tuple[2]:0' as its targets have it",
-        "activations: 1: output holds 1 tensors in 1 elements, which is not 'dict:logits' as its targets have it",
-    ] == run.said
+        "activations: 1: input has 1 tensors in 1 elements, which does not match 'tuple[2]:0' of its target",
+        "activations: 1: output has 1 tensors in 1 elements, which does not match 'dict:logits' of its target",
+    ] == run.notices
 
 
-def test_forward_only_and_backward_only_together_collect_nothing_and_say_so():
+def test_forward_only_with_backward_only_measures_nothing_and_is_reported():
     run = train(stack(nn.Linear(6, 6)), plain_loss, 2, {"forward_only": True, "backward_only": True})
 
     assert {} == run.rows
-    assert ["activations: forward_only and backward_only exclude each other; nothing is measured"] == run.said
+    assert ["activations: forward_only and backward_only exclude each other; nothing is measured"] == run.notices
 
 
-def test_a_target_that_matches_nothing_names_the_nearest_modules():
+def test_notice_about_unmatched_target_names_the_nearest_modules():
     run = train(zoo(), lambda model, step: model(batch(step)).mean(), 1, {"targets": ["embed", "steps.tupel", "x"]})
 
     assert {"embed"} == kinds_by_module(run).keys()
     assert [
         "activations: target 'steps.tupel' matches no module; nearest: steps.tuple, steps.tensor, steps.output",
         "activations: target 'x' matches no module",
-    ] == run.said
+    ] == run.notices
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_a_target_that_matches_nothing_names_the_nearest_modules():
         ({"targets": {"head": {"input": "garbage"}}}, "is no pattern for a part of an object: write 'tensor', 'tuple"),
         ({"targets": {"head": {"inputs": "tensor"}}}, "'inputs' is unknown; there are input, output, input_grad"),
         ({"targets": {"head": "tensor"}}, "is a table of input, output"),
-        ({"targets": ["a"], "parts": {"b": {}}}, "is of no target; add it to targets"),
+        ({"targets": ["a"], "parts": {"b": {}}}, "belongs to no target; add it to targets"),
         ({"parts": ["a"]}, "parts is a table of tables"),
         ({"inputs": 1}, "inputs is true or false"),
         (
@@ -387,12 +387,12 @@ def test_a_target_that_matches_nothing_names_the_nearest_modules():
         ({"all_module": True}, r"Did you mean options\.activations\.all_modules"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(options, text):
+def test_invalid_options_are_rejected(options, text):
     with pytest.raises(ConfigError, match=text):
         MonitorConfig(quantities=("activations",), options={"activations": options})
 
 
-def test_evaluations_are_not_measured_and_modules_in_eval_mode_are():
+def test_evaluations_are_not_measured_but_modules_in_eval_mode_are():
     def loss(model: nn.Module, step: int) -> torch.Tensor:
         with torch.no_grad():
             model.eval()(batch(99))
@@ -407,7 +407,7 @@ def test_evaluations_are_not_measured_and_modules_in_eval_mode_are():
 
 
 class Odd(nn.Module):
-    """Things that have no statistics, or are not what they seem."""
+    """Objects without statistics, and objects with unusual behaviour."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -428,35 +428,35 @@ class Odd(nn.Module):
 
 
 class Evil:
-    """An object of the model's own."""
+    """A custom object of the model."""
 
 
-def test_what_cannot_be_collected_is_said_once_and_has_no_row():
+def test_unmeasurable_tensor_is_reported_once_and_has_no_row():
     torch.manual_seed(0)
     run = train(Odd(), plain_loss, 3, EVERYTHING)
 
     assert 0 == run.faults
     assert {"", "linear"} == kinds_by_module(run).keys()
-    said = set(run.said)
-    assert len(said) == len(run.said)
+    notices = set(run.notices)
+    assert len(notices) == len(run.notices)
     assert {
         "activations: nested: input is a nested tensor",
         "activations: packed: input[0] is packed or quantized (qint8)",
-        "activations: cache: input holds what is not looked into: Evil",
+        "activations: cache: input contains an object that is not searched: Evil",
         "activations: mapped: input[0] is inside of a functorch transform",
         "activations: silent: was not called in a forward of the model, so it has no activations",
-    } <= {message.replace("nested: input[0]", "nested: input") for message in said}
+    } <= {message.replace("nested: input[0]", "nested: input") for message in notices}
 
 
 class Explosive(dict):  # type: ignore[type-arg]  # any dict
-    """A result that fails when it is looked into."""
+    """A result that raises when it is read."""
 
     def items(self) -> Any:
         raise RuntimeError("no")
 
 
 class Careless(nn.Module):
-    """Returns such a result, and fails itself in one step."""
+    """A module that returns such a result, and raises in one step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -471,7 +471,7 @@ class Careless(nn.Module):
         return y
 
 
-def test_what_fails_in_a_hook_or_in_the_model_costs_its_rows_alone():
+def test_failing_hook_or_module_loses_only_its_own_rows():
     def loss(model: nn.Module, step: int) -> torch.Tensor:
         model.fails = step == 2  # type: ignore[assignment]  # a plain attribute
         if step == 2:
@@ -492,8 +492,8 @@ def test_what_fails_in_a_hook_or_in_the_model_costs_its_rows_alone():
     assert [] == [hook for module in model.modules() for hook in module._forward_hooks]
 
 
-def test_a_view_written_in_place_harms_nothing_and_its_gradient_is_said_to_be_missing():
-    """A linear layer over three dimensions returns a view: what it was before has no place in the graph any more."""
+def test_view_written_in_place_is_harmless_and_its_lost_gradient_is_reported():
+    """A linear layer over three dimensions returns a view; an in-place write removes its earlier gradient."""
     make = lambda: stack(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2))  # noqa: E731 - twins
     loss = lambda model, step: model(batch(step)[None]).square().mean()  # noqa: E731 - one for both
     bare, run = train(make(), loss, 2, None), train(make(), loss, 2, EVERYTHING)
@@ -502,14 +502,14 @@ def test_a_view_written_in_place_harms_nothing_and_its_gradient_is_said_to_be_mi
     assert {IN, OUT} == kinds_by_module(run)["0"]
     assert {IN, OUT, GRAD_OUT} == kinds_by_module(run)["1"]
     assert [
-        "activations: 0: output is a view and written in place: no gradient of what it was before can be seen",
-        "activations: 1: input is a view and written in place: no gradient of what it was before can be seen",
-    ] == run.said
+        "activations: 0: output is a view that was written in place: its earlier gradient is not visible",
+        "activations: 1: input is a view that was written in place: its earlier gradient is not visible",
+    ] == run.notices
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tensors each call of the kernel read."""
+    """Number of tensors in each call of the kernel."""
     counts: list[int] = []
     measure = MeasureGroup.measure
 
@@ -521,7 +521,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_a_recomputed_tensor_is_not_read_again(measured):
+def test_recomputed_tensor_is_read_once(measured):
     counts = []
     for mode in ("plain", "reentrant", "without reentrance"):
         train(blocks(mode), block_loss(0), 1, {"forward_only": True})
@@ -546,7 +546,7 @@ class Student(nn.Module):
         return self.linear(x) - aim
 
 
-def test_a_module_that_runs_without_gradients_has_none():
+def test_module_without_gradients_has_no_gradient_rows():
     torch.manual_seed(0)
     found = kinds_by_module(train(Student(), plain_loss, 2, EVERYTHING))
 
@@ -554,7 +554,7 @@ def test_a_module_that_runs_without_gradients_has_none():
     assert {IN, OUT, GRAD_IN, GRAD_OUT} == found["linear"]
 
 
-def test_without_an_optimizer_the_next_step_lets_go_of_the_tensors_of_the_last():
+def test_without_optimizer_next_step_releases_tensors_of_the_last_step():
     net = stack(nn.Linear(6, 6))
     config = MonitorConfig(quantities=("activations",), console=False, exit_wait_seconds=0)
     x = batch(1).requires_grad_()
@@ -570,14 +570,14 @@ def test_without_an_optimizer_the_next_step_lets_go_of_the_tensors_of_the_last()
     assert not x._backward_hooks
 
 
-def test_a_tensor_that_passes_through_several_modules_is_measured_once(measured):
+def test_tensor_passed_through_several_modules_is_measured_once(measured):
     run = train(stack(nn.Linear(6, 6), nn.Identity(), nn.Identity()), plain_loss, 1, EVERYTHING)
 
     assert 8 * 2 == len(run.rows[1])
     assert 4 == sum(measured)  # the input, the layer's output, and their gradients
 
 
-def test_steps_that_are_not_sampled_register_nothing():
+def test_unsampled_steps_register_no_tensor_hooks():
     inputs = {}
 
     def loss(model: nn.Module, step: int) -> torch.Tensor:
@@ -593,7 +593,7 @@ def test_steps_that_are_not_sampled_register_nothing():
     assert [0] * 6 == [len(inputs[step]._backward_hooks or ()) for step in range(1, 7)]
 
 
-def test_detaching_in_the_middle_of_a_step_leaves_no_trace():
+def test_detach_in_the_middle_of_a_step_leaves_no_hooks():
     net = stack(nn.Linear(6, 6), nn.ReLU())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     config = MonitorConfig(quantities=("activations",), console=False, exit_wait_seconds=0)
@@ -610,7 +610,7 @@ def test_detaching_in_the_middle_of_a_step_leaves_no_trace():
     assert 0 == monitor.faults
 
 
-def test_counters_of_alerts_exist_before_anything_has_run():
+def test_alert_counters_exist_before_the_first_step():
     net = stack(nn.Linear(6, 6))
     settings = {"quantities": ("activations",), "options": {"activations": {"forward_only": True}}}
     with Monitor(MonitorConfig(**settings, console=False, exit_wait_seconds=0)).attach(net) as monitor:
@@ -624,7 +624,7 @@ def test_counters_of_alerts_exist_before_anything_has_run():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_bends_neither_the_numbers_nor_the_training(dtype):
+def test_autocast_changes_neither_statistics_nor_training(dtype):
     def loss(model: nn.Module, step: int) -> torch.Tensor:
         with torch.autocast("cpu", dtype=dtype):
             return model(batch(step).requires_grad_()).float().square().mean()
@@ -637,7 +637,7 @@ def test_autocast_bends_neither_the_numbers_nor_the_training(dtype):
         half = make()[0](batch(1)).detach()
 
     assert equal_bits(bare, run)
-    assert (0, []) == (run.faults, run.said)
+    assert (0, []) == (run.faults, run.notices)
     key = Key("act_out", "0")
     assert dtype == half.dtype
     same({key: half}, {key: run.rows[1][key]})
@@ -655,14 +655,14 @@ class Replicated(nn.Module):
         return result
 
 
-def test_replicas_are_not_measured_and_said_so():
+def test_dataparallel_replicas_are_reported_and_not_measured():
     run = train(Replicated(), plain_loss, 2, EVERYTHING)
 
     assert {""} == kinds_by_module(run).keys()
-    assert ["activations: linear: runs as replicas, which are not measured"] == run.said
+    assert ["activations: linear: runs as replicas, which are not measured"] == run.notices
 
 
-def test_a_copy_of_the_model_is_not_measured():
+def test_copy_of_the_model_is_not_measured():
     def loss(model: nn.Module, step: int) -> torch.Tensor:
         twin = copy.deepcopy(model)
         twin(batch(50)).sum().backward()
@@ -675,7 +675,7 @@ def test_a_copy_of_the_model_is_not_measured():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_measures_nothing():
+def test_forked_child_measures_nothing():
     net = stack(nn.Linear(6, 6))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     config = MonitorConfig(quantities=("activations",), console=False, exit_wait_seconds=0)
@@ -691,8 +691,8 @@ def test_a_forked_child_measures_nothing():
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_compiled_modules_are_named_and_no_graph_is_made_twice(whole):
-    """What compiles is seen from outside, what lies inside is not, and opening or closing the gate compiles nothing."""
+def test_compiled_modules_are_reported_and_no_graph_is_compiled_twice(whole):
+    """A compiled module is measured from outside, its parts are not, and the gate triggers no compilation."""
     torch._dynamo.reset()
     graphs = []
 
@@ -720,10 +720,10 @@ def test_compiled_modules_are_named_and_no_graph_is_made_twice(whole):
     visible = {""} if whole else {"", "0", "1"}
     assert visible == kinds_by_module(run).keys()
     inside = "0, 0.0, 0.1 and 1 more" if whole else "0.0, 0.1"
-    assert [f"activations: {inside}: is part of compiled code, so it has no activations"] == run.said
+    assert [f"activations: {inside}: is part of compiled code, so it has no activations"] == run.notices
 
 
-def test_modules_inside_a_compiled_wrapper_are_named_as_hidden():
+def test_modules_inside_a_compiled_wrapper_are_reported_as_compiled():
     """`torch.compile(DDP(model))`: hooks of the user's outermost module run, those of its modules are compiled."""
     torch._dynamo.reset()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -734,4 +734,4 @@ def test_modules_inside_a_compiled_wrapper_are_named_as_hidden():
         torch.distributed.destroy_process_group()
 
     assert {""} == kinds_by_module(run).keys()
-    assert ["activations: 0: is part of compiled code, so it has no activations"] == run.said
+    assert ["activations: 0: is part of compiled code, so it has no activations"] == run.notices

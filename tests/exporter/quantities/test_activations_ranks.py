@@ -1,4 +1,4 @@
-"""Two real ranks: each has the activations of its own batches or its part of them; training is the same bit for bit."""
+"""Two ranks: each has the activations of its own batches, or its shard of them; training is bit-identical."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def both(case: str, make: Callable[[], nn.Module], rank: int) -> tuple[Any, ...]
             same(*kept, rtol=1e-4)
         except AssertionError as error:
             differs.append((step, str(error)))
-    return differs, list(run.rows), equal_bits(bare, run), run.faults, run.said, run.placements
+    return differs, list(run.rows), equal_bits(bare, run), run.faults, run.notices, run.placements
 
 
 def tensor_parallel() -> tuple[Any, ...]:
-    """Return the rows of a layer whose outputs are spread over the ranks, and the whole of them."""
+    """Return the rows of a layer with outputs that are sharded over the ranks, and the whole outputs."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -114,11 +114,11 @@ def tensor_parallel() -> tuple[Any, ...]:
     torch.manual_seed(0)
     whole = nn.Linear(6, 8)(batch(1))
     norm = run.rows[1][Key("act_out", "0")]["norm"]
-    return equal_bits(bare, run), run.faults, run.said, run.placements, norm, float(whole.detach().norm())
+    return equal_bits(bare, run), run.faults, run.notices, run.placements, norm, float(whole.detach().norm())
 
 
 def pipeline(rank: int) -> tuple[Any, ...]:
-    """Return the norms that each micro-batch of a stage has in one forward and backward after the other, and should."""
+    """Return the measured and the expected norms of each micro-batch of a stage."""
     chunks, seen, states = 4, {}, []
     for on in (False, True):
         torch.manual_seed(0)
@@ -152,7 +152,7 @@ ROW = ("act_out", "act_grad_out")
 
 
 def references(rank: int) -> list[dict[Key, torch.Tensor]]:
-    """Return what one process sees that computes the batches of all ranks, and averages their gradients by itself."""
+    """Return the tensors of one process that computes the batches of all ranks and averages their gradients."""
     model, found = blocks(inplace=False), []
     for step in range(1, STEPS + 1):
         gradients = []
@@ -193,16 +193,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_rank_has_the_activations_of_its_own_batches(case, outcomes):
+def test_every_rank_has_activations_of_its_own_batches(case, outcomes):
     for rank in range(WORLD):
-        differs, steps, is_equal, faults, said, placements = outcomes[case, rank]
+        differs, steps, is_equal, faults, notices, placements = outcomes[case, rank]
 
         assert [] == differs
         assert [1, 2] == steps
-        assert (True, 0, [], {"full"}) == (is_equal, faults, said, placements)
+        assert (True, 0, [], {"full"}) == (is_equal, faults, notices, placements)
 
 
-def test_what_is_spread_over_ranks_is_measured_in_parts(outcomes):
+def test_tensor_sharded_over_ranks_is_measured_in_parts(outcomes):
     norms = []
     for rank in range(WORLD):
         *rest, norm, whole = outcomes["tensor parallel", rank]
@@ -212,7 +212,7 @@ def test_what_is_spread_over_ranks_is_measured_in_parts(outcomes):
     assert whole == pytest.approx(sum(norm**2 for norm in norms) ** 0.5, rel=1e-5)
 
 
-def test_micro_batches_of_a_pipeline_are_told_apart_on_every_stage(outcomes):
+def test_micro_batches_of_a_pipeline_are_separate_on_every_stage(outcomes):
     """Forward and backward alternate: a gradient has the number of the forward it belongs to."""
     for rank in range(WORLD):
         is_equal, faults, seen, expected, gradients = outcomes["pipeline", rank]

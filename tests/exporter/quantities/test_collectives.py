@@ -1,4 +1,4 @@
-"""What the script's collectives give back and are given: numbers by hand on two real ranks; nothing else changes."""
+"""Outputs and inputs of the script's collectives on two ranks, with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def runs(outcomes):
 # Numbers.
 
 
-def test_every_function_has_the_numbers_of_what_it_is_given_and_gives_back(outcomes):
+def test_every_function_has_statistics_of_its_inputs_and_outputs(outcomes):
     for rank in RANKS:
         run, expected, _ = outcomes["functions", rank]
         for kind, tensors in expected.items():
@@ -64,10 +64,10 @@ def test_every_function_has_the_numbers_of_what_it_is_given_and_gives_back(outco
                     op: found[key][op] for op in numbers
                 }, (kind, key)
                 assert (tensor.numel(), 0) == (found[key]["numel"], found[key]["nans"])
-        assert (0, []) == (run.faults, run.said)
+        assert (0, []) == (run.faults, run.notices)
 
 
-def test_no_function_that_the_existing_tool_knows_is_left_out(outcomes):
+def test_every_function_supported_by_msprobe_is_supported(outcomes):
     _, expected, refused = outcomes["functions", 0]
     called = {key[0] for tensors in expected.values() for key in tensors}
 
@@ -75,14 +75,14 @@ def test_no_function_that_the_existing_tool_knows_is_left_out(outcomes):
     assert {} == refused
 
 
-def test_rows_are_named_by_function_and_place(outcomes):
+def test_rows_are_named_by_function_and_call_site(outcomes):
     run, _, _ = outcomes["functions", 1]
 
     assert all(re.fullmatch(r"\w+@tests/exporter/quantities/collective_runs\.py\[\d+\]", name) for name in run.names)
     assert {((4,), "float32", None, "full")} <= run.attributes
 
 
-def test_calls_of_one_place_are_counted_within_the_step(runs):
+def test_calls_of_one_call_site_are_numbered_within_the_step(runs):
     for run in runs("repeated"):
         for step in (1, 2):
             sums = [step * (given(0, number) + given(1, number)).norm() for number in range(3)]
@@ -92,59 +92,59 @@ def test_calls_of_one_place_are_counted_within_the_step(runs):
             assert pytest.approx([float(norm) for norm in sums]) == [row["norm"] for row in found.values()]
 
 
-def test_calls_behind_the_update_belong_to_the_step(runs):
+def test_calls_after_the_update_belong_to_the_step(runs):
     for run in runs("after the update"):
         assert {1: 3, 2: 3} == {step: len(rows) for step, rows in run.rows.items()}
 
 
-def test_only_steps_that_are_due_have_rows(runs):
+def test_only_sampled_steps_have_rows_of_collectives(runs):
     for run in runs("every"):
         assert {1: 6, 3: 6} == {step: len(rows) for step, rows in run.rows.items()}
 
 
-def test_what_an_asynchronous_call_gives_back_is_read_when_it_was_waited_for(runs):
+def test_output_of_asynchronous_call_is_read_after_its_wait(runs):
     sums = [float((given(0, number) + given(1, number)).norm()) for number in (0, 1)]
     for run in runs("asynchronous"):
         for step in (1, 2):
             assert pytest.approx(sums) == [row["norm"] for row in run.of("comm_out", step).values()]
 
 
-def test_a_call_that_nobody_waits_for_has_no_row_and_is_named_once(runs):
+def test_call_without_wait_has_no_row_and_is_reported_once(runs):
     for run in runs("asynchronous"):
-        (sentence,) = run.said
+        (sentence,) = run.notices
 
-        assert re.search(r"broadcast@.*\]: is not waited for within its step by wait\(\)", sentence)
+        assert re.search(r"broadcast@.*\]: has no wait\(\) within its step", sentence)
 
 
 # Which calls.
 
 
-def test_call_sites_choose_by_the_stack(runs):
+def test_call_sites_select_by_the_call_stack(runs):
     for run in runs("call sites"):
         assert (
             pytest.approx(float((given(0, 1) + given(1, 1)).norm()))
             == run.of("comm_out")["all_reduce", None, None]["norm"]
         )
-        assert (1, []) == (len(run.rows[1]), run.said)
+        assert (1, []) == (len(run.rows[1]), run.notices)
 
 
-def test_call_sites_that_are_nowhere_are_said_with_the_calls_there_are(runs):
+def test_unmatched_call_sites_are_reported_with_the_existing_calls(runs):
     for run in runs("no such site"):
-        (sentence,) = run.said
+        (sentence,) = run.notices
 
-        assert "call_sites are found in the stack of no call; there are all_reduce@" in sentence
+        assert "no call has call_sites in its stack; there are all_reduce@" in sentence
         assert {} == run.rows
 
 
-def test_targets_choose_by_function_and_one_without_a_call_is_named_with_the_nearest(runs):
+def test_unmatched_target_is_reported_with_the_nearest_function(runs):
     for run in runs("targets"):
         assert [("broadcast", None, None)] == list(run.of("comm_out"))
-        assert ["collectives: target 'all_gathr' matches no collective; nearest: all_reduce"] == run.said
+        assert ["collectives: target 'all_gathr' matches no collective; nearest: all_reduce"] == run.notices
 
 
-def test_no_more_rows_than_most_calls(runs):
+def test_rows_per_step_are_limited_by_most_calls(runs):
     for run in runs("most calls"):
-        (sentence,) = run.said
+        (sentence,) = run.notices
 
         assert 2 == len(run.rows[1])
         assert "called more than 2 times in a step" in sentence
@@ -153,57 +153,59 @@ def test_no_more_rows_than_most_calls(runs):
 @pytest.mark.parametrize(
     ("case", "sentence"),
     [
-        ("none", "no call of the script was seen in a measured step"),
-        ("beside", "on a thread beside the training"),
-        ("coalesced", "is coalesced with others"),
+        ("none", "no call of the script was seen in a sampled step"),
+        ("beside", "on another thread than the training"),
+        ("coalesced", "is coalesced with other calls"),
         ("another stream", "is on another stream than the training"),
     ],
 )
-def test_what_is_not_measured_is_said(case, sentence, runs):
+def test_calls_that_are_not_measured_are_reported(case, sentence, runs):
     for run in runs(case):
-        assert ({}, 0, 1) == (run.rows, run.faults, len(run.said))
-        assert sentence in run.said[0]
+        assert ({}, 0, 1) == (run.rows, run.faults, len(run.notices))
+        assert sentence in run.notices[0]
 
 
-# Saying what is called.
+# The log of calls.
 
 
-def test_log_only_tells_every_call_once_and_measures_nothing(runs):
+def test_log_only_reports_every_call_once_and_measures_nothing(runs):
     for rank, run in enumerate(runs("log only")):
         assert {} == run.rows
-        assert ["all_reduce", "all_reduce", "broadcast"] == [re.findall(r": (\w+)@", text)[0] for text in run.said]
-        assert "float32[4] -> float32[4], group default_pg of 2 ranks, called from … > " in run.said[0]
+        assert ["all_reduce", "all_reduce", "broadcast"] == [re.findall(r": (\w+)@", text)[0] for text in run.notices]
+        assert "float32[4] -> float32[4], group default_pg of 2 ranks, called from … > " in run.notices[0]
         place = r"> tests/exporter/quantities/collective_cases\.py\[\d+\] sequences.<locals>.at_places$"
-        assert re.search(place, run.said[0])
-        assert re.search(r"cases\.py\[\d+\] here > tests/exporter/quantities/collective_cases\.py", run.said[1])
-        assert [": nothing -> float32[4]", ": float32[4] -> float32[4]"][rank == 0] in run.said[2]
-        assert not any(re.search(r"[ >]/\w", text) for text in run.said)  # no folder of this machine
+        assert re.search(place, run.notices[0])
+        assert re.search(r"cases\.py\[\d+\] here > tests/exporter/quantities/collective_cases\.py", run.notices[1])
+        assert [": nothing -> float32[4]", ": float32[4] -> float32[4]"][rank == 0] in run.notices[2]
+        assert not any(re.search(r"[ >]/\w", text) for text in run.notices)  # no folder of this machine
 
 
-def test_log_only_tells_what_torch_itself_calls_too_before_the_second_step_and_training_goes_on(outcomes):
-    """DDP's own, and a barrier, which no quantity measures; of the second step nothing."""
+def test_log_only_reports_calls_of_torch_itself_in_the_first_step(outcomes):
+    """Calls of DDP, and a barrier, which no quantity measures; the second step has none."""
     for rank in RANKS:
-        run = outcomes["told", rank]
-        said = [text.removeprefix("collectives: ") for text in run.said if text.startswith("collectives: ")]
-        calls = [re.match(r"(?:(\d+) times )?(\w+)@", text).groups() for text in said]
+        run = outcomes["logged", rank]
+        notices = [text.removeprefix("collectives: ") for text in run.notices if text.startswith("collectives: ")]
+        calls = [re.match(r"(?:(\d+) times )?(\w+)@", text).groups() for text in notices]
 
         assert [
             ("3", "all_reduce"), (None, "all_gather"), (None, "broadcast"), (None, "broadcast"),
             (None, "all_reduce"), (None, "barrier"),
         ] == calls  # fmt: skip
-        assert "float32[4] -> float32[4], group default_pg of 2 ranks, called from " in said[0]
-        assert "int64[1] -> int64[2, 1], group default_pg of 2 ranks, called from " in said[1]  # DDP compares shapes
+        assert "float32[4] -> float32[4], group default_pg of 2 ranks, called from " in notices[0]
+        assert "int64[1] -> int64[2, 1], group default_pg of 2 ranks, called from " in notices[1]  # DDP compares shapes
         assert (
-            "float32[10] -> float32[10], group default_pg of 2 ranks, called from " in said[4]
+            "float32[10] -> float32[10], group default_pg of 2 ranks, called from " in notices[4]
         )  # gradients, one bucket
-        assert all(re.search(r" > tests/exporter/quantities/collective_cases\.py\[\d+\] told$", text) for text in said)
+        assert all(
+            re.search(r" > tests/exporter/quantities/collective_cases\.py\[\d+\] logged$", text) for text in notices
+        )
         assert (0, {}) == (run.faults, run.rows)
 
 
 # Nothing else changes.
 
 
-def test_a_training_that_reduces_by_itself_is_the_same_bit_for_bit(outcomes):
+def test_training_with_its_own_reduction_is_bit_identical(outcomes):
     for rank in RANKS:
         bare, watched = outcomes["training", rank]
 
@@ -211,17 +213,17 @@ def test_a_training_that_reduces_by_itself_is_the_same_bit_for_bit(outcomes):
 
 
 @pytest.mark.parametrize("framework", ["DDP", "FSDP1", "FSDP2"])
-def test_what_a_framework_of_torch_sends_is_left_out_and_said(framework, outcomes):
+def test_collectives_of_torch_frameworks_are_reported_and_not_measured(framework, outcomes):
     for rank in RANKS:
         run, bare = outcomes["wrapped", rank][framework]
 
         assert ({}, 0) == (run.rows, run.faults)
-        said = [text for text in run.said if text.startswith("collectives: ")]
-        assert ["no call of the script was seen"] == [text[13:43] for text in said]
+        notices = [text for text in run.notices if text.startswith("collectives: ")]
+        assert ["no call of the script was seen"] == [text[13:43] for text in notices]
         assert all(torch.equal(one, other) for one, other in zip(run.parameters, bare.parameters, strict=True))
 
 
-def test_a_call_that_fails_fails_in_the_same_words(outcomes):
+def test_failing_call_raises_the_same_error(outcomes):
     for rank in RANKS:
         bare, watched = outcomes["sequences", rank]["errors"]
 
@@ -229,27 +231,27 @@ def test_a_call_that_fails_fails_in_the_same_words(outcomes):
         assert 0 == outcomes["sequences", rank]["failing"].faults
 
 
-def test_compiled_code_is_whole_and_reduces_as_before(outcomes):
+def test_compiled_code_has_no_graph_break_and_reduces_as_before(outcomes):
     for rank in RANKS:
         bare, seen, run = outcomes["compiled", rank]
 
         assert ([bare] * 3, 0, {}) == (seen, run.faults, run.rows)
 
 
-def test_a_nan_is_found_and_the_rank_that_gave_it_is_the_first_cause(runs):
+def test_rank_that_sent_a_nan_is_the_first_cause(runs):
     first, second = runs("spoiled")
 
     assert [("anomaly", "AnomalyNan", "comm_in", 0), ("anomaly", "AnomalyNan", "comm_out", 1)] == first.events
     assert [("anomaly", "AnomalyNan", "comm_out", 1)] == second.events
 
 
-def test_what_comes_of_a_spoiled_input_is_told_behind_it(outcomes):
-    """The rank that has the cause is the one whose first kind is what was given."""
+def test_effects_of_a_nan_input_are_ordered_after_it(outcomes):
+    """The rank with the cause has the input as its first kind."""
     assert ["comm_in", "comm_out", "grad_reduced", "param_after"] == outcomes["cause", 0]
     assert ["comm_out", "grad_reduced", "param_after"] == outcomes["cause", 1]
 
 
-# What cannot be meant.
+# Invalid options.
 
 
 @pytest.mark.parametrize(
@@ -264,6 +266,6 @@ def test_what_comes_of_a_spoiled_input_is_told_behind_it(outcomes):
         ({"input": True}, "Did you mean options.collectives.inputs"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(options, words):
+def test_invalid_options_are_rejected(options, words):
     with pytest.raises(ConfigError, match=words):
         MonitorConfig(quantities=("collectives",), options={"collectives": options})

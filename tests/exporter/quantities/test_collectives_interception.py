@@ -1,6 +1,6 @@
-"""What stands in the place of torch's collectives: while they are measured, never on top of others, as the original.
+"""Replacements of torch's collectives: present while they are measured, below other wrappers, equal to the original.
 
-In one process without a group: what is called is never reached, or stands there instead of torch's.
+These tests run in one process without a group: a called function is never reached, or is a fake.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAMES = ("all_reduce", "isend", "irecv", "batch_isend_irecv", "all_to_all_single
 
 @pytest.fixture
 def originals():
-    """Return what stands in torch.distributed, and see to it that it stands there again."""
+    """Return the functions of torch.distributed, and restore them after the test."""
     found = {name: getattr(dist, name) for name in NAMES}
     waits = vars(dist.Work)["wait"]
     yield found
@@ -32,7 +32,7 @@ def originals():
 
 @pytest.fixture
 def attached(quiet):
-    """Return a monitor of a layer, and what trains a step."""
+    """Return a monitor of a layer, and a function that trains one step."""
 
     def make(**options: Any) -> tuple[Monitor, Any]:
         net = torch.nn.Linear(2, 1)
@@ -53,11 +53,11 @@ def attached(quiet):
 
 
 def stands() -> list[str]:
-    """Return which functions are listened to."""
+    """Return the names of the intercepted functions."""
     return [name for name in NAMES if type(getattr(dist, name)).__name__ == "_FunctionInterception"]
 
 
-def test_detaching_puts_back_every_function(attached, originals):
+def test_detach_restores_every_function(attached, originals):
     monitor, step = attached()
     listened = stands()
     step()
@@ -67,7 +67,7 @@ def test_detaching_puts_back_every_function(attached, originals):
     assert [] == stands()
 
 
-def test_switching_off_puts_back_every_function_and_on_again_listens(attached, originals):
+def test_switching_off_restores_functions_and_switching_on_intercepts(attached, originals):
     monitor, step = attached()
     step()
     monitor.switch(on=False)
@@ -81,7 +81,7 @@ def test_switching_off_puts_back_every_function_and_on_again_listens(attached, o
     assert ([], list(NAMES)) == (off, on)
 
 
-def test_after_the_last_of_its_steps_every_function_is_back(attached, originals):
+def test_every_function_is_restored_after_the_last_sampled_step(attached, originals):
     monitor, step = attached(times=1)
     step()
     step()
@@ -92,7 +92,7 @@ def test_after_the_last_of_its_steps_every_function_is_back(attached, originals)
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_of_two_monitors_the_one_that_stays_goes_on_listening(first, attached, originals):
+def test_second_monitor_still_intercepts_after_the_first_detaches(first, attached, originals):
     monitors = [attached()[0], attached()[0]]
     monitors[first].detach()
     between = stands()
@@ -101,7 +101,7 @@ def test_of_two_monitors_the_one_that_stays_goes_on_listening(first, attached, o
     assert list(NAMES) == between
 
 
-def test_what_somebody_else_has_put_on_top_stays_and_ours_is_passed_through(attached, monkeypatch):
+def test_wrapper_on_top_remains_and_the_interception_forwards_calls(attached, monkeypatch):
     original, calls = dist.all_reduce, []
     monitor, _ = attached()
     below = dist.all_reduce
@@ -116,12 +116,12 @@ def test_what_somebody_else_has_put_on_top_stays_and_ours_is_passed_through(atta
         dist.all_reduce(torch.ones(1))
 
     assert (foreign, 1) == (dist.all_reduce, len(calls))
-    monkeypatch.undo()  # what stood there was ours, passed through
+    monkeypatch.undo()  # the previous function was ours, which forwards calls
     dist.all_reduce = original
 
 
-def test_what_somebody_else_has_put_between_two_of_ours_is_called_once_and_stays(attached, originals, monkeypatch):
-    """Their wrapper has copied the attributes of ours, as functools.wraps does."""
+def test_wrapper_between_two_interceptions_is_called_once_and_remains(attached, originals, monkeypatch):
+    """The other wrapper has copied the attributes of ours, as functools.wraps does."""
     calls: list[str] = []
     monkeypatch.setattr(dist, "all_reduce", lambda *_: calls.append("original"))
     first, _ = attached()
@@ -142,7 +142,7 @@ def test_what_somebody_else_has_put_between_two_of_ours_is_called_once_and_stays
     monkeypatch.undo()
 
 
-def test_what_was_there_before_is_called_and_put_back(attached, monkeypatch):
+def test_earlier_replacement_is_called_and_restored(attached, monkeypatch):
     calls = []
 
     def earlier(tensor: Any) -> None:
@@ -157,7 +157,7 @@ def test_what_was_there_before_is_called_and_put_back(attached, monkeypatch):
     assert (["x"], earlier) == (calls, dist.all_reduce)
 
 
-def test_a_function_that_is_kept_copied_or_sent_is_the_original(attached, originals):
+def test_stored_copied_or_pickled_function_is_the_original(attached, originals):
     monitor, _ = attached()
     kept = dist.isend
     sent = pickle.loads(pickle.dumps(kept))

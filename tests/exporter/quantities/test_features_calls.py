@@ -1,4 +1,4 @@
-"""How attention and routers are read: arguments, masks and logits in every form, and what cannot be read is said."""
+"""Reading of attention and routers: arguments, masks and logits in every form, and notices about unreadable ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class TensorSpec(nn.Module):
-    """A module that answers with what it is told to."""
+    """A module that returns a given result."""
 
     def __init__(self, answer: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -48,15 +48,15 @@ def form_loss(model: nn.Module, _step: int) -> torch.Tensor:
         (lambda z: z, {"top_k": 1}, True),
         (lambda z: (z.argmax(-1), z), {"top_k": 1, "output": "tuple[2]:1"}, True),
         (lambda z: {"scores": z.sum(), "logits": z}, {"top_k": 1, "output": "dict:logits"}, True),
-        (lambda z: z.argmax(-1), {"top_k": 1}, "router: gate: returns what is int64[2], which are no logits"),
+        (lambda z: z.argmax(-1), {"top_k": 1}, "router: gate: returns an output that is int64[2] and cannot be logits"),
         (lambda z: None, {"top_k": 1}, "router: gate: returns no 'tensor'"),
         (lambda z: z, {"output": "tuple[2]:1"}, "router: gate: returns no 'tuple[2]:1'"),
     ],
 )  # fmt: skip
-def test_logits_are_found_in_what_a_router_returns(answer, options, measured):
+def test_logits_are_found_in_the_output_of_a_router(answer, options, measured):
     run = train(Forms(answer), [form_loss], {"router": {"targets": ["gate"], **options}})
     if measured is not True:
-        assert (0, {}, [measured]) == (run.faults, run.rows, run.said)
+        assert (0, {}, [measured]) == (run.faults, run.rows, run.notices)
         return
 
     logits = torch.arange(8.0).view(2, 4) @ Forms(answer).gate.weight.detach().t()
@@ -65,12 +65,12 @@ def test_logits_are_found_in_what_a_router_returns(answer, options, measured):
     assert 1 == pytest.approx(sum(value for key, value in rows.items() if key.kind == "router_load"))
     expected = float(torch.distributions.Categorical(logits=logits.double()).entropy().mean())
     assert expected == pytest.approx(rows[Feature("router_entropy", "gate", None, 0)], rel=1e-5)
-    assert [] == run.said
+    assert [] == run.notices
 
 
 @pytest.mark.parametrize(("rows", "bias"), [(3, False), (3, True), (4, True)])
-def test_logits_are_computed_where_a_router_returns_probabilities(rows, bias):
-    """From a weight of experts x width, or of width x experts; with what it is given before it writes over it."""
+def test_logits_are_computed_for_a_router_that_returns_probabilities(rows, bias):
+    """The weight is experts x width or width x experts; the argument is read before the module overwrites it."""
 
     class Probabilities(nn.Module):
         def __init__(self) -> None:
@@ -92,7 +92,7 @@ def test_logits_are_computed_where_a_router_returns_probabilities(rows, bias):
     wide = model.gate.wg.detach().double()
     logits = torch.arange(8.0).double().view(2, 4) @ (wide.t() if rows == 3 else wide)
     logits = logits + model.gate.bias.detach() if bias else logits
-    assert (0, []) == (run.faults, run.said)
+    assert (0, []) == (run.faults, run.notices)
     found = run.rows[1]
     expected = float(torch.distributions.Categorical(logits=logits).entropy().mean())
     assert expected == pytest.approx(found[Feature("router_entropy", "gate", None, 0)], rel=1e-5)
@@ -102,13 +102,13 @@ def test_logits_are_computed_where_a_router_returns_probabilities(rows, bias):
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "notices"),
     [
-        (lambda gate, x: gate(x.long()), "is given what is int64[2, 4], which are no logits"),
-        (lambda gate, x: gate(x[:, :2]), "has a weight of shape [3, 4], which does not fit what it is given"),
+        (lambda gate, x: gate(x.long()), "has an argument that is int64[2, 4] and cannot be logits"),
+        (lambda gate, x: gate(x[:, :2]), "has a weight of shape [3, 4], which does not fit its argument"),
     ],
 )
-def test_logits_that_cannot_be_computed_are_said(call, said):
+def test_logits_that_cannot_be_computed_are_reported(call, notices):
     class Router(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,20 +120,20 @@ def test_logits_that_cannot_be_computed_are_said(call, said):
     model = Called(Router(), call)
     run = train(model, [form_loss], {"router": {"targets": ["core"], "logits": "computed", "top_k": 1}}, steps=2)
 
-    assert (0, {}, [f"router: core: {said}"]) == (run.faults, run.rows, run.said)
+    assert (0, {}, [f"router: core: {notices}"]) == (run.faults, run.rows, run.notices)
 
 
-def test_what_a_router_cannot_tell_is_said_once():
+def test_missing_router_features_are_reported_once():
     options = {"router": {"targets": ["gate", "never", "gaet"]}}
     run = train(Forms(lambda z: z, calls=2), [form_loss], options, steps=3)
 
     assert {"router_entropy", "router_similarity"} == {key.kind for key in run.rows[3]}
     assert [
-        "router: gate: has no router_load, since how many experts a token goes to is not known: set top_k",
+        "router: gate: has no router_load, because the number of experts per token is unknown: set top_k",
         "router: gate: is called more than once in a micro-batch, of which only the first call is measured",
         "router: never: was not called in a forward of the model, so it is not measured",
         "router: target 'gaet' matches no module; nearest: gate",
-    ] == sorted(run.said)
+    ] == sorted(run.notices)
     assert 0 == run.faults
 
 
@@ -141,7 +141,7 @@ def test_what_a_router_cannot_tell_is_said_once():
 
 
 class Called(nn.Module):
-    """Calls a core in the form that is asked for."""
+    """A module that calls a core in a given form."""
 
     def __init__(self, core: nn.Module, call: Callable[[nn.Module, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -234,28 +234,28 @@ def test_query_key_mask_and_scale_are_found_in_a_call(name):
     settings = {"targets": ["core"], "order": "b,h,s,d", **options}
     run = train(Called(core, call), [lambda model, _step: model(X)], {"attention": settings}, steps=1)
 
-    assert (0, []) == (run.faults, run.said)
+    assert (0, []) == (run.faults, run.notices)
     found = [run.rows[1][Feature("attention_entropy", "core", head, 0)] for head in range(3)]
     assert expected == pytest.approx(found, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "notices"),
     [
-        (lambda core, x: core(x, None), "key is no tensor among its arguments"),
+        (lambda core, x: core(x, None), "key is not a tensor argument"),
         (lambda core, x: core(x.flatten(2), x), "query is [2, 3, 20], not four dimensions of numbers: target the core"),
         (lambda core, x: core(x, x.long()), "key is [2, 3, 5, 4], not four dimensions of numbers: target the core"),
-        (lambda core, x: core(x, x[:, :2]), "3 heads of the query share no 2 heads of the key evenly: see order"),
+        (lambda core, x: core(x, x[:, :2]), "3 heads of the query are not a multiple of 2 heads of the key: see order"),
         (lambda core, x: core(x, x[..., :3]), "query [2, 3, 5, 4] and key [2, 3, 5, 3]"),
         (lambda core, x: core(x, x[:, :, :0]), "key has no elements"),
-        (lambda core, x: core(x, x, x, TRIL[:4, :4]), "mask of shape [4, 4] fits no scores of its calls"),
+        (lambda core, x: core(x, x, x, TRIL[:4, :4]), "mask of shape [4, 4] does not fit the scores of its calls"),
         (lambda core, x: core(x, x.to("meta")), "key is a meta tensor"),
     ],
 )  # fmt: skip
-def test_a_call_that_cannot_be_read_is_said_once_and_has_no_rows(call, said):
+def test_unreadable_attention_call_is_reported_once_and_has_no_rows(call, notices):
     settings = {"targets": ["core"], "order": "b,h,s,d"}
     run = train(Called(Signature(), call), [lambda model, _step: model(X)], {"attention": settings}, steps=2)
 
     assert (0, {}) == (run.faults, run.rows)
-    assert 1 == len(run.said)
-    assert run.said[0].startswith(f"attention: core: {said}")
+    assert 1 == len(run.notices)
+    assert run.notices[0].startswith(f"attention: core: {notices}")

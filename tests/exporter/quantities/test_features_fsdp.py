@@ -1,4 +1,4 @@
-"""Two real ranks that shard their parameters: weights are read where they are whole, without communication."""
+"""Two ranks with sharded parameters: weights are read while they are whole, without communication."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class Sharded(nn.Module):
-    """A weight in parts that no framework puts together."""
+    """A sharded weight that no framework gathers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,17 +79,17 @@ def work(rank: int, store: str, results: Any) -> None:
     for case, make in CASES.items():
         if case == "in parts":
             run = train(make(), [loss(rank)], {"linear": {}}, steps=2)
-            results.put((case, rank, run.rows, run.said, run.faults, True))
+            results.put((case, rank, run.rows, run.notices, run.faults, True))
             continue
         bare = train(make(), [loss(rank)], None, steps=2)
         run = train(make(), [loss(rank)], QUANTITIES, steps=2)
-        results.put((case, rank, run.rows, run.said, run.faults, bare.losses == run.losses))
+        results.put((case, rank, run.rows, run.notices, run.faults, bare.losses == run.losses))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def references() -> list[dict[Feature, float]]:
-    """Return the features of weights that one process has that computes the batches of all ranks."""
+    """Return the weight features of one process that computes the batches of all ranks."""
     model, found = net(), []
     for step in (1, 2):
         found.append({})
@@ -131,10 +131,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
 def test_every_rank_has_the_features_of_whole_weights(case, outcomes):
     expected = references()
     for rank in range(WORLD):
-        rows, said, faults, is_equal = outcomes[case, rank]
+        rows, notices, faults, is_equal = outcomes[case, rank]
 
         assert (0, True) == (faults, is_equal)
-        assert [NEVER] == said
+        assert [NEVER] == notices
         for step in (1, 2):
             of_weights = {key: value for key, value in rows[step].items() if key.micro_step is None}
             assert expected[step - 1].keys() == of_weights.keys()
@@ -143,9 +143,9 @@ def test_every_rank_has_the_features_of_whole_weights(case, outcomes):
             assert {"router_entropy", "router_load"} == {key.kind for key in rows[step] if key not in of_weights}
 
 
-def test_a_weight_that_is_never_whole_is_said_once_and_has_no_rows(outcomes):
+def test_weight_that_is_never_whole_is_reported_once_and_has_no_rows(outcomes):
     for rank in range(WORLD):
-        rows, said, faults, _ = outcomes["in parts", rank]
+        rows, notices, faults, _ = outcomes["in parts", rank]
 
         assert {"first"} == {key.module for key in rows[2]}
-        assert (["linear: part: has a weight in parts on several ranks"], 0) == (said, faults)
+        assert (["linear: part: has a weight in parts on several ranks"], 0) == (notices, faults)

@@ -1,4 +1,4 @@
-"""Features of modules in training: those of an independent look at the run, which changes by no bit."""
+"""Features of modules in training, compared with an independent reference; training is bit-identical."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Note = Callable[..., None]
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Note nothing: the model under the monitor."""
+    """Record nothing, for the run with the monitor."""
 
 
 class Core(nn.Module):
@@ -101,7 +101,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 
 
 class Seen:
-    """An independent look: whole matrices in float64, of what the model itself shows."""
+    """The reference: whole matrices in float64, from tensors that the model itself records."""
 
     def __init__(self) -> None:
         self.rows: dict[Feature, float] = {}
@@ -148,7 +148,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[FeatureRun, dict[int, dict[Feature, float]]]:
-    """A run without a monitor, looked at by itself."""
+    """A run without a monitor that records its own tensors."""
     model = net()
     seen = {1: Seen(), 2: Seen()}
     steps = []
@@ -168,11 +168,11 @@ def alone() -> tuple[FeatureRun, dict[int, dict[Feature, float]]]:
 
 
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "not reentrant"])
-def test_features_are_those_of_an_independent_look_and_change_no_bit(mode, alone):
-    """Each micro-batch by itself; real masks; what is recomputed counts once; inputs before they are written over."""
+def test_features_equal_the_reference_and_training_is_bit_identical(mode, alone):
+    """Separate micro-batches, real masks, recomputed calls measured once, inputs read before they are overwritten."""
     run = train(net(mode), losses(), EVERYTHING)
 
-    assert (0, []) == (run.faults, run.said)
+    assert (0, []) == (run.faults, run.notices)
     for step, expected in alone[1].items():
         assert expected.keys() == run.rows[step].keys()
         for key, value in expected.items():
@@ -181,7 +181,7 @@ def test_features_are_those_of_an_independent_look_and_change_no_bit(mode, alone
     assert equal_bits(run, alone[0] if mode == "plain" else train(net(mode), losses(), None))
 
 
-def test_steps_between_the_sampled_ones_are_not_looked_at():
+def test_steps_that_are_not_sampled_have_no_features():
     options = {name: {**known, "every": 2, "start_step": 2} for name, known in EVERYTHING.items()}
     run = train(net(), losses(), options, steps=4)
 
@@ -189,7 +189,7 @@ def test_steps_between_the_sampled_ones_are_not_looked_at():
     assert run.rows[2].keys() == run.rows[4].keys()
 
 
-def test_autocast_does_not_reach_the_formulas():
+def test_autocast_does_not_change_the_formulas():
     def loss(model: nn.Module, step: int) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return model(batch(step, 0)).float().square().mean()
@@ -203,16 +203,16 @@ def test_autocast_does_not_reach_the_formulas():
     }
     run = train(model, [loss], EVERYTHING, steps=1)
 
-    assert (0, []) == (run.faults, run.said)
+    assert (0, []) == (run.faults, run.notices)
     for name, value in expected.items():
         assert value == pytest.approx(run.rows[1][Feature("spectral_norm", name)], rel=1e-5)
     assert equal_bits(run, train(net(), [loss], None, steps=1))
 
 
-# What is selected.
+# Selection of modules.
 
 
-def test_no_targets_select_no_attention_and_no_router_but_every_linear():
+def test_without_targets_only_linear_selects_modules():
     run = train(net(), losses(), {"attention": {"targets": []}, "router": {}, "linear": {"targets": []}}, steps=1)
 
     assert {"stable_rank", "spectral_norm"} == {key.kind for key in run.rows[1]}
@@ -221,7 +221,7 @@ def test_no_targets_select_no_attention_and_no_router_but_every_linear():
     assert [
         "attention: targets names no module, so nothing is measured",
         "router: targets names no module, so nothing is measured",
-    ] == sorted(run.said)
+    ] == sorted(run.notices)
 
 
 class Odd(nn.Module):
@@ -253,7 +253,7 @@ def odd_loss(model: nn.Module, _step: int) -> torch.Tensor:
     return model(torch.ones(2, 4)).square().sum()
 
 
-def test_odd_weights():
+def test_unusual_weights_are_measured_or_reported():
     def odd() -> Odd:
         torch.manual_seed(2)
         return Odd()
@@ -271,14 +271,14 @@ def test_odd_weights():
     assert all(math.isnan(rows[Feature(kind, "broken")]) for kind in ("spectral_norm", "stable_rank"))
     assert {
         "linear: computed: has a weight that is computed, or none",
-        "linear: whole: has a weight that is complex64[4, 4], no matrix of numbers",
-    } == set(run.said)
-    assert 2 == len(run.said)
+        "linear: whole: has a weight that is complex64[4, 4], not a matrix of floats",
+    } == set(run.notices)
+    assert 2 == len(run.notices)
     other = train(odd(), [odd_loss], None)
     assert all(torch.equal(run.state[n], other.state[n]) for n in other.state if "broken" not in n)
 
 
-def test_what_is_compiled_is_named_and_weights_are_measured_all_the_same():
+def test_compiled_modules_are_reported_and_their_weights_measured():
     model = net()
     for block in model.blocks:
         block.compile(backend="eager", fullgraph=True)
@@ -286,10 +286,10 @@ def test_what_is_compiled_is_named_and_weights_are_measured_all_the_same():
 
     assert {"spectral_norm", "stable_rank"} == {key.kind for key in run.rows[2]}
     assert 0 == run.faults
-    assert ["attention: blocks.0.core, blocks.1.core: is part of compiled code, so it is not measured"] == run.said
+    assert ["attention: blocks.0.core, blocks.1.core: is part of compiled code, so it is not measured"] == run.notices
 
 
-def test_a_hook_that_fails_costs_its_rows_alone(monkeypatch):
+def test_failing_hook_loses_only_its_own_features(monkeypatch):
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no")
 
@@ -300,7 +300,7 @@ def test_a_hook_that_fails_costs_its_rows_alone(monkeypatch):
         key.kind for key in run.rows[2]
     }
     assert run.faults == 8
-    assert 1 == len(run.said)
+    assert 1 == len(run.notices)
     assert equal_bits(run, train(net(), losses(), None, steps=2))
 
 
@@ -314,14 +314,14 @@ def test_a_hook_that_fails_costs_its_rows_alone(monkeypatch):
         ("attention", {"causal": "yes"}, "causal is true, false or 'auto'"),
         ("attention", {"scale": "big"}, "scale is a number"),
         ("attention", {"rows": 0}, "rows is a whole number from 1 on"),
-        ("linear", {"tolerance": 0}, "tolerance is a share from 1e-05 on and below 1"),
-        ("linear", {"tolerance": 1.0}, "tolerance is a share from 1e-05 on and below 1"),
+        ("linear", {"tolerance": 0}, "tolerance is a number from 1e-05 to below 1"),
+        ("linear", {"tolerance": 1.0}, "tolerance is a number from 1e-05 to below 1"),
         ("router", {"top_k": 0}, "top_k is a whole number from 1 on"),
         ("router", {"logits": "guessed"}, "logits is 'returned' or 'computed', not 'guessed'"),
         ("router", {"output": "second"}, "'second' is no pattern for a part of an object"),
     ],
 )  # fmt: skip
-def test_options_that_cannot_be_meant_are_refused(quantity, options, text):
+def test_invalid_options_are_rejected(quantity, options, text):
     with pytest.raises(ConfigError, match="options"):
         MonitorConfig(quantities=(quantity,), options={quantity: options})
     with pytest.raises(ConfigError) as raised:
@@ -329,7 +329,7 @@ def test_options_that_cannot_be_meant_are_refused(quantity, options, text):
     assert text in str(raised.value)
 
 
-def test_detaching_leaves_no_hook():
+def test_detach_leaves_no_hook():
     model = net()
     hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
     config = MonitorConfig(quantities=tuple(EVERYTHING), options=EVERYTHING, console=False, exit_wait_seconds=0)

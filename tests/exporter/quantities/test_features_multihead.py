@@ -1,4 +1,4 @@
-"""torch's own attention module as a target: entropy and maximum are those of the weights that it returns itself."""
+"""torch's own attention module as a target: entropy and maximum equal those of its returned weights."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def loss(model: nn.Module, _step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_features_are_those_of_the_weights_that_the_module_returns(case):
+def test_features_equal_those_of_the_returned_attention_weights(case):
     options, call = CASES[case]
     model = Net(call, **options)
     _, weights = call(model.attention, need_weights=True, average_attn_weights=False)
@@ -82,16 +82,16 @@ def test_features_are_those_of_the_weights_that_the_module_returns(case):
     largest = weights.amax(-1).transpose(0, 1)
     run = train(model, [loss], {"attention": {"targets": ["attention"]}}, steps=1)
 
-    assert (0, []) == (run.faults, run.said)
+    assert (0, []) == (run.faults, run.notices)
     for head in range(HEADS):
         for kind, expected in (("attention_entropy", entropy), ("softmax_max", largest)):
             found = run.rows[1][Feature(kind, "attention", head, 0)]
             assert float(expected[head][known[head]].mean()) == pytest.approx(found, rel=1e-5), (kind, head)
 
 
-def test_a_module_that_adds_keys_of_its_own_is_said():
+def test_module_that_adds_its_own_keys_is_reported():
     call = CASES["itself"][1]
     run = train(Net(call, batch_first=True, add_bias_kv=True), [loss], {"attention": {"targets": ["attention"]}})
 
     assert (0, {}) == (run.faults, run.rows)
-    assert ["attention: attention: adds keys of its own (bias_k, add_zero_attn)"] == run.said
+    assert ["attention: attention: adds its own keys (bias_k, add_zero_attn)"] == run.notices

@@ -1,4 +1,4 @@
-"""How much is free on a host, and in the control groups around a process."""
+"""Free memory of a host and of the control groups of a process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_without_groups_it_is_what_the_system_has_left(tmp_path):
+def test_without_control_groups_the_free_memory_of_the_system_counts(tmp_path):
     write(tmp_path / "meminfo", MEMINFO)
 
     assert 500 * 1024 == host_bytes(tmp_path, tmp_path / "groups")
 
 
-def test_of_nested_groups_the_one_that_leaves_least_counts(tmp_path):
+def test_nested_control_group_with_least_free_memory_counts(tmp_path):
     write(tmp_path / "meminfo", MEMINFO)
     write(tmp_path / "self/cgroup", "0::/job/step\n")
     write(tmp_path / "groups/job/memory.max", "300000")
@@ -34,7 +34,7 @@ def test_of_nested_groups_the_one_that_leaves_least_counts(tmp_path):
     assert 200_000 == host_bytes(tmp_path, tmp_path / "groups")
 
 
-def test_groups_of_the_first_version_are_read(tmp_path):
+def test_control_groups_of_version_1_are_read(tmp_path):
     write(tmp_path / "meminfo", MEMINFO)
     write(tmp_path / "self/cgroup", "5:cpu:/job\n4:memory:/job\n")
     write(tmp_path / "groups/memory/job/memory.limit_in_bytes", "1000")
@@ -44,14 +44,14 @@ def test_groups_of_the_first_version_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("text", [None, "", "MemAvailable:\n", "MemAvailable: much kB\n"])
-def test_where_nobody_knows_nothing_is_free(text, tmp_path):
+def test_unknown_free_memory_is_zero(text, tmp_path):
     if text is not None:
         write(tmp_path / "meminfo", text)
 
     assert 0 == host_bytes(tmp_path, tmp_path)
 
 
-def test_ranks_of_one_host_share_it(monkeypatch):
+def test_ranks_of_one_host_share_the_free_memory(monkeypatch):
     monkeypatch.setattr("rankscope_exporter.quantities.micro_batches.host_bytes", lambda: 1000)
     found = []
     for ranks in ("1", "4", "0", "many"):

@@ -1,4 +1,4 @@
-"""Hashes of replicas on two real ranks: equal where the bits are, different where one is not, and never in between."""
+"""Hashes of replicas on two ranks: equal exactly if all bits are equal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def apart(ranks: list[Found], case: str) -> set[tuple[int, str, str]]:
 
 
 def really_apart(ranks: list[Found], case: str) -> set[tuple[int, str, str]]:
-    """The same from the bits that the test read itself after each step."""
+    """The expected rows, from the bits that the test reads after each step."""
     one, other = (found[case]["truth"] for found in ranks)
     return {
         (step, "param_after", name)
@@ -61,7 +61,7 @@ def really_apart(ranks: list[Found], case: str) -> set[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_a_hash_is_that_of_the_bits_after_the_update(ranks: list[Found], rank: int) -> None:
+def test_hash_is_computed_from_the_bits_after_the_update(ranks: list[Found], rank: int) -> None:
     for case in ("equal", "disturbed", "two optimizers", "ZeRO"):
         found = ranks[rank][case]
         expected = {
@@ -71,11 +71,11 @@ def test_a_hash_is_that_of_the_bits_after_the_update(ranks: list[Found], rank: i
         }
 
         assert expected == {key: value for key, value in hashes(found).items() if key[1] == "param_after"}
-        assert 0 == found["faults"], found["said"]
+        assert 0 == found["faults"], found["notices"]
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_the_norm_stands_beside_it(ranks: list[Found], rank: int) -> None:
+def test_norm_is_published_with_the_hash(ranks: list[Found], rank: int) -> None:
     for row in ranks[rank]["disturbed between samples"]["rows"]:
         if row["kind"] == "param_after":
             bits = ranks[rank]["disturbed between samples"]["truth"][str(row["step"])][row["tensor"]]
@@ -85,8 +85,8 @@ def test_the_norm_stands_beside_it(ranks: list[Found], rank: int) -> None:
             assert (len(bits), "float32", "0,1") == (row["numel"], row["dtype"], row["replicas"])
 
 
-def test_what_is_trained_alike_never_differs(ranks: list[Found]) -> None:
-    """With BatchNorm, whose buffers each rank has for itself, accumulation, a gradient scaler, ZeRO, any wrapper."""
+def test_equal_replicas_always_have_equal_hashes(ranks: list[Found]) -> None:
+    """With BatchNorm, which has separate buffers per rank, accumulation, a gradient scaler, ZeRO and all wrappers."""
     for case in (name for name in ranks[0] if not name.startswith(("disturbed", "buffers", "bare", "sharded"))):
         assert set() == really_apart(ranks, case), case
         assert set() == apart(ranks, case), case
@@ -94,7 +94,7 @@ def test_what_is_trained_alike_never_differs(ranks: list[Found]) -> None:
 
 
 @pytest.mark.parametrize(("case", "first"), [("disturbed", 3), ("disturbed between samples", 5)])
-def test_one_element_moved_by_the_least_is_seen_at_the_first_sample_from_then_on(
+def test_smallest_change_of_one_element_shows_at_the_next_sampled_step(
     ranks: list[Found], case: str, first: int
 ) -> None:
     found = {key for key in apart(ranks, case) if key[1] == "param_after"}
@@ -105,7 +105,7 @@ def test_one_element_moved_by_the_least_is_seen_at_the_first_sample_from_then_on
     assert {disturbed} == {name for step, _, name in found if step == first}
 
 
-def test_leaving_what_is_common_to_the_first_rank_does_not_leave_hashes_to_it(ranks: list[Found]) -> None:
+def test_every_rank_publishes_hashes_with_dp_group(ranks: list[Found]) -> None:
     one, other = (found["disturbed between samples"] for found in ranks)
 
     assert one["norms"]
@@ -113,15 +113,15 @@ def test_leaving_what_is_common_to_the_first_rank_does_not_leave_hashes_to_it(ra
     assert hashes(one).keys() == hashes(other).keys()
 
 
-def test_state_of_the_optimizer_is_hashed_where_every_rank_has_all_of_it(ranks: list[Found]) -> None:
+def test_optimizer_state_is_hashed_if_every_rank_holds_all_of_it(ranks: list[Found]) -> None:
     kinds = {case: {key[1] for key in hashes(ranks[0][case])} for case in ("equal", "ZeRO", "by hand")}
 
     assert {"param_after", "exp_avg", "exp_avg_sq"} == kinds["equal"]
     assert {"param_after"} == kinds["ZeRO"] == kinds["by hand"]
 
 
-def test_buffers_are_hashed_when_they_are_named(ranks: list[Found]) -> None:
-    """BatchNorm's statistics are each rank's own behind a forward pass, and are said to be."""
+def test_named_buffers_are_hashed(ranks: list[Found]) -> None:
+    """BatchNorm's statistics differ between ranks after a forward pass, and so do their hashes."""
     assert {"norm.running_mean", "norm.running_var"} == {key[2] for key in apart(ranks, "buffers")}
     assert {"table"} == {key[2] for key in hashes(ranks[0]["a constant buffer"]) if key[1] == "buffer"}
 
@@ -129,11 +129,11 @@ def test_buffers_are_hashed_when_they_are_named(ranks: list[Found]) -> None:
 def test_only_replicas_are_hashed(ranks: list[Found]) -> None:
     for case in ("bare", "sharded"):
         assert {} == hashes(ranks[0][case])
-        assert 1 == sum("no parameter is known to have replicas" in text for text in ranks[0][case]["said"])
+        assert 1 == sum("no parameter is known to have replicas" in text for text in ranks[0][case]["notices"])
     assert NAMES == {key[2] for key in hashes(ranks[0]["hybrid"])}
 
 
-def test_all_can_be_hashed_to_compare_runs(ranks: list[Found]) -> None:
+def test_option_all_hashes_every_tensor(ranks: list[Found]) -> None:
     found = ranks[0]["all of a bare one"]
 
     assert NAMES == {key[2] for key in hashes(found)}
@@ -141,7 +141,7 @@ def test_all_can_be_hashed_to_compare_runs(ranks: list[Found]) -> None:
     assert "rankscope_replica_hash{" not in found["page"]
 
 
-def test_the_page_shows_one_number_for_all_that_should_be_equal_and_its_step(ranks: list[Found]) -> None:
+def test_metrics_page_shows_one_combined_hash_and_its_step(ranks: list[Found]) -> None:
     lines = [dict(shown(found["equal"]["page"])) for found in ranks]
     different = [dict(shown(found["disturbed"]["page"])) for found in ranks]
 
@@ -161,7 +161,7 @@ def shown(page: str) -> Iterator[tuple[str, float]]:
             yield name.partition("{")[0], float(value)
 
 
-def test_wrong_settings_are_named() -> None:
+def test_invalid_hash_options_are_rejected() -> None:
     for options, complaint in (
         ({"state": 1}, "state is true or false"),
         ({"evry": 3}, "evry"),

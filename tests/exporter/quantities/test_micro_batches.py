@@ -1,4 +1,4 @@
-"""Where micro-batches are reduced one by one: whose sum is kept, for how long, in how much memory, and what is said."""
+"""Sums of micro-batches that are reduced one by one: when they are kept, their memory, and the notices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.adapters.base import FrameworkTraits
 from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.quantities import micro_batches
@@ -18,26 +19,20 @@ SIZE = 4 * (3 * 2 + 2)  # float32 weight and bias
 
 
 class Reducing(Plain):
-    """Reduces each backward pass, as DDP does without `no_sync()`: here over one rank alone, by a factor."""
+    """Reduces each backward pass, as DDP does without `no_sync()`: here over one rank, by a factor."""
+
+    traits = FrameworkTraits(reduces=True, reduces_each_micro_batch=None)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
         return False
-
-    @property
-    def reduces(self) -> bool:
-        return True
-
-    @property
-    def reduces_each_micro_batch(self) -> bool | None:
-        return None
 
     def reduces_in_backward(self) -> bool:
         return True
 
 
 class Run:
-    """A model whose gradients are reduced by hand, and what is measured of it."""
+    """A model with gradients that the test reduces, and its measurements."""
 
     def __init__(self, *, every: int = 1, **options: Any) -> None:
         torch.manual_seed(0)
@@ -53,7 +48,7 @@ class Run:
         )
         self.monitor = Monitor(config).attach(Reducing(self.model), self.optimizer)
         self.owned: list[torch.Tensor] = []
-        self.said: list[str] = []
+        self.notices: list[str] = []
 
     @property
     def session(self) -> Any:
@@ -92,13 +87,13 @@ class Run:
 
     def _messages(self) -> list[str]:
         records = self.session.channel.ring.after(-1, 1 << 30).records
-        told = [event.message for record in records for event in record.events]
-        return [message for message in told if message.startswith("gradients:")]
+        messages = [event.message for record in records for event in record.events]
+        return [message for message in messages if message.startswith("gradients:")]
 
     def ends(self) -> dict[int, float | None]:
-        """Detach, and return the norms; what was said is in `said`."""
+        """Detach, and return the norms; the notices are in `notices`."""
         norms = self.norms()
-        self.said = self._messages()
+        self.notices = self._messages()
         self.monitor.detach()
         assert 0 == self.monitor.faults
         return norms
@@ -109,7 +104,7 @@ def abundant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(micro_batches, "free_bytes", lambda _device: ABUNDANT)
 
 
-def test_the_sum_is_kept_from_the_step_after_the_first_that_accumulates():
+def test_sum_is_kept_from_the_step_after_the_first_accumulation():
     run = Run()
     for _ in range(3):
         run.step(micros=3)
@@ -117,17 +112,17 @@ def test_the_sum_is_kept_from_the_step_after_the_first_that_accumulates():
 
     assert norms[1] is None
     assert [float(own.norm()) for own in run.owned[1:]] == [pytest.approx(norms[step]) for step in (2, 3)]
-    assert ["gradients: this rank's own are summed up apart, in 32 bytes more memory at measured steps"] == run.said
+    assert ["gradients: the sum of this rank's own gradients takes 32 bytes of memory at sampled steps"] == run.notices
 
 
-def test_asked_for_it_is_there_from_the_first_step():
+def test_requested_sum_is_kept_from_the_first_step():
     run = Run(sum_micro_batches=True)
     run.step(micros=2)
 
     assert float(run.owned[0].norm()) == pytest.approx(run.ends()[1])
 
 
-def test_a_parameter_may_be_frozen_and_thawed_between_measured_steps():
+def test_parameter_may_be_frozen_and_unfrozen_between_sampled_steps():
     run = Run(sum_micro_batches=True, every=2)
     for step in range(1, 6):
         run.model.bias.requires_grad_(step not in (3, 4))
@@ -138,28 +133,28 @@ def test_a_parameter_may_be_frozen_and_thawed_between_measured_steps():
     assert [float(run.owned[step - 1].norm()) for step in norms] == [pytest.approx(norm) for norm in norms.values()]
 
 
-def test_without_accumulation_nothing_is_kept_and_nothing_hooked():
+def test_without_accumulation_no_sum_is_kept_and_no_hook_registered():
     run = Run()
     for _ in range(2):
         run.step(micros=1)
 
-    assert set() == run.sums._hooked
+    assert set() == run.sums.hooks.hooked
     norms = run.ends()
     assert [float(own.norm()) for own in run.owned] == [pytest.approx(norms[step]) for step in (1, 2)]
-    assert [] == run.said
+    assert [] == run.notices
 
 
-def test_unwanted_it_is_absent_and_nothing_is_said():
+def test_declined_sum_is_absent_without_a_notice():
     run = Run(sum_micro_batches=False)
     for _ in range(3):
         run.step(micros=2)
 
     assert {1: None, 2: None, 3: None} == run.ends()
-    assert [] == run.said
+    assert [] == run.notices
 
 
 @pytest.mark.parametrize(("free", "kept"), [(4 * SIZE, True), (4 * SIZE - 1, False)])
-def test_unasked_it_takes_no_more_than_a_quarter_of_what_is_free(free, kept, monkeypatch):
+def test_automatic_sum_takes_at_most_a_quarter_of_free_memory(free, kept, monkeypatch):
     monkeypatch.setattr(micro_batches, "free_bytes", lambda _device: free)
     run = Run()
     for _ in range(3):
@@ -167,11 +162,11 @@ def test_unasked_it_takes_no_more_than_a_quarter_of_what_is_free(free, kept, mon
     norms = run.ends()
 
     assert kept == (norms[3] is not None)
-    assert kept or "sum_micro_batches = true keeps it" in run.said[0]
-    assert 1 == len(run.said)
+    assert kept or "sum_micro_batches = true keeps it" in run.notices[0]
+    assert 1 == len(run.notices)
 
 
-def test_asked_for_it_is_kept_however_little_is_free(monkeypatch):
+def test_requested_sum_is_kept_with_little_free_memory(monkeypatch):
     monkeypatch.setattr(micro_batches, "free_bytes", lambda _device: 0)
     run = Run(sum_micro_batches=True)
     run.step(micros=2)
@@ -180,8 +175,8 @@ def test_asked_for_it_is_kept_however_little_is_free(monkeypatch):
 
 
 @pytest.mark.parametrize("updates", [True, False])
-def test_it_is_let_go_of_when_the_step_is_over(updates):
-    """Also of a step whose update a gradient scaler skips: then with the next forward."""
+def test_sum_is_released_when_the_step_ends(updates):
+    """Also after a step that a gradient scaler skips: then at the next forward."""
     run = Run(sum_micro_batches=True, every=2)
     run.step(micros=2, updates=updates)
     if not updates:
@@ -191,7 +186,7 @@ def test_it_is_let_go_of_when_the_step_is_over(updates):
     run.monitor.detach()
 
 
-def test_where_memory_runs_out_it_is_given_back_and_said_once(monkeypatch):
+def test_out_of_memory_releases_the_sum_and_is_reported_once(monkeypatch):
     run = Run(sum_micro_batches=True)
     run.step(micros=2)
     first = run.sums
@@ -210,11 +205,11 @@ def test_where_memory_runs_out_it_is_given_back_and_said_once(monkeypatch):
     norms = run.ends()
 
     assert ([True, False, False], {}) == ([norms[step] is not None for step in (1, 2, 3)], first._sums)
-    assert ["gradients: memory did not suffice for a sum of micro-batches: grad_unreduced is absent from now on"] == [
-        message for message in run.said if "suffice" in message
+    assert ["gradients: out of memory while micro-batches were summed: grad_unreduced is absent from now on"] == [
+        message for message in run.notices if "out of memory" in message
     ]
 
 
-def test_what_is_no_switch_is_refused():
+def test_invalid_sum_micro_batches_is_rejected():
     with pytest.raises(ConfigError, match="sum_micro_batches is true, false or null, not 'yes'"):
         MonitorConfig(options={"gradients": {"sum_micro_batches": "yes"}})

@@ -1,4 +1,4 @@
-"""Clipped gradients, micro-batches, optimizer state by name, Adam's update, direction: against plain formulas."""
+"""Clipped gradients, micro-batches, optimizer state, Adam's update and direction, compared with plain formulas."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def watched(reader: Any, eventually: Any, quantities: tuple[str, ...], loop: Any
 
 
 class Training:
-    """Micro-batches, then clipping where `longest` says so, then the step; `observe` sees each moment."""
+    """Run micro-batches, clipping to `longest` if given, and the step; call `observe` at each event."""
 
     def __init__(self, micros: int = 1, longest: float | None = None, make: Any = None) -> None:
         self.micros, self.longest = micros, longest
@@ -61,7 +61,7 @@ class Training:
 
 
 def observed(training: Training, look: Callable[..., dict[Any, Any]]) -> dict[Any, Any]:
-    """Run the same training without a monitor and return what `look` sees."""
+    """Run the same training without a monitor and return the results of `look`."""
     found: dict[Any, Any] = {}
     twin = copy.copy(training)
     twin.observe = lambda *args: found.update(look(*args))
@@ -87,7 +87,7 @@ def of_parameters(model: nn.Module, step: int, value: Callable[[nn.Parameter], t
     return {(step, name): float(value(item).double().norm()) for name, item in model.named_parameters()}
 
 
-def test_clipped_gradients_stand_beside_the_reduced_ones_only_where_they_differ(reader, eventually):
+def test_clipped_gradients_have_rows_only_where_they_differ_from_reduced(reader, eventually):
     def clipped(moment: str, step: int, model: nn.Module, _: Any) -> dict[Any, float]:
         return of_parameters(model, step, lambda item: item.grad) if moment == "before" else {}
 
@@ -102,7 +102,7 @@ def test_clipped_gradients_stand_beside_the_reduced_ones_only_where_they_differ(
         assert close(observed(same, clipped), norms(rows, "grad_reduced"))
 
 
-def test_gradients_that_the_loop_assigns_are_those_that_the_optimizer_is_given(reader, eventually):
+def test_gradients_assigned_by_the_loop_are_measured(reader, eventually):
     class Assigned(Training):
         """As in meta-learning: no backward pass accumulates anything."""
 
@@ -126,7 +126,7 @@ def test_gradients_that_the_loop_assigns_are_those_that_the_optimizer_is_given(r
     assert {} == norms(rows, "grad_clipped")
 
 
-def test_a_gradient_scaler_shows_in_what_the_optimizer_sees(reader, eventually):
+def test_gradient_scaler_changes_grad_clipped_only(reader, eventually):
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
 
     class Scaled(Training):
@@ -142,7 +142,7 @@ def test_a_gradient_scaler_shows_in_what_the_optimizer_sees(reader, eventually):
     assert close({key: value * 256.0 for key, value in seen.items()}, scaled)
 
 
-def test_micro_batches_are_their_own_gradients_and_never_a_running_sum(reader, eventually):
+def test_micro_gradients_are_summands_and_no_running_sum(reader, eventually):
     training = Training(micros=3)
     rows, _ = watched(reader, eventually, ("gradients", "micro_gradients"), training)
     expected = {}
@@ -163,7 +163,7 @@ def test_micro_batches_are_their_own_gradients_and_never_a_running_sum(reader, e
     assert close(whole, norms(rows, "grad_unreduced"))
 
 
-def test_any_state_of_an_optimizer_by_its_name(reader, eventually):
+def test_optimizer_state_is_selected_by_name(reader, eventually):
     def state(key: str) -> Callable[..., dict[Any, float]]:
         return lambda moment, step, model, optimizer: (
             of_parameters(model, step, lambda item: optimizer.state[item][key]) if moment == "after" else {}
@@ -187,7 +187,7 @@ def test_any_state_of_an_optimizer_by_its_name(reader, eventually):
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
-def test_histograms_of_adams_update_are_what_the_parameters_moved_by(reader, eventually, amsgrad):
+def test_histograms_of_adam_update_equal_the_parameter_movement(reader, eventually, amsgrad):
     """The reference is the movement itself: (before - after) / lr, in float64."""
     rate = 0.05
     training = Training(make=lambda model: torch.optim.Adam(model.parameters(), lr=rate, amsgrad=amsgrad))
@@ -210,7 +210,7 @@ def test_histograms_of_adams_update_are_what_the_parameters_moved_by(reader, eve
     for (step, name), movement in expected.items():
         row = found[step, name, "adam_update"]
         edges = torch.tensor([-0.8, -0.4, 0.0, 0.4, 0.8], dtype=torch.float64)
-        near = (movement.flatten()[:, None] - edges).abs().amin() > 1e-5  # no element lies on an edge
+        near = (movement.flatten()[:, None] - edges).abs().amin() > 1e-5  # no element is on an edge
         assert near
         places = torch.bucketize(movement.flatten(), edges)
         counts = torch.bincount(places, minlength=6).tolist()
@@ -218,7 +218,7 @@ def test_histograms_of_adams_update_are_what_the_parameters_moved_by(reader, eve
         assert ("linear:-0.8:0.8:4", 0) == (row["scheme"], row["nonfinite"])
 
 
-def test_histograms_count_what_is_not_finite(reader, eventually):
+def test_histograms_count_non_finite_values(reader, eventually):
     class Dead(Training):
         def train(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             model(batch(1)).square().mean().backward()
@@ -234,7 +234,7 @@ def test_histograms_count_what_is_not_finite(reader, eventually):
     assert 9 == found["0.bias", "adam_ratio"]["nonfinite"]
 
 
-def test_direction_is_the_share_of_signs_that_agree(reader, eventually):
+def test_direction_is_the_share_of_equal_signs(reader, eventually):
     training = Training()
 
     def agreement(moment: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Any, float]:
@@ -253,7 +253,7 @@ def test_direction_is_the_share_of_signs_that_agree(reader, eventually):
 
 
 class Rotation(nn.Module):
-    """Complex numbers, held as such or as pairs of real ones: Adam moves both alike."""
+    """Complex numbers, stored as such or as pairs of real numbers: Adam updates both equally."""
 
     def __init__(self, *, whole: bool) -> None:
         super().__init__()

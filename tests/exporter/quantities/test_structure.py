@@ -1,4 +1,4 @@
-"""The structure of a model and the call stacks of its modules: rows, text, and the file of the existing tool."""
+"""The structure of a model and the call stacks of its modules: rows, text, and the file of msprobe."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The model whose structure the tool printed into the recorded file."""
+    """The model whose structure is in the recorded file of msprobe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Transformer(nn.Module):
 def run(
     model: nn.Module, batch: torch.Tensor, steps: int = 2, quantities: tuple[str, ...] = ("structure",), **options: Any
 ) -> tuple[list[dict[str, Any]], str, list[str]]:
-    """Return rows, the text and what was told."""
+    """Return rows, text and notices."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = MonitorConfig(
         quantities=quantities, options={"structure": options}, console=False, exit_wait_seconds=0, statistics="torch"
@@ -81,30 +81,30 @@ def run(
             break
         time.sleep(0.005)
     text = monitor.structure()
-    said = [event.message for record in records for event in record.events if event.type in ("note", "fault")]
+    notices = [event.message for record in records for event in record.events if event.type in ("note", "fault")]
     assert 0 == monitor.faults
     monitor.detach()
     assert not monitor.structure()
     assert {1} >= {record.step for record in records if record.modules}
-    return [dict(row) for record in records for row in record.modules], text, said
+    return [dict(row) for record in records for row in record.modules], text, notices
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], str]:
     folder = tmp_path_factory.mktemp("structure")
     batch = torch.arange(32).view(4, 8)
-    rows, text, said = run(Transformer(), batch, print_struct=True, output_dir=str(folder))
+    rows, text, notices = run(Transformer(), batch, print_struct=True, output_dir=str(folder))
 
-    assert [] == said
+    assert [] == notices
     return folder / "module_struct/rank0/module_struct.json", rows, text
 
 
-def test_the_file_is_the_one_that_the_tool_writes_of_this_model(written):
+def test_file_equals_the_file_of_msprobe_for_this_model(written):
     assert json.loads(RECORDED.read_text()) == json.loads(written[0].read_text())
     assert ["module_struct.json"] == [path.name for path in written[0].parent.iterdir()]
 
 
-def test_rows_say_class_shapes_types_gradients_and_placement(written):
+def test_rows_contain_class_shapes_dtypes_gradients_and_placement(written):
     rows = {row["module"]: row for row in written[1]}
 
     assert len(rows) == len(written[1]) == 19
@@ -126,8 +126,8 @@ def test_text_has_a_line_for_each_module(written):
     assert 19 == len(lines)
 
 
-def test_libraries_beside_torch_are_the_users():
-    """Their folders begin with the name of torch's."""
+def test_libraries_next_to_torch_are_user_code():
+    """Their folder names begin with the name of torch's folder."""
     beside = Path(torch.__file__).parent.with_name("torchvision") / "resnet.py"
     found: dict[str, Any] = {"sys": sys, "call_stack": call_stack}
     exec(compile("def forward():\n    return call_stack(sys._getframe())\n", str(beside), "exec"), found)
@@ -135,7 +135,7 @@ def test_libraries_beside_torch_are_the_users():
     assert f"{beside}:2 forward" == found["forward"]()[-1]
 
 
-def test_stacks_are_the_users_calls_the_outermost_first(written):
+def test_stacks_contain_user_calls_outermost_first(written):
     stacks = {row["module"]: row["stack"].splitlines() for row in written[1]}
     here = Path(__file__).name
 
@@ -152,7 +152,7 @@ def test_stacks_are_the_users_calls_the_outermost_first(written):
 
 
 class Forms(nn.Module):
-    """A module that is never called, one that is called twice, and what is no plain tensor."""
+    """A module that is never called, one that is called twice, and arguments that are no plain tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,14 +172,14 @@ class Pair(nn.Module):
         return {"y": y, "count": 3, "both": (mask, y)}
 
 
-def test_other_forms_the_first_call_and_what_was_not_called(tmp_path):
-    rows, text, said = run(
+def test_other_argument_forms_first_calls_and_uncalled_modules(tmp_path):
+    rows, text, notices = run(
         Forms(), torch.ones(3, 4), stacks=False, print_struct=True, output_dir=str(tmp_path), targets=["re:.+"]
     )
     by_name = {row["module"]: row for row in rows}
     document = json.loads((tmp_path / "module_struct/rank0/module_struct.json").read_text())
 
-    assert [] == said
+    assert [] == notices
     assert {"twice", "never", "pair"} == by_name.keys()
     assert [3, 4] == json.loads(by_name["twice"]["inputs"])[0]["shape"]
     never = by_name["never"]
@@ -195,7 +195,7 @@ def test_other_forms_the_first_call_and_what_was_not_called(tmp_path):
     assert {"0:twice", "0:pair"} == document.keys()
 
 
-def test_it_goes_beside_activations_and_changes_no_bit():
+def test_structure_works_with_activations_and_changes_no_bit():
     def train(**options: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = Transformer()
@@ -214,15 +214,15 @@ def test_it_goes_beside_activations_and_changes_no_bit():
     assert all(torch.equal(one, other) for one, other in zip(both, bare.parameters(), strict=True))
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_training_and_rows_go_on(tmp_path):
+def test_unwritable_folder_is_reported_and_rows_are_still_published(tmp_path):
     (tmp_path / "file").write_text("")
-    rows, _, said = run(Forms(), torch.ones(3, 4), print_struct=True, output_dir=str(tmp_path / "file"))
+    rows, _, notices = run(Forms(), torch.ones(3, 4), print_struct=True, output_dir=str(tmp_path / "file"))
 
     assert 4 == len(rows)
-    assert [True] == ["cannot be written: Not a directory" in message for message in said]
+    assert [True] == ["cannot be written: Not a directory" in message for message in notices]
 
 
-def test_where_the_file_goes_without_a_setting(tmp_path, monkeypatch):
+def test_default_folder_of_the_structure_file(tmp_path, monkeypatch):
     monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path / "there"))
     monkeypatch.setenv("RANK", "3")
     run(Forms(), torch.ones(3, 4), print_struct=True)
@@ -238,6 +238,6 @@ def test_where_the_file_goes_without_a_setting(tmp_path, monkeypatch):
         ({"stack": True}, r"Did you mean options\.structure\.stacks"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(options, text):
+def test_invalid_options_are_rejected(options, text):
     with pytest.raises(ConfigError, match=text):
         MonitorConfig(quantities=("structure",), options={"structure": options})

@@ -33,7 +33,7 @@ class Times:
 
 
 class Costly(Parameters):
-    """Costs something at every measured step. No direct subclass of Quantity: those are offered to everybody."""
+    """Costs time at every sampled step. Defined outside of the folder of quantities, so no configuration offers it."""
 
     name: ClassVar[str] = "test_costly"
     seconds: ClassVar[float] = 0.0

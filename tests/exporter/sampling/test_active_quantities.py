@@ -17,7 +17,7 @@ from rankscope_exporter.statistics import HostCopy, StatisticsTable, finish, mea
 
 
 class Outputs(Parameters):
-    """What each module returns. No direct subclass of Quantity: those are offered to every configuration."""
+    """The output of each module. Defined outside of the folder of quantities, so no configuration offers it."""
 
     name: ClassVar[str] = "test_outputs"
     of_modules: ClassVar[bool] = True

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What is true of some numbers, in float64; NaN for what does not exist."""
+    """The reference statistics of some numbers, in float64; NaN for a value that does not exist."""
 
     values: dict[str, float]
     counts: dict[str, int]
@@ -77,7 +77,7 @@ def assert_is_true(finished: Finished, entry: int, expected: Truth, ops: Sequenc
             continue
         wanted = expected.values[op]
         rounded = float(np.float32(wanted)) if math.isfinite(wanted) and abs(wanted) < 3.5e38 else wanted
-        # Half a unit of the smallest float32 is all that can be told apart below 1e-38.
+        # Below 1e-38 the resolution is half a unit of the smallest float32.
         # The kurtosis divides twice by the sum of squares.
         slack = (2e-5 if op == "kurtosis" else 1e-5) * (
             expected.mean_magnitude if op == "mean" else abs(wanted)

@@ -1,4 +1,4 @@
-"""What every statistic means, for every type of number and every shape of tensor, by both ways of measuring."""
+"""Definition of every statistic, for every dtype and shape, with both backends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def numbers(size: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", FLOATS + OTHERS, ids=str)
-def test_every_size_of_every_type(dtype, measured, check):
+def test_statistics_for_every_size_and_dtype(dtype, measured, check):
     tensors = [numbers(size, dtype, scale=50.0) for size in SIZES]
     finished = measured(tensors)
     for entry, tensor in enumerate(tensors):
@@ -38,7 +38,7 @@ def test_every_size_of_every_type(dtype, measured, check):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_planted_non_finite_elements_are_counted_and_left_out(dtype, measured, check):
+def test_non_finite_elements_are_counted_and_excluded(dtype, measured, check):
     tensors = []
     for size in SIZES[1:]:
         for kind in (NAN, -NAN, INF, -INF):
@@ -64,7 +64,7 @@ def test_planted_non_finite_elements_are_counted_and_left_out(dtype, measured, c
     ids=str,
 )
 def test_non_finite_elements_of_eight_bits(dtype, has_infs, measured, check):
-    """Most of these types have no Inf, and one NaN: what is too large for them is that."""
+    """Most of these dtypes have no Inf and one NaN; too large numbers become this NaN."""
     tensor = torch.tensor([1.0, NAN, -INF if has_infs else NAN, 0.0, -2.0]).to(dtype)
     finished = measured([tensor])
 
@@ -72,7 +72,7 @@ def test_non_finite_elements_of_eight_bits(dtype, has_infs, measured, check):
     assert [2 - has_infs, int(has_infs), 1, 5] == finished.counts[:, 0].tolist()
 
 
-def test_powers_of_two_alone_have_no_zero_and_no_sign(measured, check):
+def test_float8_e8m0fnu_has_no_zero_and_no_sign(measured, check):
     """float8_e8m0fnu, the scales of microscaling formats, whose smallest number is 2^-127."""
     tensor = torch.tensor([1.0, 4.0, 2.0**-127, NAN]).to(torch.float8_e8m0fnu)
     finished = measured([tensor])
@@ -95,7 +95,7 @@ def test_without_a_finite_element_there_is_no_value(dtype, measured, check):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-20, 1e-13, 1e-6, 1e6, 1e14, 1e18, 1e25, 1e37])
 def test_magnitudes_from_1e_38_to_1e37(dtype, scale, measured, check):
-    """The sum of squares of such numbers leaves float32 on either side."""
+    """The sum of squares of such numbers overflows or underflows float32."""
     tensors = [numbers(size, dtype, scale) for size in (1, 1000, 50_000)]
     mixed = numbers(20_000, dtype)
     mixed[10_000:] *= scale
@@ -106,14 +106,14 @@ def test_magnitudes_from_1e_38_to_1e37(dtype, scale, measured, check):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("value", [0.1, 0.7, -1e-3, 3.0])
-def test_equal_numbers_do_not_add_up_their_rounding(dtype, value, measured, check):
+def test_equal_numbers_do_not_accumulate_rounding_errors(dtype, value, measured, check):
     """Rounding errors of equal terms all have one sign: the worst case of a float32 sum."""
     tensor = torch.full((3_000_017,), value, dtype=dtype)
 
     check(measured([tensor]), 0, tensor)
 
 
-def test_a_norm_beyond_float32_is_infinite_and_its_elements_are_not(measured):
+def test_norm_beyond_float32_is_infinite_and_its_elements_are_not(measured):
     finished = measured([torch.full((4096,), 3e38), torch.full((3,), 1e200, dtype=torch.float64)])
 
     assert [INF, INF] == finished.values[VALUE_OPS.index("norm")].tolist()
@@ -130,8 +130,8 @@ def test_zeros_of_either_sign_are_zeros(measured, check):
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("zero_below", [1e-45, 1e-8, 0.1, 0.25, 1.0, 1.5, 1e39, INF])
-def test_zeros_may_be_everything_closer_to_zero_than_a_bound(dtype, zero_below, measured, check):
-    """The bound is not rounded to the tensor's type: 0.1 lies between two bfloat16 numbers."""
+def test_zeros_count_elements_below_the_bound(dtype, zero_below, measured, check):
+    """The bound is not rounded to the tensor's dtype: 0.1 is between two bfloat16 numbers."""
     near = [0.1, 0.25, 1.0, 1.5, -0.1, -0.25, -1.5, 0.0, -0.0, 0.0999, 0.2500001, -1.0, 1.4, 400.0]
     tensor = torch.tensor(near * 3, dtype=torch.float64).to(dtype)
     if dtype in FLOATS:
@@ -146,7 +146,7 @@ def test_zeros_may_be_everything_closer_to_zero_than_a_bound(dtype, zero_below, 
     repeats=st.sampled_from([1, 1, 80]),
     zero_below=st.sampled_from([0.0, 0.0, 1e-3, 2.0]),
 )
-def test_any_numbers(values, repeats, zero_below, measured, check):
+def test_statistics_of_arbitrary_float32_numbers(values, repeats, zero_below, measured, check):
     """Float32 numbers of any size, subnormal and non-finite ones among them."""
     tensor = torch.tensor(values, dtype=torch.float32).repeat(repeats)
 
@@ -154,7 +154,7 @@ def test_any_numbers(values, repeats, zero_below, measured, check):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)], ids=str)
-def test_fifty_million_elements(dtype, measured, check):
+def test_statistics_of_fifty_million_elements(dtype, measured, check):
     """Beyond 2^24, where float32 counters stop."""
     tensor = torch.randn(50_000_000, generator=torch.Generator().manual_seed(1)).to(dtype)
     tensor[:20_000_000] = 0.0
@@ -163,7 +163,7 @@ def test_fifty_million_elements(dtype, measured, check):
     check(measured([tensor]), 0, tensor)
 
 
-def test_complex_numbers_stand_for_their_modulus(measured, check):
+def test_complex_numbers_count_as_their_modulus(measured, check):
     tensors = [torch.randn(1000, dtype=dtype) for dtype in (torch.complex64, torch.complex128)]
     tensors[0][3], tensors[0][4], tensors[1][5] = complex(NAN, 1.0), complex(NAN, INF), 0
     finished = measured(tensors)
@@ -173,9 +173,9 @@ def test_complex_numbers_stand_for_their_modulus(measured, check):
     assert [1, 1, 0] == finished.counts[:3, 0].tolist()
 
 
-def test_complex_numbers_of_half_precision(measured, check):
+def test_statistics_of_half_precision_complex_numbers(measured, check):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that ComplexHalf is experimental
+        warnings.simplefilter("ignore")  # torch warns that ComplexHalf is experimental
         tensor = torch.randn(500, dtype=torch.complex64).to(torch.complex32)
         finished = measured([tensor])
         numbers = np.abs(tensor.to(torch.complex128).numpy())
@@ -185,7 +185,7 @@ def test_complex_numbers_of_half_precision(measured, check):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.complex64, torch.float8_e5m2, torch.float16], ids=str)
 @pytest.mark.parametrize("zero_below", [0.0, 1e-8, 1.0, 2.0])
-def test_what_is_close_to_zero_in_types_without_many_numbers(dtype, zero_below, measured, check):
+def test_zeros_below_the_bound_in_eight_bit_types(dtype, zero_below, measured, check):
     tensor = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]).to(dtype)
 
     check(measured([tensor], zero_below=zero_below), 0, tensor, zero_below)
@@ -211,21 +211,21 @@ def views() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", views())
-def test_every_kind_of_view(name, measured, check):
+def test_statistics_of_every_kind_of_view(name, measured, check):
     tensor = views()[name]
 
     check(measured([tensor]), 0, tensor)
 
 
 def embedding_gradient() -> torch.Tensor:
-    """Return a sparse gradient in which row 1 stands twice, as torch makes it."""
+    """Return a sparse gradient that contains row 1 twice, as torch makes it."""
     table = torch.nn.Embedding(8, 3, sparse=True)
     table(torch.tensor([1, 5, 1])).pow(2).sum().backward()
     assert table.weight.grad is not None
     return table.weight.grad
 
 
-def test_a_sparse_gradient_is_measured_like_the_same_gradient_written_out(measured, check):
+def test_sparse_gradient_has_the_statistics_of_the_dense_gradient(measured, check):
     gradient = embedding_gradient()
     assert not gradient.is_coalesced()
     dense = torch.zeros(8, 3)
@@ -233,7 +233,7 @@ def test_a_sparse_gradient_is_measured_like_the_same_gradient_written_out(measur
     dense[7] = 2.0
     positive = dense.abs().to_sparse()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that CSR is in beta
+        warnings.simplefilter("ignore")  # torch warns that CSR is in beta
         rows = dense.to_sparse_csr()
     finished = measured([gradient, numbers(10, torch.float32), positive, rows])
 
@@ -279,7 +279,7 @@ def test_nothing_to_measure_leaves_the_entry_absent(measured):
     assert 0 == int(np.abs(finished.counts[:, :-1]).sum())
 
 
-def test_an_empty_tensor_is_present_and_has_no_values(measured):
+def test_empty_tensor_is_present_without_values(measured):
     finished = measured([torch.empty(0)])
 
     assert finished.present.tolist() == [True]
@@ -287,7 +287,7 @@ def test_an_empty_tensor_is_present_and_has_no_values(measured):
     assert np.isnan(finished.values).all()
 
 
-def test_types_may_be_mixed_in_one_group(measured, check):
+def test_dtypes_can_be_mixed_in_one_group(measured, check):
     tensors = [numbers(size, dtype) for dtype in (*FLOATS, torch.int32) for size in (0, 3, 5000)]
     tensors.insert(4, embedding_gradient())
     tensors.insert(9, None)

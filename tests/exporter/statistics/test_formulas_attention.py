@@ -1,4 +1,4 @@
-"""Entropy and greatest weight of attention against whole matrices in float64, and what they may cost."""
+"""Entropy and largest weight of attention, compared with whole matrices in float64; and their memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def bias_of(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def masks(queries: int, keys: int) -> dict[str, tuple[Mask, torch.Tensor | None]]:
-    """Return masks as they are given, each with what is to be added to all scores."""
+    """Return masks as they are passed, each with the bias for all scores."""
     some = normal(BATCH, 1, queries, keys, seed=5) > 0.4
     some[0, 0, 1] = True  # a query that sees nothing
     added = normal(HEADS, queries, keys, seed=6)
@@ -92,7 +92,7 @@ def masks(queries: int, keys: int) -> dict[str, tuple[Mask, torch.Tensor | None]
 
 @pytest.mark.parametrize("max_bytes", [64 << 20, 4096, 1], ids=["at once", "in parts", "row by row"])
 @pytest.mark.parametrize(("queries", "keys", "key_heads"), [(7, 7, 4), (5, 9, 2), (9, 4, 1)])
-def test_attention_is_that_of_whole_matrices(queries, keys, key_heads, max_bytes):
+def test_attention_equals_that_of_whole_matrices(queries, keys, key_heads, max_bytes):
     query, key = normal(BATCH, HEADS, queries, WIDTH) * 2, normal(BATCH, key_heads, keys, WIDTH, seed=1)
     for name, (mask, bias) in masks(queries, keys).items():
         found = means(attention_sums(query, key, mask, max_bytes=max_bytes))
@@ -101,7 +101,7 @@ def test_attention_is_that_of_whole_matrices(queries, keys, key_heads, max_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_attention_of_any_type_and_scale(dtype):
+def test_attention_of_every_dtype_and_scale(dtype):
     query, key = (normal(2, 2, 6, WIDTH, seed=seed).to(dtype) for seed in (1, 2))
     with torch.autocast("cpu", torch.bfloat16):
         found = means(attention_sums(query, key, Mask(), scale=3.0))
@@ -111,7 +111,7 @@ def test_attention_of_any_type_and_scale(dtype):
         assert expected == pytest.approx(got, rel=tolerance, abs=tolerance)
 
 
-def test_attention_is_that_of_torchs_own_module():
+def test_attention_equals_that_of_torch_multihead_attention():
     torch.manual_seed(0)
     module = torch.nn.MultiheadAttention(16, 4, batch_first=True)
     x, y = normal(3, 5, 16), normal(3, 7, 16, seed=1)
@@ -128,7 +128,7 @@ def test_attention_is_that_of_torchs_own_module():
 
 
 def test_extremes_of_attention_are_exact():
-    """One key: certain. Equal scores: ln n. A NaN where it is seen spoils its own head, and none where it is hidden."""
+    """Entropy is 0 for one key and ln n for equal scores. A visible NaN affects only its head, a hidden one none."""
     query, key = torch.ones(1, 3, 4, 2), torch.ones(1, 3, 4, 2)
     key[0, 1, 3, 0] = math.nan
     hidden = torch.zeros(1, 3, 4, 4, dtype=torch.bool)
@@ -144,7 +144,7 @@ def test_extremes_of_attention_are_exact():
     assert [0, 0, 0] == attention_sums(query, key, Mask(torch.ones_like(hidden))).sum(0).tolist()
 
 
-def test_some_rows_stand_for_all_at_equal_distances():
+def test_sampled_rows_are_at_equal_distances():
     query, key = normal(2, 2, 50, WIDTH), normal(2, 2, 50, WIDTH, seed=1)
     chosen = sampled_rows(50, 12)
     hidden = torch.arange(50) > torch.arange(50)[:, None]
@@ -157,7 +157,7 @@ def test_some_rows_stand_for_all_at_equal_distances():
 
 
 @given(st.integers(0, 3000), st.integers(1, 3000))
-def test_sampled_rows_are_spread_over_all_and_no_more_than_asked_for(queries, rows):
+def test_sampled_rows_cover_all_queries_within_the_limit(queries, rows):
     chosen = list(sampled_rows(queries, rows))
 
     assert min(queries, 1) <= len(chosen) <= min(queries, rows)
@@ -169,7 +169,7 @@ def test_sampled_rows_are_spread_over_all_and_no_more_than_asked_for(queries, ro
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.tuples(*(st.integers(1, 6),) * 6), st.integers(1, 2000))
-def test_chunks_are_every_score_once_and_no_more_than_the_limit(numbers, limit):
+def test_chunks_cover_every_score_once_within_the_limit(numbers, limit):
     sizes = Sizes(*numbers)
     seen = torch.zeros(sizes.batch, sizes.key_heads, sizes.queries, dtype=torch.int64)
     for part in chunks(sizes, limit):
@@ -186,7 +186,7 @@ def test_chunks_are_every_score_once_and_no_more_than_the_limit(numbers, limit):
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest memory that any operation returned."""
+    """A mode that records the largest result of any operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_long_sequences_are_never_whole_in_memory():
+def test_scores_of_long_sequences_are_never_whole_in_memory():
     """Whole scores would be 2 MiB; keys and queries are 32 KiB each."""
     query, key = normal(1, 2, 512, 8), normal(1, 2, 512, 8, seed=1)
     mask = broadcast(torch.zeros(512, dtype=torch.bool), 1, 2, 512, 512)
@@ -211,5 +211,5 @@ def test_long_sequences_are_never_whole_in_memory():
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 6, 5), (7,), (2, 3, 5, 6), (1, 1, 1, 1, 1)])
-def test_a_mask_that_does_not_fit_is_none(shape):
+def test_broadcast_returns_none_for_a_mask_that_does_not_fit(shape):
     assert broadcast(torch.zeros(shape), 3, 4, 6, 6) is None

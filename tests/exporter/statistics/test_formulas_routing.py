@@ -1,4 +1,4 @@
-"""Numbers of routers against every token by itself; and what no formula of a feature may do."""
+"""Features of routers compared with a reference per token; and restrictions on all formulas of features."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_routing_is_that_of_every_token_by_itself(monkeypatch):
+def test_routing_equals_the_reference_per_token(monkeypatch):
     monkeypatch.setattr("rankscope_exporter.statistics.formulas.routing._TOKENS", 12)
     logits = normal(2, 9, 5)
     logits[1, 3, 2] = -math.inf
@@ -36,7 +36,7 @@ def test_routing_is_that_of_every_token_by_itself(monkeypatch):
     assert expected == pytest.approx(entropy, rel=1e-6)
 
 
-def test_a_token_that_is_not_a_number_spoils_the_entropy_and_is_not_counted():
+def test_nan_token_makes_the_entropy_nan_and_is_not_counted():
     logits = normal(6, 4)
     logits[2, 1] = math.nan
     tokens, entropy, known, *chosen = routing_sums(logits, 1).tolist()
@@ -60,7 +60,7 @@ def test_similarity_is_the_mean_cosine_of_all_pairs(transposed):
 
 
 class Operations(TorchDispatchMode):
-    """Notes the names of all operations."""
+    """A mode that records the names of all operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def everything() -> list[torch.Tensor]:
     ]
 
 
-def test_nothing_touches_the_global_generator_and_all_is_the_same_again():
+def test_formulas_use_no_global_generator_and_are_reproducible():
     before = torch.get_rng_state()
     first = everything()
     torch.rand(1)
@@ -93,8 +93,8 @@ def test_nothing_touches_the_global_generator_and_all_is_the_same_again():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_nothing_waits_for_the_device():
-    """None of the operations that read a number on the host, or whose shape depends on one."""
+def test_formulas_have_no_host_synchronisation():
+    """No operation reads a number on the host, or has a shape that depends on one."""
     with Operations() as operations:
         everything()
 
@@ -103,7 +103,7 @@ def test_nothing_waits_for_the_device():
     assert {name for name in found if "vector_norm" not in name} == set()
 
 
-def test_deterministic_algorithms_may_be_asked_for():
+def test_formulas_work_with_deterministic_algorithms():
     torch.use_deterministic_algorithms(mode=True)
     try:
         everything()

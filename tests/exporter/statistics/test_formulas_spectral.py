@@ -58,7 +58,7 @@ def test_spectral_norm_is_within_its_tolerance_and_never_too_high(name, toleranc
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
-def test_weights_of_any_type_are_computed_as_exactly(dtype):
+def test_spectral_norm_is_equally_exact_for_every_dtype(dtype):
     weights = [normal(40, 60, seed=seed).to(dtype) for seed in range(3)]
     with torch.autocast("cpu", torch.bfloat16):
         spectral, _ = norms_of(weights, 1e-4)
@@ -67,7 +67,7 @@ def test_weights_of_any_type_are_computed_as_exactly(dtype):
     assert expected == pytest.approx(spectral.tolist(), rel=1e-4)
 
 
-def test_zeros_and_what_is_not_finite():
+def test_norms_of_zero_and_non_finite_weights():
     weights = [torch.zeros(6, 9), normal(6, 9), normal(6, 9), normal(6, 9)]
     weights[1][2, 3] = math.nan
     weights[2][2, 3] = -math.inf
@@ -78,7 +78,7 @@ def test_zeros_and_what_is_not_finite():
     assert float(torch.linalg.svdvals(weights[3])[0]) == pytest.approx(float(spectral[3]), rel=1e-4)
 
 
-def test_a_large_weight_is_worked_on_in_blocks(monkeypatch):
+def test_large_weight_is_processed_in_blocks(monkeypatch):
     monkeypatch.setattr("rankscope_exporter.statistics.formulas.spectral.MAX_ELEMENTS", 1000)
     monkeypatch.setattr("rankscope_exporter.statistics.formulas.spectral._BLOCK", 500)
     for weight in (normal(70, 60).bfloat16(), normal(60, 70).bfloat16().t(), normal(400, 30).bfloat16()):
@@ -90,7 +90,7 @@ def test_a_large_weight_is_worked_on_in_blocks(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 60, 300])
 @pytest.mark.parametrize("kind", ["random", "in parts", "zeros", "tiny", "equal"])
-def test_small_eigenproblem_is_solved_to_the_last_places(size, kind):
+def test_eigenproblem_is_solved_to_the_last_places(size, kind):
     generator = np.random.default_rng(size)
     diagonal, beside = generator.random((4, size)), generator.random((4, size)) / 2
     if kind == "in parts":
@@ -108,7 +108,7 @@ def test_small_eigenproblem_is_solved_to_the_last_places(size, kind):
     assert expected == pytest.approx(found, rel=1e-14, abs=0)
 
 
-def test_the_number_of_steps_follows_from_size_and_tolerance():
+def test_lanczos_steps_follow_from_size_and_tolerance():
     """By the formula 1.648 √n exp(-√ε (2k - 1)) <= 1e-6, ε = 1 - (1 - tolerance)²."""
     for size, tolerance in itertools.product((100, 4096, 100_000), (0.1, 0.01, 0.001)):
         steps = lanczos_steps(size, tolerance)
@@ -118,7 +118,7 @@ def test_the_number_of_steps_follows_from_size_and_tolerance():
     assert [1, 1] == [lanczos_steps(1, 0.01), lanczos_steps(0, 0.01)]
 
 
-def test_weights_of_one_shape_go_together_up_to_a_size():
+def test_weights_of_one_shape_share_a_batch_up_to_a_size():
     weights = [torch.empty(4, 4), torch.empty(2, 3), torch.empty(4, 4), torch.empty(4, 4).half()]
     assert [[0, 2], [1], [3]] == batches(weights)
     large = torch.empty(1 << 11, 1 << 12, device="meta")

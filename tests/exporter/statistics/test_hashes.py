@@ -1,4 +1,4 @@
-"""The hash of a tensor's bits against its formula, written down a second time in plain integers."""
+"""The hash of a tensor's bits, compared with its formula in plain integers."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @given(tensors())
 @settings(max_examples=examples(120), deadline=None)
-def test_hash_is_the_formula_over_the_bits_for_every_type_and_shape(tensor: torch.Tensor) -> None:
-    """Also where it takes many rounds: 16 words at once."""
+def test_hash_equals_the_formula_for_every_dtype_and_shape(tensor: torch.Tensor) -> None:
+    """Also for a hasher that processes only 16 words together."""
     expected = reference(bits(tensor))
 
     assert expected == hashed(tensor, SMALL)
@@ -70,7 +70,7 @@ def test_hash_is_the_formula_over_the_bits_for_every_type_and_shape(tensor: torc
 
 @given(st.lists(st.integers(0, 300), max_size=12))
 @settings(max_examples=examples(40), deadline=None)
-def test_tensors_hashed_together_are_hashed_each_for_itself(sizes: list[int]) -> None:
+def test_tensors_hashed_together_have_independent_hashes(sizes: list[int]) -> None:
     values = [torch.arange(size, dtype=torch.float32).sin() for size in sizes]
     found = [finished(n, 4 * size) for n, size in zip(SMALL.partials(values).tolist(), sizes, strict=True)]
 
@@ -78,7 +78,7 @@ def test_tensors_hashed_together_are_hashed_each_for_itself(sizes: list[int]) ->
 
 
 @pytest.mark.parametrize("offset", range(9))
-def test_a_part_of_a_flat_tensor_may_begin_anywhere(offset: int) -> None:
+def test_part_of_a_flat_tensor_may_begin_at_any_offset(offset: int) -> None:
     """As the views of FSDP's flat parameter do."""
     flat = torch.randn(400, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     part = flat[offset : offset + 201]
@@ -88,7 +88,7 @@ def test_a_part_of_a_flat_tensor_may_begin_anywhere(offset: int) -> None:
 
 @given(st.integers(0, 32 * 37 - 1))
 @settings(max_examples=examples(60), deadline=None)
-def test_one_flipped_bit_anywhere_changes_it(bit: int) -> None:
+def test_one_flipped_bit_changes_the_hash(bit: int) -> None:
     before = torch.randn(37, generator=torch.Generator().manual_seed(1))
     after = before.clone()
     after.view(torch.int32)[bit // 32] ^= 1 << (bit % 32) if bit % 32 < 31 else -(1 << 31)
@@ -96,7 +96,7 @@ def test_one_flipped_bit_anywhere_changes_it(bit: int) -> None:
     assert hashed(before) != hashed(after)
 
 
-def test_order_and_shape_of_zeros_and_sign_of_zero_count() -> None:
+def test_hash_depends_on_order_size_and_sign_of_zero() -> None:
     base = torch.tensor([1.0, 2.0, 0.0, 0.0])
     others = [
         torch.tensor([2.0, 1.0, 0.0, 0.0]),  # two elements of one word swapped
@@ -109,7 +109,7 @@ def test_order_and_shape_of_zeros_and_sign_of_zero_count() -> None:
     assert len(others) + 1 == len({hashed(item) for item in (base, *others)})
 
 
-def test_pairs_of_sign_flips_do_not_cancel() -> None:
+def test_hashes_of_two_sign_flips_do_not_cancel() -> None:
     """A sum of products would lose them: the highest bit survives no odd factor."""
     base = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     found = {hashed(base)}
@@ -122,13 +122,13 @@ def test_pairs_of_sign_flips_do_not_cancel() -> None:
     assert 1 + 40 * 39 // 2 == len(found)
 
 
-def test_nans_differ_by_their_bits() -> None:
+def test_nans_with_different_bits_have_different_hashes() -> None:
     one, other = (torch.tensor([bits_], dtype=torch.int32).view(torch.float32) for bits_ in (0x7FC00000, 0x7FC00001))
 
     assert hashed(one) != hashed(other)
 
 
-def test_what_has_no_bits_here_is_not_hashed() -> None:
+def test_tensor_without_memory_is_not_hashable() -> None:
     assert hashable(torch.ones(2))
     assert hashable(torch.empty(0))
     assert not hashable(None)
@@ -136,7 +136,7 @@ def test_what_has_no_bits_here_is_not_hashed() -> None:
     assert not hashable(torch.ones(2).to_sparse())
 
 
-def test_hashing_writes_to_nothing_and_draws_nothing() -> None:
+def test_hashing_changes_no_tensor_and_no_generator() -> None:
     tensor = torch.randn(1000)
     before, state = tensor.clone(), torch.get_rng_state()
     hashed(tensor, SMALL)

@@ -1,4 +1,4 @@
-"""Which statistics leave a rank: named for all quantities or for one, at the start or by a switch."""
+"""Selection of the published statistics: for all quantities or for one, at the start or by a switch."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def config_of(**settings: Any) -> MonitorConfig:
         (["id"], {"mean", "numel"}),
     ],
 )
-def test_names_become_statistics_and_a_row_always_says_how_many_elements_it_is_of(names, expected):
+def test_chosen_ops_always_include_numel(names, expected):
     assert expected == chosen_ops(names)
 
 
 @pytest.mark.parametrize(("names", "count"), [(OPS, 0), (["norm"], 0), ([], 1), (["nrom"], 1), (["max", "dtype"], 1)])
-def test_what_has_no_effect_is_one_sentence(names, count):
+def test_ops_without_effect_give_one_notice_each(names, count):
     assert count == len(op_notices(names))
 
 
 @pytest.mark.parametrize(
     "settings", [{"ops": ["norm", "zeroes"]}, {"options": {"gradients": {"ops": ["max", "zero"]}}}]
 )
-def test_one_unknown_name_among_others_names_the_nearest(settings):
+def test_unknown_op_is_rejected_with_the_nearest_name(settings):
     with pytest.raises(ConfigError, match=r"is no statistic; there are norm, .*Did you mean 'zeros'\?"):
         config_of(**settings)
 
@@ -77,13 +77,13 @@ def test_one_unknown_name_among_others_names_the_nearest(settings):
         ({"quantities": ["linear"], "options": {"linear": {"ops": ["norm"]}}}, "options.linear.ops has no effect"),
     ],
 )
-def test_a_choice_that_cannot_be_meant_is_refused(settings, text):
+def test_invalid_ops_are_rejected(settings, text):
     with pytest.raises(ConfigError, match=text):
         config_of(**settings)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_each_statistic_alone_is_there_and_the_others_are_null(op, reader, eventually):
+def test_single_selected_op_is_published_and_others_are_null(op, reader, eventually):
     net, optimizer = net_and_optimizer()
     with Monitor(config_of(quantities=("parameters", "activations"), ops=[op])).attach(net, optimizer) as monitor:
         train(net, optimizer)
@@ -102,7 +102,7 @@ def test_each_statistic_alone_is_there_and_the_others_are_null(op, reader, event
     assert (op in shown) == (op in ("norm", "mean", "nans", "infs"))  # what rules judge
 
 
-def test_what_one_quantity_says_wins_over_what_all_have(reader, eventually):
+def test_ops_of_a_quantity_override_the_ops_of_the_monitor(reader, eventually):
     net, optimizer = net_and_optimizer()
     config = config_of(
         quantities=("parameters", "gradients"), ops=["mean", "zeros"], options={"gradients": {"ops": ["max"]}}
@@ -121,18 +121,18 @@ def notes(read: Any) -> list[str]:
     return [event["message"] for event in read.events() if event["type"] == "note"]
 
 
-def test_a_list_without_a_valid_name_is_norm_and_said_once(reader, eventually):
+def test_ops_without_a_valid_name_publish_norm_with_one_notice(reader, eventually):
     net, optimizer = net_and_optimizer()
     with Monitor(config_of(quantities=("parameters", "gradients"), ops=[])).attach(net, optimizer) as monitor:
         read = reader(monitor)
         train(net, optimizer, 3)
         monitor.end_step()
         rows = eventually(lambda: (found := read.rows()) and found[-1].step == 3 and found)
-        told = notes(read)
+        notices = notes(read)
 
     assert {"norm", "numel"} == {name for row in rows for name in OPS if row.numbers.get(name) is not None}
-    assert 1 == len(told)
-    assert told[0].startswith("ops [] names no statistic, norm is published")
+    assert 1 == len(notices)
+    assert notices[0].startswith("ops [] names no statistic, norm is published")
 
 
 @pytest.mark.parametrize(
@@ -142,16 +142,16 @@ def test_a_list_without_a_valid_name_is_norm_and_said_once(reader, eventually):
         (AnomalyNan(threshold=1.0), ["norm"], "min, max, mean"),
         (AnomalyTurbulence(threshold=1.0), ["max"], "norm, mean"),
         (AnomalyTurbulence(threshold=1.0), ["norm"], "mean"),
-        (AnomalyTurbulence(threshold=1.0, kinds=("exp_avg",)), ["max"], ""),  # of what is not measured
+        (AnomalyTurbulence(threshold=1.0, kinds=("exp_avg",)), ["max"], ""),  # of a kind that is not measured
     ],
 )
-def test_a_rule_that_has_nothing_to_judge_is_named(rule: AnomalyRule, ops, missing):
-    expected = [f"rule {rule.name} has no {missing} to judge, which ops leaves out"] if missing else []
+def test_rule_without_its_ops_is_reported(rule: AnomalyRule, ops, missing):
+    expected = [f"rule {rule.name} reads {missing}, which ops does not publish"] if missing else []
 
     assert expected == rule_notices([rule], {"param_after": chosen_ops(ops)})
 
 
-def test_a_rule_judges_nothing_that_is_left_out_and_a_nan_all_the_same(reader, eventually):
+def test_rule_ignores_unpublished_ops_except_nan_counts(reader, eventually):
     net, optimizer = net_and_optimizer()
     rules = (AnomalyNan(), AnomalyTurbulence(threshold=0.5, ops=("norm",)))
     config = replace(config_of(quantities=("parameters",), ops=["max"]), rules=rules)
@@ -165,14 +165,14 @@ def test_a_rule_judges_nothing_that_is_left_out_and_a_nan_all_the_same(reader, e
         monitor.end_step()
         eventually(lambda: (found := read.rows()) and found[-1].step == 2)
         events = [event for event in read.events() if event["type"] == "anomaly"]
-        told = notes(read)
+        notices = notes(read)
 
     assert {("AnomalyNan", "1.bias", "nans")} <= {(e["rule"], e["tensor"], e["op"]) for e in events}
     assert {"AnomalyNan"} == {event["rule"] for event in events}
-    assert ["rule AnomalyTurbulence has no norm to judge, which ops leaves out"] == told
+    assert ["rule AnomalyTurbulence reads norm, which ops does not publish"] == notices
 
 
-def test_a_switch_changes_what_is_published_and_keeps_rows_hooks_and_baselines(reader, eventually):
+def test_switch_changes_ops_and_keeps_rows_hooks_and_baselines(reader, eventually):
     net, optimizer = net_and_optimizer()
     with Monitor(config_of(quantities=("parameters", "activations"))).attach(net, optimizer) as monitor:
         read = reader(monitor)

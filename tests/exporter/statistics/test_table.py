@@ -1,4 +1,4 @@
-"""The table over several steps: what is absent, what is copied, and who owns the numbers meanwhile."""
+"""The table over several steps: absent entries, copies, and ownership of the buffers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 MAX, NUMEL = VALUE_OPS.index("max"), COUNT_OPS.index("numel")
 
 
-def test_a_fresh_table_is_all_absent():
+def test_all_entries_of_a_new_table_are_absent():
     finished = finish(HostCopy(StatisticsTable(3, CPU)))
 
     assert not finished.present.any()
@@ -33,7 +33,7 @@ def test_a_fresh_table_is_all_absent():
     assert (np.float32, np.int64) == (finished.values.dtype, finished.counts.dtype)
 
 
-def test_what_is_absent_now_never_shows_an_older_value(compiled):
+def test_absent_entry_never_has_an_older_value(compiled):
     table = StatisticsTable(2, CPU)
     group = MeasureGroup(range(2), compiled=compiled)
     group.measure([torch.ones(3), torch.ones(4)], table)
@@ -45,7 +45,7 @@ def test_what_is_absent_now_never_shows_an_older_value(compiled):
     assert np.isnan(finished.values[:, 1]).all()
 
 
-def test_numbers_beyond_float32_are_inf_also_where_numpy_raises():
+def test_numbers_beyond_float32_are_inf_with_numpy_errors_enabled():
     table = StatisticsTable(3, CPU)
     measure([torch.full((3,), 1e300, dtype=torch.float64), torch.full((2,), torch.nan), None], range(3), table)
     with np.errstate(all="raise"):
@@ -55,7 +55,7 @@ def test_numbers_beyond_float32_are_inf_also_where_numpy_raises():
     assert np.isnan(finished.values[:, 1:]).all()
 
 
-def test_a_copy_under_way_is_not_touched_by_later_steps(compiled):
+def test_pending_copy_is_not_changed_by_later_steps(compiled):
     """Three steps are in flight, and are finished in another order than they were made."""
     table = StatisticsTable(1, CPU)
     group = MeasureGroup([0], compiled=compiled)
@@ -69,7 +69,7 @@ def test_a_copy_under_way_is_not_touched_by_later_steps(compiled):
     assert [2.0, 0.0, 1.0] == [float(finish(copies[step]).values[MAX, 0]) for step in (2, 0, 1)]
 
 
-def test_finished_numbers_are_not_overwritten_when_their_buffer_is_used_again(compiled):
+def test_finished_numbers_are_not_overwritten_by_buffer_reuse(compiled):
     table = StatisticsTable(1, CPU)
     group = MeasureGroup([0], compiled=compiled)
     results = []
@@ -81,7 +81,7 @@ def test_finished_numbers_are_not_overwritten_when_their_buffer_is_used_again(co
     assert [1, 2, 3, 4] == [int(finished.counts[NUMEL, 0]) for finished in results]
 
 
-def test_steps_need_two_buffers_however_many_there_are(compiled):
+def test_any_number_of_steps_needs_two_buffers(compiled):
     table = StatisticsTable(1, CPU)
     group = MeasureGroup([0], compiled=compiled)
     addresses = set()
@@ -94,7 +94,7 @@ def test_steps_need_two_buffers_however_many_there_are(compiled):
 
 
 @pytest.mark.parametrize("rows", [[2, 3, 4], [4, 2, 0], [0, 2, 3]])
-def test_tensors_go_to_the_rows_they_are_given(rows, compiled):
+def test_tensors_are_written_to_their_rows(rows, compiled):
     table = StatisticsTable(5, CPU)
     MeasureGroup(rows, compiled=compiled).measure([torch.full((n,), float(n)) for n in (1, 2, 3)], table)
     finished = finish(HostCopy(table))
@@ -105,7 +105,7 @@ def test_tensors_go_to_the_rows_they_are_given(rows, compiled):
 
 
 @pytest.mark.parametrize("rows", [range(1, 3), (1, 2), [1, 2]])
-def test_measure_without_a_group_of_ones_own(rows):
+def test_measure_creates_and_reuses_its_group(rows):
     table = StatisticsTable(3, CPU)
     for value in (1.0, 7.0):
         measure([torch.tensor([value]), None], rows, table)
@@ -115,7 +115,7 @@ def test_measure_without_a_group_of_ones_own(rows):
     assert 7.0 == float(finished.values[MAX, 1])
 
 
-def test_measuring_twice_in_a_step_keeps_what_is_absent_the_second_time(compiled):
+def test_second_measurement_keeps_entries_of_absent_tensors(compiled):
     table = StatisticsTable(2, CPU)
     group = MeasureGroup(range(2), compiled=compiled)
     group.measure([torch.tensor([1.0]), torch.tensor([2.0])], table)
@@ -127,7 +127,7 @@ def test_measuring_twice_in_a_step_keeps_what_is_absent_the_second_time(compiled
 @pytest.mark.parametrize(
     ("source", "target"), [(range(2), range(2, 4)), ([0, 1], [3, 2]), ([1, 0], range(2, 4)), (range(0), range(0))]
 )
-def test_entries_known_to_be_equal_are_copied_absence_included(source, target):
+def test_copy_entries_copies_statistics_and_absence(source, target):
     table = StatisticsTable(4, CPU)
     measure([torch.tensor([5.0]), None, torch.ones(3), torch.ones(3)], range(4), table)
     before = finish_without_emptying(table)
@@ -144,7 +144,7 @@ def finish_without_emptying(table):
     return finish(HostCopy(other))
 
 
-def test_tensors_may_move_grow_and_come_back(compiled, check):
+def test_tensors_may_move_grow_and_return(compiled, check):
     """Addresses are kept between steps; a wrong one would read foreign memory."""
     table = StatisticsTable(3, CPU)
     group = MeasureGroup(range(3), compiled=compiled)
@@ -167,7 +167,7 @@ def test_tensors_may_move_grow_and_come_back(compiled, check):
                 check(finished, entry, tensor, ops=DEFAULT_OPS)
 
 
-def test_the_same_address_with_other_strides_is_seen():
+def test_same_address_with_other_strides_is_detected():
     """Both views start at one address, have one size and are not contiguous; only one of them fills its memory."""
     base = torch.arange(32.0)
     dense, gaps = base[:16].view(4, 4).t(), base.view(4, 8)[:, ::2]
@@ -182,13 +182,13 @@ def test_the_same_address_with_other_strides_is_seen():
     assert [15.0, 30.0, 15.0] == sums
 
 
-def test_wrong_number_of_tensors_is_refused(compiled):
+def test_wrong_number_of_tensors_is_rejected(compiled):
     with pytest.raises(ValueError):
         MeasureGroup(range(2), compiled=compiled).measure([torch.ones(1)], StatisticsTable(2, CPU))
 
 
-def test_on_an_accelerator_no_result_is_ever_read():
-    """Meta tensors have no values: any look at one, any `.item()`, would raise."""
+def test_accelerator_formula_reads_no_result():
+    """Meta tensors have no values: reading one, such as with `.item()`, would raise."""
     meta = torch.device("meta")
     table = StatisticsTable(4, meta)
     items = [
@@ -204,8 +204,8 @@ def test_on_an_accelerator_no_result_is_ever_read():
     assert "meta" == table.buffer[NUMEL_ROW].device.type
 
 
-def test_the_formula_for_accelerators_gives_the_same_numbers(check):
-    """On a CPU it runs with a short cut for finite chunks; forced not to take it, it must agree."""
+def test_accelerator_formula_gives_the_same_numbers(check):
+    """On a CPU the formula has a shortcut for finite chunks; without the shortcut, the numbers must be equal."""
     tensors = [torch.randn(100_000), torch.tensor([float("nan"), 1.0, -float("inf"), 0.0]), torch.empty(0)]
     for tensor in tensors:
         parts = torch_backend.masked_sums(tensor.double(), torch_backend.count_zeros(tensor.double(), 0.0))
@@ -217,8 +217,8 @@ def test_the_formula_for_accelerators_gives_the_same_numbers(check):
         check(finish(HostCopy(table)), 0, tensor, ops=DEFAULT_OPS)
 
 
-def test_a_kernel_that_gets_ready_in_the_middle_of_a_step_waits_for_the_next() -> None:
-    """Equal tensors of one step have equal sums, bit for bit, although two ways to compute round differently."""
+def test_kernel_that_becomes_ready_within_a_step_is_used_from_the_next() -> None:
+    """Equal tensors of one step have bit-identical sums, although the two backends round differently."""
     ready = iter([None, print])
     table = StatisticsTable(1, torch.device("cpu"))
 

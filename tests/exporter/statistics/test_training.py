@@ -1,4 +1,4 @@
-"""Measuring leaves no trace in training: not in tensors, graphs, random numbers, or whatever modes are active."""
+"""Measuring does not change training: no tensor, graph or random number, in every mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tensors():
     return [*made, torch.randn(50, 60).t(), torch.nn.Parameter(torch.randn(10)), torch.eye(5).to_sparse()]
 
 
-def test_no_tensor_is_changed_nor_counted_as_changed(measured):
+def test_measuring_changes_no_tensor_and_no_version(measured):
     before = tensors()
     copies = [tensor.detach().clone() for tensor in before]
     versions = [tensor._version for tensor in before]
@@ -32,7 +32,7 @@ def test_no_tensor_is_changed_nor_counted_as_changed(measured):
         assert torch.equal(old.to_dense().nan_to_num(), new.detach().to_dense().nan_to_num())
 
 
-def test_no_random_number_is_drawn(measured):
+def test_measuring_draws_no_random_number(measured):
     before = torch.get_rng_state()
     measured(tensors()[1:])
     torch.set_rng_state(before)
@@ -41,7 +41,7 @@ def test_no_random_number_is_drawn(measured):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_nothing_joins_the_autograd_graph_and_backward_still_works(compiled):
+def test_measuring_adds_nothing_to_the_autograd_graph(compiled):
     weight = torch.randn(100, requires_grad=True)
     activation = weight.exp()
     table = StatisticsTable(2, CPU)
@@ -52,7 +52,7 @@ def test_nothing_joins_the_autograd_graph_and_backward_still_works(compiled):
     assert torch.equal(weight.detach().exp(), weight.grad)
 
 
-def test_inside_an_autograd_hook(compiled, check):
+def test_measuring_works_inside_an_autograd_hook(compiled, check):
     table = StatisticsTable(1, CPU)
     group = MeasureGroup([0], compiled=compiled)
     weight = torch.nn.Parameter(torch.randn(300))
@@ -73,7 +73,7 @@ MODES = {
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("mode", MODES)
-def test_whatever_mode_is_active(mode, measured, check):
+def test_measuring_works_in_every_mode(mode, measured, check):
     made = tensors()
     with MODES[mode]():
         finished = measured(made)
@@ -82,7 +82,7 @@ def test_whatever_mode_is_active(mode, measured, check):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_whatever_default_type_is_set(dtype, measured, check):
+def test_measuring_works_with_every_default_dtype(dtype, measured, check):
     made = tensors()
     torch.set_default_dtype(dtype)
     try:
@@ -93,7 +93,7 @@ def test_whatever_default_type_is_set(dtype, measured, check):
         check(finished, entry, tensor.detach().to_dense())
 
 
-def test_deterministic_algorithms_may_be_required(measured, check):
+def test_measuring_works_with_deterministic_algorithms(measured, check):
     made = tensors()
     torch.use_deterministic_algorithms(True)
     try:
@@ -103,7 +103,7 @@ def test_deterministic_algorithms_may_be_required(measured, check):
     check(finished, 0, made[0])
 
 
-def test_a_table_made_in_inference_mode_serves_training_too(compiled):
+def test_table_created_in_inference_mode_works_in_training(compiled):
     with torch.inference_mode():
         table = StatisticsTable(1, CPU)
         group = MeasureGroup([0], compiled=compiled)
@@ -135,7 +135,7 @@ def mesh():
         dist.destroy_process_group()
 
 
-def test_a_dtensor_gives_its_shard_without_any_collective(mesh, measured, check, monkeypatch):
+def test_dtensor_is_measured_as_its_shard_without_a_collective(mesh, measured, check, monkeypatch):
     whole = torch.randn(64, 8)
     made = [distribute_tensor(whole, mesh, [placement]) for placement in (Shard(0), Replicate())]
     made.append(torch.nn.Parameter(made[0]))

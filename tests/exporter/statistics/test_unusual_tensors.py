@@ -1,4 +1,4 @@
-"""One model that holds every sort of parameter: what is measured of it, and that it is trained as without us."""
+"""One model with all kinds of parameters: its statistics, and its training as without the monitor."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def truth(tensor: torch.Tensor) -> dict[str, float | None]:
 
 
 def train(model: Museum, optimizer: torch.optim.Optimizer, step: int) -> dict[tuple[str, str], torch.Tensor]:
-    """Make one step, and return what it had in hand."""
+    """Train one step, and return its tensors."""
     held = {("param_before", name): item.detach().clone() for name, item in model.named_parameters()}
     optimizer.zero_grad()
     model(torch.tensor([step, 3, step])).backward()
@@ -77,7 +77,7 @@ def make() -> tuple[Museum, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("statistics", ["auto", "torch"])
-def test_each_tensor_has_the_statistics_of_its_own_type(statistics, reader, eventually):
+def test_each_tensor_has_the_statistics_of_its_dtype(statistics, reader, eventually):
     model, optimizer = make()
     config = MonitorConfig(
         quantities=("parameters", "gradients"), statistics=statistics, console=False, exit_wait_seconds=0
@@ -97,7 +97,7 @@ def test_each_tensor_has_the_statistics_of_its_own_type(statistics, reader, even
             assert found[key][op] == (None if value is None else pytest.approx(value, rel=1e-5, abs=1e-6)), (key, op)
 
 
-def test_a_tied_weight_is_one_row_and_frozen_and_unused_tensors_have_no_gradient(reader, eventually):
+def test_tied_weight_is_one_row_and_frozen_or_unused_have_no_gradient(reader, eventually):
     model, optimizer = make()
     config = MonitorConfig(quantities=("parameters", "gradients"), console=False, exit_wait_seconds=0)
     with Monitor(config).attach(model, optimizer) as monitor:
@@ -111,7 +111,7 @@ def test_a_tied_weight_is_one_row_and_frozen_and_unused_tensors_have_no_gradient
     assert {SPARSE, "short.weight", "short.bias", "phase", "first.weight", "empty"} == set(tensors["grad_unreduced"])
 
 
-def test_it_is_trained_as_without_us():
+def test_unusual_parameters_are_trained_as_without_the_monitor():
     states: list[dict[str, Any]] = []
     for watched in (False, True):
         model, optimizer = make()

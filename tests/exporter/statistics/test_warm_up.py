@@ -1,4 +1,4 @@
-"""Getting the compiled kernel ready, in processes of their own: it is optional, slow to load, and never in the way."""
+"""The warm-up of the compiled kernel, in separate processes: it is optional, slow, and never blocks training."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def measure():
 
 
 def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Return what a process printed that has torch, and not numba."""
+    """Return the output of a process with torch and without numba."""
     return run_program(MEASURE + script, seconds=120, **environment)
 
 
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """Return what a script said that compiles the kernel, and logs whatever anyone has to say."""
+    """Return the output of a script that compiles the kernel and logs at level DEBUG."""
     folder = tmp_path_factory.mktemp("numba")
     return run(
         """
@@ -49,17 +49,17 @@ print(statistics.warm_up(), statistics.backend_name(), measure())
 
 
 @needs_numba
-def test_numba_is_loaded_by_the_warm_up_thread_alone_and_used_when_ready(warmed):
+def test_only_the_warm_up_thread_loads_numba(warmed):
     assert ["False torch [4.0]", "True True", "None numba [4.0]"] == warmed.stdout.splitlines(), warmed.stderr
 
 
 @needs_numba
-def test_debug_logging_of_a_script_does_not_log_the_compiler(warmed):
+def test_debug_logging_does_not_log_the_compiler(warmed):
     assert "None numba [4.0]" == warmed.stdout.splitlines()[-1]
     assert "numba.core" not in warmed.stderr
 
 
-def test_without_numba_torch_does_the_work_silently():
+def test_torch_is_used_without_numba_and_without_a_warning():
     done = run("""
 sys.modules["numba"] = None
 print(statistics.warm_up(), statistics.backend_name(), measure())
@@ -68,7 +68,7 @@ print(statistics.warm_up(), statistics.backend_name(), measure())
     assert ("None torch [4.0]\n", "") == (done.stdout, done.stderr)
 
 
-def test_a_numba_that_does_not_load_is_reported_once_and_done_without(tmp_path: Path):
+def test_broken_numba_is_reported_once_and_torch_is_used(tmp_path: Path):
     (tmp_path / "numba").mkdir()
     (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 2.1 or less')")
     done = run(f"""
@@ -83,7 +83,7 @@ print(statistics.backend_name(), measure())
 
 
 @needs_numba
-def test_without_a_folder_for_its_cache_the_kernel_is_compiled_in_memory():
+def test_kernel_is_compiled_in_memory_without_a_cache_folder():
     done = run(
         """
 statistics.warm_up().join()
@@ -96,8 +96,8 @@ print(statistics.backend_name(), measure())
 
 
 @needs_numba
-def test_a_process_may_end_in_the_middle_of_a_warm_up(tmp_path: Path):
-    done = subprocess.run(  # by itself: what a process does at its end is the question
+def test_process_can_exit_during_the_warm_up(tmp_path: Path):
+    done = subprocess.run(  # a separate process: the test is about its exit
         [sys.executable, "-c", MEASURE + "statistics.warm_up(); print('bye')"],
         capture_output=True,
         text=True,
@@ -110,7 +110,7 @@ def test_a_process_may_end_in_the_middle_of_a_warm_up(tmp_path: Path):
 
 
 @needs_numba
-def test_a_child_forked_in_the_middle_of_a_warm_up_can_import_what_the_parent_was_importing(tmp_path: Path):
+def test_child_forked_during_the_warm_up_can_import_numpy(tmp_path: Path):
     """A data loader's workers are forked early, and import numpy."""
     done = run(
         """

@@ -342,4 +342,5 @@ def test_flight_record_from_before_the_stall_is_no_evidence():
     stalls.check([job], 901.0)
     (incident,) = stalls.check([job], 920.0).due
 
-    assert (None, "unknown: the stacks of ranks 0-1 do not identify a single rank") == (incident.first.rank, incident.cause)
+    cause = "unknown: the stacks of ranks 0-1 do not identify a single rank"
+    assert (None, cause) == (incident.first.rank, incident.cause)

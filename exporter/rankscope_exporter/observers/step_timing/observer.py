@@ -80,9 +80,6 @@ class PhaseCounters:
 MOST_MARKS: Final = 10_000
 """Of one step. What a step of thousands of micro-batches does behind them is "other"."""
 
-_REDUCES_AT_THE_END: Final = frozenset({"ddp"})
-"""Frameworks that wait for all reductions when the backward pass has ended. Others meet anywhere within the passes."""
-
 _BEGINNING_A_STEP: Final = frozenset({"step_begins", "reading_begins", "reading_ended"})
 
 
@@ -127,8 +124,8 @@ class StepTimingObserver(StepObserver):
     ) -> StepTimingObserver:
         """Return what follows the steps of a model on `device`."""
         traits = LoopTraits(
-            shows_reductions=monitored.framework.name in _REDUCES_AT_THE_END,
-            interleaves=monitored.framework.interleaves_micro_batches,
+            shows_reductions=monitored.framework.traits.waits_for_reductions,
+            interleaves=monitored.framework.traits.interleaves_micro_batches,
             has_optimizer=bool(monitored.optimizers),
         )
         return cls(clock_of(device), traits, hand_over, times_steps=times_steps)

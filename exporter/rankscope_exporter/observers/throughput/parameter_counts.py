@@ -20,9 +20,6 @@ from rankscope_exporter.model.parameter_names import named_parameters, plain_nam
 from rankscope_exporter.observers.throughput.model_shape import sizes_of
 from rankscope_exporter.process.identity import place_in
 
-_LOCAL: Final = frozenset({"megatron"})
-"""Frameworks whose parameters are a rank's own part, and do not know the whole."""
-
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
@@ -79,7 +76,7 @@ def parameters_met(framework: Framework, parallel: Parallel) -> Met:
     counts = [0.0, 0.0]
     for name, elements, is_frozen in [*_of_flat_parameters(framework.model)] or _multiplied(module):
         counts[is_frozen] += (share if ".experts." in f".{name}." else 1) * elements
-    ranks = 1 if framework.name in _LOCAL else parallel.tensor
+    ranks = 1 if framework.traits.parameters_are_local_parts else parallel.tensor
     return Met(counts[0] / ranks, counts[1] / ranks)
 
 

@@ -1,4 +1,4 @@
-"""Outputs and inputs of modules, and their gradients."""
+"""Quantity `activations`: inputs and outputs of modules, and their gradients."""
 
 from rankscope_exporter.quantities.activations.quantity import Activations
 

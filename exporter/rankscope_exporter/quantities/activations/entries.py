@@ -1,12 +1,13 @@
-"""Plan entries of activations: which call of which module, which tensor, and which tensors were read already.
+"""Plan entries of activations: the call, the module and the tensor; and caches of the tensors that were already read.
 
 Calls are numbered within a micro-batch. Checkpointing computes a part of the forward pass a second time, inside the
-backward pass. Without reentrance the first time makes the graph and the second is discarded; with it the first runs
-without gradients, so that only the second has tensors whose gradients arrive. These must get the names of the first.
+backward pass. In the non-reentrant mode, the first pass makes the graph and the second is discarded. In the reentrant
+mode, the first pass runs without gradients, so only tensors of the second pass get gradients. These gradients must get
+the names of the first pass.
 
-A tensor that several modules pass on is measured once. The id() of a tensor is another tensor's once it is freed, so
-the entry of a tensor ends with the tensor. Nothing here keeps a tensor alive for longer than the training does, except
-for leaves until the next call of a module.
+A tensor that several modules pass on is measured once. After a tensor was freed, another tensor may get its id(), so
+the cache entry of a tensor ends with the tensor. Nothing here keeps a tensor alive for longer than the training does,
+except leaf tensors until the next call of a module.
 """
 
 from __future__ import annotations
@@ -22,32 +23,31 @@ from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.model.parameter_names import local_tensor
-from rankscope_exporter.model.pytree import Slot
 from rankscope_exporter.quantities.base import Table
 from rankscope_exporter.statistics.tensor_access import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One call of one module. `seq` counts the calls within a micro-batch: None is the first."""
+    """One call of one module. `seq` counts the calls within a micro-batch; it is None for the first."""
 
     module: str
     micro_step: int
     seq: int | None = None
-    pointer: int = 0  # where the first argument lay, which checkpointing keeps
+    pointer: int = 0  # address of the first argument, which checkpointing keeps
 
 
 class Calls:
-    """The calls of one step, in order."""
+    """The calls of one step, in order, and the search for the call that a checkpoint recomputes."""
 
     def __init__(self) -> None:
         self.called: set[str] = set()
         self._counts: dict[tuple[str, int], int] = {}
-        self._waiting: list[ModuleCall | None] = []  # without gradients so far, in their order; None once found again
+        self._waiting: list[ModuleCall | None] = []  # in order: calls without gradients; None after a match
         self._next: int | None = None
 
     def begins(self, module: str, micro_step: int, *, with_gradients: bool, pointer: int = 0) -> ModuleCall:
-        """Note a call of the forward pass."""
+        """Add a call of the forward pass and return it."""
         self.called.add(module)
         count = self._counts.get((module, micro_step), 0)
         self._counts[module, micro_step] = count + 1
@@ -57,10 +57,11 @@ class Calls:
         return call
 
     def again(self, module: str, pointer: int) -> ModuleCall | None:
-        """Return the call that is recomputed; None when it had gradients the first time.
+        """Return the call that is recomputed; None if it had gradients the first time.
 
-        A part is recomputed in the order in which it ran. Which part begins is told by its first argument, whose memory
-        is kept for that; where that fails it is the latest one, as backward passes go.
+        The calls of a checkpointed part are recomputed in their original order. The address of the first argument
+        identifies the part, because checkpointing keeps this tensor. If no address matches, the latest part is taken,
+        which is the order of a backward pass.
         """
         places = [place for place, call in enumerate(self._waiting) if call is not None and call.module == module]
         if not places:
@@ -76,7 +77,7 @@ class Calls:
         return call
 
     def gradient_arrived(self) -> None:
-        """Note that what was recomputed last has been used: another part comes next."""
+        """Note that gradients of the last recomputed part have arrived: the next recomputation begins another part."""
         self._next = None
 
     def _pointer(self, place: int) -> int:
@@ -94,29 +95,24 @@ SIDES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSite:
-    """What one row of the table is of: an input or output of a call, or the gradient of one."""
+    """The tensor of one row: an input or output of a call, or the gradient of one."""
 
     kind: Kind
     call: ModuleCall
     index: int | None
     path: str
 
-    @classmethod
-    def of(cls, kind: Kind, call: ModuleCall, slot: Slot) -> TensorSite:
-        """Return the site of a slot."""
-        return cls(kind, call, slot.index, slot.path)
-
 
 class ActivationEntries:
-    """The entries of the plan, made as they are needed; they stay for all later steps."""
+    """The rows of the plan, added when they are first needed and used at all later steps."""
 
     def __init__(self) -> None:
         self.vpp_stages: dict[str, int | None] = {}
-        """By name of a module, which chunk of the model has it."""
+        """Chunk of the model, by name of the module."""
         self._rows: dict[tuple[Kind, str, int | None, int, int | None], range | None] = {}
 
     def row(self, table: Table, site: TensorSite, tensor: torch.Tensor) -> range | None:
-        """Return the row of `site`, which holds `tensor`; None when the plan is full."""
+        """Return the row of `site`, whose tensor is `tensor`; None if the plan is full."""
         call = site.call
         key = (site.kind, call.module, site.index, call.micro_step, call.seq)
         try:
@@ -147,32 +143,32 @@ T = TypeVar("T")
 
 
 class TensorCache(Generic[T]):
-    """Remembers something of tensors of the graph, or of gradients on their way, until they are freed or written to.
+    """A cache by tensor, for tensors of the graph and for gradients: an entry ends when its tensor is freed or written.
 
-    Weak references show when they are freed. Parameters, and leaves in general, must have none, because
-    torch.utils.swap_tensors refuses a tensor with a weak reference: see Leaves.
+    Weak references detect a freed tensor. Leaf tensors, such as parameters, must have none, because
+    torch.utils.swap_tensors rejects a tensor with a weak reference: see `Leaves`.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], int, T]] = {}
 
     def get(self, tensor: torch.Tensor) -> T | None:
-        """Return the value that was kept for this very tensor with its present content."""
+        """Return the value of this tensor with its present content; None if there is none."""
         known = self._by_id.get(id(tensor))
         if known is None or known[0]() is not tensor or known[1] != _version(tensor):
             return None
         return known[2]
 
     def before(self, tensor: torch.Tensor) -> T | None:
-        """Return the value that was kept for this very tensor when it had another content."""
+        """Return the value that this tensor had before it was written in place; None if there is none."""
         known = self._by_id.get(id(tensor))
         return None if known is None or known[0]() is not tensor or known[1] == _version(tensor) else known[2]
 
-    def keep(self, tensor: torch.Tensor, what: T) -> None:
-        """Remember `what`; nothing of a tensor that counts no changes, and nothing of a parameter."""
+    def keep(self, tensor: torch.Tensor, value: T) -> None:
+        """Store `value`, except for parameters and for tensors that do not count in-place changes."""
         version = _version(tensor)
         if version is not None and not isinstance(tensor, nn.Parameter):
-            self._by_id[id(tensor)] = weakref.ref(tensor), version, what
+            self._by_id[id(tensor)] = weakref.ref(tensor), version, value
 
     def clear(self) -> None:
         """Forget everything."""
@@ -180,51 +176,51 @@ class TensorCache(Generic[T]):
 
 
 class Leaves(Generic[T]):
-    """Remembers something of leaf tensors: inputs, masks, parameters, and all that is computed without gradients.
+    """A cache by leaf tensor: inputs, masks, parameters, and all tensors that are computed without gradients.
 
-    They are held, but only while the training holds them anyway, or nearly: what the calls under way were given, and
-    what the last call to end was given and returned, until the next call begins or none is under way.
+    It keeps tensors alive, but hardly longer than the training does: the arguments of running calls, and arguments and
+    results of the call that ended last, until the next call begins or no call is running.
     """
 
     def __init__(self) -> None:
-        self._under_way: list[dict[int, tuple[torch.Tensor, int, T]]] = []
+        self._running: list[dict[int, tuple[torch.Tensor, int, T]]] = []
         self._last: dict[int, tuple[torch.Tensor, int, T]] = {}
 
     def call_begins(self) -> None:
-        """Note that a call begins; its arguments are read next."""
-        self._under_way.append({})
+        """Start the cache of a call; its arguments are read next."""
+        self._running.append({})
 
     def arguments_read(self) -> None:
-        """Drop the tensors of the last call."""
+        """Release the tensors of the call that ended last."""
         self._last = {}
 
     def call_ended(self) -> None:
-        """Note that the innermost call is over and its results have been read."""
-        ended = self._under_way.pop() if self._under_way else {}
-        self._last = ended if self._under_way else {}
+        """End the cache of the innermost call, after its results were read."""
+        ended = self._running.pop() if self._running else {}
+        self._last = ended if self._running else {}
 
     def clear(self) -> None:
-        """Drop all tensors."""
-        self._under_way.clear()
+        """Release all tensors."""
+        self._running.clear()
         self._last = {}
 
     def get(self, tensor: torch.Tensor) -> T | None:
-        """Return the value that was kept for this very tensor with its present content."""
-        for known in (*reversed(self._under_way), self._last):
-            found = known.get(id(tensor))  # of a tensor that is held, so no other one has its id()
+        """Return the value of this tensor with its present content; None if there is none."""
+        for known in (*reversed(self._running), self._last):
+            found = known.get(id(tensor))  # the tensor is alive, so no other one has its id()
             if found is not None:
                 return found[2] if found[1] == _version(tensor) else None
         return None
 
-    def keep(self, tensor: torch.Tensor, what: T) -> None:
-        """Remember `what` for the innermost call; nothing of a tensor that counts no changes."""
+    def keep(self, tensor: torch.Tensor, value: T) -> None:
+        """Store `value` for the innermost call, except for tensors that do not count in-place changes."""
         version = _version(tensor)
-        if version is not None and self._under_way:
-            self._under_way[-1][id(tensor)] = tensor, version, what
+        if version is not None and self._running:
+            self._running[-1][id(tensor)] = tensor, version, value
 
 
 def _version(tensor: torch.Tensor) -> int | None:
     if tensor.is_inference():
         return None
-    version: int = tensor._version  # noqa: SLF001 - the count of in-place changes; torch has no other name for it
+    version: int = tensor._version  # noqa: SLF001 - the count of in-place changes has no public name
     return version

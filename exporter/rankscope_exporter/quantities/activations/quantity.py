@@ -1,12 +1,13 @@
-"""What modules take and return in a training forward, and the gradients of both.
+"""Quantity `activations`: inputs and outputs of modules in a training forward, and the gradients of both.
 
-Inputs are read before the forward runs, since it may write over them. Gradients come from hooks on the very tensors:
-nothing is put into the graph, so no sum changes its order, and what is written in place later harms nothing. The
-gradient of an input is therefore that of the tensor: of all its uses, not of this module's alone.
+Inputs are read before the forward runs, because it may overwrite them. Gradients come from hooks on the tensors
+themselves. Nothing is added to the graph, so sums keep their order and later in-place writes are harmless. The gradient
+of an input is therefore that of the tensor, over all its uses and not only over the use in this module.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -15,8 +16,9 @@ import torch
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.model.module_names import NamedModule, named_modules, selected, unmatched
-from rankscope_exporter.model.pytree import Found, Slot, Specs, received, returned
+from rankscope_exporter.model.module_names import NamedModule
+from rankscope_exporter.model.name_patterns import Targets
+from rankscope_exporter.model.pytree import Found, Slot, Specs, parse_specs, received, returned
 from rankscope_exporter.quantities.activations.entries import (
     SIDES,
     ActivationEntries,
@@ -26,212 +28,226 @@ from rankscope_exporter.quantities.activations.entries import (
     TensorCache,
     TensorSite,
 )
-from rankscope_exporter.quantities.activations.options import ActivationOptions
-from rankscope_exporter.quantities.base import Hook, Hooking, Quantity, QuantityOptions, SamplingGate, Table
-from rankscope_exporter.quantities.hook_handles import (
-    CallbackHandle,
-    CoverageNotes,
-    HookHandles,
-    hook_after,
-    hook_before,
-    in_backward,
-)
+from rankscope_exporter.quantities.base import Hooking, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.hook_handles import TensorHooks, hook_after, hook_before, in_backward
+from rankscope_exporter.quantities.module_quantity import ModuleQuantity
 from rankscope_exporter.statistics.tensor_access import why_not_measurable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationOptions(QuantityOptions):
+    """The modules and their tensors. `targets` may also be a table: its keys are the targets, its values `parts`."""
+
+    inputs: bool = True
+    outputs: bool = True
+    input_grads: bool = True
+    output_grads: bool = True
+    forward_only: bool = False
+    """Measure no gradients."""
+    backward_only: bool = False
+    """Measure only gradients."""
+    all_modules: bool = False
+    """Measure all tensors of the modules that no target selects; the targets restrict the other modules."""
+    parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Tensors to measure, by target: {"head": {"input": "tuple[2]:0", "output": "tensor"}}. Tensors that are not named
+    there are not measured. For a target without an entry, or with an empty one, all tensors are measured."""
+
+    def __post_init__(self) -> None:
+        targets: Any = self.targets
+        if isinstance(targets, Mapping):
+            object.__setattr__(self, "parts", {**targets, **self.parts})
+            object.__setattr__(self, "targets", tuple(targets) or ("*",))
+        QuantityOptions.__post_init__(self)
+        if not isinstance(self.parts, Mapping):
+            raise ValueError(f"parts is a table of tables by target, not {self.parts!r}")  # noqa: TRY004 - becomes a ConfigError
+        for target, described in self.parts.items():
+            parse_specs(target, described)
+            if target not in self.targets:
+                raise ValueError(f"parts[{target!r}] belongs to no target; add it to targets")
+        if not (self.inputs or self.outputs or self.input_grads or self.output_grads):
+            raise ValueError("inputs, outputs, input_grads and output_grads are all false: nothing would be measured")
+
+    @property
+    def objects(self) -> frozenset[str]:
+        """Return the objects of a module that are measured: a subset of input, output, input_grad and output_grad."""
+        forward, backward = not self.backward_only, not self.forward_only
+        chosen = {
+            "input": self.inputs and forward,
+            "output": self.outputs and forward,
+            "input_grad": self.input_grads and backward,
+            "output_grad": self.output_grads and backward,
+        }
+        return frozenset(name for name, wanted in chosen.items() if wanted)
+
+    def specs_of(self, *names: str) -> Specs:
+        """Return the parts of the first target that selects one of the `names` of a module; empty means all tensors."""
+        for target, described in self.parts.items():
+            if Targets((target,)).selects(*names):
+                return parse_specs(target, described)
+        return {}
+
 
 _GRADIENT: Final[dict[Kind, Kind]] = {Kind.ACT_IN: Kind.ACT_GRAD_IN, Kind.ACT_OUT: Kind.ACT_GRAD_OUT}
 _OBJECT: Final[dict[Kind, str]] = {
     kind: side + ("_grad" if kind in _GRADIENT.values() else "") for kind, side in SIDES.items()
 }
 
-_UNSEEN: Final = "no gradient of what it was before can be seen"
-
 
 @dataclass(slots=True)
 class _Step:
-    """What is known of the sampled step under way."""
+    """The state of the current sampled step."""
 
     calls: Calls = field(default_factory=Calls)
     micro_step: int = -1
-    open: dict[str, list[ModuleCall | None]] = field(
-        default_factory=dict
-    )  # calls under way, by module; None: not measured
+    open: dict[str, list[ModuleCall | None]] = field(default_factory=dict)  # running calls; None: not measured
     measured: TensorCache[range] = field(default_factory=TensorCache)
     leaves: Leaves[range] = field(default_factory=Leaves)
-    gradients: TensorCache[range] = field(default_factory=TensorCache)  # of the backward pass under way
+    gradients: TensorCache[range] = field(default_factory=TensorCache)  # of the current backward pass
     watched: TensorCache[list[TensorSite]] = field(default_factory=TensorCache)
     watched_leaves: dict[int, list[TensorSite]] = field(default_factory=dict)  # by the number of our hook on the leaf
 
-    def let_go(self) -> None:
+    def release_tensors(self) -> None:
         """Forget all tensors."""
         for memory in (self.measured, self.leaves, self.gradients, self.watched, self.watched_leaves):
             memory.clear()
 
 
 @dataclass(frozen=True, slots=True)
-class _Followed:
-    """A module with hooks, and what of it is measured."""
+class _HookedModule:
+    """A module with hooks, and the part of it that is measured."""
 
     named: NamedModule
     objects: frozenset[str]
     specs: Specs
 
-    @property
-    def name(self) -> str:
-        """The name of the module."""
-        return self.named.name
 
-
-class Activations(Quantity):
-    """Rows of `act_in`, `act_out`, `act_grad_in`, `act_grad_out`, one for each tensor, micro-batch and call."""
+class Activations(ModuleQuantity):
+    """Rows of `act_in`, `act_out`, `act_grad_in` and `act_grad_out`, one per tensor, micro-batch and call."""
 
     name: ClassVar[str] = "activations"
     options_class: ClassVar[type[QuantityOptions]] = ActivationOptions
-    of_modules: ClassVar[bool] = True
+    measures_tensors: ClassVar[bool] = True
+    missing_result: ClassVar[str] = "it has no activations"
     options: ActivationOptions
 
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
         self._step = _Step()
-        self._handles = HookHandles(monitored)
+        self._handles = TensorHooks(monitored)
         self._rows = ActivationEntries()
-        self._gaps = CoverageNotes()
-        self._looked_for_silence = False
-        self._followed: list[tuple[NamedModule, Hook]] = []
-        self._is_compiled = monitored.framework.is_compiled
-        self._hooking: Hooking
-        self._gate: SamplingGate
 
     def kinds(self) -> set[str]:
-        """Return the kinds of what is measured."""
+        """Return the kinds that are measured."""
         return {kind for kind, name in _OBJECT.items() if name in self.options.objects}
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Register on every module that is measured."""
-        self._hooking, self._gate = hooking, gate
-        objects = self.options.objects
-        if not objects:
+        """Hook every module that is measured."""
+        if self.options.objects:
+            super().install(hooking, gate)
+        else:
             hooking.tell("activations: forward_only and backward_only exclude each other; nothing is measured")
-            return
-        hooking.keep(CallbackHandle(self._release))
-        modules = named_modules(self.monitored.framework.module)
-        for sentence in unmatched(modules, self.targets):
-            hooking.tell(f"activations: {sentence}")
-        for module in modules if self.options.all_modules else selected(modules, self.targets):
-            self._follow(module, objects)
 
-    def _follow(self, named: NamedModule, objects: frozenset[str]) -> None:
-        specs = self.options.specs_of(named.name, *named.aliases)
-        wanted = objects & specs.keys() if specs else objects
-        followed, module = _Followed(named, wanted, specs), named.module
+    def _find(self, *, all_modules: bool = False) -> Sequence[NamedModule]:
+        return super()._find(all_modules=all_modules or self.options.all_modules)
+
+    def _follow(self, named: NamedModule) -> None:
+        specs, objects, module = self.options.specs_of(named.name, *named.aliases), self.options.objects, named.module
+        hooked = _HookedModule(named, objects & specs.keys() if specs else objects, specs)
         self._rows.vpp_stages[named.name] = None if module is None else self.monitored.framework.vpp_stage(module)
-        hooking, gate = self._hooking, self._gate
+        self._register(named, hook_before, "inputs of modules", functools.partial(self._begins, hooked))
+        self._register(named, hook_after, "outputs of modules", functools.partial(self._ended, hooked))
 
-        def before(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            self._begins(followed, module, args, kwargs)
-
-        def after(module: torch.nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-            self._ended(followed, module, output)
-
-        first = hooking.guarded("inputs of modules", before, gate)
-        try:
-            hook_before(hooking, named, first)
-            last = hooking.guarded("outputs of modules", after, gate)
-            hook_after(hooking, named, last)
-        except (RuntimeError, AttributeError) as error:  # scripted modules and other things that only look like modules
-            self._gaps.add(f"no hook can be registered ({type(error).__name__})", named.name)
-        self._followed.append((named, first))
-
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
-        """Nothing of this step has been called yet."""
+    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+        """Forget the calls of the last sampled step."""
         self._release()
         self._step = _Step()
 
     def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Say what was missing, and let go of leaf tensors."""
-        self._note_uncalled()
+        """Report the modules that were not measured, and release leaf tensors."""
+        self._note_uncalled(self._step.calls.called)
         self._release()
 
     def backward_ended(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Let go of gradients: other ones come by in the next pass."""
+        """Forget the gradients of this pass; the next pass has others."""
         self._step.gradients.clear()
 
     def step_ended(self) -> None:
-        """Let go of all tensors, also where no optimizer has stepped."""
+        """Release all tensors, also if no optimizer has stepped."""
         self._handles.remove()
-        self._step.let_go()
+        self._step.release_tensors()
 
     def _begins(
-        self, followed: _Followed, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, hooked: _HookedModule, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        if module is not followed.named.module:  # a replica of DataParallel, on a thread of its own
-            self._step.calls.called.add(followed.name)
-            self._gaps.add("runs as replicas, which are not measured", followed.name)
+        name = hooked.named.name
+        if module is not hooked.named.module:  # a replica of DataParallel, on another thread
+            self._step.calls.called.add(name)
+            self._notes.add("runs as replicas, which are not measured", name)
             return
         again = in_backward()
-        frames = self._step.open.setdefault(followed.name, [])
+        frames = self._step.open.setdefault(name, [])
         frames.append(None)
         if not (again or self._hooking.in_forward):
             return
         found = received(args, kwargs)
-        call = self._call(followed, found, again=again)
+        call = self._call(name, found, again=again)
         frames[-1] = call
         if call is not None:
             self._step.leaves.call_begins()
-            self._read(followed, Kind.ACT_IN, call, found, again=again)
+            self._read(hooked, Kind.ACT_IN, call, found, again=again)
             self._step.leaves.arguments_read()
 
-    def _call(self, followed: _Followed, found: Found, *, again: bool) -> ModuleCall | None:
+    def _call(self, name: str, found: Found, *, again: bool) -> ModuleCall | None:
         enabled = self._hooking.grad_enabled
         pointer = 0
         if (again or not enabled) and found.slots:
             pointer = _pointer(found.slots[0].tensor)
         if again:
-            return self._step.calls.again(followed.name, pointer)
+            return self._step.calls.again(name, pointer)
         micro_step = self._hooking.micro_step
         if micro_step != self._step.micro_step:  # calls of a forward that raised have not ended
             self._step.micro_step = micro_step
             self._step.leaves.clear()
-        return self._step.calls.begins(followed.name, micro_step, with_gradients=enabled, pointer=pointer)
+        return self._step.calls.begins(name, micro_step, with_gradients=enabled, pointer=pointer)
 
-    def _ended(self, followed: _Followed, module: torch.nn.Module, output: Any) -> None:
-        frames = self._step.open.get(followed.name) if module is followed.named.module else None
+    def _ended(self, hooked: _HookedModule, module: torch.nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        frames = self._step.open.get(hooked.named.name) if module is hooked.named.module else None
         call = frames.pop() if frames else None
         if call is not None:
-            self._read(followed, Kind.ACT_OUT, call, returned(output), again=in_backward())
+            self._read(hooked, Kind.ACT_OUT, call, returned(output), again=in_backward())
             self._step.leaves.call_ended()
 
-    def _read(self, followed: _Followed, kind: Kind, call: ModuleCall, found: Found, *, again: bool) -> None:
-        side = SIDES[kind]
+    def _read(self, hooked: _HookedModule, kind: Kind, call: ModuleCall, found: Found, *, again: bool) -> None:
         for unknown in found.unknown:
-            self._gaps.add(f"{side} holds what is not looked into: {unknown}", followed.name)
+            self._notes.add(f"{SIDES[kind]} contains an object that is not searched: {unknown}", hooked.named.name)
         if not again:
-            for slot in self._chosen(followed, kind, found):
+            for slot in self._chosen(hooked, kind, found):
                 memory = self._step.leaves if slot.tensor.is_leaf else self._step.measured
-                self._measure(TensorSite.of(kind, call, slot), slot.tensor, memory)
+                self._measure(TensorSite(kind, call, slot.index, slot.path), slot.tensor, memory)
         if self._hooking.grad_enabled:
-            for slot in self._chosen(followed, _GRADIENT[kind], found):
+            for slot in self._chosen(hooked, _GRADIENT[kind], found):
                 if slot.tensor.requires_grad:
-                    self._watch(TensorSite.of(_GRADIENT[kind], call, slot), slot.tensor)
+                    self._watch(TensorSite(_GRADIENT[kind], call, slot.index, slot.path), slot.tensor)
 
-    def _chosen(self, followed: _Followed, kind: Kind, found: Found) -> Sequence[Slot]:
-        if _OBJECT[kind] not in followed.objects:
+    def _chosen(self, hooked: _HookedModule, kind: Kind, found: Found) -> Sequence[Slot]:
+        if _OBJECT[kind] not in hooked.objects:
             return ()
-        spec = followed.specs.get(_OBJECT[kind])
-        slots = found.slots if spec is None else spec.select(found)
-        if slots is None or (spec is not None and not slots):
-            text = "" if spec is None else spec.text
-            self._gaps.add(
-                f"{SIDES[kind]} holds {len(found.slots)} tensors in {found.length} elements, which is not {text!r} "
-                "as its targets have it",
-                followed.name,
+        spec = hooked.specs.get(_OBJECT[kind])
+        if spec is None:
+            return found.slots
+        slots = spec.select(found)
+        if not slots:
+            self._notes.add(
+                f"{SIDES[kind]} has {len(found.slots)} tensors in {found.length} elements, "
+                f"which does not match {spec.text!r} of its target",
+                hooked.named.name,
             )
-            return ()
-        return slots
+        return slots or ()
 
     def _measure(self, site: TensorSite, tensor: torch.Tensor, memory: TensorCache[range] | Leaves[range]) -> None:
         reason = why_not_measurable(tensor)
         if reason is not None:
-            self._gaps.add(f"{SIDES[site.kind]}{site.path} is {reason}", site.call.module)
+            self._notes.add(f"{SIDES[site.kind]}{site.path} is {reason}", site.call.module)
             return
         table = self._gate.table
         row = self._rows.row(table, site, tensor)
@@ -245,20 +261,19 @@ class Activations(Quantity):
         memory.keep(tensor, row)
 
     def _watch(self, site: TensorSite, tensor: torch.Tensor) -> None:
+        """Hook the gradient of `tensor`, or add the site to those of its hook."""
         sites = self._watched_leaf(tensor) if tensor.is_leaf else self._step.watched.get(tensor)
         if sites is not None:
             sites.append(site)
             return
-        if tensor._is_view():  # noqa: SLF001 - torch has no other name for it
+        if tensor._is_view():  # noqa: SLF001 - torch has no public name for it
             for lost in self._step.watched.before(tensor) or ():
-                self._gaps.add(f"{SIDES[lost.kind]} is a view and written in place: {_UNSEEN}", lost.call.module)
+                self._notes.add(
+                    f"{SIDES[lost.kind]} is a view that was written in place: its earlier gradient is not visible",
+                    lost.call.module,
+                )
         sites = [site]
-
-        def arrived(gradient: torch.Tensor | None) -> None:
-            if gradient is not None:
-                self._arrived(sites, gradient)
-
-        hook = self._hooking.guarded("gradients of activations", arrived, self._gate)
+        hook = self._hooking.guarded("gradients of activations", functools.partial(self._arrived, sites), self._gate)
         number = self._handles.hook(tensor, hook)
         if tensor.is_leaf:
             self._step.watched_leaves[number] = sites
@@ -266,38 +281,28 @@ class Activations(Quantity):
             self._step.watched.keep(tensor, sites)
 
     def _watched_leaf(self, tensor: torch.Tensor) -> list[TensorSite] | None:
-        """Return the sites of a leaf that has our hook; only this very tensor has it."""
-        hooks: Mapping[int, Any] = tensor._backward_hooks or {}  # noqa: SLF001 - torch has no other name for it
+        """Return the sites of a leaf with our hook, which only this tensor has."""
+        hooks: Mapping[int, Any] = tensor._backward_hooks or {}  # noqa: SLF001 - torch has no public name for it
         watched = self._step.watched_leaves
         return next((watched[number] for number in hooks if number in watched), None)
 
-    def _arrived(self, sites: Sequence[TensorSite], gradient: torch.Tensor) -> None:
+    def _arrived(self, sites: Sequence[TensorSite], gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            return
         self._step.calls.gradient_arrived()
         for site in sites:
             self._measure(site, gradient, self._step.gradients)
 
     def _release(self) -> None:
-        """Take hooks off tensors: those of a leaf outlive the graph."""
-        self._handles.remove()
-        self._step.let_go()
+        """Remove the hooks of tensors, because those of leaf tensors outlive the graph; report new notes."""
+        self.step_ended()
         if self._step.calls.called:
-            self._note_uncalled()
-        self._gaps.tell(lambda message: self._hooking.tell(f"activations: {message}"))
-
-    def _note_uncalled(self) -> None:
-        """Note, after the first step, the modules that were not called in it."""
-        if self._looked_for_silence:
-            return
-        self._looked_for_silence = True
-        for named, hook in self._followed:
-            if named.name not in self._step.calls.called:
-                compiled = named.compiled or self._is_compiled or hook.is_compiled
-                why = "is part of compiled code" if compiled else "was not called in a forward of the model"
-                self._gaps.add(f"{why}, so it has no activations", named.name)
+            self._note_uncalled(self._step.calls.called)
+        super()._release()
 
 
 def _pointer(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # no memory of its own
+    except RuntimeError:  # the tensor has no memory
         return 0

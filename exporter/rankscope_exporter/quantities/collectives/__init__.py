@@ -1,4 +1,4 @@
-"""Tensors that the script's own calls of `torch.distributed` take and return."""
+"""Quantity `collectives`: tensors that the script's own calls of `torch.distributed` send and receive."""
 
 from rankscope_exporter.quantities.collectives.quantity import Collectives
 

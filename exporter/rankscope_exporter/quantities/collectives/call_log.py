@@ -1,7 +1,7 @@
-"""Log of the collectives that were called, with `log_only`: function, types, shapes, group, call stack, and how often.
+"""Log of collective calls for the option `log_only`: function, dtypes, shapes, group, call stack and number of calls.
 
-Calls that torch makes by itself, of DDP, FSDP and the like, come from torch's flight record, with stacks. The record
-also contains the calls of the script; they are left out, since they are logged already.
+Calls that torch itself makes, for DDP, FSDP and similar, come from torch's flight record, with stacks. The record also
+contains the calls of the script. They are skipped, because they are already logged.
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ from rankscope_exporter.quantities.collectives.call_sites import CallSite, CallS
 from rankscope_exporter.quantities.collectives.signatures import CallTensors, TensorPart, group_text
 from rankscope_exporter.quantities.hook_handles import listed
 
-MOST_TOLD: Final = 200
+MAX_NOTICES: Final = 200
 _FRAMES_SHOWN: Final = 8
 
 
 class CallLog:
-    """What was called, told in the order of the first calls; calls that look alike are one sentence, with their number.
+    """The calls since the last report. Equal calls are one notice with their number, in the order of the first calls.
 
-    Every call is in exactly one sentence: what is called again after it was told is told again.
+    Every call is counted in exactly one notice. A call that repeats after a report is reported again.
     """
 
     def __init__(self) -> None:
-        self._untold: Counter[str] = Counter()
+        self._new: Counter[str] = Counter()
         self._known: set[str] = set()
-        self._left_out = 0
-        self.has_told = False
+        self._dropped = 0
+        self.has_reported = False
 
     def note(self, name: str, site: CallSite, sides: CallTensors) -> None:
-        """Note a call of the script."""
+        """Add a call of the script."""
         self.note_text(name, f"{_forms(sides.inputs)} -> {_forms(sides.outputs)}, {group_text(sides.group)}", site)
 
-    def note_text(self, name: str, what: str, site: CallSite) -> None:
-        """Note a call, `what` being its types, shapes and group in words."""
-        text = f"{name}: {what}, called from {_stack(site)}"
-        if text not in self._known and len(self._known) >= MOST_TOLD:
-            self._left_out += 1
+    def note_text(self, name: str, description: str, site: CallSite) -> None:
+        """Add a call; `description` contains its dtypes, shapes and group."""
+        text = f"{name}: {description}, called from {_stack(site)}"
+        if text not in self._known and len(self._known) >= MAX_NOTICES:
+            self._dropped += 1
             return
         self._known.add(text)
-        self._untold[text] += 1
+        self._new[text] += 1
 
-    def tell(self, say: Callable[[str], None]) -> None:
-        """Say what is new since the last time."""
-        untold, self._untold = self._untold, Counter()
-        self.has_told = self.has_told or bool(untold)
-        for text, count in untold.items():
-            say(text if count == 1 else f"{count} times {text}")
-        if self._left_out:
-            left_out, self._left_out = self._left_out, 0
-            say(f"{left_out} calls beside these {MOST_TOLD}; targets or call_sites choose among them")
+    def report(self, notice: Callable[[str], None]) -> None:
+        """Call `notice` for each group of equal calls since the last report."""
+        new, self._new = self._new, Counter()
+        self.has_reported = self.has_reported or bool(new)
+        for text, count in new.items():
+            notice(text if count == 1 else f"{count} times {text}")
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            notice(f"{dropped} calls after the first {MAX_NOTICES} are not listed; select with targets or call_sites")
 
 
 def _forms(parts: Sequence[TensorPart]) -> str:
-    """Return types and shapes of one side in words."""
+    """Return dtypes and shapes of the inputs or outputs as text."""
     forms = [f"{str(part.tensor.dtype).removeprefix('torch.')}{list(part.tensor.shape)}" for part in parts]
     return listed(forms) or "nothing"
 
@@ -78,11 +78,11 @@ def _stack(site: CallSite) -> str:
 
 
 NO_PLACE: Final = "torch"
-"""Stands for the place of a call that no Python code of the script leads to, as on a thread of torch's own."""
+"""The call site of a call without Python code of the script in its stack, as on a thread of torch."""
 
 
 class InternalCalls:
-    """Reads what is new in torch's record since the last time, the first time all that no monitor has read."""
+    """Reader of new calls in torch's flight record; the first read returns all calls that no monitor has read."""
 
     def __init__(self, sites: CallSites, targets: Targets) -> None:
         self._sites = sites
@@ -90,14 +90,14 @@ class InternalCalls:
         self._after = read_before()
 
     def note(self, log: CallLog, report: Report) -> None:
-        """Note the calls that were not heard otherwise. A recorder that cannot be read is reported and left out."""
+        """Add the calls that were not intercepted. A recorder that cannot be read is reported and skipped."""
         if not has_groups():
             return
         ranks = ranks_by_group(report)
         for recorder, raws in read_with_stacks(report).items():
             last = self._after.get(recorder, -1)
             for raw in raws:
-                if int(raw["record_id"]) > last and not _is_heard(raw):
+                if int(raw["record_id"]) > last and not _is_intercepted(raw):
                     self._note(log, raw, ranks)
             self._after[recorder] = max(last, *(int(raw["record_id"]) for raw in raws))
 
@@ -112,7 +112,7 @@ class InternalCalls:
         log.note_text(name, f"{forms}, group {entry.group}{size}", site)
 
 
-def _is_heard(raw: Raw) -> bool:
+def _is_intercepted(raw: Raw) -> bool:
     return any(frame["filename"] == interception.__file__ for frame in raw.get("frames", ()))
 
 

@@ -1,4 +1,4 @@
-"""Where in the script a collective is called: the nearest line outside of torch and of ours, and the stack above it."""
+"""Call sites of collectives: the innermost line outside of torch and Rankscope, and the stack that leads to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankscope_exporter.monitors.flight_recorder.entry import short_file
 
 MAX_FRAMES: Final = 128
 _MOST_STACKS: Final = 4096
-"""Remembered; recursion can make up more without end."""
+"""Largest number of cached stacks; recursion can produce any number of different stacks."""
 
 _OUR_CODE: Final = f"{Path(__file__).parents[2]}{os.sep}"
 _TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"
@@ -27,18 +27,18 @@ _Key = tuple[tuple[CodeType, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """A place in the script. `label` is its file, with folders of its package, and its line: `model/loss.py[23]`."""
+    """A line of the script. `label` is its file, with the folders of its package, and its number: `loss.py[23]`."""
 
     label: str
     stack: tuple[str, ...]
-    """The calls that lead there, as labels with the function, the outermost first."""
+    """The calls that lead to the line, as labels with the function, outermost first."""
     is_chosen: bool
 
 
 class CallSites:
-    """Tells the places at which one of `expressions` is found in the stack; without any, all are chosen.
+    """The call sites of a script. A site is chosen if one of `expressions` is found in its stack, or if there are none.
 
-    A stack is searched as lines of `/whole/path/loss.py[23] function`, the outermost first.
+    A stack is searched as lines of the form `/whole/path/loss.py[23] function`, outermost first.
     """
 
     def __init__(self, expressions: Sequence[str] = ()) -> None:
@@ -46,7 +46,7 @@ class CallSites:
         self._known: dict[_Key, CallSite] = {}
 
     def of(self, caller: FrameType) -> CallSite | None:
-        """Return the place where `caller` stands; None when that is torch's own code, or ours."""
+        """Return the call site of the frame `caller`; None for code of torch or Rankscope."""
         if caller.f_code.co_filename.startswith((_OUR_CODE, _TORCH_CODE)):
             return None
         frames = _frames(caller)
@@ -55,11 +55,11 @@ class CallSites:
         if site is None:
             if len(self._known) >= _MOST_STACKS:
                 self._known.clear()
-            site = self._known[key] = self._made(frames)
+            site = self._known[key] = self._site(frames)
         return site
 
     def of_record(self, frames: Iterable[Mapping[str, Any]], label: str) -> CallSite:
-        """Return the place of a call in torch's record, whose `frames` are the innermost first."""
+        """Return the call site of a call in torch's flight record; its `frames` are innermost first."""
         own = [frame for frame in frames if not str(frame["filename"]).startswith(_LEFT_OUT)][::-1]
         return CallSite(
             label=label,
@@ -67,7 +67,7 @@ class CallSites:
             is_chosen=self._chooses(f"{frame['filename']}[{frame['line']}] {frame['name']}" for frame in own),
         )
 
-    def _made(self, frames: Sequence[FrameType]) -> CallSite:
+    def _site(self, frames: Sequence[FrameType]) -> CallSite:
         outermost_first = frames[::-1]
         return CallSite(
             label=_label(frames[0]),
@@ -85,7 +85,7 @@ class CallSites:
 
 
 def _frames(caller: FrameType) -> list[FrameType]:
-    """Return the frames of the script from `caller` on, the innermost first."""
+    """Return the frames of the script from `caller` on, innermost first."""
     frames: list[FrameType] = []
     frame: FrameType | None = caller
     while frame is not None and len(frames) < MAX_FRAMES:
@@ -96,7 +96,7 @@ def _frames(caller: FrameType) -> list[FrameType]:
 
 
 def _label(frame: FrameType) -> str:
-    """Return file and line, without the folders that differ from machine to machine."""
+    """Return file and line without the folders outside of the package, which differ between machines."""
     path = Path(frame.f_code.co_filename)
     module = frame.f_globals.get("__name__") or ""
     package = frame.f_globals.get("__package__") or ""

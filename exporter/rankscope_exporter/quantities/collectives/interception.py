@@ -1,8 +1,9 @@
-"""Intercepted functions of `torch.distributed`, and asynchronous calls that have not been waited for.
+"""Interception of functions of `torch.distributed`, and asynchronous calls until the script has waited for them.
 
-One object replaces a function however many listeners there are, and it is the same one when listening begins again, for
-code that has imported it by name meanwhile. A replacement that other code puts on top stays: the calls then pass
-through ours without effect. The result of an asynchronous call is kept until it is waited for or freed.
+One object replaces a function for any number of listeners. The same object is used again when interception restarts,
+because other code may have imported it by name in between. A replacement that other code puts on top remains: calls
+then pass through ours without effect. The result of an asynchronous call is kept until the script has waited for its
+work or freed it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MethodType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from rankscope_exporter.base.tracing import is_dynamo_compiling
+from rankscope_exporter.quantities.base import SamplingGate
 
 
 class CollectiveCall:
-    """One call under way. `site` and `rows` are the listener's own notes."""
+    """One running call of a function. `note` is for the listener's own data."""
 
     __slots__ = ("args", "caller", "kwargs", "note", "op")
 
@@ -33,32 +35,25 @@ class CollectiveCall:
         self.note: Any = None
 
 
-class Listener(Protocol):
-    """Who listens. What it is told must not raise."""
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """The receiver of intercepted calls. Its functions must not raise."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether calls matter now; asked at every call."""
-        ...
-
-    def begins(self, call: CollectiveCall) -> None:
-        """A function was called."""
-        ...
-
-    def ended(self, call: CollectiveCall, result: Any) -> None:
-        """It has returned."""
-        ...
-
-    def waited(self, work: Any) -> None:
-        """Somebody has waited for `work`."""
-        ...
+    gate: SamplingGate
+    """Calls are reported while it is open; read at every call."""
+    begins: Callable[[CollectiveCall], None]
+    """Called before the function runs."""
+    ended: Callable[[CollectiveCall, Any], None]
+    """Called with the result after the function has returned."""
+    waited: Callable[[Any], None]
+    """Called with a work after the script has waited for it."""
 
 
 WAIT: Final = "wait"
 
 
 class _Interception:
-    """Stands in the place of `owner.name` and passes everything through."""
+    """The replacement of the attribute `name` of `owner`; it calls the original."""
 
     def __init__(self, owner: Any, name: str, original: Callable[..., Any]) -> None:
         self.owner, self.name, self.original = owner, name, original
@@ -80,11 +75,11 @@ class _Interception:
 
 
 class _FunctionInterception(_Interception):
-    """A function of torch.distributed. To all who compare, copy or pickle it, it is the original."""
+    """The replacement of a function of torch.distributed. Comparison, copy and pickle treat it as the original."""
 
     def __init__(self, owner: Any, name: str, original: Callable[..., Any]) -> None:
         super().__init__(owner, name, original)
-        # Without its attributes: a wrapper of somebody else may have copied those of an earlier tap of ours.
+        # Without its attributes: a wrapper of other code may have copied those of an earlier replacement.
         functools.update_wrapper(self, original, updated=())
         self._sends = name == "isend"
 
@@ -92,18 +87,18 @@ class _FunctionInterception(_Interception):
         if is_dynamo_compiling():
             return self.original(*args, **kwargs)
         if self._sends and "group_src" in kwargs:
-            # A batch takes a P2POp for a receiving one when its function is not, by identity, the original isend.
+            # A batch treats a P2POp as a receive unless its function is, by identity, the original isend.
             kwargs["group_dst"] = kwargs.pop("group_src")
         for listener in self.listeners:
-            if listener.is_open:
-                return self._heard(args, kwargs, sys._getframe(1))  # noqa: SLF001 - the only cheap way to the caller
+            if listener.gate.is_open:
+                return self._report(args, kwargs, sys._getframe(1))  # noqa: SLF001 - the only cheap way to the caller
         return self.original(*args, **kwargs)
 
-    def _heard(self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
+    def _report(self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
         calls = [
             (listener, CollectiveCall(self.name, args, kwargs, caller))
             for listener in self.listeners
-            if listener.is_open
+            if listener.gate.is_open
         ]
         for listener, call in calls:
             listener.begins(call)
@@ -123,7 +118,7 @@ class _FunctionInterception(_Interception):
 
 
 class _WaitInterception(_Interception):
-    """The method `wait` of all works."""
+    """The replacement of the method `wait` of all works."""
 
     def __get__(self, work: Any, owner: type | None = None) -> Any:
         return self if work is None else MethodType(self, work)
@@ -131,29 +126,29 @@ class _WaitInterception(_Interception):
     def __call__(self, work: Any, *args: Any, **kwargs: Any) -> Any:
         result = self.original(work, *args, **kwargs)
         for listener in self.listeners:
-            if listener.is_open:
+            if listener.gate.is_open:
                 listener.waited(work)
         return result
 
 
 class Interceptor:
-    """Listens until `remove`."""
+    """The interception of several functions for one listener, until `remove`."""
 
     def __init__(self, listener: Listener, names: Iterable[str]) -> None:
         self._listener = listener
         with _lock:
-            taps = [_interception_of(dist, name, _FunctionInterception) for name in names]
-            taps.append(_interception_of(getattr(dist, "Work", None), WAIT, _WaitInterception))
-            self._taps = [tap for tap in taps if tap is not None]
-            for tap in self._taps:
-                tap.join(listener)
+            found = [_interception_of(dist, name, _FunctionInterception) for name in names]
+            found.append(_interception_of(getattr(dist, "Work", None), WAIT, _WaitInterception))
+            self._interceptions = [item for item in found if item is not None]
+            for item in self._interceptions:
+                item.join(listener)
 
     def remove(self) -> None:
-        """Listen no more."""
+        """Stop the interception for this listener."""
         with _lock:
-            for tap in self._taps:
-                tap.leave(self._listener)
-        self._taps = []
+            for item in self._interceptions:
+                item.leave(self._listener)
+        self._interceptions = []
 
 
 _lock = threading.Lock()
@@ -161,9 +156,9 @@ _known: dict[str, _Interception] = {}
 
 
 def _interception_of(owner: Any, name: str, make: type[_Interception]) -> _Interception | None:
-    """Return what stands, or is to stand, in the place of `owner.name`; None where there is no such thing."""
+    """Return the present or a new replacement of `owner.name`; None if `owner` has no such attribute."""
     current = None if owner is None else vars(owner).get(name)
-    if current is None:  # of another release of torch, or a torch without collectives
+    if current is None:  # another release of torch, or a torch without collectives
         return None
     known = _known.get(name)
     if known is None or not (current is known or current is known.original):
@@ -173,7 +168,7 @@ def _interception_of(owner: Any, name: str, make: type[_Interception]) -> _Inter
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that the call `name` gives back, with its row and its position in the list, if it is one."""
+    """An output tensor of the call `name`, with its row, and with its position if the output is a list."""
 
     name: str
     row: range
@@ -183,7 +178,7 @@ class Output:
 
 @dataclass(slots=True)
 class _Awaited:
-    """Outputs that are there once so many works have been waited for."""
+    """Outputs that are complete after the script has waited for `works` more works."""
 
     name: str
     outputs: Sequence[Output]
@@ -191,16 +186,16 @@ class _Awaited:
 
 
 class PendingWork:
-    """The works of one step."""
+    """The works of one step that the script has not waited for."""
 
     def __init__(self) -> None:
         self._awaited: dict[int, tuple[weakref.ref[Any], _Awaited]] = {}  # by the identity of the work
         self._lost: list[str] = []
 
     def expect(self, name: str, works: Sequence[Any], outputs: Sequence[Output], tensors: int) -> None:
-        """Keep the `outputs` of a call of so many tensors, until all of its `works` have been waited for.
+        """Keep the `outputs` of a call until the script has waited for all of its `works`.
 
-        A batch has a work for each tensor, sent or received, or one for all.
+        `tensors` is the number of tensors sent and received. A batch has one work per tensor, or one for all tensors.
         """
         if len(works) == tensors > 1:
             for output in outputs:
@@ -211,7 +206,7 @@ class PendingWork:
                 self._await(work, together)
 
     def waited(self, work: Any) -> Sequence[Output]:
-        """Return the outputs that are there now that somebody has waited for `work`."""
+        """Return the outputs that are complete now that the script has waited for `work`."""
         work_and_awaited = self._awaited.get(id(work))
         if work_and_awaited is None or work_and_awaited[0]() is not work:
             return ()
@@ -220,19 +215,19 @@ class PendingWork:
         awaited.works -= 1
         return () if awaited.works else awaited.outputs
 
-    def let_go(self) -> None:
-        """Keep no tensor any more, only the names of the calls that were not waited for."""
+    def release_tensors(self) -> None:
+        """Release all tensors; keep only the names of the calls that the script has not waited for."""
         self._lost += [awaited.name for _, awaited in self._awaited.values()]
         self._awaited.clear()
 
     def missed(self) -> list[str]:
-        """Return the names of the calls that nobody has waited for."""
+        """Return the names of the calls that the script has not waited for."""
         return [*self._lost, *(awaited.name for _, awaited in [*self._awaited.values()])]
 
     def _await(self, work: Any, awaited: _Awaited) -> None:
         key = id(work)
 
-        def gone(_work: Any) -> None:  # whenever the collector likes, on any thread
+        def gone(_work: Any) -> None:  # called by the garbage collector at any time, on any thread
             if self._awaited.pop(key, None) is not None:
                 self._lost.append(awaited.name)
 
@@ -240,7 +235,7 @@ class PendingWork:
 
 
 def stream_of(device: torch.device) -> int | None:
-    """Return which stream of an accelerator is the current one on this thread; None where there are none."""
+    """Return the id of the accelerator stream that is current on this thread; None for a device without streams."""
     if device.type in ("cpu", "meta"):
         return None
     try:
@@ -250,6 +245,6 @@ def stream_of(device: torch.device) -> int | None:
 
 
 def pending_work_of(result: Any) -> list[Any]:
-    """Return the works among what a call returned."""
+    """Return the works among the results of a call."""
     found = result if isinstance(result, list) else [result]
     return [item for item in found if isinstance(item, dist.Work)]

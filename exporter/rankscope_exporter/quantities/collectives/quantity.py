@@ -1,8 +1,8 @@
-"""Tensors that the script's own calls of `torch.distributed` return, and those that they take.
+"""Quantity `collectives`: output and input tensors of the script's own calls of `torch.distributed`.
 
-Functions in the place of torch's see the calls while the quantity is on. Calls of torch itself, such as those of DDP
-and FSDP, do not count: most of them do not use these functions. Nothing is waited for: the result of an asynchronous
-call is read when the script has waited for it.
+Replacements of torch's functions intercept the calls while the quantity is active. Calls of torch itself, such as those
+of DDP and FSDP, do not count, because most of them do not use these functions. The quantity never waits: the result of
+an asynchronous call is read after the script has waited for it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.model.name_patterns import target_notices
 from rankscope_exporter.model.pytree import MAX_TENSORS
 from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
@@ -26,6 +27,7 @@ from rankscope_exporter.quantities.collectives.call_sites import CallSites
 from rankscope_exporter.quantities.collectives.interception import (
     CollectiveCall,
     Interceptor,
+    Listener,
     Output,
     PendingWork,
     pending_work_of,
@@ -38,32 +40,27 @@ from rankscope_exporter.quantities.collectives.signatures import (
     call_tensors_of,
     is_coalescing,
 )
-from rankscope_exporter.quantities.hook_handles import CallbackHandle, CoverageNotes, in_backward, listed
+from rankscope_exporter.quantities.hook_handles import CoverageNotes, in_backward, listed
 from rankscope_exporter.statistics.tensor_access import dtype_name, why_not_measurable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOptions(QuantityOptions):
-    """Which calls. `targets` name them: `all_reduce` those of a function, `all_reduce@train.py[23]` those of a line."""
+    """The calls. A target names all calls of a function, `all_reduce`, or of a line, `all_reduce@train.py[23]`."""
 
     inputs: bool = False
-    """Also what a call is given, before it runs."""
+    """Also measure the input tensors of a call, before it runs."""
     call_sites: tuple[str, ...] = ()
-    """Regular expressions, one of which is found in the call stack; without any, all calls count."""
+    """Regular expressions. A call counts if one of them is found in its call stack; without any, all calls count."""
     most_calls: int = 64
-    """Of one function at one place within a step; the others have no rows."""
+    """Largest number of calls per step that have rows, for one function at one line."""
     log_only: bool = False
-    """Tell, for the first step (`times` steps), what is called where, and measure nothing."""
+    """Log the calls and their call sites in the first step, or in `times` steps, and measure nothing."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.call_sites, list):
-            object.__setattr__(self, "call_sites", tuple(self.call_sites))
         if self.log_only is True and self.times is None:
             object.__setattr__(self, "times", 1)
         QuantityOptions.__post_init__(self)
-        for name in ("inputs", "log_only"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is true or false, not {getattr(self, name)!r}")  # noqa: TRY004 - becomes a ConfigError
         self._check_whole("most_calls", 1)
         if self.most_calls is None:
             raise ValueError("most_calls is a whole number from 1 on, not None")
@@ -80,28 +77,14 @@ class CollectiveOptions(QuantityOptions):
 
 
 _NOT_SEEN: Final = (
-    "no call of the script was seen in a measured step, so no tensor of one is measured; what compiled code, DDP, FSDP "
-    "and other parts of torch send has rows in collectives where torch records it, and no statistics"
+    "no call of the script was seen in a sampled step, so no tensor is measured; calls of compiled code, DDP, FSDP and "
+    "other parts of torch have rows in the dataset collectives if torch records them, but no statistics"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Listener:
-    """The quantity as the taps know it; the functions are guarded."""
-
-    gate: SamplingGate
-    begins: Callable[[CollectiveCall], None]
-    ended: Callable[[CollectiveCall, Any], None]
-    waited: Callable[[Any], None]
-
-    @property
-    def is_open(self) -> bool:
-        return self.gate.is_open
-
-
-@dataclass(frozen=True, slots=True)
-class _Entered:
-    """A call that is measured, and what it will give back. `seq` counts within the step: None is the first."""
+class _MeasuredCall:
+    """A measured call and its outputs. `seq` counts equal calls within the step; it is None for the first."""
 
     name: str
     seq: int | None
@@ -111,10 +94,10 @@ class _Entered:
 
 @dataclass(slots=True)
 class _Step:
-    """What is known of the sampled step under way."""
+    """The state of the current sampled step."""
 
-    thread: int = 0  # that trains; 0 before the first step
-    stream: int | None = None  # of the device that trains
+    thread: int = 0  # of the training; 0 before the first step
+    stream: int | None = None  # current stream of the training thread
     counts: dict[str, int] = field(default_factory=dict)
     works: PendingWork = field(default_factory=PendingWork)
 
@@ -133,25 +116,25 @@ class Collectives(Quantity):
         self._sites = CallSites(self.options.call_sites)
         self._step = _Step()
         self._rows: dict[tuple[Kind, str, int | None, int | None], range | None] = {}
-        self._gaps = CoverageNotes()
-        self._seen: dict[str, str] = {}  # what was called, by name: its function
-        self._beside: set[str] = set()  # functions that were called on other threads
+        self._notes = CoverageNotes()
+        self._seen: dict[str, str] = {}  # name of a call -> its function
+        self._on_other_threads: set[str] = set()  # functions that were called on other threads
         self._is_any_chosen = False
-        self._looked_for_silence = False
+        self._has_noted_uncalled = False
         self._log = CallLog()
-        self._torchs = InternalCalls(self._sites, self.targets)
-        self._failed: set[str] = set()  # what could not be read, each said once
+        self._internal_calls = InternalCalls(self._sites, self.targets)
+        self._failed: set[str] = set()  # sources that could not be read; each is reported once
         self._hooking: Hooking
         self._gate: SamplingGate
 
     def kinds(self) -> set[str]:
-        """Return the kinds of what is measured."""
+        """Return the kinds that are measured."""
         if self.options.log_only:
             return set()
         return {Kind.COMM_IN, Kind.COMM_OUT} if self.options.inputs else {Kind.COMM_OUT}
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Listen to the functions of torch.distributed."""
+        """Intercept the functions of torch.distributed."""
         self._hooking, self._gate = hooking, gate
         if not dist.is_available():
             hooking.tell("collectives: this torch has no torch.distributed; nothing is measured")
@@ -161,36 +144,36 @@ class Collectives(Quantity):
             for function in (self._begins, self._ended, self._waited)
         )
 
-        def of_training(call: CollectiveCall) -> None:
+        def begins_in_training(call: CollectiveCall) -> None:
             if self._is_training():
                 begins(call)
             else:
-                self._beside.add(call.op)
+                self._on_other_threads.add(call.op)
 
-        listener = _Listener(
+        listener = Listener(
             gate,
-            of_training,
+            begins_in_training,
             lambda call, result: None if call.note is None else ended(call, result),
             lambda work: waited(work) if self._is_training() else None,
         )
         hooking.keep(CallbackHandle(self._release))
         hooking.keep(Interceptor(listener, OPERATIONS))
 
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
-        """Nothing of this step has been called yet."""
+    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+        """Forget the calls of the last sampled step."""
         self._release()
         self._step = _Step(threading.get_ident(), stream_of(self._device))
 
     def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Tell what was called so far."""
-        self._log.tell(self._say)
+        """Report the calls so far, with `log_only`."""
+        self._log.report(self._notice)
 
     def step_ended(self) -> None:
-        """Let go of the tensors of calls that were not waited for."""
-        self._step.works.let_go()
+        """Release the tensors of calls that the script has not waited for."""
+        self._step.works.release_tensors()
 
     def _undisturbed(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Return `function` for calls at any time: long after the update the publisher may just be closing the step."""
+        """Return `function` so that no step ends while it runs: a call may come long after the update."""
 
         def inside(*args: Any) -> None:
             if self._gate.is_open:
@@ -211,119 +194,119 @@ class Collectives(Quantity):
         if self.options.log_only:
             self._log.note(name, site, sides)
         elif is_coalescing(sides.group):
-            self._gaps.add("is coalesced with others, and what it gives back cannot be told", name)
+            self._notes.add("is coalesced with other calls, so its outputs are not known", name)
         else:
             self._enter(call, name, sides)
 
     def _is_training(self) -> bool:
-        """Return whether this thread trains, or computes gradients for the one that does; others run at any time."""
+        """Return whether this is the training thread, or a thread of its backward pass. Others run at any time."""
         return threading.get_ident() == self._step.thread or in_backward()
 
     def _enter(self, call: CollectiveCall, name: str, sides: CallTensors) -> None:
         count = self._step.counts.get(name, 0)
         self._step.counts[name] = count + 1
         if count >= self.options.most_calls:
-            self._gaps.add(f"is called more than {self.options.most_calls} times in a step: only these have rows", name)
+            self._notes.add(
+                f"is called more than {self.options.most_calls} times in a step; the others have no rows", name
+            )
             return
-        entered = call.note = _Entered(name, count or None, sides)
+        measured = call.note = _MeasuredCall(name, count or None, sides)
         if self.options.inputs:
-            self._measure(self._placed(Kind.COMM_IN, entered, sides.inputs))
+            self._measure(self._placed(Kind.COMM_IN, measured, sides.inputs))
         # Rows now and numbers later: the plan is in the order of the calls, whichever is waited for first.
-        entered.outputs.extend(self._placed(Kind.COMM_OUT, entered, sides.outputs))
+        measured.outputs.extend(self._placed(Kind.COMM_OUT, measured, sides.outputs))
 
     def _ended(self, call: CollectiveCall, result: Any) -> None:
-        entered: _Entered | None = call.note
-        if entered is None or not entered.outputs:
+        measured: _MeasuredCall | None = call.note
+        if measured is None or not measured.outputs:
             return
         works = pending_work_of(result)
         if works:
-            tensors = len(entered.sides.inputs) + len(entered.sides.outputs)
-            self._step.works.expect(entered.name, works, entered.outputs, tensors)
+            tensors = len(measured.sides.inputs) + len(measured.sides.outputs)
+            self._step.works.expect(measured.name, works, measured.outputs, tensors)
         else:
-            self._measure(entered.outputs)
+            self._measure(measured.outputs)
 
     def _waited(self, work: Any) -> None:
         self._measure(self._step.works.waited(work))
 
     def _measure(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
-            # The table is read on the stream of the training, which we must not make wait for another.
+            # The table belongs to the stream of the training, which must not wait for another stream.
             if output.tensor.device == self._device and stream_of(self._device) != self._step.stream:
-                self._gaps.add("is on another stream than the training, where nothing is measured", output.name)
+                self._notes.add("is on another stream than the training and is not measured", output.name)
             else:
                 self._gate.table.measure([output.tensor], output.row)
 
-    def _placed(self, kind: Kind, entered: _Entered, parts: Sequence[TensorPart]) -> list[Output]:
-        """Return those of `parts` that can be measured, each with its row."""
+    def _placed(self, kind: Kind, measured: _MeasuredCall, parts: Sequence[TensorPart]) -> list[Output]:
+        """Return the outputs for those `parts` that can be measured, each with its row."""
         side = "input" if kind is Kind.COMM_IN else "output"
         if len(parts) > MAX_TENSORS:
-            self._gaps.add(f"{side} is {len(parts)} tensors, of which the first {MAX_TENSORS} have rows", entered.name)
+            self._notes.add(f"{side} is {len(parts)} tensors, only the first {MAX_TENSORS} have rows", measured.name)
         placed = []
         for part in parts[:MAX_TENSORS]:
             reason = why_not_measurable(part.tensor)
             if reason is not None:
-                self._gaps.add(f"{side} is {reason}", entered.name)
+                self._notes.add(f"{side} is {reason}", measured.name)
                 continue
-            row = self._row(kind, entered, part)
+            row = self._row(kind, measured, part)
             if row is not None:
-                placed.append(Output(entered.name, row, part.tensor, part.index))
+                placed.append(Output(measured.name, row, part.tensor, part.index))
         return placed
 
-    def _row(self, kind: Kind, entered: _Entered, part: TensorPart) -> range | None:
-        key = (kind, entered.name, entered.seq, part.index)
+    def _row(self, kind: Kind, measured: _MeasuredCall, part: TensorPart) -> range | None:
+        key = (kind, measured.name, measured.seq, part.index)
         try:
             return self._rows[key]
         except KeyError:
             entry = PlanEntry(
                 kind=kind,
-                tensor=entered.name,
+                tensor=measured.name,
                 index=part.index,
-                call_seq=entered.seq,
+                call_seq=measured.seq,
                 dtype=dtype_name(part.tensor.dtype),
                 shape=tuple(part.tensor.shape),
             )
             row = self._rows[key] = self._gate.table.add([entry])
             return row
 
-    # What there is to say.
-
     def _release(self) -> None:
-        """Let go of what the last sampled step has left, and say what was missing in it."""
+        """Release the state of the last sampled step, and report the calls that were not measured."""
         step = self._step
         if self.options.log_only and step.thread:
             self._note_internal()
-        self._log.tell(self._say)
+        self._log.report(self._notice)
         for name in step.works.missed():
-            self._gaps.add("is not waited for within its step by wait(), so what it gives back has no row", name)
-        for function in sorted(self._beside.copy()):
-            self._gaps.add("is called on a thread beside the training, where nothing is measured", function)
+            self._notes.add("has no wait() within its step, so its outputs have no rows", name)
+        for function in sorted(self._on_other_threads.copy()):
+            self._notes.add("is called on another thread than the training and is not measured", function)
         was_measured, self._step = step.thread, _Step()
-        if was_measured and not self._looked_for_silence and not (self.options.log_only and self._log.has_told):
-            self._looked_for_silence = True
+        if was_measured and not self._has_noted_uncalled and not (self.options.log_only and self._log.has_reported):
+            self._has_noted_uncalled = True
             self._note_uncalled()
-        self._gaps.tell(self._say)
+        self._notes.report(self._notice)
 
     def _note_internal(self) -> None:
         try:
-            self._torchs.note(self._log, self._report)
-        except Exception as error:  # noqa: BLE001 - the form of the record is torch's, and handles must be taken away
-            self._report("listing the calls of torch itself", error)
+            self._internal_calls.note(self._log, self._report)
+        except Exception as error:  # noqa: BLE001 - torch may change the record, and hooks must be removed
+            self._report("reading torch's flight record for its own calls", error)
 
     def _report(self, where: str, error: BaseException) -> None:
         if where not in self._failed:
             self._failed.add(where)
-            self._say(f"{where} failed: {error!r}")
+            self._notice(f"{where} failed: {error!r}")
 
     def _note_uncalled(self) -> None:
-        told = []
-        if not (self._seen or self._beside):
-            told.append(_NOT_SEEN)
+        notices = []
+        if not (self._seen or self._on_other_threads):
+            notices.append(_NOT_SEEN)
         elif self._seen:
-            told += target_notices(self.targets, {*self._seen, *self._seen.values()}, "collective")
-            if not (self._is_any_chosen or told):
-                told.append(f"call_sites are found in the stack of no call; there are {listed(self._seen)}")
-        for sentence in told:
-            self._say(sentence)
+            notices += target_notices(self.targets, {*self._seen, *self._seen.values()}, "collective")
+            if not (self._is_any_chosen or notices):
+                notices.append(f"no call has call_sites in its stack; there are {listed(self._seen)}")
+        for sentence in notices:
+            self._notice(sentence)
 
-    def _say(self, message: str) -> None:
+    def _notice(self, message: str) -> None:
         self._hooking.tell(f"collectives: {message}")

@@ -1,7 +1,7 @@
-"""Which tensors a collective is given and which it gives back on this rank. Reads no element, sends nothing.
+"""Input and output tensors of a collective on this rank. Reads no element and sends nothing.
 
-What a rank neither gives nor gets is left out: the buffer of a broadcast before it arrives, that of a reduction on
-ranks which are not its destination.
+A buffer that a rank neither sends nor receives is left out: the buffer of a broadcast on a receiving rank before it
+arrives, and the buffer of a reduction on ranks that are not its destination.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _SENDS: Final = "isend"
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Names of the parameters that hold what is given and what is got, and of the one that says on which rank alone."""
+    """Names of the parameters with inputs and outputs, and of those with the only rank that sends or receives."""
 
     inputs: str | None = None
     outputs: str | None = None
-    given_on: str | None = None
-    got_on: str | None = None
+    sent_on: str | None = None
+    received_on: str | None = None
 
 
 _INTO_TENSOR: Final = _Form("input_tensor", "output_tensor")
@@ -37,16 +37,16 @@ _FORMS: Final[dict[str, _Form]] = {
     "recv": _Form(outputs="tensor"),
     "isend": _Form(inputs="tensor"),
     "irecv": _Form(outputs="tensor"),
-    "broadcast": _Form("tensor", "tensor", given_on="src"),
+    "broadcast": _Form("tensor", "tensor", sent_on="src"),
     "all_reduce": _Form("tensor", "tensor"),
-    "reduce": _Form("tensor", "tensor", got_on="dst"),
-    "scatter": _Form("scatter_list", "tensor", given_on="src"),
+    "reduce": _Form("tensor", "tensor", received_on="dst"),
+    "scatter": _Form("scatter_list", "tensor", sent_on="src"),
     "reduce_scatter": _Form("input_list", "output"),
     "_reduce_scatter_base": _SCATTERED,
     "reduce_scatter_tensor": _SCATTERED,
     "reduce_scatter_single": _SCATTERED,
     "all_gather": _Form("tensor", "tensor_list"),
-    "gather": _Form("tensor", "gather_list", got_on="dst"),
+    "gather": _Form("tensor", "gather_list", received_on="dst"),
     "_all_gather_base": _INTO_TENSOR,
     "all_gather_into_tensor": _INTO_TENSOR,
     "all_gather_single": _INTO_TENSOR,
@@ -55,12 +55,12 @@ _FORMS: Final[dict[str, _Form]] = {
 }
 
 OPERATIONS: Final = (*_FORMS, BATCH)
-"""The functions of torch.distributed that are known."""
+"""The supported functions of torch.distributed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """One tensor of a side: its position in a list, None when it is alone."""
+    """One input or output tensor. `index` is its position in a list; None for a single tensor."""
 
     index: int | None
     tensor: torch.Tensor
@@ -68,7 +68,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class CallTensors:
-    """What a call is given and what it gives back, on this rank; and the group it is of."""
+    """The input and output tensors of a call on this rank, and its process group."""
 
     inputs: Sequence[TensorPart] = ()
     outputs: Sequence[TensorPart] = ()
@@ -76,7 +76,7 @@ class CallTensors:
 
 
 def call_tensors_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallTensors | None:
-    """Return the sides of a call; None when it is one that cannot succeed, or that this rank has no part in."""
+    """Return the tensors of a call; None if the call cannot succeed or this rank takes no part in it."""
     if not dist.is_initialized():
         return None
     if op == BATCH:
@@ -84,27 +84,27 @@ def call_tensors_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     form = _FORMS[op]
     try:
         inputs = _signature(op).bind_partial(*args, **kwargs).arguments
-    except TypeError:  # which the call itself is about to say
+    except TypeError:  # the call itself will raise it
         return None
     group = inputs.get("group")
     if not _is_member(group):
         return None
     return CallTensors(
-        _parts(inputs, form.inputs) if _is_here(form.given_on, inputs, group) else (),
-        _parts(inputs, form.outputs) if _is_here(form.got_on, inputs, group) else (),
+        _parts(inputs, form.inputs) if _is_here(form.sent_on, inputs, group) else (),
+        _parts(inputs, form.outputs) if _is_here(form.received_on, inputs, group) else (),
         group,
     )
 
 
 def is_coalescing(group: Any) -> bool:
-    """Return whether calls for `group` are only noted down by now, to be made together; it has no public name."""
-    world = getattr(dist.distributed_c10d, "_world", None)
-    noted = getattr(world, "pg_coalesce_state", None) or {}
-    return (dist.group.WORLD if group is None else group) in noted
+    """Return whether calls for `group` are only collected at present, to be made together."""
+    world = getattr(dist.distributed_c10d, "_world", None)  # it has no public name
+    pending = getattr(world, "pg_coalesce_state", None) or {}
+    return (dist.group.WORLD if group is None else group) in pending
 
 
 def group_text(group: Any) -> str:
-    """Return a group in words."""
+    """Return name and size of a group as text."""
     group = dist.group.WORLD if group is None else group
     display_name = getattr(group, "group_desc", "") or getattr(group, "group_name", "")
     return f"group {display_name or '?'} of {dist.get_world_size(group)} ranks"
@@ -134,12 +134,12 @@ def _parts(inputs: Mapping[str, Any], name: str | None) -> Sequence[TensorPart]:
 def _is_member(group: Any) -> bool:
     try:
         return dist.get_rank(group) >= 0
-    except (ValueError, RuntimeError):  # of no group that torch knows
+    except (ValueError, RuntimeError):  # not a group of torch
         return False
 
 
 def _is_here(name: str | None, inputs: Mapping[str, Any], group: Any) -> bool:
-    """Return whether the argument `name`, which is of all ranks or of those in the group, means this one."""
+    """Return whether the argument `name`, a rank of the world or of the group, is this rank; True if `name` is None."""
     if name is None:
         return True
     of_group = inputs.get(f"group_{name}")
@@ -150,5 +150,5 @@ def _is_here(name: str | None, inputs: Mapping[str, Any], group: Any) -> bool:
 
 @cache
 def _signature(op: str) -> inspect.Signature:
-    # Not of what stands in torch.distributed: that may be anybody's.
+    # The function in torch.distributed itself may be a replacement of other code.
     return inspect.signature(getattr(dist.distributed_c10d, op))

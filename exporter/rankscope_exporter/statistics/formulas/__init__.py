@@ -1,6 +1,6 @@
-"""Numbers about a module that are no statistics of one tensor: formulas over tensors, without hooks or a host sync.
+"""Formulas for features of modules, which are not statistics of one tensor. No hooks and no host synchronisation.
 
-Nothing here draws from a global random generator, and the autocast that training may be in does not reach in.
+The formulas use no global random generator, and the autocast of the training has no effect on them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which products are as precise as their operands are."""
+    """Return a context without autocast, in which products have the precision of their operands."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
 
 def working_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type to compute in: float32, and float64 where that is what was given."""
+    """Return the dtype of computations: float64 for float64 tensors, float32 for all others."""
     return torch.float64 if dtype is torch.float64 else torch.float32

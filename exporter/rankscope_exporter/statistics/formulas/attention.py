@@ -1,7 +1,7 @@
 """Sharpness of the attention of each head over a whole batch, in bounded memory; and masks in one common form.
 
-Row i of a head attends with p = softmax_j(scale · q_i·k_j + mask_ij) over the keys j that are not hidden. A part of a
-mask is made when it is needed, so a mask that is broadcast stays small.
+Row i of a head attends with p = softmax_j(scale · q_i·k_j + mask_ij) over the keys j that are not hidden. Parts of a
+mask are computed when they are needed, so a broadcast mask needs little memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from rankscope_exporter.statistics.formulas import without_autocast, working_type
 
 HIDING: Final = -1e4
-"""An additive mask of this or less hides a key: whichever number stands for minus infinity, its weight is 0."""
+"""An additive mask of at most this value hides a key: its weight is 0, as with any substitute for minus infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Mask:
     rows: range = field(default_factory=lambda: range(0))
 
     def grouped(self, key_heads: int, rows: range) -> Mask:
-        """Return the mask of some rows, its heads as [key heads, groups]."""
+        """Return the mask of the rows `rows`, with its heads as [key heads, groups]."""
         values = self.values
         if values is not None:
             values = torch.unflatten(values[:, :, rows.start :: rows.step], 1, (key_heads, -1))
         return replace(self, values=values, rows=rows)
 
     def add_to(self, scores: torch.Tensor, part: tuple[slice, slice, slice]) -> torch.Tensor | None:
-        """Add what is additive to `scores`, and return which are hidden; None when none is."""
+        """Add an additive mask to `scores`; return which scores are hidden, None if none are."""
         within, heads, rows = part
         hidden = None
         if self.values is not None:
@@ -60,17 +60,17 @@ class Mask:
 
 
 def hides_of(mask: torch.Tensor, *, true_attends: bool) -> torch.Tensor:
-    """Return a bool or additive mask: of what is no floating point number, non-zero elements are True."""
+    """Return a bool or additive mask; a mask of integers becomes bool. True in the result hides a key."""
     if mask.is_floating_point():
         return mask
     return (mask == 0) if true_attends else (mask != 0)
 
 
 def broadcast(mask: torch.Tensor, batch: int, heads: int, queries: int, keys: int) -> torch.Tensor | None:
-    """Return `mask` as [batch, heads, queries, keys] without a copy; None when it does not fit.
+    """Return `mask` as [batch, heads, queries, keys] without a copy; None if its shape does not fit.
 
-    It is aligned at its last dimensions, as torch does it. Beyond that, [batch * heads, queries, keys] is taken apart,
-    [batch, queries, keys] holds for all heads, and [batch, keys] for all heads and queries.
+    Dimensions are aligned from the last one, as in torch. In addition, [batch * heads, queries, keys] is split,
+    [batch, queries, keys] applies to all heads, and [batch, keys] applies to all heads and queries.
     """
     target = (batch, heads, queries, keys)
     shape = tuple(mask.shape)
@@ -88,21 +88,22 @@ def broadcast(mask: torch.Tensor, batch: int, heads: int, queries: int, keys: in
 
 
 MAX_BYTES: Final = 64 << 20
-"""Of all that is computed from scores, at a time."""
+"""Largest temporary memory of the computation from scores."""
 
 _BYTES_PER_SCORE: Final = 5
-"""Times the size of an element: scores, their exponentials, queries and keys in the working type, what is hidden."""
+"""Memory per score, in elements: scores, exponentials, queries and keys in the working dtype, and hidden scores."""
 
 _HIDDEN: Final = -1e30
 _LEAST: Final = -80.0
-"""Below the greatest score of a row: its exponential, 2e-35, changes no sum. One of 0 takes a CPU ten times as long."""
+"""Smallest score relative to the maximum of its row: its exponential, 2e-35, changes no sum, while exp() with result 0
+is ten times slower on a CPU."""
 _CERTAIN: Final = 1e-20
-"""An entropy below it is 0: rounding, or what hidden keys leave."""
+"""An entropy below it is set to 0: it comes from rounding or from hidden keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of one call: `groups` heads of the query share one head of the keys."""
+    """Sizes of one call. `groups` heads of the query share one head of the keys."""
 
     batch: int
     key_heads: int
@@ -113,13 +114,13 @@ class Sizes:
 
 
 Chunk = tuple[slice, slice, slice]
-"""Batch elements, heads of the keys, queries."""
+"""Slices of batch elements, key heads and queries."""
 
 
 def chunks(sizes: Sizes, limit: int) -> Iterator[Chunk]:
-    """Yield parts that together are all of a call; none has more than `limit` scores, elements of queries, or of keys.
+    """Yield the parts of a call. A part has at most `limit` scores, elements of queries, and elements of keys.
 
-    The rows of one group that alone are longer are a part by themselves, and so are the keys of one head.
+    If one row of one group, or the keys of one head, exceed the limit, they are one part.
     """
     row = sizes.groups * max(sizes.keys, sizes.width)
     whole_head = max(sizes.queries * row, sizes.keys * sizes.width, 1)
@@ -134,7 +135,7 @@ def chunks(sizes: Sizes, limit: int) -> Iterator[Chunk]:
 
 
 def sampled_rows(queries: int, rows: int | None) -> range:
-    """Return which queries are looked at: all, or at most `rows` of them at equal distances, the rest on both sides."""
+    """Return the queries to read: all, or at most `rows` at equal distances, with the remainder split on both ends."""
     if rows is None or queries <= rows:
         return range(queries)
     stride = -(-queries // rows)
@@ -152,18 +153,19 @@ def attention_sums(
     rows: int | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> torch.Tensor:
-    """Return float64 [3, heads] on the device, summed over the batch and the rows that attend to anything:
+    """Return float64 [3, heads] on the device: sums over the batch and the rows with a visible key.
 
-    their entropies -Σ p ln p in nats, their greatest p, and how many there are. `query` is [batch, heads, queries,
-    width], `key` [batch, key heads, keys, width]; head h of the query reads head h // groups of the keys.
-    """  # noqa: D400 - the list goes on
-    looked_at = sampled_rows(query.shape[2], rows)
+    The sums are of the entropies -Σ p ln p in nats, of the largest p, and of 1, which counts the rows. `query` is
+    [batch, heads, queries, width] and `key` is [batch, key heads, keys, width]. Head h of the query reads head
+    h // groups of the keys.
+    """
+    sampled = sampled_rows(query.shape[2], rows)
     batch, heads, _, width = query.shape
-    sizes = Sizes(batch, key.shape[1], heads // key.shape[1], len(looked_at), key.shape[2], width)
+    sizes = Sizes(batch, key.shape[1], heads // key.shape[1], len(sampled), key.shape[2], width)
     dtype = working_type(query.dtype)
     factor = 1 / math.sqrt(max(width, 1)) if scale is None else scale
-    grouped = torch.unflatten(query[:, :, looked_at.start :: looked_at.step], 1, (sizes.key_heads, sizes.groups))
-    mask = mask.grouped(sizes.key_heads, looked_at)
+    grouped = torch.unflatten(query[:, :, sampled.start :: sampled.step], 1, (sizes.key_heads, sizes.groups))
+    mask = mask.grouped(sizes.key_heads, sampled)
     key = key.expand(batch, -1, -1, -1)
     total = torch.zeros(3, sizes.key_heads, sizes.groups, dtype=torch.float64, device=query.device)
     with without_autocast(query.device):
@@ -178,7 +180,7 @@ def attention_sums(
 
 
 def _sums(scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    """Return [3, key heads, groups] of scores [batch, key heads, groups, rows, keys], which are used up."""
+    """Return [3, key heads, groups] from scores [batch, key heads, groups, rows, keys], which are overwritten."""
     if hidden is not None:
         scores.masked_fill_(hidden, _HIDDEN)
     scores -= scores.amax(-1, keepdim=True)
@@ -189,6 +191,6 @@ def _sums(scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
     entropy.masked_fill_(entropy < _CERTAIN, 0)
     counted = torch.ones_like(total, dtype=torch.bool) if hidden is None else ~hidden.all(-1)
     counted = counted.expand_as(total)
-    # Products would not do: a row that is left out may hold a NaN.
+    # Not a product with the mask: a row that does not count may contain a NaN.
     numbers = (entropy.masked_fill(~counted, 0), total.reciprocal().masked_fill(~counted, 0), counted)
     return torch.stack([number.sum((0, 3), dtype=torch.float64) for number in numbers])

@@ -1,4 +1,4 @@
-"""How a router spreads tokens over experts, and how alike its experts are to it."""
+"""Distribution of tokens over experts by a router, and similarity of the weights of its experts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch.nn.functional import linear, normalize
 from rankscope_exporter.statistics.formulas import without_autocast, working_type
 
 _TOKENS = 1 << 20
-"""Logits are looked at in parts of so many elements."""
+"""Largest number of logits that are processed together."""
 
 
 def routing_sums(logits: torch.Tensor, top_k: int | None) -> torch.Tensor:
-    """Return float64 [3 + experts] on the device, of logits [..., experts]:
+    """Return float64 [3 + experts] on the device, from logits [..., experts].
 
-    tokens, the sum of their entropies -Σ p ln p in nats with p = softmax(logits), tokens without a NaN, and of these
-    how many have each expert among their `top_k`.
-    """  # noqa: D400 - the list goes on
+    The numbers are the count of tokens, the sum of their entropies -Σ p ln p in nats with p = softmax(logits), and the
+    count of tokens without a NaN; then, for each expert, the count of these tokens with the expert among their `top_k`.
+    """
     experts = logits.shape[-1]
     flat = logits.detach().reshape(-1, experts)
     total = torch.zeros(3 + experts, dtype=torch.float64, device=logits.device)
@@ -24,7 +24,7 @@ def routing_sums(logits: torch.Tensor, top_k: int | None) -> torch.Tensor:
         for part in torch.split(flat, max(1, _TOKENS // experts)):
             wide = part.to(working_type(part.dtype))
             log = wide.log_softmax(-1)
-            # A logit of -inf rules an expert out: 0 · -inf is meant to be 0.
+            # A logit of -inf excludes an expert: 0 · -inf must be 0.
             total[1] -= (log.exp() * log.masked_fill(log.isneginf(), 0)).sum(dtype=torch.float64)
             if top_k is not None:
                 known = ~wide.isnan().any(-1)
@@ -36,9 +36,9 @@ def routing_sums(logits: torch.Tensor, top_k: int | None) -> torch.Tensor:
 
 
 def similarity(weight: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return the mean cosine between the vectors of two experts, over all pairs; an expert of zeros is like none.
+    """Return the mean cosine between the vectors of two experts, over all pairs; 0 for pairs with a vector of zeros.
 
-    `weight` is 2-D; the experts are the rows where there are as many, else the columns.
+    `weight` is 2-D. The experts are its rows if their number fits, otherwise its columns.
     """
     wide = weight.detach().to(working_type(weight.dtype))
     with without_autocast(weight.device):

@@ -1,12 +1,12 @@
-"""The largest singular value of a matrix to a stated tolerance, by a number of steps that is fixed beforehand.
+"""The largest singular value of a matrix within a tolerance, by a number of steps that is fixed in advance.
 
-Lanczos on WᵀW (or WWᵀ, whichever is smaller) with full reorthogonalisation. After k steps from a direction that is
-uniform on the sphere, the largest eigenvalue is too low by a share of more than ε with a probability of at most
-1.648 √n exp(-√ε (2k - 1)), whatever the spectrum is (Kuczyński and Woźniakowski 1992, theorem 4.1). It is never too
-high. The direction comes from a generator of its own with a fixed seed, so equal weights give equal numbers.
+The method is Lanczos on WᵀW (or WWᵀ, whichever is smaller) with full reorthogonalisation, from a direction that is
+uniform on the sphere. After k steps, the relative error of the largest eigenvalue exceeds ε with a probability of at
+most 1.648 √n exp(-√ε (2k - 1)). This holds for any spectrum (Kuczyński and Woźniakowski 1992, theorem 4.1). The value
+is never too high. The direction comes from a separate generator with a fixed seed, so equal weights give equal numbers.
 
-On the device only products are made, a few numbers a step. The small eigenproblem is solved on the host, later, by
-bisection in numpy. LAPACK would use threads of its own from about 100 steps on, and take CPU time from training.
+The device computes only products and returns a few numbers per step. The host solves the small eigenproblem later, by
+bisection in numpy. LAPACK would start its own threads from about 100 steps on, and take CPU time from training.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ import torch
 from rankscope_exporter.statistics.formulas import without_autocast, working_type
 
 MISSES: Final = 1e-6
-"""How likely it may be that one weight is off by more than the tolerance."""
+"""Largest probability that the error of one weight exceeds the tolerance."""
 
 MAX_ELEMENTS: Final = 1 << 24
-"""Of matrices that are worked on together: 64 MiB where they must be copied to float32. A larger one is not copied."""
+"""Largest number of elements in one batch of matrices: 64 MiB if they are copied to float32. A larger matrix is not
+copied."""
 
 _POINTS: Final = 32
-"""How many points of an interval are compared with the eigenvalues together."""
+"""Number of points of an interval that are compared with the eigenvalues together."""
 
 _BISECTIONS: Final = 12
-"""Each leaves a 33rd of the interval: 33**-12 is 2**-60, less than the last place of a float64."""
+"""Each step leaves a 33rd of the interval: 33**-12 is 2**-60, less than the last place of a float64."""
 
 _BLOCK: Final = 1 << 22
 _SEED: Final = 2013
@@ -41,14 +42,14 @@ Float64s = npt.NDArray[np.float64]
 
 
 def lanczos_steps(size: int, tolerance: float) -> int:
-    """Return how many steps keep the largest singular value within `tolerance`, relative; all `size` are exact."""
+    """Return the number of steps for a relative error of at most `tolerance`; `size` steps are exact."""
     share = 1 - (1 - tolerance) ** 2  # of the eigenvalue, which is its square
     steps = (math.log(1.648 * math.sqrt(max(size, 1)) / MISSES) / math.sqrt(share) + 1) / 2
     return max(1, min(size, math.ceil(steps)))
 
 
 def batches(weights: Iterable[torch.Tensor]) -> list[list[int]]:
-    """Return the positions of `weights` that are worked on together: of one shape and type, and not too many."""
+    """Return the positions of `weights` in batches of one shape, dtype and device, of at most MAX_ELEMENTS each."""
     found: list[list[int]] = []
     open_ones: dict[object, list[int]] = {}
     for position, weight in enumerate(weights):
@@ -68,36 +69,36 @@ def spectral_numbers(weights: Sequence[torch.Tensor], tolerance: float) -> torch
         steps = lanczos_steps(matrices[0].size, tolerance)
         scale = torch.stack([matrix.largest() for matrix in matrices])
         frobenius = torch.stack([matrix.frobenius() for matrix in matrices])
-        # Squares of what lies in [-1, 1] neither overflow nor vanish.
+        # Squares of numbers in [-1, 1] do not overflow, and the largest does not vanish.
         factor = torch.where(scale == 0, torch.ones_like(scale), scale).reciprocal()[:, None]
-        diagonal, beside = _tridiagonal(matrices, factor, steps)
-    return torch.cat([torch.stack([scale.double(), frobenius], 1), diagonal.double(), beside.double()], 1)
+        diagonal, off_diagonal = _tridiagonal(matrices, factor, steps)
+    return torch.cat([torch.stack([scale.double(), frobenius], 1), diagonal.double(), off_diagonal.double()], 1)
 
 
 def norms(numbers: Float64s) -> tuple[Float64s, Float64s]:
     """Return spectral and Frobenius norm of each weight, from `spectral_numbers` on the host.
 
-    Both are NaN where the weight holds what is not finite.
+    Both are NaN for a weight with a NaN or an Inf.
     """
     finite = np.asarray(np.isfinite(numbers).all(axis=1))
     known = np.where(finite[:, None], numbers, 0.0)
     scale, frobenius = known[:, 0], known[:, 1]
-    diagonal, beside = np.split(known[:, 2:], 2, axis=1)
-    spectral = np.sqrt(_largest_eigenvalues(diagonal, beside[:, :-1])) * scale
+    diagonal, off_diagonal = np.split(known[:, 2:], 2, axis=1)
+    spectral = np.sqrt(_largest_eigenvalues(diagonal, off_diagonal[:, :-1])) * scale
     return np.where(finite, spectral, np.nan), np.where(finite, frobenius, np.nan)
 
 
-def _largest_eigenvalues(diagonal: Float64s, beside: Float64s) -> Float64s:
-    """Return the largest eigenvalue, 0 at least, of symmetric tridiagonal matrices, to a few units of the last place.
+def _largest_eigenvalues(diagonal: Float64s, off_diagonal: Float64s) -> Float64s:
+    """Return the largest eigenvalue, at least 0, of symmetric tridiagonal matrices, to a few units of the last place.
 
-    `diagonal` is [matrices, size], `beside` [matrices, size - 1]. x is above all eigenvalues exactly if all pivots of
-    T - x are negative (Sturm).
+    `diagonal` is [matrices, size], `off_diagonal` [matrices, size - 1]. x is above all eigenvalues exactly if all
+    pivots of T - x are negative (Sturm).
     """
-    magnitude = np.pad(np.abs(beside), ((0, 0), (1, 1)))
+    magnitude = np.pad(np.abs(off_diagonal), ((0, 0), (1, 1)))
     low: Float64s = diagonal.max(1).clip(min=0)  # no eigenvalue on the diagonal is above the largest one
     high = np.maximum((diagonal + magnitude[:, :-1] + magnitude[:, 1:]).max(1), low)  # Gershgorin
     shares = np.linspace(0, 1, _POINTS + 2)
-    squares = np.square(beside)
+    squares = np.square(off_diagonal)
     for _ in range(_BISECTIONS):
         points = low[:, None] + (high - low)[:, None] * shares
         points[:, -1] = high
@@ -111,7 +112,7 @@ def _largest_eigenvalues(diagonal: Float64s, beside: Float64s) -> Float64s:
 def _above_all_eigenvalues(points: Float64s, diagonal: Float64s, squares: Float64s) -> npt.NDArray[np.bool_]:
     above = np.ones(points.shape, np.bool_)
     removed: Float64s | float = 0.0
-    with np.errstate(all="ignore"):  # behind a pivot of 0, which is not negative, nothing counts any more
+    with np.errstate(all="ignore"):  # after a pivot of 0, which is not negative, the other pivots are irrelevant
         for row in range(diagonal.shape[1]):
             pivot = diagonal[:, row, None] - points - removed
             above &= pivot < 0
@@ -124,22 +125,22 @@ def _tridiagonal(matrices: Sequence[_Matrix], factor: torch.Tensor, steps: int) 
     """Return diagonal and off-diagonal of the projected matrices, [weights, steps] each."""
     vector = _start(matrices[0], factor).expand(len(matrices), -1)
     basis = vector.new_zeros(len(matrices), steps, matrices[0].size)
-    diagonal, beside = vector.new_zeros(2, len(matrices), steps)
+    diagonal, off_diagonal = vector.new_zeros(2, len(matrices), steps)
     least = torch.finfo(vector.dtype).eps * 4
     for step in range(steps):
         basis[:, step] = vector
         image = torch.stack([matrix.gram(v, f) for matrix, v, f in zip(matrices, vector, factor, strict=True)])
         diagonal[:, step] = (image * vector).sum(1)
         done = basis[:, : step + 1]
-        for _ in range(2):  # once leaves what rounding has mixed in
+        for _ in range(2):  # the first pass leaves rounding errors
             share = torch.bmm(done, image[:, :, None])
             image = image - torch.bmm(done.transpose(1, 2), share)[:, :, 0]
         length = torch.linalg.vector_norm(image, dim=1)
-        # What is left of a matrix of low rank is rounding: there the process has ended, and zeros change nothing.
-        goes_on = length > least * diagonal[:, : step + 1].amax(1)
-        beside[:, step] = torch.where(goes_on, length, torch.zeros_like(length))
-        vector = torch.where(goes_on[:, None], image / length[:, None], torch.zeros_like(image))
-    return diagonal, beside
+        # The rest of a matrix of low rank is rounding error: the process has ended, and zeros change nothing.
+        continues = length > least * diagonal[:, : step + 1].amax(1)
+        off_diagonal[:, step] = torch.where(continues, length, torch.zeros_like(length))
+        vector = torch.where(continues[:, None], image / length[:, None], torch.zeros_like(image))
+    return diagonal, off_diagonal
 
 
 def _start(matrix: _Matrix, like: torch.Tensor) -> torch.Tensor:
@@ -150,7 +151,7 @@ def _start(matrix: _Matrix, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Matrix:
-    """A weight as a tall matrix in blocks of rows, each turned into the working type when it is used."""
+    """A weight as a tall matrix in blocks of rows, each converted to the working dtype when it is used."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         weight = weight.detach()
@@ -171,7 +172,7 @@ class _Matrix:
         return torch.stack(parts).sum(0) * factor
 
     def largest(self) -> torch.Tensor:
-        """Return the largest magnitude; NaN when there is a NaN."""
+        """Return the largest magnitude; NaN if there is a NaN."""
         ends = [torch.stack(torch.aminmax(block.to(self._dtype))).abs() for block in self._blocks]
         return torch.stack(ends).amax()
 

@@ -275,7 +275,7 @@ def test_cc_distribution_hooks_collectives_at_measured_steps(trained):
     off = trained(during, **{**document, "cc_distribution": {"enable": False, "cc_pre_hook": True}})
 
     assert [True, False, False, False] == listened
-    assert "collectives: no call of the script was seen in a measured step" in sentence
+    assert "collectives: no call of the script was seen in a sampled step" in sentence
     assert [] == off.said()
     assert dist.all_reduce is original
 

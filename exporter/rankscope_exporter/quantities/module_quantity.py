@@ -1,0 +1,199 @@
+"""Base class of quantities that read tensors when modules are called; and access to the weight of a module.
+
+Features have a column for the micro-batch and none for the call. So `before` and `after` read only the first call of a
+module in each micro-batch of a training forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import nn
+
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
+from rankscope_exporter.model.module_names import NamedModule, named_modules, selected, unmatched
+from rankscope_exporter.quantities.base import Hook, Hooking, Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.hook_handles import CoverageNotes, hook_after, hook_before, in_backward
+from rankscope_exporter.statistics.tensor_access import is_freed, why_not_measurable
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A call of a module that is in progress. Callers must not keep it, because it holds the module."""
+
+    named: NamedModule
+    module: nn.Module
+    micro_step: int
+
+
+class ModuleQuantity(Quantity):
+    """A quantity whose targets are modules. It hooks them, and reports once each tensor that it cannot measure."""
+
+    of_modules: ClassVar[bool] = True
+    measures_tensors: ClassVar[bool] = False
+    missing_result: ClassVar[str] = "it is not measured"
+    """The end of the notice about a module that was not called."""
+
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
+        self._notes = CoverageNotes()
+        self._hooked: dict[str, tuple[NamedModule, Hook]] = {}
+        self._called: set[str] = set()
+        self._seen: set[tuple[str, int]] = set()  # module and micro-batch
+        self._has_noted_uncalled = False
+        self._hooking: Hooking
+        self._gate: SamplingGate
+
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
+        """Find the modules of the targets and hook them."""
+        self._hooking, self._gate = hooking, gate
+        hooking.keep(CallbackHandle(self._release))
+        for named in self._find():
+            self._follow(named)
+
+    def _follow(self, named: NamedModule) -> None:
+        """Hook one module of the targets."""
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        """Release the state of the last sampled step and report new notes. Called at detach and before each step."""
+        self._notes.report(self.tell)
+
+    def _find(self, *, all_modules: bool = False) -> Sequence[NamedModule]:
+        """Return the modules that the targets select, or all; report targets without a module and missing targets."""
+        modules = named_modules(self.monitored.framework.module)
+        if not (self.targets.patterns or all_modules):
+            self.tell("targets names no module, so nothing is measured")
+        for sentence in unmatched(modules, self.targets):
+            self.tell(sentence)
+        return modules if all_modules else selected(modules, self.targets)
+
+    def tell(self, message: str) -> None:
+        """Report a notice to the user immediately."""
+        self._hooking.tell(f"{self.name}: {message}")
+
+    def missing(self, reason: str, named: NamedModule) -> None:
+        """Note that a module, or a tensor of it, is not measured; reported once, when the step ends."""
+        self._notes.add(reason, named.name)
+
+    def before(self, named: NamedModule, read: Callable[[Running, Sequence[Any], Mapping[str, Any]], None]) -> None:
+        """Register `read` before the first call of a module in each micro-batch, with the arguments of the call."""
+
+        def begins(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            if self._is_first_call(named, module):
+                read(Running(named, module, self._hooking.micro_step), args, kwargs)
+
+        self._register(named, hook_before, f"{self.name} of modules", begins)
+
+    def after(self, named: NamedModule, read: Callable[[Running, Any], None]) -> None:
+        """Register `read` after the first call of a module in each micro-batch, with the result of the call."""
+
+        def ended(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+            if self._is_first_call(named, module):
+                read(Running(named, module, self._hooking.micro_step), output)
+
+        self._register(named, hook_after, f"{self.name} of modules", ended)
+
+    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+        """Forget the calls of the last sampled step."""
+        self._release()
+        self._seen.clear()
+        self._called.clear()
+
+    def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
+        """Report the modules that were not measured in this step."""
+        self._note_uncalled(self._called)
+        self._notes.report(self.tell)
+
+    def _is_first_call(self, named: NamedModule, module: nn.Module) -> bool:
+        if module is not named.module:  # a replica of DataParallel, on another thread
+            self.missing("runs as replicas, which are not measured", named)
+            return False
+        if not self._hooking.in_forward or in_backward():
+            return False
+        key = named.name, self._hooking.micro_step
+        if key in self._seen:
+            self.missing("is called more than once in a micro-batch, of which only the first call is measured", named)
+            return False
+        self._seen.add(key)
+        self._called.add(named.name)
+        return True
+
+    def _register(
+        self,
+        named: NamedModule,
+        register: Callable[[Hooking, NamedModule, Hook], None],
+        where: str,
+        function: Callable[..., None],
+    ) -> None:
+        """Register `function` inside the error boundary by `register`; note a module that takes no hook."""
+        hook = self._hooking.guarded(where, function, self._gate)
+        try:
+            register(self._hooking, named, hook)
+            self._hooked.setdefault(named.name, (named, hook))
+        except (RuntimeError, AttributeError) as error:  # scripted modules and other objects that are no real modules
+            self.missing(f"no hook can be registered ({type(error).__name__})", named)
+
+    def _note_uncalled(self, called: AbstractSet[str]) -> None:
+        """Note, at the end of the first sampled step, the modules that are not among those `called` in it."""
+        if self._has_noted_uncalled:
+            return
+        self._has_noted_uncalled = True
+        for named, hook in self._hooked.values():
+            if named.name not in called:
+                compiled = named.compiled or self.monitored.framework.traits.is_compiled or hook.is_compiled
+                reason = "is part of compiled code" if compiled else "was not called in a forward of the model"
+                self.missing(f"{reason}, so {self.missing_result}", named)
+
+
+_NAMES: Final = ("weight", "wg")
+_MATRIX: Final = 2
+
+
+def weight_of(module: nn.Module | None) -> torch.Tensor | None:
+    """Return the `weight` or `wg` that a module holds itself, preferably a matrix; None for a computed weight."""
+    if module is None:
+        return None
+    # The dictionaries themselves: a parametrized weight is a property, which computes and may change its buffers.
+    known = {**vars(module), **module._parameters}  # noqa: SLF001 - see above
+    held = [known[name] for name in _NAMES if isinstance(known.get(name), torch.Tensor)]
+    return next(filter(is_matrix, held), held[0] if held else None)
+
+
+def is_matrix(weight: torch.Tensor | None) -> bool:
+    """Return whether a weight has two dimensions."""
+    return weight is not None and weight.dim() == _MATRIX
+
+
+def may_be_gathered(weight: torch.Tensor | None) -> bool:
+    """Return whether a weight may be sharded, flat or freed between two calls of its module, as with FSDP."""
+    return weight is None or hasattr(weight, "placements") or weight.dim() != _MATRIX or is_freed(weight)
+
+
+def local_matrix_or_reason(weight: torch.Tensor | None) -> torch.Tensor | str:
+    """Return the whole matrix that is on this rank; otherwise the reason why there is none. Reads no element."""
+    if weight is None:
+        return "has a weight that is computed, or none"
+    placements = getattr(weight, "placements", None)
+    if placements is not None:
+        if not all(placement.is_replicate() for placement in placements):
+            return "has a weight in parts on several ranks"
+        weight = weight.to_local()  # type: ignore[attr-defined]  # a DTensor
+    reason = why_not_measurable(weight)
+    if reason is None and is_freed(weight):
+        reason = "freed while it is not used"
+    if reason is None and (weight.dim() != _MATRIX or not weight.is_floating_point()):
+        reason = f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}, not a matrix of floats"
+    return weight if reason is None else f"has a weight that is {reason}"
+
+
+def unusable_reason(tensor: torch.Tensor) -> str | None:
+    """Return why a tensor cannot be read as a whole on this rank; None if it can."""
+    if hasattr(tensor, "placements"):
+        return "a distributed tensor, which is not whole on any rank"
+    return why_not_measurable(tensor)
