@@ -1,4 +1,4 @@
-"""The pages of all ranks of a launch on one host as one page. Bytes are moved, lines are not looked at."""
+"""One page with the metrics of all ranks of a launch on one host. It copies blocks of bytes and parses no lines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rankscope_exporter.serving.node_peers import Gathered, NodePeers
 
 _HELP: Final = b"# HELP "
 _NEXT: Final = b"\n# HELP "
-"""Begins a family and nothing else: a line break in a name or label is escaped."""
+"""Start of each family after the first. It occurs nowhere else, since line breaks in names and labels are escaped."""
 _TYPE: Final = b"# TYPE "
 
 
 class NodeExposition:
-    """The node's page as one of its ranks makes it; every rank can, so that none of them has to be there."""
+    """The page of the node, composed by this rank. Every rank can compose it, so no particular rank is needed."""
 
     def __init__(
         self,
@@ -31,39 +31,22 @@ class NodeExposition:
         self._identity = identity
         self._own = own
         self._on_fault = on_fault
-        self._neighbours = NodePeers(identity, lambda: joined(own()), on_fault=on_fault, meter=meter)
-
-    @property
-    def node(self) -> str:
-        """Return what the ranks that show one page together have in common; empty before `start()`."""
-        return self._neighbours.node
-
-    def start(self) -> None:
-        """Let the other ranks have this rank's page. Raises ServeError."""
-        self._neighbours.start()
+        self.peers = NodePeers(identity, lambda: joined(own()), on_fault=on_fault, meter=meter)
 
     def pieces(self) -> list[Any]:
-        """Return the page of all ranks that answer now, lowest rank first."""
-        who = self._identity
+        """Return the page of all ranks that respond, as byte buffers, lowest rank first."""
+        identity = self._identity
         try:
-            gathered = self._neighbours.gather()
-        except Exception as error:  # noqa: BLE001 - this rank's own page is shown all the same
+            gathered = self.peers.gather()
+        except Exception as error:  # noqa: BLE001 - the page of this rank is shown without the others
             self._on_fault("pages of the other ranks", error)
             gathered = Gathered((), 0)
-        # One page per rank: a launch that cannot be told from its successor may still have a process here.
-        pages = {**dict(gathered.pages), who.rank: joined(self._own())}
+        # One page per rank: a process of an earlier launch with the same id may still exist.
+        pages = {**dict(gathered.pages), identity.rank: joined(self._own())}
         return [
-            census(who.run, who.host, shown=len(pages), silent=gathered.silent),
+            rank_counts(identity.run, identity.host, shown=len(pages), silent=gathered.silent),
             *merged(pages[rank] for rank in sorted(pages)),
         ]
-
-    def close(self) -> None:
-        """Leave the page."""
-        self._neighbours.close()
-
-    def abandon(self) -> None:
-        """In a forked child: leave it to the parent."""
-        self._neighbours.abandon()
 
 
 @dataclass(slots=True)
@@ -73,7 +56,7 @@ class _Family:
 
 
 def merged(pages: Iterable[bytes]) -> list[memoryview]:
-    """Return the pages as pieces of one, family by family: one HELP and TYPE each, as the format demands."""
+    """Return one page from several, as byte buffers: all samples of a family under one HELP and TYPE line."""
     families: dict[bytes, _Family] = {}
     for page in pages:
         for name, head, samples in _families(page):
@@ -81,8 +64,8 @@ def merged(pages: Iterable[bytes]) -> list[memoryview]:
     return [piece for family in families.values() for piece in (family.head, *family.samples)]
 
 
-def census(run: str, host: str, *, shown: int, silent: int) -> bytes:
-    """Return the family that says how many ranks the page shows, and how many live ones did not answer in time."""
+def rank_counts(run: str, host: str, *, shown: int, silent: int) -> bytes:
+    """Return the family with the number of ranks on the page and of live ranks that did not respond in time."""
     labels = f'run="{label_value(run)}",host="{label_value(host)}"'
     lines = "".join(
         f'{NODE_RANKS.name}{{{labels},state="{state}"}} {count}\n'
@@ -93,12 +76,12 @@ def census(run: str, host: str, *, shown: int, silent: int) -> bytes:
 
 
 def joined(pieces: Iterable[Any]) -> bytes:
-    """Return a page that is in pieces as one."""
+    """Return the pieces of a page as one bytes object."""
     return b"".join(memoryview(piece).cast("B") for piece in pieces)
 
 
 def _families(page: bytes) -> Iterator[tuple[bytes, memoryview, memoryview]]:
-    """Yield (name, HELP and TYPE, samples) of each family; what stands before the first is no family of ours."""
+    """Yield (name, HELP and TYPE lines, samples) of each family; text before the first HELP line is left out."""
     view = memoryview(page)
     start = 0 if page.startswith(_HELP) else page.find(_NEXT) + 1 or len(page)
     while start < len(page):

@@ -1,6 +1,7 @@
-"""The ranks of one launch on one host find each other: one socket each in a folder that only their user can enter.
+"""Exchange of metrics pages between the ranks of one launch on one host, over Unix sockets in a private folder.
 
-No port, token or certificate is needed between them, and a rank that is gone is one whose socket nobody answers.
+Each rank has one socket in a folder that only its user can enter, so no port, token or certificate is needed. A socket
+that refuses connections belongs to a dead rank.
 """
 
 from __future__ import annotations
@@ -23,28 +24,29 @@ from typing import Final
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
+from rankscope_exporter.serving.addresses import hang_up
 
 log = logging.getLogger(__name__)
 
 GATHER_SECONDS: Final = 3.0
-"""A live rank that does not show its page within this time is left out: Prometheus itself waits ten seconds."""
+"""Longest wait for the pages of other ranks; slower ranks are left out. Prometheus waits 10 s by default."""
 _ANSWER_SECONDS: Final = 10.0
-_LONGEST_PATH: Final = 107  # what a socket's address holds, in bytes
-_SIZE: Final = struct.Struct(">Q")  # goes before the page, so that one cut short is not taken for whole
+_LONGEST_PATH: Final = 107  # bytes of a Unix socket address
+_SIZE: Final = struct.Struct(">Q")  # length of the page, sent before it, to detect a truncated page
 _CHUNK: Final = 1 << 20
-_PLEASE: Final = b"?"
+_REQUEST: Final = b"?"
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The pages of the neighbours that answered, by rank, and how many live ones did not."""
+    """Pages of the other ranks that responded, as (rank, page), and the number of live ranks that did not respond."""
 
     pages: Sequence[tuple[int, bytes]]
     silent: int
 
 
 class NodePeers:
-    """This rank's socket, and the way to the others'. No thread and no file before `start()`."""
+    """The socket of this rank, and requests to the sockets of the others. No thread and no file before `start()`."""
 
     def __init__(
         self,
@@ -63,34 +65,42 @@ class NodePeers:
         self._folder = Path(tempfile.gettempdir()) / f"rankscope-{os.geteuid()}"
         self._socket: socket.socket | None = None
         self.node = ""
+        """Identifier that is equal on all ranks that share one page; empty before `start()`."""
 
     def start(self) -> None:
-        """Make this rank's page available to the others. Raises ServeError when that cannot be."""
+        """Listen for requests of the other ranks, and delete sockets of dead processes. Raises ServeError."""
         try:
             self.node = _private_folder(self._folder)
-            self._sweep()
+            for path in self._sockets():  # of any launch
+                connection = _connect(path)
+                if connection is not None:
+                    connection.close()
             self._socket = _listening(self._folder / self._name)
         except OSError as error:
             raise ServeError(f"node_page: {self._folder}: {error.strerror or error}") from error
         OwnThread(target=self._serve, args=(self._socket,), name="rankscope-node").start()
 
     def gather(self, seconds: float = GATHER_SECONDS) -> Gathered:
-        """Return the pages of all other ranks of this launch on this host."""
+        """Return the pages of all other ranks of this launch on this host, sorted by rank."""
         others = [path for path in self._sockets(self._launch) if path.name != self._name]
-        calls = {path: connection for path in others if (connection := _call(path, _PLEASE)) is not None}
+        calls = {path: connection for path in others if (connection := _connect(path, _REQUEST)) is not None}
         bodies = _read_all(calls, time.monotonic() + seconds)
-        pages = [(_rank_of(path), page) for path, body in bodies.items() if (page := _whole(body)) is not None]
-        return Gathered(sorted(pages, key=lambda item: item[0]), len(calls) - len(pages))
+        pages = [
+            (int(path.name.split("-")[1]), bytes(memoryview(body)[_SIZE.size :]))
+            for path, body in bodies.items()
+            if _is_complete(body)
+        ]
+        return Gathered(sorted(pages, key=lambda page: page[0]), len(calls) - len(pages))
 
     def close(self) -> None:
-        """Leave the node's page."""
+        """Delete the socket file and stop the thread."""
         if self._socket is None:
             return
         (self._folder / self._name).unlink(missing_ok=True)
-        _hang_up(self._socket)  # wakes the accepting thread
+        hang_up(self._socket)  # wakes the accepting thread
 
     def abandon(self) -> None:
-        """In a forked child: close the inherited socket and leave the file to the parent."""
+        """Close the inherited socket in a forked child. The file belongs to the parent."""
         if self._socket is not None:
             os.close(self._socket.detach())
 
@@ -102,92 +112,83 @@ class NodePeers:
                 listening.close()
                 return
             with connection:
-                self._show(connection)
+                self._answer(connection)
             self._meter.lap("node")
 
-    def _show(self, connection: socket.socket) -> None:
+    def _answer(self, connection: socket.socket) -> None:
         try:
             connection.settimeout(_ANSWER_SECONDS)
-            if connection.recv(1) != _PLEASE:  # somebody only looked whether anybody lives here
+            if connection.recv(1) != _REQUEST:  # a rank that only checks whether this process is alive
                 return
             page = self._page()
             connection.sendall(_SIZE.pack(len(page)))
             connection.sendall(page)
         except OSError:
-            log.debug("a neighbour left before it had the page")
-        except Exception as error:  # noqa: BLE001 - the thread's edge: told to the façade, and the next one is served
+            log.debug("another rank disconnected before it received the page")
+        except Exception as error:  # noqa: BLE001 - top of the thread: reported, and the next request is served
             self._on_fault("node page", error)
 
     def _sockets(self, launch: str = "") -> list[Path]:
         try:
             found = list(self._folder.iterdir())
-        except FileNotFoundError:  # somebody tidied up the temporary folder
+        except FileNotFoundError:  # for example after a clean-up of the temporary folder
             return []
         return sorted(path for path in found if path.name.startswith(launch) and "~" not in path.name)
 
-    def _sweep(self) -> None:
-        """Take away what killed processes of any launch have left."""
-        for path in self._sockets():
-            connection = _call(path)
-            if connection is not None:
-                connection.close()
-
 
 def _private_folder(folder: Path) -> str:
-    """Make the folder, or see that it is ours alone; return what tells it from that of another container."""
+    """Create the folder, or check that only this user can enter it; return an id that differs between containers."""
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ServeError(
-            f"node_page: {folder} must be a folder that only this user can enter: remove it, or set TMPDIR to a folder "
-            "of your own"
+            f"node_page: {folder} must be a folder that only this user can enter: remove it, or set TMPDIR to a "
+            "private folder"
         )
     return f"{status.st_dev:x}.{status.st_ino:x}"
 
 
 def _listening(path: Path) -> socket.socket:
-    """Return a listening socket at `path`, which appears only once it answers."""
-    begun = path.with_name(f"{path.name}~")
-    if len(os.fsencode(begun)) > _LONGEST_PATH:
-        raise ServeError(f"node_page: {begun} is too long for a socket: set TMPDIR to a shorter folder")
+    """Return a listening socket at `path`. The file gets this name only after the socket accepts connections."""
+    temporary = path.with_name(f"{path.name}~")
+    if len(os.fsencode(temporary)) > _LONGEST_PATH:
+        raise ServeError(f"node_page: {temporary} is too long for a socket: set TMPDIR to a shorter folder")
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listening.bind(str(begun))
+        listening.bind(str(temporary))
         listening.listen()
-        begun.rename(path)
+        temporary.rename(path)
     except OSError:
         listening.close()
         raise
     return listening
 
 
-def _call(path: Path, word: bytes = b"") -> socket.socket | None:
-    """Return a connection on which `word` was said; None when nobody lives there, and then the file goes too."""
+def _connect(path: Path, request: bytes = b"") -> socket.socket | None:
+    """Return a connection on which `request` was sent; None, after deleting the file, if no process listens there."""
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError as error:  # no file descriptor is left: the neighbours that were called already are shown
-        log.debug("%s cannot be called: %s", path, error)
+    except OSError as error:  # no file descriptor is left; the page shows the ranks that are already connected
+        log.debug("cannot connect to %s: %s", path, error)
         return None
     connection.setblocking(False)
     try:
         connection.connect(str(path))
-        connection.send(word)
-    except BlockingIOError:  # too many wait there already: it stays silent
+        connection.send(request)
+    except BlockingIOError:  # its queue of connections is full, so it counts as a rank that does not respond
         return connection
-    except (ConnectionRefusedError, FileNotFoundError):
-        connection.close()
-        with contextlib.suppress(OSError):  # swept another time
-            path.unlink(missing_ok=True)
-        return None
     except OSError as error:
-        log.debug("%s cannot be called: %s", path, error)
+        log.debug("cannot connect to %s: %s", path, error)
         connection.close()
+        if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+            with contextlib.suppress(OSError):  # deleted by a later call
+                path.unlink(missing_ok=True)
         return None
     return connection
 
 
 def _read_all(calls: dict[Path, socket.socket], deadline: float) -> dict[Path, bytearray]:
-    """Read what everybody sends until all hung up or the time is over; the ranks make their pages side by side."""
+    """Return the bytes that each connection sent before it closed or the deadline passed. Ranks answer in parallel."""
     bodies = {path: bytearray() for path in calls}
     with selectors.DefaultSelector() as waiting:
         for path, connection in calls.items():
@@ -204,30 +205,17 @@ def _read_all(calls: dict[Path, socket.socket], deadline: float) -> dict[Path, b
 
 
 def _received(connection: socket.socket) -> bytes | None:
-    """Return what came, nothing at the end; None when nothing is there yet after all."""
+    """Return received bytes, b"" at the end of the connection, and None if no data is available yet."""
     try:
         return connection.recv(_CHUNK)
     except BlockingIOError:
         return None
-    except OSError:  # reset: what came so far is not whole, and is judged by its size
+    except OSError:  # connection reset: the length of the page shows that it is incomplete
         return b""
 
 
-def _whole(body: bytearray) -> bytes | None:
-    if len(body) < _SIZE.size or _SIZE.unpack_from(body)[0] != len(body) - _SIZE.size:
-        return None
-    return bytes(memoryview(body)[_SIZE.size :])
-
-
-def _rank_of(path: Path) -> int:
-    return int(path.name.split("-")[1])
-
-
-def _hang_up(listening: socket.socket) -> None:
-    try:
-        listening.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        log.debug("the node's socket was already closed")
+def _is_complete(body: bytearray) -> bool:
+    return len(body) >= _SIZE.size and _SIZE.unpack_from(body)[0] == len(body) - _SIZE.size
 
 
 def _short(text: str) -> str:

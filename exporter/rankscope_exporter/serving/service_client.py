@@ -1,10 +1,11 @@
-"""HTTP calls of a rank to the service, and the Prometheus file_sd entry of a rank that has no service.
+"""HTTP client of a rank for the service, and the Prometheus file_sd entry of a rank that has no service.
 
-No retry, no thread, no state. The entry is written by rename and removed at the end.
+It has no retries, no thread and no state. The entry is written by rename and removed when the rank exits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import json
@@ -20,6 +21,8 @@ from rankscope_contract.protocol.channel import POKE_PATH, REGISTER_PATH, Regist
 from rankscope_contract.security.escaping import path_segment
 from rankscope_contract.security.tls import HUNG_UP, MakeContext, explain_to_client
 from rankscope_exporter.base.errors import ServeError
+from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.tls import client_tls
 
 REGISTER_SECONDS: Final = 5.0
 POKE_SECONDS: Final = 1.0
@@ -27,11 +30,11 @@ _REPLY_BYTES: Final = 65_536
 
 
 class UnreachableError(Exception):
-    """The service did not answer, or not in its language; worth another try."""
+    """The service did not answer, or its answer was not valid. The caller retries."""
 
 
 class RefusedError(Exception):
-    """The service answered and said no, in its own words."""
+    """The service answered with an HTTP error status; `text` is the body of its answer."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"{status}: {text}")
@@ -40,7 +43,7 @@ class RefusedError(Exception):
 
 
 class ServiceClient:
-    """Speaks to one service. Follows no redirect and uses no proxy: the token goes where the configuration says."""
+    """HTTP client for one service. It uses no redirect and no proxy: only the configured URL gets the token."""
 
     def __init__(self, url: str, token: str | None, tls: MakeContext | None = None) -> None:
         self._url = url.rstrip("/")
@@ -50,53 +53,64 @@ class ServiceClient:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def register(self, registration: Registration) -> RegistrationReply:
-        """Tell the service about this rank. Raises RefusedError or UnreachableError."""
+        """Register this rank and return the reply. Raises RefusedError or UnreachableError."""
         body = self._post(REGISTER_PATH, registration.to_json(), REGISTER_SECONDS)
         try:
             return _checked(RegistrationReply.from_json(body))
         except ValueError as error:
-            raise UnreachableError(f"{self._url} gave a reply that is no registration reply: {error}") from error
+            raise UnreachableError(f"{self._url} sent an invalid registration reply: {error}") from error
 
     def poke(self, incarnation: str) -> None:
-        """Ask the service to pull this rank now. Raises RefusedError or UnreachableError."""
+        """Request an immediate poll of this rank. Raises RefusedError or UnreachableError."""
         self._post(POKE_PATH, json.dumps({"incarnation": incarnation}), POKE_SECONDS)
 
     def _post(self, path: str, body: str, timeout_seconds: float) -> bytes:
         data = body.encode("utf-8", "replace")
-        # The scheme was checked with the configuration: http or https, so no file is opened here.
+        # ServeConfig has checked that the scheme is http or https, so urllib opens no local file.
         request = urllib.request.Request(self._url + path, data, self._headers, method="POST")  # noqa: S310 - see above
+        # A new opener for each call: calls are seconds apart, and certificates may have been replaced since the last.
+        handlers = [urllib.request.HTTPSHandler(context=self._tls())] if self._tls is not None else []
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect(), *handlers)
         try:
-            with self._opener().open(request, timeout=timeout_seconds) as response:
+            with opener.open(request, timeout=timeout_seconds) as response:
                 return bytes(response.read(_REPLY_BYTES))
         except urllib.error.HTTPError as error:
             with error:
-                raise RefusedError(error.code, _words(error)) from error
+                raise RefusedError(error.code, _body_text(error)) from error
         except (OSError, http.client.HTTPException) as error:
-            raise UnreachableError(f"{self._url}: {_trouble(error, self._url)}") from error
+            raise UnreachableError(f"{self._url}: {_reason(error, self._url)}") from error
 
-    def _opener(self) -> urllib.request.OpenerDirector:
-        # Made for each call, once in seconds: certificates may have changed since the last one.
-        handlers = [urllib.request.HTTPSHandler(context=self._tls())] if self._tls is not None else []
-        return urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect(), *handlers)
+
+def service_client(config: ServeConfig) -> ServiceClient | None:
+    """Return the client for the service that `config` names, None if it names none. Raises ServeError for TLS files."""
+    if config.ingest_url is None:
+        return None
+    is_tls = config.ingest_url.startswith("https:")
+    tls = client_tls(config.ca_file, config.cert_file, config.key_file) if is_tls else None
+    return ServiceClient(config.ingest_url, config.secret, tls)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        """Follow nothing; the redirect itself then arrives as a refusal."""
+        """Follow no redirect; the caller then gets the redirect as an HTTPError."""
 
 
-def _trouble(error: Exception, url: str) -> str:
-    """Return what went wrong, in words that name what mends it where TLS is to blame."""
+def _reason(error: Exception, url: str) -> str:
+    """Return the reason of a failed request; for TLS errors it names the setting to change."""
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(cause, ssl.SSLError):
         return str(explain_to_client(cause))
     if isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError):
         is_plain = url.startswith("http:")
-        return "it hung up; where it speaks TLS (web_config), ingest_url begins with https://" if is_plain else HUNG_UP
+        return (
+            "it closed the connection; if it uses TLS (web_config), write https:// in ingest_url"
+            if is_plain
+            else HUNG_UP
+        )
     return str(getattr(error, "reason", None) or repr(error))
 
 
-def _words(error: urllib.error.HTTPError) -> str:
+def _body_text(error: urllib.error.HTTPError) -> str:
     try:
         text = error.read(_REPLY_BYTES).decode("utf-8", "replace").strip()
     except (OSError, http.client.HTTPException):
@@ -105,29 +119,32 @@ def _words(error: urllib.error.HTTPError) -> str:
 
 
 def _checked(reply: RegistrationReply) -> RegistrationReply:
-    good = isinstance(reply.lease, str) and reply.lease.isascii() and reply.lease.isprintable()
-    numbers = isinstance(reply.heartbeat_seconds, int | float) and reply.heartbeat_seconds > 0
-    if not (good and reply.lease and numbers and isinstance(reply.committed, int)):
+    is_text = isinstance(reply.lease, str) and reply.lease.isascii() and reply.lease.isprintable()
+    is_positive = isinstance(reply.heartbeat_seconds, int | float) and reply.heartbeat_seconds > 0
+    if not (is_text and reply.lease and is_positive and isinstance(reply.committed, int)):
         raise ValueError("lease must be text, heartbeat_seconds above 0, committed a whole number")
     return reply
 
 
 JOB: Final = "rankscope"
-_LONGEST_NAME: Final = 120  # leaves room for suffixes below the 255 bytes of a file name
+_LONGEST_NAME: Final = 120  # with its suffixes the file name is below the limit of 255 bytes
 
 
 class DiscoveryFile:
     """One JSON file in a folder that Prometheus watches with `file_sd_configs: [{files: ["<folder>/*.json"]}]`."""
 
     def __init__(self, folder: str, identity: Identity) -> None:
-        self._identity = identity
+        # The name contains no incarnation: a restarted rank replaces the entry that a killed process left.
+        run = path_segment(identity.run)
+        if len(run) > _LONGEST_NAME:
+            run = f"{run[:_LONGEST_NAME]}-{hashlib.sha256(identity.run.encode()).hexdigest()[:12]}"
+        self.path = Path(folder) / f"rankscope-{run}-{identity.rank}.json"
+        self._labels = {"job": JOB, "instance": f"{identity.run}/{identity.rank}"}
         self._text = ""
-        self.path = Path(folder) / f"{_file_name(identity)}.json"
 
     def write(self, target: str, scheme: str = "http") -> None:
-        """Announce `target` (host:port), which speaks `scheme`. Raises ServeError when the folder cannot be written."""
-        labels = {"job": JOB, "instance": f"{self._identity.run}/{self._identity.rank}"}
-        labels |= {"__scheme__": scheme} if scheme != "http" else {}
+        """Write an entry for `target` (host:port) with `scheme`. Raises ServeError if the folder cannot be written."""
+        labels = self._labels | ({"__scheme__": scheme} if scheme != "http" else {})
         self._text = json.dumps([{"targets": [target], "labels": labels}], indent=2) + "\n"
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
@@ -141,17 +158,7 @@ class DiscoveryFile:
             ) from error
 
     def remove(self) -> None:
-        """Take the entry back, unless a newer process of the same rank has replaced it."""
-        try:
+        """Delete the entry, unless a newer process of the same rank has replaced it."""
+        with contextlib.suppress(OSError):  # the file or the folder does not exist any more
             if self._text and self.path.read_text(encoding="utf-8") == self._text:
                 self.path.unlink()
-        except OSError:
-            return  # gone already, or the folder is: nothing is announced any more
-
-
-def _file_name(identity: Identity) -> str:
-    # The name holds no incarnation: a restarted rank replaces the entry that a killed one left behind.
-    run = path_segment(identity.run)
-    if len(run) > _LONGEST_NAME:
-        run = f"{run[:_LONGEST_NAME]}-{hashlib.sha256(identity.run.encode()).hexdigest()[:12]}"
-    return f"rankscope-{run}-{identity.rank}"

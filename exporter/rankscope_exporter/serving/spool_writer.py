@@ -1,8 +1,8 @@
-"""The thread that writes the spool, so that a disk that hangs holds up this thread and nobody else for long.
+"""Thread that writes the spool, so that an unresponsive disk blocks this thread and the publisher only briefly.
 
-A record is handed over and waited for: it is on disk before anybody hears of it. A disk that does not answer in time
-ends the waiting until it does: records then go to the ring at once, a few wait here for the disk, and what passes it by
-is counted.
+The publisher waits for each record to be on disk before readers can get it, at most WRITE_SECONDS. After a timeout,
+records enter the ring immediately until the disk responds again. Meanwhile a limited backlog waits here for the disk,
+and further records are counted as not spooled.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from rankscope_exporter.serving.spool import FAILED, Spool
 
 log = logging.getLogger(__name__)
 
-PATIENCE_SECONDS: Final = 0.5
-"""The most that the publisher waits for a record to be written, and with it all who would hear of it."""
+WRITE_SECONDS: Final = 0.5
+"""Longest wait of the publisher for a record to be written. Readers get the record after that."""
 
 CLOSE_SECONDS: Final = 2.0
-"""The most that the end of training waits for a disk."""
+"""Longest wait for the disk at the end of training."""
 
 BACKLOG_RECORDS: Final = 64
 BACKLOG_BYTES: Final = 16 * 1024 * 1024
-"""What waits for a disk that hangs: a pause of seconds costs the spool nothing, one of minutes no memory."""
+"""Limits of the backlog for an unresponsive disk: after a pause of seconds all records are spooled, and a pause of
+minutes does not exhaust the memory."""
 
 BEHIND: Final = "spool_behind"
 
 
 class SpoolHangError(Exception):
-    """The disk under the spool does not answer."""
+    """The disk of the spool does not respond."""
 
 
 class SpoolWriter:
-    """Writes to `spool` from a daemon thread that begins with the first record. `keep` is for one thread at a time."""
+    """Writes to `spool` from a daemon thread that starts with the first record. One thread at a time calls `write`."""
 
     def __init__(
         self,
@@ -54,73 +55,70 @@ class SpoolWriter:
         self._on_fault = on_fault
         self._meter = meter
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[int, StepRecord, int]] = deque()  # the first one is being written
+        self._waiting: deque[tuple[int, StepRecord, int]] = deque()  # the first entry is being written
         self._bytes = 0
-        self._handled = NOTHING  # all up to here is on disk, or was refused by it
+        self._handled = NOTHING  # all records up to this one were written or have failed
         self._committed = self._deleted_to = NOTHING
-        self._passed_by: int | None = None  # records since the disk hangs; None while it answers
+        self._skipped: int | None = None  # records skipped since the disk stopped responding; None while it responds
         self._thread: threading.Thread | None = None
         self._closing = False
 
     @property
     def is_hanging(self) -> bool:
-        """Return whether records are served without being on disk."""
-        return self._passed_by is not None
+        """Return whether the disk does not respond, so that records are served before they are on disk."""
+        return self._skipped is not None
 
-    def keep(self, seq: int, record: StepRecord, size: int) -> None:
-        """Have a record of `size` bytes written and return when it is, or when the disk has been waited for enough."""
-        self._begin()
+    def write(self, seq: int, record: StepRecord, size: int) -> None:
+        """Write a record of `size` bytes; return when it is on disk, or after WRITE_SECONDS, or if the disk hangs."""
+        if self._thread is None and not self._closing:
+            self._start()
         with self._changed:
             if self._closing:
                 self._spool.dropped[FAILED] += 1
                 return
-            if self._passed_by is not None and not self._has_room(size):
+            has_room = len(self._waiting) < BACKLOG_RECORDS and self._bytes + size <= BACKLOG_BYTES
+            if self._skipped is not None and not has_room:
                 self.behind += 1
-                self._passed_by += 1
+                self._skipped += 1
                 return
             self._waiting.append((seq, record, size))
             self._bytes += size
             self._changed.notify_all()
-            if self._passed_by is not None:
+            if self._skipped is not None:
                 return
-            if self._changed.wait_for(lambda: self._handled >= seq, PATIENCE_SECONDS):
+            if self._changed.wait_for(lambda: self._handled >= seq, WRITE_SECONDS):
                 return
-            self._passed_by = 0
-        hang = f"the disk of {self._spool.folder} has not answered for {PATIENCE_SECONDS} s"
-        self._on_fault("spool", SpoolHangError(f"{hang}: until it does, records are served without being on it"))
+            self._skipped = 0
+        hang = f"writing to {self._spool.folder} timed out after {WRITE_SECONDS} s"
+        self._on_fault("spool", SpoolHangError(f"{hang}: until the disk responds, records are served without it"))
 
     def commit(self, seq: int) -> None:
-        """Note that a store has everything up to `seq`; what is not needed any more is deleted in time."""
+        """Note that a store contains all records up to `seq`; the thread then deletes the files of these records."""
         with self._changed:
             self._committed = max(self._committed, seq)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Write what waits and close the spool, without waiting long for a disk that hangs."""
+        """Write the backlog and close the spool; wait for the disk at most CLOSE_SECONDS."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
 
-    def _has_room(self, size: int) -> bool:
-        return len(self._waiting) < BACKLOG_RECORDS and self._bytes + size <= BACKLOG_BYTES
-
-    def _begin(self) -> None:
-        """Start with the first record and not at attach: before, there is nothing to keep."""
-        if self._thread is not None or self._closing:
-            return
+    def _start(self) -> None:
         thread = OwnThread(target=self._run, name="rankscope-spool-writer")
         try:
             thread.start()
-        except RuntimeError as error:  # no thread is to be had, above all at the end of the interpreter
+        except RuntimeError as error:  # no thread can be started, for example while the interpreter exits
             self._closing = True
             self._on_fault("spool", error)
         else:
             self._thread = thread
 
     def _run(self) -> None:
-        self._do(self._open)
+        # If the folder cannot be used, only the spool is missing; each record that is not spooled is counted.
+        self._do(lambda: self._spool.open(self._describe()))
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_work)
@@ -141,24 +139,20 @@ class SpoolWriter:
 
     def _write(self, seq: int, record: StepRecord, size: int) -> None:
         self._do(self._spool.append, seq, record)
-        passed_by = None
+        skipped = None
         with self._changed:
             self._waiting.popleft()
             self._bytes -= size
             self._handled = seq
             if not self._waiting:
-                passed_by, self._passed_by = self._passed_by, None
+                skipped, self._skipped = self._skipped, None
             self._changed.notify_all()
-        if passed_by is not None:
-            level = logging.WARNING if passed_by else logging.INFO
-            log.log(level, "the disk of %s answers again: %d records are not in it", self._spool.folder, passed_by)
+        if skipped is not None:
+            level = logging.WARNING if skipped else logging.INFO
+            log.log(level, "the disk of %s responds again: %d records were not spooled", self._spool.folder, skipped)
 
-    def _open(self) -> None:
-        """Make the folder. One that cannot be used costs the spool alone; each record that is not kept is counted."""
-        self._spool.open(self._describe())
-
-    def _do(self, work: Callable[..., None], *facts: object) -> None:
+    def _do(self, work: Callable[..., None], *args: object) -> None:
         try:
-            work(*facts)
-        except Exception as error:  # noqa: BLE001 - whatever the disk or the encoding does, the ring has the record
+            work(*args)
+        except Exception as error:  # noqa: BLE001 - disk and encoding errors are reported; the ring has the record
             self._on_fault("spool", error)

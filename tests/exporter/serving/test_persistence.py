@@ -130,7 +130,7 @@ class _Disk:
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
     """Return the disk under `tmp_path`, of which the publisher is not very patient."""
-    monkeypatch.setattr(spool_writer, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(spool_writer, "WRITE_SECONDS", 0.2)
     monkeypatch.setattr(spool_writer, "CLOSE_SECONDS", 0.2)
     made = _Disk(tmp_path, monkeypatch)
     yield made
@@ -171,7 +171,7 @@ def test_a_disk_that_hangs_holds_back_neither_records_nor_alerts(new_rank, recor
     assert list(range(30)) == got.seqs
     assert [0] == on_disk(rank, range(30))
     assert ["spool"] == [where for where, _ in rank.faults]
-    assert "has not answered for 0.2 s" in str(rank.faults[0][1])
+    assert "timed out after 0.2 s" in str(rank.faults[0][1])
     assert rank.channel.persistence.folder is None  # nobody is told that all of it waits there
 
 
@@ -199,7 +199,7 @@ def test_the_spool_goes_on_when_the_disk_answers_again(new_rank, record, tmp_pat
     assert (0, 3) == (orphan.after(-1, 1 << 20).first, orphan.after(-1, 1 << 20).last)
     assert (9, 11) == (orphan.after(3, 1 << 20).first, orphan.after(3, 1 << 20).last)
     orphan.release()
-    assert 1 == sum("answers again: 5 records are not in it" in text for text in caplog.messages)
+    assert 1 == sum("responds again: 5 records were not spooled" in text for text in caplog.messages)
     assert 1 == len(rank.faults)
 
 
@@ -223,7 +223,7 @@ def test_a_disk_that_hangs_while_it_deletes_does_not_hold_up_who_commits(
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path), spool_bytes=60_000)
     for step in range(8):
         rank.channel.publish(record(step))
-    until(lambda: rank.channel.lease)
+    until(lambda: rank.channel.state.lease)
     answers, real = threading.Event(), os.unlink
 
     def unlink(path: Any, *arguments: Any, **named: Any) -> None:
@@ -285,7 +285,7 @@ def test_a_rank_whose_records_are_all_committed_leaves_nothing(new_rank, service
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     for step in range(3):
         rank.channel.publish(record(step))
-    until(lambda: rank.channel.lease)
+    until(lambda: rank.channel.state.lease)
     rank.records(2, committed=2, **LEASE)
     rank.channel.close()
 
@@ -476,7 +476,7 @@ def test_several_ranks_that_start_at_once_share_what_was_left(new_rank, service,
         str(tmp_path), "another", _Deaf(), lambda: "http://127.0.0.1:1", on_fault=lambda where, error: None
     )
     other.start()
-    other.wait_looked(5.0)
+    other.wait_searched(5.0)
     until(lambda: len(service.registrations) >= 1)
     voices = [
         sum(voice.get(f"dead-{number}") is not None for voice in (rank.channel.persistence._orphans, other))
@@ -593,7 +593,7 @@ def test_settings_are_checked():
     assert ServeConfig().spool_dir is None
     with pytest.raises(ConfigError, match="spool_bytes is 0"):
         ServeConfig(spool_bytes=0)
-    with pytest.raises(ConfigError, match="spool_dir is text"):
+    with pytest.raises(ConfigError, match="spool_dir must be text"):
         ServeConfig(spool_dir=5)
 
 

@@ -19,7 +19,7 @@ from rankscope_exporter.serving.config import ServeError
 def leased(new_rank, service, until):
     """Return a rank that the service double has registered."""
     rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.lease)
+    until(lambda: rank.channel.state.lease)
     return rank
 
 
@@ -59,7 +59,7 @@ def test_a_taken_port_is_a_clear_error_and_leaves_nothing_behind(new_rank, rank)
 
 
 def test_a_second_start_is_refused(rank):
-    with pytest.raises(ServeError, match="make a new one"):
+    with pytest.raises(ServeError, match="create a new one"):
         rank.channel.start()
 
 

@@ -20,7 +20,7 @@ NUMBERS = ({"norm": 1.0, "numel": 4}, None)
 def leased(new_rank, service, until):
     """Return a rank that the service double has registered."""
     rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.lease)
+    until(lambda: rank.channel.state.lease)
     return rank
 
 
@@ -199,7 +199,7 @@ def test_an_older_lease_counts_no_more(leased, service, record, until):
     _publish(leased, record, 2)
     service.lease = "lease-2"
     leased.channel.set_phase("evaluation")
-    until(lambda: leased.channel.lease == "lease-2")
+    until(lambda: leased.channel.state.lease == "lease-2")
     leased.records(-1, committed=1, Rankscope_Lease="lease-1")
 
     assert -1 == leased.channel.ring.committed
@@ -268,9 +268,22 @@ def test_an_unknown_page_is_404_and_names_the_known_ones(rank):
     assert "/metrics" in got.text
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
-@pytest.mark.parametrize("path", ["/metrics", "/records"])
-def test_nothing_can_be_written(rank, method, path):
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/healthz", "GET"),
+        ("/records", "GET"),
+        ("/plan/0123", "GET"),
+        ("/metrics", "GET"),
+        ("/node/metrics", "GET"),
+        ("/config", "GET, PUT, POST"),
+        ("/stacks", "POST"),
+    ],
+)
+def test_405_answer_lists_the_methods_of_the_path(rank, method, path, allowed):
     got = rank.get(path, method, b"{}")
+    is_allowed = method in allowed.split(", ")
 
-    assert (405, "GET") == (got.status, got.headers["Allow"])
+    assert (got.status != 405) == is_allowed
+    assert (None if is_allowed else allowed) == got.headers["Allow"]

@@ -25,7 +25,7 @@ from rankscope_exporter.serving.service_client import ServiceClient
 def registered(new_rank, service, until):
     """Return a rank that the service double has registered."""
     rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.lease)
+    until(lambda: rank.channel.state.lease)
     return rank
 
 
@@ -38,7 +38,6 @@ def test_a_rank_says_who_and_where_it_is(registered, service):
     assert (registered.channel.url, "running", 100) == (said.url, said.state, said.planned_steps)
     assert {"quantities": ["weights"]} == said.config
     assert {"rankscope", "python", "pyarrow"} <= said.versions.keys()
-    assert service.url == registered.channel.scraped_by
 
 
 def test_the_token_goes_to_the_service(new_rank, service, until):
@@ -61,7 +60,7 @@ def test_a_heartbeat_repeats_the_present_state(new_rank, service, record, until)
 def test_a_rank_that_is_polled_need_not_say_that_it_lives(new_rank, service, until):
     service.heartbeat_seconds = 1.0
     rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.lease)
+    until(lambda: rank.channel.state.lease)
     _polled_for(2.5, rank, Rankscope_Lease=service.lease)
     while_polled = len(service.registrations)
     until(lambda: len(service.registrations) == 2)  # nobody polls any more
@@ -75,24 +74,24 @@ def test_a_rank_that_is_polled_once_in_each_interval_is_silent_though_polls_come
     polls = itertools.accumulate([5.0 * (1.0 + lateness)] * 7)
     due = 5.0
     for before, polled_at in itertools.pairwise([0.0, *polls]):
-        due = registration.next_heartbeat(due, spoke_at=0.0, polled_at=before, pause_seconds=5.0)
+        due = registration.next_heartbeat(due, sent_at=0.0, polled_at=before, interval_seconds=5.0)
         assert due > polled_at
 
 
 def test_polls_of_others_are_no_reason_to_be_silent(new_rank, service, until):
     service.heartbeat_seconds = 0.5
     rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.lease)
+    until(lambda: rank.channel.state.lease)
     _polled_for(1.5, rank, Rankscope_Lease="lease-0")
 
     assert 2 <= len(service.registrations)
 
 
 def test_a_rank_that_is_polled_without_end_speaks_once_in_a_while(new_rank, service, until, monkeypatch):
-    monkeypatch.setattr(registration, "MOST_SELDOM_SECONDS", 1.0)
+    monkeypatch.setattr(registration, "MAX_HEARTBEAT_SECONDS", 1.0)
     service.heartbeat_seconds = 0.9
     rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.lease)
+    until(lambda: rank.channel.state.lease)
     _polled_for(2.5, rank, Rankscope_Lease=service.lease)
 
     assert len(service.registrations) in {2, 3}
@@ -167,7 +166,7 @@ def test_a_service_that_comes_later_is_found(new_rank, service, until):
     until(lambda: service.registrations)
     service.refusal = None
 
-    assert until(lambda: rank.channel.lease)
+    assert until(lambda: rank.channel.state.lease)
     assert [] == rank.faults
 
 
@@ -179,7 +178,7 @@ def test_a_refusal_is_logged_once_in_the_services_words(new_rank, service, until
     said = [message for message in caplog.messages if "outside networks.allowed" in message]
 
     assert 1 == len(said)
-    assert rank.channel.lease is None
+    assert rank.channel.state.lease is None
 
 
 def test_an_unreachable_service_is_logged_once_and_is_no_fault(new_rank, free_port, caplog, until):
@@ -211,7 +210,7 @@ def test_a_proxy_of_the_environment_is_not_used(new_rank, service, until, monkey
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port}")
     rank = new_rank(ingest_url=service.url)
 
-    assert until(lambda: rank.channel.lease)
+    assert until(lambda: rank.channel.state.lease)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"lease": 1, "attempt": 0, "heartbeat_seconds": 1}'])
@@ -221,8 +220,8 @@ def test_a_reply_in_another_language_is_no_lease(new_rank, service, until, caplo
         rank = new_rank(ingest_url=service.url)
         until(lambda: caplog.messages)
 
-    assert rank.channel.lease is None
-    assert "no registration reply" in caplog.text
+    assert rank.channel.state.lease is None
+    assert "invalid registration reply" in caplog.text
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1))
@@ -287,7 +286,7 @@ def test_a_reply_that_cannot_be_noted_leaves_the_rank_registered(new_rank, servi
 
     service.heartbeat_seconds = 0.1
     rank = new_rank(started=False, ingest_url=service.url)
-    monkeypatch.setattr(rank.channel, "commit", fail)
+    monkeypatch.setattr(rank.channel.ring, "commit", fail)
     rank.channel.start()
     until(lambda: len(service.registrations) > 2)
 
@@ -308,7 +307,7 @@ def test_a_poke_that_fails_leaves_the_heartbeats(new_rank, service, until, monke
     told = len(service.registrations)
     until(lambda: len(service.registrations) > told + 2)
 
-    assert ["asking for an early pull"] == [where for where, _ in rank.faults]
+    assert ["requesting an early poll"] == [where for where, _ in rank.faults]
 
 
 def test_spools_of_others_that_cannot_be_served_leave_the_rank_registered(
@@ -319,6 +318,6 @@ def test_spools_of_others_that_cannot_be_served_leave_the_rank_registered(
 
     monkeypatch.setattr(OrphanRecovery, "start", fail)
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
-    until(lambda: rank.channel.lease)
+    until(lambda: rank.channel.state.lease)
 
     assert "spools of dead processes" in {where for where, _ in rank.faults}

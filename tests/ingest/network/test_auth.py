@@ -126,7 +126,7 @@ async def test_what_is_wrong_with_tls_stands_in_the_state_of_the_target(
     assert rank.registration.url in error
     assert 'rankscope_ingest_scrape_failures_total{reason="tls"} 0.0' not in page
     if shown is not None:
-        assert "127.0.0.1 could not speak to this rank: " in caplog.text
+        assert "TLS handshake with 127.0.0.1 failed: " in caplog.text
 
 
 async def test_plain_http_to_a_rank_that_speaks_tls_is_told(start_service, eventually, exporter_server, fake_rank):

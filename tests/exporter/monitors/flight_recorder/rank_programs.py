@@ -87,7 +87,7 @@ def monitored(net):
 
 def left(monitor, session):
     wait_for(session.step_observers.collectives.totals.by_op)
-    page = b"".join(bytes(piece) for piece in session.channel.page()).decode()
+    page = b"".join(bytes(piece) for piece in session.channel.exposition.pieces()).decode()
     monitor.detach()
     records = session.channel.ring.after(-1, 1 << 40).records
     return {

@@ -169,7 +169,7 @@ while not session.step_observers.collectives.totals.by_op():
     time.sleep(0.01)
 monitor.detach()
 records = session.channel.ring.after(-1, 1 << 40).records
-page = b"".join(bytes(piece) for piece in session.channel.page()).decode()
+page = b"".join(bytes(piece) for piece in session.channel.exposition.pieces()).decode()
 dist.destroy_process_group()
 print(json.dumps({
     "rows": [row["collective_seq"] for record in records for row in record.collectives],
