@@ -161,4 +161,4 @@ def test_without_any_token_the_ranks_tell_by_themselves_and_nobody_may_ask(
     assert "set [service] token, and RANKSCOPE_TOKEN" in refused.stderr
     log = (tmp_path / "training.log").read_text()
     assert 1 == log.count("rank 1: no sign of training for"), log
-    assert 1 == log.count("rank 1: training goes on after"), log
+    assert 1 == log.count("rank 1: training continues after"), log

@@ -184,9 +184,9 @@ class Session:
             config.stacks_signal,
             self.diagnosis,
             guard,
-            standing=self.channel.progress,
+            progress=self.channel.progress,
             planned_steps=total_steps,
-            say=self.console.line,
+            print_line=self.console.line,
         )
         self.change_queue = ChangeQueue(
             self._active_quantities,

@@ -1,4 +1,4 @@
-"""One page for the ranks of a launch on a host: valid, whole, and only of ranks that live."""
+"""The page of all ranks of a launch on a host: valid, complete, and only with live ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENTRY = PlanEntry(kind="grad_reduced", tensor='a "quoted"\\name', dtype="float32
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
-    """Give the node a temporary folder of its own, short enough for sockets."""
+    """Set a separate temporary folder for the test, short enough for sockets."""
     folder = tempfile.mkdtemp(prefix="rs-")
     monkeypatch.setattr(tempfile, "tempdir", folder)
     yield folder
@@ -40,7 +40,7 @@ def node(tmp_path, monkeypatch):
 
 @pytest.fixture
 def new_neighbour(node):
-    """Return what starts a neighbour with a page of its own."""
+    """Return a function that starts another rank with its own page."""
     started = []
 
     def make(rank, page=None, launch="launch-1", run="run-1"):
@@ -76,7 +76,7 @@ def families_of(text):
 # Merging.
 
 
-def test_a_family_has_one_head_and_the_samples_of_all():
+def test_merged_family_has_one_head_and_all_samples():
     one = b'# HELP a First.\n# TYPE a gauge\na{rank="0"} 1\n# HELP b Second.\n# TYPE b counter\nb{rank="0"} 2\n'
     two = b'# HELP b Second.\n# TYPE b counter\nb{rank="1"} 4\n# HELP c Third.\n# TYPE c gauge\nc{rank="1"} 5\n'
 
@@ -89,7 +89,7 @@ def test_a_family_has_one_head_and_the_samples_of_all():
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abcde"), st.lists(st.integers(0, 9), max_size=3)), max_size=4))
-def test_merging_keeps_every_sample_and_makes_each_family_once(pages):
+def test_merging_keeps_each_sample_and_each_family_once(pages):
     texts = [
         "".join(f"# HELP {name} H.\n# TYPE {name} gauge\n{samples(name, rank, some)}" for name, some in page.items())
         for rank, page in enumerate(pages)
@@ -102,7 +102,7 @@ def test_merging_keeps_every_sample_and_makes_each_family_once(pages):
     assert sorted({f"# HELP {name} H." for page in pages for name in page}) == sorted(heads)
 
 
-def test_a_label_that_looks_like_a_head_is_no_head():
+def test_escaped_help_text_in_a_label_is_not_a_head():
     page = b'# HELP a First.\n# TYPE a gauge\na{x="\\n# HELP b no\\n"} 1\n'
 
     assert page == joined(merged([page]))
@@ -111,7 +111,7 @@ def test_a_label_that_looks_like_a_head_is_no_head():
 # Ranks that find each other.
 
 
-def test_the_page_of_a_node_holds_what_the_pages_of_its_ranks_hold(node, new_rank, record):
+def test_node_page_contains_the_pages_of_its_ranks(node, new_rank, record):
     ranks = [new_rank(rank=number, node_page=True) for number in range(3)]
     for number, rank in enumerate(ranks):
         rank.channel.publish(record(7, [ENTRY], [{"norm": float(number), "mean": 0.5}]))
@@ -125,7 +125,7 @@ def test_the_page_of_a_node_holds_what_the_pages_of_its_ranks_hold(node, new_ran
         assert wanted == together
 
 
-def test_the_page_passes_promtool(node, new_rank, record, require_server):
+def test_node_page_passes_promtool_check(node, new_rank, record, require_server):
     program = require_server("promtool", "prometheus")
     ranks = [new_rank(rank=number, node_page=True) for number in range(2)]
     for rank in ranks:
@@ -136,7 +136,7 @@ def test_the_page_passes_promtool(node, new_rank, record, require_server):
     assert (0, b"") == (checked.returncode, checked.stderr)
 
 
-def test_the_page_is_packed_where_the_reader_takes_it(node, new_rank):
+def test_node_page_is_compressed_if_the_client_accepts_gzip(node, new_rank):
     import gzip
 
     answer = new_rank(node_page=True).get("/node/metrics", Accept_Encoding="gzip")
@@ -145,7 +145,7 @@ def test_the_page_is_packed_where_the_reader_takes_it(node, new_rank):
     assert b"rankscope_node_ranks" in gzip.decompress(answer.body)
 
 
-def test_the_page_needs_the_token_and_the_setting(node, new_rank):
+def test_node_page_needs_the_token_and_the_setting(node, new_rank):
     guarded = new_rank(node_page=True, token="t")
     assert [401, 200] == [
         guarded.get("/node/metrics").status,
@@ -156,7 +156,7 @@ def test_the_page_needs_the_token_and_the_setting(node, new_rank):
     assert (404, True) == (answer.status, "RANKSCOPE_NODE_PAGE=1" in answer.text)
 
 
-def test_ranks_of_a_launch_name_one_node(node, new_rank, service, until):
+def test_ranks_of_a_launch_register_the_same_node(node, new_rank, service, until):
     ranks = [new_rank(rank=n, node_page=True, ingest_url=service.url) for n in range(2)]
     until(lambda: len({said["rank"] for said in service.registrations}) == len(ranks))
 
@@ -164,14 +164,14 @@ def test_ranks_of_a_launch_name_one_node(node, new_rank, service, until):
     assert all(said["node"] for said in service.registrations)
 
 
-def test_a_page_whose_folder_was_tidied_away_still_shows_its_own_rank(node, new_rank):
+def test_node_page_without_its_folder_shows_its_own_rank(node, new_rank):
     rank = new_rank(node_page=True)
     shutil.rmtree(folder(node))
 
     assert 'state="shown"} 1' in rank.get("/node/metrics").text
 
 
-def test_a_rank_that_two_processes_claim_is_shown_once(node, new_rank, new_neighbour):
+def test_rank_with_two_processes_is_shown_once(node, new_rank, new_neighbour):
     new_neighbour(0, page=lambda: b"# HELP a First.\n# TYPE a gauge\na 1\n")
     page = new_rank(node_page=True).get("/node/metrics").text
 
@@ -179,7 +179,7 @@ def test_a_rank_that_two_processes_claim_is_shown_once(node, new_rank, new_neigh
     assert "\na 1\n" not in page
 
 
-def test_jobs_of_a_node_do_not_see_each_other(new_neighbour):
+def test_node_page_contains_only_its_own_launch(new_neighbour):
     ours = [new_neighbour(rank) for rank in range(2)]
     new_neighbour(0, launch="launch-2")
     new_neighbour(0, run="run-2", launch="launch-3")
@@ -187,15 +187,15 @@ def test_jobs_of_a_node_do_not_see_each_other(new_neighbour):
     assert [(1, b"page of 1")] == ours[0].gather().pages
 
 
-def test_a_rank_that_leaves_is_no_neighbour_any_more(new_neighbour):
+def test_closed_rank_leaves_the_node_page(new_neighbour):
     first, second = (new_neighbour(rank) for rank in range(2))
     second.close()
 
     assert ([], 0) == (first.gather().pages, first.gather().silent)
 
 
-def test_pages_come_side_by_side_and_in_the_order_of_ranks(new_neighbour):
-    """Each page waits for the others to be asked for; ten comes after two."""
+def test_pages_are_requested_in_parallel_and_sorted_by_rank(new_neighbour):
+    """Each page waits until all pages were requested; rank 10 is listed after rank 2."""
     first, together = new_neighbour(0), threading.Barrier(3, timeout=2.0)
     for rank in (10, 2, 1):
         new_neighbour(rank, page=lambda rank=rank: together.wait() * b"" or bytes([rank]) * 2_000_000)
@@ -204,7 +204,7 @@ def test_pages_come_side_by_side_and_in_the_order_of_ranks(new_neighbour):
     assert [(1, 2_000_000), (2, 2_000_000), (10, 2_000_000)] == [(rank, len(page)) for rank, page in pages]
 
 
-def test_a_rank_that_does_not_answer_is_counted_and_left_out(new_neighbour):
+def test_silent_rank_is_counted_and_omitted(new_neighbour):
     first = new_neighbour(0)
     new_neighbour(1, page=lambda: time.sleep(1.0) or b"late")
     new_neighbour(2)
@@ -213,7 +213,7 @@ def test_a_rank_that_does_not_answer_is_counted_and_left_out(new_neighbour):
     assert ([(2, b"page of 2")], 1) == (gathered.pages, gathered.silent)
 
 
-def test_a_page_that_fails_is_left_out_and_the_rank_shows_the_next_one(new_neighbour):
+def test_failed_page_is_omitted_and_the_next_one_is_shown(new_neighbour):
     pages = iter([ValueError("planted"), b"whole"])
 
     def page():
@@ -247,8 +247,8 @@ time.sleep(60)
 """
 
 
-def test_a_killed_rank_vanishes_from_the_page_and_a_stopped_one_is_silent(node, new_neighbour):
-    """Also when a forked worker of it lives on, as those of data loaders do."""
+def test_killed_rank_is_omitted_and_stopped_rank_is_silent(node, new_neighbour):
+    """Also if a forked child of the killed rank still runs, such as a data loader worker."""
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD], stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": node}, start_new_session=True
     )
@@ -269,26 +269,26 @@ def test_a_killed_rank_vanishes_from_the_page_and_a_stopped_one_is_silent(node, 
     assert [[(7, b"page of 7")]] == seen
     assert ([], 1) == (stopped.pages, stopped.silent)
     assert ([], 0) == (left.pages, left.silent)
-    assert 1 == len(list(folder(node).iterdir()))  # its socket went with it
+    assert 1 == len(list(folder(node).iterdir()))  # its socket file was deleted
 
 
 # The folder.
 
 
-def test_the_folder_lets_nobody_else_in(new_neighbour, node):
+def test_node_folder_is_private(new_neighbour, node):
     new_neighbour(0)
 
     assert 0o700 == folder(node).stat().st_mode & 0o777
 
 
 @pytest.mark.parametrize("spoil", [open_to_all, lambda path: path.symlink_to("/")])
-def test_a_folder_that_somebody_else_could_have_made_is_refused(node, new_neighbour, spoil):
+def test_folder_accessible_by_other_users_is_refused(node, new_neighbour, spoil):
     spoil(folder(node))
     with pytest.raises(ServeError, match="only this user can enter: remove it, or set TMPDIR"):
         new_neighbour(0)
 
 
-def test_a_folder_that_is_too_deep_is_told(node, monkeypatch, new_neighbour):
+def test_too_long_socket_path_is_refused_with_the_fix(node, monkeypatch, new_neighbour):
     deep = Path(node) / ("d" * 90)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
@@ -296,7 +296,7 @@ def test_a_folder_that_is_too_deep_is_told(node, monkeypatch, new_neighbour):
         new_neighbour(0)
 
 
-def test_without_a_folder_the_own_page_stays_and_the_fault_is_counted(node, new_rank):
+def test_rank_without_node_folder_serves_its_own_page(node, new_rank):
     folder(node).symlink_to("/")
     rank = new_rank(node_page=True)
 
@@ -304,7 +304,7 @@ def test_without_a_folder_the_own_page_stays_and_the_fault_is_counted(node, new_
     assert 200 == rank.get("/metrics").status
 
 
-def test_neighbours_that_cannot_be_asked_leave_the_own_page(node, new_rank, monkeypatch):
+def test_error_of_other_ranks_leaves_the_own_page(node, new_rank, monkeypatch):
     def fail(*_):
         raise PermissionError("the folder was locked")
 
@@ -317,7 +317,7 @@ def test_neighbours_that_cannot_be_asked_leave_the_own_page(node, new_rank, monk
     assert ["pages of the other ranks"] == [where for where, _ in rank.faults]
 
 
-def test_a_node_page_that_cannot_start_leaves_the_rank_served(node, new_rank, monkeypatch):
+def test_failed_node_page_does_not_stop_the_server(node, new_rank, monkeypatch):
     def fail(*_):
         raise RuntimeError("can't start new thread")
 
@@ -328,8 +328,8 @@ def test_a_node_page_that_cannot_start_leaves_the_rank_served(node, new_rank, mo
     assert 200 == rank.get("/metrics").status
 
 
-def test_a_neighbour_that_cannot_be_called_leaves_the_others(new_neighbour, monkeypatch):
-    """The process has no file descriptor left for the last one."""
+def test_failed_connection_to_a_rank_leaves_the_others(new_neighbour, monkeypatch):
+    """The process has no file descriptor left for the last connection."""
     first = new_neighbour(0)
     new_neighbour(1)
     new_neighbour(2)
@@ -337,7 +337,9 @@ def test_a_neighbour_that_cannot_be_called_leaves_the_others(new_neighbour, monk
 
     class Scarce(socket.socket):
         def __init__(self, *args, **options):
-            if threading.current_thread() is threading.main_thread():  # the neighbours accept on threads of their own
+            if (
+                threading.current_thread() is threading.main_thread()
+            ):  # the other ranks accept connections on separate threads
                 if not free:
                     raise OSError(errno.EMFILE, "Too many open files")
                 free.pop()

@@ -1,12 +1,13 @@
-"""Counts the FLOPs of one forward and backward pass of a model, where the user asks for it before training.
+"""Count the FLOPs of one forward and backward pass of a model, when the user calls `count_flops` before training.
 
-Nothing else in Rankscope runs code of the user: TFLOP/s and MFU use a number that is given, or a formula.
+No other part of Rankscope runs code of the user: TFLOP/s and MFU use a number of the settings, or a formula.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -29,44 +30,45 @@ _WRAPPERS: Final = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class FlopCount(float):
-    """FLOPs of one forward pass and its backward pass; a number, which knows for how many tokens and samples."""
+    """FLOPs of one forward pass and its backward pass: a float with its number of tokens and samples."""
 
     tokens: int | None
-    """Token ids of the arguments; None where they have none."""
+    """Number of token ids in the arguments; None if they contain none."""
     samples: int | None
+    """Batch size of the arguments; None if they contain no tensor."""
     unknown: tuple[str, ...]
-    """Operations that ran and are not in the count, because no formula for them is registered."""
+    """Names of operations that ran and are not in the count, because no formula for them is registered."""
 
     def __new__(
         cls, flops: float, tokens: int | None = None, samples: int | None = None, unknown: tuple[str, ...] = ()
     ) -> Self:
-        """Return a number with its amounts."""
+        """Return a float with its number of tokens and samples."""
         made = super().__new__(cls, flops)
         made.tokens, made.samples, made.unknown = tokens, samples, unknown
         return made
 
     def per_token(self, tokens: int | None = None) -> float:
-        """Return the value for `throughput.flops_per_token`; without `tokens`, those of the arguments count.
+        """Return the value for `throughput.flops_per_token`; `tokens` is by default the number in the arguments.
 
-        Raises CountError where their number is not known.
+        Raises CountError if that number is unknown.
         """
         return self._per("tokens", self.tokens if tokens is None else tokens)
 
     def per_sample(self, samples: int | None = None) -> float:
-        """Return the value for `throughput.flops_per_sample`; without `samples`, those of the arguments count.
+        """Return the value for `throughput.flops_per_sample`; `samples` is by default the number in the arguments.
 
-        Raises CountError where their number is not known.
+        Raises CountError if that number is unknown.
         """
         return self._per("samples", self.samples if samples is None else samples)
 
     def _per(self, name: str, amount: int | None) -> float:
         if amount is None or amount < 1:
-            raise CountError(f"the number of {name} is a whole number from 1 on, not {amount!r}: pass it")
+            raise CountError(f"the number of {name} must be a whole number of at least 1, not {amount!r}: pass it")
         return float(self) / amount
 
 
 def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
-    """Run `model(*args, **kwargs)` and its backward pass once, and return the FLOPs that they needed.
+    """Run `model(*args, **kwargs)` and its backward pass once, and return their FLOPs.
 
     Call it before `Monitor.attach()` and before the model is wrapped (DDP, FSDP, …), with a batch as in training:
 
@@ -74,26 +76,26 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
         monitor = rankscope.Monitor({"throughput": {"flops_per_token": counted.per_token()}})
 
     The result is a float; `per_token()` and `per_sample()` divide it for `flops_per_token` and `flops_per_sample`.
-    Operations count by the formulas of `torch.utils.flop_counter`, a multiplication with its addition as two FLOPs.
-    Frozen parameters need no gradients and count less; activations that are computed a second time to save memory do
-    not count. An operation without a formula, such as a custom kernel, is named in a warning and in `unknown`; a kernel
-    that does not pass torch's dispatcher is not seen at all. `register_flop_formula` of torch adds a formula.
+    The count uses the formulas of `torch.utils.flop_counter`; a multiplication with its addition counts as two FLOPs.
+    Frozen parameters need no gradients and count less. Recomputed activations do not count. An operation without a
+    formula, such as a custom kernel, is named in a warning and in `unknown`. A kernel that torch does not dispatch is
+    not counted. torch's `register_flop_formula` adds a formula.
 
     The backward pass begins at `loss` if the output has one, otherwise at all outputs that need a gradient. A loss that
-    multiplies matrices outside of the model is not counted: pass a module that computes it. A model on the meta device
-    with inputs there is counted without memory and without computing anything.
+    multiplies matrices outside of the model is not counted: pass a module that computes it. A model on the meta device,
+    with inputs on that device, is counted without memory and without computation.
 
     Restored afterwards, also after an error: the random states of Python, numpy and torch (all devices in use), the
-    buffers, their values and which tensors they are, the gradients of the parameters, and the training mode of every
-    module. The model runs in training mode, without compilation, on copies of the tensors among the arguments.
+    buffers and their values, the gradients of the parameters, and the training mode of every module. The model runs in
+    training mode, without compilation, on copies of the tensors in the arguments.
 
-    Not restored, because nobody can know of it: lists, counters, queues, caches, files and other objects that the
-    forward pass changes outside of the model's buffers, plain attributes of modules, parameters that the forward pass
-    itself changes, generators other than the default ones, and what hooks of others do.
+    Not restored: Python objects and files that the forward pass changes outside of the model's buffers, plain
+    attributes of modules, parameters that the forward pass itself changes, generators other than the default ones, and
+    effects of registered hooks.
 
-    Raises CountError for a model that is wrapped, divided, monitored or communicates with other ranks, that has lazy
-    parameters or hooks which update it in the backward pass, or without an output that needs a gradient. Errors of the
-    model pass through.
+    Raises CountError for a model that is wrapped, divided, monitored or communicates with other ranks. Also for lazy
+    parameters, hooks that update the model in the backward pass, and outputs of which none needs a gradient. Errors of
+    the model are not caught.
     """
     _check(model)
     counter = _counter()
@@ -118,7 +120,7 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
 
 
 def _check(model: Any) -> None:
-    """Raise CountError for a model that cannot be counted, or not without an effect on training."""
+    """Raise CountError for a model that cannot be counted, or whose training the count would change."""
     if not isinstance(model, nn.Module):
         raise CountError(f"count_flops takes a torch.nn.Module and its arguments, not a {type(model).__name__}")
     if type(torch.empty(0)) is not torch.Tensor:
@@ -128,7 +130,8 @@ def _check(model: Any) -> None:
             "the model is wrapped or divided, and its passes communicate: count it before that on one rank, on the "
             "meta device if it is too large"
         )
-    lazy = next((name for name, tensor in _tensors_of(model) if is_lazy(tensor)), None)
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if lazy is not None:
         raise CountError(f"{plain_name(lazy)} has no shape yet: run a forward pass before count_flops()")
     after_gradient = {name: _hooks_after_gradient(parameter) for name, parameter in model.named_parameters()}
@@ -138,8 +141,8 @@ def _check(model: Any) -> None:
     hooked = next((name for name, hooks in after_gradient.items() if hooks), None)
     if hooked is not None:
         raise CountError(
-            f"{plain_name(hooked)} has a hook that runs when its gradient is complete, as an optimizer in the backward "
-            "pass has: call count_flops() before it is registered"
+            f"{plain_name(hooked)} has a hook that runs when its gradient is complete, for example of an optimizer in "
+            "the backward pass: call count_flops() before the hook is registered"
         )
 
 
@@ -148,18 +151,13 @@ def _hooks_after_gradient(parameter: nn.Parameter) -> list[Any]:
     return [] if hooks is None else list(hooks.values())
 
 
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 def _is_ours(hook: Any) -> bool:
     own = __name__.partition(".")[0]
     return any(str(getattr(item, "__module__", "")).partition(".")[0] == own for item in (hook, type(hook)))
 
 
 def _counter() -> Any:
-    # torch's formulas take a fifth of a second to import, and most programs never count.
+    # Imported only here: torch's formulas take 0.2 s to import, and most programs do not count.
     operations = importlib.import_module("rankscope_exporter.observers.throughput.operations")
     dist = torch.distributed
     in_group = dist.is_available() and dist.is_initialized()
@@ -168,8 +166,8 @@ def _counter() -> Any:
 
 @contextlib.contextmanager
 def _without_compilation() -> Iterator[None]:
-    """Run compiled code as it is written within the block, so that each of its operations is seen."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes seconds
+    """Run compiled code without compilation inside the block, so that each of its operations is dispatched."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
         yield
     else:
         with torch.compiler.set_stance("force_eager"):
@@ -177,14 +175,14 @@ def _without_compilation() -> Iterator[None]:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a tensor that needs a gradient where it does, and belongs to no graph; others as they are."""
+    """Return a copy of a tensor, without its graph and with the same `requires_grad`; other values are unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _ends(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors at which the backward pass begins: the loss if there is one, otherwise all."""
+    """Yield the tensors at which the backward pass begins: the loss if there is one, otherwise all tensors."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, list | tuple):

@@ -1,4 +1,4 @@
-"""Puts back what a forward and backward pass changes of a model and of the random generators of the process."""
+"""Restore the state of a model and of the random generators that a forward and backward pass changes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Undo = Callable[[], object]
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore, at the end of the block, random states, buffers, gradients and training modes; also after an error.
+    """Restore random states, buffers, gradients and training modes at the end of the block, also after an error.
 
-    Within the block no parameter has a gradient, so that those of before are not added to.
+    At the begin of the block all gradients are None, so that a backward pass does not add to existing ones.
     """
     with contextlib.ExitStack() as undo:
         for keep in (_random_states, _modes, _buffers, _gradients):
             for step in keep(model):
                 undo.callback(step)
-        undo.callback(torch.clear_autocast_cache)  # casts of weights whose graph is gone
+        undo.callback(torch.clear_autocast_cache)  # it contains casts of weights with a freed graph
         yield
 
 
 def _random_states(model: nn.Module) -> Iterator[Undo]:
-    """Yield what restores Python's, numpy's and torch's default generators, also those of the devices in use."""
+    """Yield functions that restore the default generators of Python, numpy and torch, also of the devices in use."""
     python = random.getstate()
     yield lambda: random.setstate(python)
     numpy = sys.modules.get("numpy.random")
@@ -81,13 +81,13 @@ def _gradients(model: nn.Module) -> Iterator[Undo]:
 
 
 def _buffers(model: nn.Module) -> Iterator[Undo]:
-    tables = [(module, dict(module._buffers)) for module in model.modules()]  # noqa: SLF001 - None stands there too
+    tables = [(module, dict(module._buffers)) for module in model.modules()]  # noqa: SLF001 - includes None entries
     kept = [_Kept(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
 
     def undo() -> None:
         for module, table in tables:
             now = module._buffers  # noqa: SLF001 - as above
-            is_table = isinstance(now, dict)  # a scripted module replaces no tensors
+            is_table = isinstance(now, dict)  # a scripted module has another table and replaces no tensors
             if is_table and (now.keys() != table.keys() or any(now[name] is not table[name] for name in table)):
                 now.clear()
                 now.update(table)
@@ -106,7 +106,7 @@ class _Kept:
     values: torch.Tensor
 
     def restore(self) -> None:
-        """Write the values back, unless the buffer still has them: one that is not changed may not be writable."""
+        """Write the values back if the buffer has changed: an unchanged buffer may be read-only."""
         if self.buffer.shape != self.values.shape:
             self.buffer.data = self.values
         elif not _have_same_bits(self.buffer, self.values):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,17 +9,11 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
 
-import torch
-
-from rankscope_exporter.monitors.flight_recorder.entry import short_file
+from rankscope_exporter.monitors.flight_recorder.entry import NOT_SCRIPT_CODE, OUR_CODE, TORCH_CODE, short_file
 
 MAX_FRAMES: Final = 128
 _MOST_STACKS: Final = 4096
 """Remembered; recursion can make up more without end."""
-
-_OUR_CODE: Final = f"{Path(__file__).parents[2]}{os.sep}"
-_TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"
-_LEFT_OUT: Final = (_OUR_CODE, _TORCH_CODE, "<frozen ")
 
 _Key = tuple[tuple[CodeType, int], ...]
 
@@ -47,7 +40,7 @@ class CallSites:
 
     def of(self, caller: FrameType) -> CallSite | None:
         """Return the place where `caller` stands; None when that is torch's own code, or ours."""
-        if caller.f_code.co_filename.startswith((_OUR_CODE, _TORCH_CODE)):
+        if caller.f_code.co_filename.startswith((OUR_CODE, TORCH_CODE)):
             return None
         frames = _frames(caller)
         key = tuple((frame.f_code, frame.f_lineno) for frame in frames)
@@ -60,7 +53,7 @@ class CallSites:
 
     def of_record(self, frames: Iterable[Mapping[str, Any]], label: str) -> CallSite:
         """Return the place of a call in torch's record, whose `frames` are the innermost first."""
-        own = [frame for frame in frames if not str(frame["filename"]).startswith(_LEFT_OUT)][::-1]
+        own = [frame for frame in frames if not str(frame["filename"]).startswith(NOT_SCRIPT_CODE)][::-1]
         return CallSite(
             label=label,
             stack=tuple(f"{short_file(str(frame['filename']))}[{frame['line']}] {frame['name']}" for frame in own),
@@ -89,7 +82,7 @@ def _frames(caller: FrameType) -> list[FrameType]:
     frames: list[FrameType] = []
     frame: FrameType | None = caller
     while frame is not None and len(frames) < MAX_FRAMES:
-        if not frame.f_code.co_filename.startswith(_LEFT_OUT):
+        if not frame.f_code.co_filename.startswith(NOT_SCRIPT_CODE):
             frames.append(frame)
         frame = frame.f_back
     return frames

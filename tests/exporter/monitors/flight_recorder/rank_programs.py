@@ -1,6 +1,6 @@
-"""Programs of two real ranks on gloo that keep a diary of their own: a line before each call, and one behind it.
+"""Programs of two real ranks on gloo that log each call independently: a line before it and a line after it.
 
-Each runs in a process of its own that forks its ranks, and ends them by their process ids whatever happens.
+Each program runs in a separate process that forks its ranks, and always kills them by their process ids.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def leave(rank, case, works):
     diary(rank, "leave", case)
 
 def tell(rank, case, is_as_wanted=lambda record: True):
-    # Gloo retires an entry on a thread of its own, a moment after the call is over.
+    # A thread of gloo retires an entry shortly after the call has returned.
     wait_for(lambda: is_as_wanted(take_flight_record(case, unexpected)))
     record = take_flight_record(case, unexpected)
     diary(rank, "tell", case)

@@ -1,4 +1,4 @@
-"""A signal has the stacks recorded only where the configuration names one; a handler that was there goes on."""
+"""A configured signal publishes stacks; a previous handler is still called."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def run(body: str) -> str:
     return done.stdout
 
 
-def test_without_a_name_no_signal_handler_is_ours_and_with_one_the_default_action_is_held_back_and_given_back():
-    """Chained to its default action SIGUSR2 would end the process."""
+def test_handler_is_registered_only_if_configured_and_restored():
+    """The default action of SIGUSR2 would terminate the process."""
     assert "True\n1\nTrue True\n['later']\n" == run("""
         before = caught(), [signal.getsignal(number) for number in signal.valid_signals()]
         monitor = attached()
@@ -56,7 +56,7 @@ def test_without_a_name_no_signal_handler_is_ours_and_with_one_the_default_actio
         monitor.detach()
         print(before[0] == caught(), signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL)
 
-        # A handler that the script sets while we are attached stays its own.
+        # A handler that the script sets after attach() is kept.
         heard = []
         monitor = attached(stacks_signal="SIGUSR2")
         signal.signal(signal.SIGUSR2, lambda *_: heard.append("later"))
@@ -66,8 +66,8 @@ def test_without_a_name_no_signal_handler_is_ours_and_with_one_the_default_actio
     """)
 
 
-def test_a_signal_records_stacks_calls_the_handler_that_was_there_and_is_given_back():
-    """Also in a forked child, which writes nothing into its parent's file."""
+def test_signal_publishes_stacks_and_calls_the_previous_handler():
+    """A forked child writes nothing into its parent's file."""
     assert "['before'] True True 0\n0 1\n['before', 'before'] True []\n" == run("""
         heard = []
         def handler(number, frame):
@@ -89,8 +89,8 @@ def test_a_signal_records_stacks_calls_the_handler_that_was_there_and_is_given_b
     """)
 
 
-def test_stacks_are_written_while_c_code_holds_the_interpreter_and_recorded_when_it_lets_go():
-    """Another process sends the signal and reads the file meanwhile: no Python of this one can run."""
+def test_stacks_are_written_while_c_code_holds_the_gil():
+    """Another process sends the signal and reads the file, because this process cannot run Python code."""
     assert "hold_the_interpreter in the file\nhold_the_interpreter recorded\n" == run("""
         import ctypes, subprocess
         def hold_the_interpreter(seconds):
@@ -102,7 +102,7 @@ def test_stacks_are_written_while_c_code_holds_the_interpreter_and_recorded_when
             "texts = (time.sleep(0.02) or open(sys.argv[2]).read() for _ in range(500));"
             "name = 'hold_the_interpreter'; print(name, 'in the file' if any(name in each for each in texts) else '')",
             str(os.getpid()), path])
-        # A sleep is cut short by a signal, so that more than one is needed to hold on.
+        # A signal interrupts a sleep, so several sleeps are needed.
         while helper.poll() is None:
             hold_the_interpreter(5)
         found = eventually(lambda: [e for e in events(monitor, "stacks") if "hold_the_interpreter" in e.details])
@@ -111,7 +111,7 @@ def test_stacks_are_written_while_c_code_holds_the_interpreter_and_recorded_when
     """)
 
 
-def test_a_signal_that_faulthandler_already_serves_is_refused_and_left_alone():
+def test_signal_used_by_faulthandler_is_refused():
     assert "True True True 1\n" == run("""
         import tempfile
         with tempfile.TemporaryFile() as file:
@@ -129,12 +129,12 @@ def test_a_signal_that_faulthandler_already_serves_is_refused_and_left_alone():
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", "SIGINT", "usr2", "SIGSEGV", ""])
-def test_a_signal_that_training_cannot_spare_is_refused_with_those_it_can(name):
+def test_unsupported_signal_is_refused_with_the_alternatives(name):
     with pytest.raises(ConfigError, match="SIGUSR1, SIGUSR2, SIGQUIT"):
         MonitorConfig(stacks_signal=name)
 
 
-def test_the_environment_may_name_the_signal_and_the_limit():
+def test_environment_sets_signal_and_limit():
     config = MonitorConfig().with_environment(
         {"RANKSCOPE_STACKS_SIGNAL": "SIGUSR1", "RANKSCOPE_HANG_AFTER_SECONDS": "7.5"}
     )
