@@ -40,8 +40,8 @@ from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.sampling.plan import Measurement
 from rankscope_exporter.sampling.sampling_config import SamplingConfig, chosen
 from rankscope_exporter.serving.rank_server import RankServer
+from rankscope_exporter.serving.rank_state import RankServerSources
 from rankscope_exporter.serving.ring import Ring
-from rankscope_exporter.serving.routes import RankServerSources
 from rankscope_exporter.sinks import sink_class
 from rankscope_exporter.sinks.base import Sinks
 from rankscope_exporter.sinks.memory import Row, rows_of

@@ -1,18 +1,72 @@
-"""Settings of the rank's server: address, token, TLS, ring, spool and page. Values only, checked when created."""
+"""Settings of the rank's server: address, token, TLS, ring, spool and page; and TLS contexts from these settings.
+
+`ServeConfig` contains values only and checks them when it is created.
+"""
 
 from __future__ import annotations
 
 import copy
+import ssl
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, TypeVar
 
-from rankscope_contract.security.web_config import WebConfig
+from rankscope_contract.security.tls import Reloading, reloading_client, server_context
+from rankscope_contract.security.web_config import WebConfig, WebConfigError, read_web_config
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.serving.addresses import Address
-from rankscope_exporter.serving.tls import read_rank_web_config
+
+T = TypeVar("T")
+
+
+def read_rank_web_config(path: Path) -> WebConfig:
+    """Return the `web_config` file of a rank. Raises ServeError if it is invalid or has options a rank cannot serve."""
+    return _as_serve_error(lambda: _read(path))
+
+
+def server_tls(path: Path) -> Reloading:
+    """Return the TLS contexts of the rank's server, reloaded when a file changes. Raises ServeError."""
+
+    def make() -> tuple[ssl.SSLContext, tuple[Path, ...]]:
+        tls = _read(path).tls
+        assert tls is not None, "a configuration without users has TLS"
+        return server_context(tls), (path, *tls.files)
+
+    return _as_serve_error(lambda: Reloading(make))
+
+
+def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None) -> Reloading:
+    """Return the TLS contexts for requests to the service, reloaded when a file changes. Raises ServeError.
+
+    Without `ca_file` the certificate authorities of the system are trusted.
+    """
+    ca, cert, key = (None if name is None else Path(name) for name in (ca_file, cert_file, key_file))
+    return _as_serve_error(lambda: reloading_client(ca, cert, key))
+
+
+def _read(path: Path) -> WebConfig:
+    try:
+        import yaml  # noqa: PLC0415 - only a file in YAML needs it; a rank may have no PyYAML
+    except ImportError:
+        config = read_web_config(path, None)
+    else:
+        config = read_web_config(path, yaml.safe_load)
+    if config.users:
+        raise WebConfigError(
+            f"web_config {path}: basic_auth_users is not supported on a rank, because bcrypt would take CPU time from "
+            "the training: use a token (RANKSCOPE_TOKEN), and `authorization` in Prometheus"
+        )
+    return config
+
+
+def _as_serve_error(make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except WebConfigError as error:
+        raise ServeError(str(error)) from error
+
 
 MIN_RING_RECORDS: Final = 256
 """Smallest ring: a service that restarts must find the records that it has not committed yet."""

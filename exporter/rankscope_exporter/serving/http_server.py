@@ -37,8 +37,7 @@ from rankscope_exporter.serving.addresses import (
     resolve,
     send_raw,
 )
-from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.tls import server_tls
+from rankscope_exporter.serving.config import ServeConfig, server_tls
 
 log = logging.getLogger(__name__)
 

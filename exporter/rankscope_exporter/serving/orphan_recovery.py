@@ -19,8 +19,7 @@ from rankscope_contract.protocol.channel import STATE_DRAINING
 from rankscope_contract.spool import Orphan, SpoolError
 from rankscope_contract.spool.layout import folders, read_service
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.serving.registration import Client, retry_seconds
-from rankscope_exporter.serving.service_client import RefusedError, UnreachableError
+from rankscope_exporter.serving.registration import Client, RefusedError, UnreachableError, retry_seconds
 from rankscope_exporter.serving.spool import needed_plans
 
 log = logging.getLogger(__name__)

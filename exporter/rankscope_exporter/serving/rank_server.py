@@ -30,10 +30,10 @@ from rankscope_exporter.serving.http_server import HttpServer, open_server
 from rankscope_exporter.serving.latest_values import LatestValues
 from rankscope_exporter.serving.node_exposition import NodeExposition
 from rankscope_exporter.serving.persistence import persistence_of
-from rankscope_exporter.serving.registration import RegistrationLoop
+from rankscope_exporter.serving.rank_state import RankServerSources, RankState
+from rankscope_exporter.serving.registration import DiscoveryFile, RegistrationLoop, service_client
 from rankscope_exporter.serving.ring import Ring
-from rankscope_exporter.serving.routes import RankServerSources, RankState, Routes
-from rankscope_exporter.serving.service_client import DiscoveryFile, service_client
+from rankscope_exporter.serving.routes import Routes
 
 T = TypeVar("T")
 

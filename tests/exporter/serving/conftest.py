@@ -23,7 +23,7 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.rank_server import RankServer
-from rankscope_exporter.serving.routes import RankServerSources
+from rankscope_exporter.serving.rank_state import RankServerSources
 
 RULES = (AnomalyNan(), AnomalyTurbulence(threshold=3.0))
 INCARNATION = "feedc0de"

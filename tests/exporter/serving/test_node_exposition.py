@@ -23,8 +23,7 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving.node_exposition import joined, merged
-from rankscope_exporter.serving.node_peers import NodePeers
+from rankscope_exporter.serving.node_exposition import NodePeers, joined, merged
 
 ENTRY = PlanEntry(kind="grad_reduced", tensor='a "quoted"\\name', dtype="float32", shape=(2,))
 
@@ -235,7 +234,7 @@ CHILD = """
 import os, time
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving.node_peers import NodePeers
+from rankscope_exporter.serving.node_exposition import NodePeers
 who = Identity(run="run-1", launch_id="launch-1", rank=7, host="node-1", incarnation="child")
 neighbour = NodePeers(who, lambda: b"page of 7", on_fault=print, meter=CpuMeter())
 neighbour.start()
@@ -345,6 +344,6 @@ def test_failed_connection_to_a_rank_leaves_the_others(new_neighbour, monkeypatc
                 free.pop()
             super().__init__(*args, **options)
 
-    monkeypatch.setattr("rankscope_exporter.serving.node_peers.socket.socket", Scarce)
+    monkeypatch.setattr("rankscope_exporter.serving.node_exposition.socket.socket", Scarce)
 
     assert [(1, b"page of 1")] == first.gather().pages

@@ -17,7 +17,7 @@ from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_contract.spool import Orphan, SpoolReader
 from rankscope_contract.spool.layout import read_service, service_name
 from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.serving import orphan_recovery, spool_writer
+from rankscope_exporter.serving import orphan_recovery, persistence
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.spool import Spool, needed_plans
 
@@ -130,8 +130,8 @@ class _Disk:
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
     """Return the disk of `tmp_path`, with short timeouts of the publisher."""
-    monkeypatch.setattr(spool_writer, "WRITE_SECONDS", 0.2)
-    monkeypatch.setattr(spool_writer, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(persistence, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(persistence, "CLOSE_SECONDS", 0.2)
     made = _Disk(tmp_path, monkeypatch)
     yield made
     made.answer()
@@ -177,7 +177,7 @@ def test_hanging_disk_delays_only_one_record(new_rank, record, tmp_path, disk):
 
 def test_spool_continues_when_the_disk_responds_again(new_rank, record, tmp_path, disk, until, monkeypatch, caplog):
     """The backlog is written, further records are counted, and a new file starts after the gap."""
-    monkeypatch.setattr(spool_writer, "BACKLOG_RECORDS", 3)
+    monkeypatch.setattr(persistence, "BACKLOG_RECORDS", 3)
     rank = new_rank(spool_dir=str(tmp_path))
     rank.channel.publish(record(0))
     disk.hang()

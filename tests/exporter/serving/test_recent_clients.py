@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 
-from rankscope_exporter.serving.routes import MOST_CLIENTS, RecentClients
+from rankscope_exporter.serving.rank_state import MOST_CLIENTS, RecentClients
 
 
 class Clock:

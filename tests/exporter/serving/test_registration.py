@@ -17,8 +17,7 @@ from rankscope_contract.protocol.channel import Registration
 from rankscope_exporter.serving import registration
 from rankscope_exporter.serving.config import ServeError
 from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
-from rankscope_exporter.serving.registration import MAX_RETRY_SECONDS, retry_seconds
-from rankscope_exporter.serving.service_client import ServiceClient
+from rankscope_exporter.serving.registration import MAX_RETRY_SECONDS, ServiceClient, retry_seconds
 
 
 @pytest.fixture

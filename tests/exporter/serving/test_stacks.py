@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rankscope_exporter.serving.routes import RankServerSources
+from rankscope_exporter.serving.rank_state import RankServerSources
 
 
 def must_not_take() -> dict[str, object]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.serving.routes import RankServerSources
+from rankscope_exporter.serving.rank_state import RankServerSources
 
 RIGHT = {"Authorization": "Bearer secret"}
 

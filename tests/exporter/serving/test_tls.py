@@ -15,10 +15,9 @@ from rankscope_contract.security.tls import client_context
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.addresses import Address
-from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.config import ServeConfig, server_tls
 from rankscope_exporter.serving.http_server import Answer, HttpServer, open_server
-from rankscope_exporter.serving.service_client import ServiceClient, UnreachableError
-from rankscope_exporter.serving.tls import server_tls
+from rankscope_exporter.serving.registration import ServiceClient, UnreachableError
 
 
 @pytest.fixture
@@ -246,8 +245,8 @@ def test_rank_with_a_client_certificate_registers(new_server, certificates):
         cert_file=str(certificates.cert("client")),
         key_file=str(certificates.key("client")),
     )
-    from rankscope_exporter.serving.service_client import RefusedError
-    from rankscope_exporter.serving.tls import client_tls
+    from rankscope_exporter.serving.config import client_tls
+    from rankscope_exporter.serving.registration import RefusedError
 
     with pytest.raises(RefusedError, match="403: heard, and refused"):
         ServiceClient(
