@@ -141,10 +141,10 @@ def test_environment_replaces_token_and_token_file(tmp_path):
     path = tmp_path / "token"
     path.write_text("from-file")
 
-    given = ServeConfig(token_file=str(path)).with_environment({"RANKSCOPE_TOKEN": "said"})
-    named = ServeConfig(token="said").with_environment({"RANKSCOPE_TOKEN_FILE": str(path)})
+    given = ServeConfig(token_file=str(path)).with_environment({"RANKSCOPE_TOKEN": "set-directly"})
+    named = ServeConfig(token="set-directly").with_environment({"RANKSCOPE_TOKEN_FILE": str(path)})
 
-    assert ("said", "from-file") == (given.secret, named.secret)
+    assert ("set-directly", "from-file") == (given.secret, named.secret)
 
 
 @pytest.mark.parametrize(

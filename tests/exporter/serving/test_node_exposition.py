@@ -38,21 +38,21 @@ def node(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def new_neighbour(node):
+def new_peer(node):
     """Return a function that starts another rank with its own page."""
     started = []
 
     def make(rank, page=None, launch="launch-1", run="run-1"):
         identity = Identity(run=run, launch_id=launch, rank=rank, host="node-1", incarnation=f"{launch}-{rank}")
         shown = page or f"page of {rank}".encode
-        neighbour = NodePeers(identity, shown, on_fault=lambda *_: None, meter=CpuMeter())
-        neighbour.start()
-        started.append(neighbour)
-        return neighbour
+        peer = NodePeers(identity, shown, on_fault=lambda *_: None, meter=CpuMeter())
+        peer.start()
+        started.append(peer)
+        return peer
 
     yield make
-    for neighbour in started:
-        neighbour.close()
+    for peer in started:
+        peer.close()
 
 
 def samples(name, rank, values):
@@ -157,10 +157,10 @@ def test_node_page_needs_the_token_and_the_setting(node, new_rank):
 
 def test_ranks_of_a_launch_register_the_same_node(node, new_rank, service, until):
     ranks = [new_rank(rank=n, node_page=True, ingest_url=service.url) for n in range(2)]
-    until(lambda: len({said["rank"] for said in service.registrations}) == len(ranks))
+    until(lambda: len({sent["rank"] for sent in service.registrations}) == len(ranks))
 
-    assert 1 == len({said["node"] for said in service.registrations} - {""})
-    assert all(said["node"] for said in service.registrations)
+    assert 1 == len({sent["node"] for sent in service.registrations} - {""})
+    assert all(sent["node"] for sent in service.registrations)
 
 
 def test_node_page_without_its_folder_shows_its_own_rank(node, new_rank):
@@ -170,49 +170,49 @@ def test_node_page_without_its_folder_shows_its_own_rank(node, new_rank):
     assert 'state="shown"} 1' in rank.get("/node/metrics").text
 
 
-def test_rank_with_two_processes_is_shown_once(node, new_rank, new_neighbour):
-    new_neighbour(0, page=lambda: b"# HELP a First.\n# TYPE a gauge\na 1\n")
+def test_rank_with_two_processes_is_shown_once(node, new_rank, new_peer):
+    new_peer(0, page=lambda: b"# HELP a First.\n# TYPE a gauge\na 1\n")
     page = new_rank(node_page=True).get("/node/metrics").text
 
     assert 'state="shown"} 1' in page
     assert "\na 1\n" not in page
 
 
-def test_node_page_contains_only_its_own_launch(new_neighbour):
-    ours = [new_neighbour(rank) for rank in range(2)]
-    new_neighbour(0, launch="launch-2")
-    new_neighbour(0, run="run-2", launch="launch-3")
+def test_node_page_contains_only_its_own_launch(new_peer):
+    ours = [new_peer(rank) for rank in range(2)]
+    new_peer(0, launch="launch-2")
+    new_peer(0, run="run-2", launch="launch-3")
 
     assert [(1, b"page of 1")] == ours[0].gather().pages
 
 
-def test_closed_rank_leaves_the_node_page(new_neighbour):
-    first, second = (new_neighbour(rank) for rank in range(2))
+def test_closed_rank_leaves_the_node_page(new_peer):
+    first, second = (new_peer(rank) for rank in range(2))
     second.close()
 
     assert ([], 0) == (first.gather().pages, first.gather().silent)
 
 
-def test_pages_are_requested_in_parallel_and_sorted_by_rank(new_neighbour):
+def test_pages_are_requested_in_parallel_and_sorted_by_rank(new_peer):
     """Each page waits until all pages were requested; rank 10 is listed after rank 2."""
-    first, together = new_neighbour(0), threading.Barrier(3, timeout=2.0)
+    first, together = new_peer(0), threading.Barrier(3, timeout=2.0)
     for rank in (10, 2, 1):
-        new_neighbour(rank, page=lambda rank=rank: together.wait() * b"" or bytes([rank]) * 2_000_000)
+        new_peer(rank, page=lambda rank=rank: together.wait() * b"" or bytes([rank]) * 2_000_000)
     pages = first.gather().pages
 
     assert [(1, 2_000_000), (2, 2_000_000), (10, 2_000_000)] == [(rank, len(page)) for rank, page in pages]
 
 
-def test_silent_rank_is_counted_and_omitted(new_neighbour):
-    first = new_neighbour(0)
-    new_neighbour(1, page=lambda: time.sleep(1.0) or b"late")
-    new_neighbour(2)
+def test_silent_rank_is_counted_and_omitted(new_peer):
+    first = new_peer(0)
+    new_peer(1, page=lambda: time.sleep(1.0) or b"late")
+    new_peer(2)
     gathered = first.gather(0.2)
 
     assert ([(2, b"page of 2")], 1) == (gathered.pages, gathered.silent)
 
 
-def test_failed_page_is_omitted_and_the_next_one_is_shown(new_neighbour):
+def test_failed_page_is_omitted_and_the_next_one_is_shown(new_peer):
     pages = iter([ValueError("planted"), b"whole"])
 
     def page():
@@ -221,8 +221,8 @@ def test_failed_page_is_omitted_and_the_next_one_is_shown(new_neighbour):
             raise found
         return found
 
-    first = new_neighbour(0)
-    new_neighbour(1, page=page)
+    first = new_peer(0)
+    new_peer(1, page=page)
 
     failed = first.gather()
 
@@ -236,24 +236,24 @@ from rankscope_contract.model.identity import Identity
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.node_exposition import NodePeers
 who = Identity(run="run-1", launch_id="launch-1", rank=7, host="node-1", incarnation="child")
-neighbour = NodePeers(who, lambda: b"page of 7", on_fault=print, meter=CpuMeter())
-neighbour.start()
+peer = NodePeers(who, lambda: b"page of 7", on_fault=print, meter=CpuMeter())
+peer.start()
 if os.fork():
     print("ready", flush=True)
 else:
-    neighbour.abandon()
+    peer.abandon()
 time.sleep(60)
 """
 
 
-def test_killed_rank_is_omitted_and_stopped_rank_is_silent(node, new_neighbour):
+def test_killed_rank_is_omitted_and_stopped_rank_is_silent(node, new_peer):
     """Also if a forked child of the killed rank still runs, such as a data loader worker."""
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD], stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": node}, start_new_session=True
     )
     try:
         assert b"ready\n" == child.stdout.readline()
-        first = new_neighbour(0)
+        first = new_peer(0)
         seen = [first.gather(2.0).pages]
         child.send_signal(signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
@@ -274,25 +274,25 @@ def test_killed_rank_is_omitted_and_stopped_rank_is_silent(node, new_neighbour):
 # The folder.
 
 
-def test_node_folder_is_private(new_neighbour, node):
-    new_neighbour(0)
+def test_node_folder_is_private(new_peer, node):
+    new_peer(0)
 
     assert 0o700 == folder(node).stat().st_mode & 0o777
 
 
 @pytest.mark.parametrize("spoil", [open_to_all, lambda path: path.symlink_to("/")])
-def test_folder_accessible_by_other_users_is_refused(node, new_neighbour, spoil):
+def test_folder_accessible_by_other_users_is_refused(node, new_peer, spoil):
     spoil(folder(node))
     with pytest.raises(ServeError, match="only this user can enter: remove it, or set TMPDIR"):
-        new_neighbour(0)
+        new_peer(0)
 
 
-def test_too_long_socket_path_is_refused_with_the_fix(node, monkeypatch, new_neighbour):
+def test_too_long_socket_path_is_refused_with_the_fix(node, monkeypatch, new_peer):
     deep = Path(node) / ("d" * 90)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with pytest.raises(ServeError, match="too long for a socket: set TMPDIR to a shorter folder"):
-        new_neighbour(0)
+        new_peer(0)
 
 
 def test_rank_without_node_folder_serves_its_own_page(node, new_rank):
@@ -327,11 +327,11 @@ def test_failed_node_page_does_not_stop_the_server(node, new_rank, monkeypatch):
     assert 200 == rank.get("/metrics").status
 
 
-def test_failed_connection_to_a_rank_leaves_the_others(new_neighbour, monkeypatch):
+def test_failed_connection_to_a_rank_leaves_the_others(new_peer, monkeypatch):
     """The process has no file descriptor left for the last connection."""
-    first = new_neighbour(0)
-    new_neighbour(1)
-    new_neighbour(2)
+    first = new_peer(0)
+    new_peer(1)
+    new_peer(2)
     free = [1]
 
     class Scarce(socket.socket):

@@ -329,10 +329,10 @@ def test_rank_serves_spools_of_its_own_service_or_of_none(new_rank, service, unt
     del identity["service"]  # the format of earlier releases
     (tmp_path / "old" / "identity.json").write_text(json.dumps(identity))
     rank = new_rank(ingest_url=service.url + "/", spool_dir=str(tmp_path))
-    until(lambda: OWN in {told["incarnation"] for told in service.registrations})
+    until(lambda: OWN in {sent["incarnation"] for sent in service.registrations})
     rank.channel.publish(record(0))
 
-    assert {"same", "unnamed", "old", OWN} == {told["incarnation"] for told in service.registrations}
+    assert {"same", "unnamed", "old", OWN} == {sent["incarnation"] for sent in service.registrations}
     assert (tmp_path / "other" / f"{0:012d}.arrows").exists()
     assert rank.channel.persistence.orphan("other") is None
     assert service_name(service.url) == read_service(tmp_path / OWN)
@@ -348,7 +348,7 @@ def test_orphaned_spools_register_before_the_rank(new_rank, service, until, reco
     got = rank.get("/records?incarnation=dead-a&after=0")
     plan = rank.get(f"/plan/{records[0].statistics.plan.hash}")
 
-    assert ["dead-a", "dead-b", OWN] == [told["incarnation"] for told in (first, second, third)]
+    assert ["dead-a", "dead-b", OWN] == [sent["incarnation"] for sent in (first, second, third)]
     assert ("launch-0", "draining", 3, OWN) == tuple(
         first[name] for name in ("launch_id", "state", "head", "served_by")
     )
@@ -367,10 +367,10 @@ def test_orphaned_spool_is_deleted_after_the_last_commit(new_rank, service, unti
     until(lambda: service.registrations)
     until(lambda: rank.channel.persistence.orphan("dead").lease)
     path = "/records?incarnation=dead"
-    stranger = rank.get(f"{path}&after=3&committed=3")
+    unleased = rank.get(f"{path}&after=3&committed=3")
     waiting = rank.get(f"{path}&after=3&committed=1", **LEASE)
 
-    assert (204, 204) == (stranger.status, waiting.status)
+    assert (204, 204) == (unleased.status, waiting.status)
     assert (tmp_path / "dead").exists()
     drained = rank.get(f"{path}&after=3&committed=3", **LEASE)
     assert (503, "draining") == (drained.status, drained.headers["Rankscope-State"])
@@ -392,7 +392,7 @@ def test_reader_gets_503_for_a_spool_that_a_reply_committed(new_rank, service, u
     leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
     service.committed = 3
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
-    until(lambda: sum(told["incarnation"] == "dead" for told in service.registrations) >= 2)
+    until(lambda: sum(sent["incarnation"] == "dead" for sent in service.registrations) >= 2)
 
     assert 503 == rank.get("/records?incarnation=dead&after=3&committed=3", **LEASE).status
 
@@ -401,13 +401,13 @@ class _Service:
     """A service double that stores registered incarnations and refuses some."""
 
     def __init__(self, refused: tuple[str, ...] = ()) -> None:
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.refused = refused
 
     def register(self, registration: Registration) -> RegistrationReply:
         if registration.incarnation in self.refused:
             raise orphan_recovery.RefusedError(409, "not you")
-        self.heard.append(registration.incarnation)
+        self.received.append(registration.incarnation)
         return RegistrationReply(lease="l", attempt=0, heartbeat_seconds=1.0, committed=-1)
 
     def poke(self, incarnation: str) -> None:
@@ -441,11 +441,11 @@ def test_rank_serves_a_few_orphans_at_a_time_oldest_first(orphans_of, until, rec
         leave_behind(tmp_path, f"dead-{number}", [record(0)])
     service = _Service()
     orphans = orphans_of(service)
-    until(lambda: len(service.heard) >= 6)
+    until(lambda: len(service.received) >= 6)
 
-    assert {"dead-3", "dead-1"} == set(service.heard)
+    assert {"dead-3", "dead-1"} == set(service.received)
     orphans.finished(orphans.get("dead-3"))
-    until(lambda: "dead-2" in service.heard)
+    until(lambda: "dead-2" in service.received)
 
 
 def test_refused_orphans_do_not_block_others(orphans_of, until, record, tmp_path):
@@ -454,7 +454,7 @@ def test_refused_orphans_do_not_block_others(orphans_of, until, record, tmp_path
     service = _Service(refused=("dead-0", "dead-1"))
     orphans_of(service)
 
-    until(lambda: {"dead-2", "dead-3"} <= set(service.heard))
+    until(lambda: {"dead-2", "dead-3"} <= set(service.received))
 
 
 def test_ranks_that_start_together_share_the_orphans(new_rank, service, until, record, tmp_path):
@@ -468,13 +468,13 @@ def test_ranks_that_start_together_share_the_orphans(new_rank, service, until, r
     other.start()
     other.wait_searched(5.0)
     until(lambda: len(service.registrations) >= 1)
-    voices = [
-        sum(voice.get(f"dead-{number}") is not None for voice in (rank.channel.persistence._orphans, other))
+    owners = [
+        sum(recovery.get(f"dead-{number}") is not None for recovery in (rank.channel.persistence._orphans, other))
         for number in range(6)
     ]
     other.stop()
 
-    assert [1] * 6 == voices
+    assert [1] * 6 == owners
 
 
 class _Deaf:

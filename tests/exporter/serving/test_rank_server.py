@@ -168,17 +168,17 @@ FORK = """
     while b"head" not in received:
         received += reader.recv(10000)
 
-    told_in, told_out = os.pipe()
+    report_in, report_out = os.pipe()
     go_in, go_out = os.pipe()
     child = os.fork()
     if child == 0:
         channel.abandon_after_fork()
         inert = channel.publish(StepRecord(ts=0)), channel.drain(5), channel.close(), channel.set_phase("x")
         open_here = [c.status for c in psutil.Process().net_connections() if c.laddr and c.laddr.port == port]
-        os.write(told_out, repr((inert, open_here)).encode())
+        os.write(report_out, repr((inert, open_here)).encode())
         os.read(go_in, 1)
         os._exit(0)
-    print(os.read(told_in, 1000).decode())
+    print(os.read(report_in, 1000).decode())
     print(urllib.request.urlopen(url + "/healthz").status)
     channel.close()
     while reader.recv(1000):

@@ -29,14 +29,14 @@ def registered(new_rank, service, until):
 
 
 def test_registration_contains_identity_and_url(registered, service):
-    said = Registration.from_json(json.dumps(service.registrations[0]))
+    sent = Registration.from_json(json.dumps(service.registrations[0]))
 
     assert ("run-1", 0, 2, "node-1", "feedc0de", "launch-1") == (
-        said.run, said.rank, said.world_size, said.host, said.incarnation, said.launch_id,
+        sent.run, sent.rank, sent.world_size, sent.host, sent.incarnation, sent.launch_id,
     )  # fmt: skip
-    assert (registered.channel.url, "running", 100) == (said.url, said.state, said.planned_steps)
-    assert {"quantities": ["weights"]} == said.config
-    assert {"rankscope", "python", "pyarrow"} <= said.versions.keys()
+    assert (registered.channel.url, "running", 100) == (sent.url, sent.state, sent.planned_steps)
+    assert {"quantities": ["weights"]} == sent.config
+    assert {"rankscope", "python", "pyarrow"} <= sent.versions.keys()
 
 
 def test_registration_sends_the_token(new_rank, service, until):
@@ -51,9 +51,9 @@ def test_heartbeat_contains_the_current_state(new_rank, service, record, until):
     rank = new_rank(ingest_url=service.url)
     until(lambda: service.registrations)
     rank.channel.publish(record(41))
-    said = until(lambda: [said for said in service.registrations if said["head"] == 0])
+    sent = until(lambda: [sent for sent in service.registrations if sent["head"] == 0])
 
-    assert 41 == said[0]["step"]
+    assert 41 == sent[0]["step"]
 
 
 def test_polled_rank_sends_no_heartbeat(new_rank, service, until):
@@ -174,9 +174,9 @@ def test_refusal_is_logged_once_with_the_text_of_the_service(new_rank, service, 
     with caplog.at_level(logging.WARNING):
         rank = new_rank(ingest_url=service.url)
         until(lambda: len(service.registrations) >= 3)
-    said = [message for message in caplog.messages if "outside networks.allowed" in message]
+    sent = [message for message in caplog.messages if "outside networks.allowed" in message]
 
-    assert 1 == len(said)
+    assert 1 == len(sent)
     assert rank.channel.state.lease is None
 
 
@@ -184,10 +184,10 @@ def test_unreachable_service_is_logged_once_and_is_not_a_fault(new_rank, free_po
     with caplog.at_level(logging.WARNING):
         rank = new_rank(ingest_url=f"http://127.0.0.1:{free_port}")
         until(lambda: caplog.messages)
-    (said,) = caplog.messages
+    (sent,) = caplog.messages
 
-    assert "cannot be reached" in said
-    assert "refused" in said.lower()
+    assert "cannot be reached" in sent
+    assert "refused" in sent.lower()
     assert [] == rank.faults
 
 
@@ -303,8 +303,8 @@ def test_heartbeats_continue_after_a_failed_poke(new_rank, service, until, monke
     until(lambda: service.registrations)
     rank.channel._registration.poke()
     until(lambda: rank.faults)
-    told = len(service.registrations)
-    until(lambda: len(service.registrations) > told + 2)
+    sent_before = len(service.registrations)
+    until(lambda: len(service.registrations) > sent_before + 2)
 
     assert ["requesting an early poll"] == [where for where, _ in rank.faults]
 

@@ -144,10 +144,10 @@ def test_invalid_requests_and_errors_are_answered_inside_tls(certificates, tmp_p
         tls=server_tls(certificates.web_config(tmp_path / "web.json")),
     )
     server.start()
-    said = asked(server, trusting)
+    text = asked(server, trusting)
     server.stop()
 
-    assert b"internal error" in said
+    assert b"internal error" in text
     assert [ZeroDivisionError] == [type(fault) for fault in faults]
 
 
@@ -213,10 +213,10 @@ def registering(url, certificates, ca=None, client=None):
     ],
 )
 def test_wrong_certificate_of_the_service_is_reported(new_server, certificates, shown, ca, complaint):
-    said = registering(f"https://127.0.0.1:{new_server(shown).port}", certificates, certificates.cert(ca))
+    text = registering(f"https://127.0.0.1:{new_server(shown).port}", certificates, certificates.cert(ca))
 
-    assert complaint in said
-    assert "https://127.0.0.1" in said
+    assert complaint in text
+    assert "https://127.0.0.1" in text
 
 
 @pytest.mark.parametrize(
@@ -229,14 +229,14 @@ def test_missing_or_wrong_client_certificate_is_reported(new_server, certificate
 
 
 def test_https_to_a_plain_service_is_reported(service, certificates):
-    said = registering(service.url.replace("http:", "https:"), certificates)
+    text = registering(service.url.replace("http:", "https:"), certificates)
 
-    assert "it does not speak TLS: use http://" in said
+    assert "it does not speak TLS: use http://" in text
 
 
 def test_rank_with_a_client_certificate_registers(new_server, certificates):
     server = new_server(
-        application=lambda request: Answer.text(403, "heard, and refused"),
+        application=lambda request: Answer.text(403, "received, and refused"),
         client_auth_type="RequireAndVerifyClientCert",
         client_ca_file=str(certificates.ca),
     )
@@ -248,7 +248,7 @@ def test_rank_with_a_client_certificate_registers(new_server, certificates):
     from rankscope_exporter.serving.config import client_tls
     from rankscope_exporter.serving.registration import RefusedError
 
-    with pytest.raises(RefusedError, match="403: heard, and refused"):
+    with pytest.raises(RefusedError, match="403: received, and refused"):
         ServiceClient(
             f"https://localhost:{server.port}", None, client_tls(config.ca_file, config.cert_file, config.key_file)
         ).poke("feedc0de")

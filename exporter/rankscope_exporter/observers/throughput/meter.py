@@ -65,17 +65,17 @@ class Throughput(StepObserver):
         parallel: Parallel,
         *,
         device: torch.device,
-        tell: Callable[[str], None],
-        mention: Callable[[str], None] = lambda _message: None,
+        report: Callable[[str], None],
+        print_line: Callable[[str], None] = lambda _message: None,
         is_first: bool = True,
     ) -> None:
-        """`tell` writes an event and a console line, `mention` only the line. `is_first` is true on rank 0."""
+        """`report` writes an event and a console line, `print_line` only the line. `is_first` is true on rank 0."""
         self._framework = framework
         self._config = config
         self._parallel = replace(parallel, ranks=config.model_parallel or parallel.ranks)
         self._device = device
-        self._tell = tell
-        self._mention = mention
+        self._report = report
+        self._print_line = print_line
         self._reports_absence = is_first or parallel.pipeline > 1  # without pipeline, all ranks have the same reason
         self._inputs: Inputs | None = None
         self._cost: Cost | None = None
@@ -171,7 +171,7 @@ class Throughput(StepObserver):
             return
         self._has_reported = True
         is_expected = is_expected or self._device.type != "cpu" or self._config != ThroughputConfig()
-        report = self._tell if is_expected else self._mention
+        report = self._report if is_expected else self._print_line
         report(f"TFLOP/s and MFU are absent: {self._absence}")
 
     def _known_peak(self) -> float | None:
@@ -182,7 +182,9 @@ class Throughput(StepObserver):
                 dtype = compute_dtype(self._framework, None if self._inputs is None else self._inputs.dtype)
                 self._peak = peak_tflops(name, dtype, tf32=multiplies_in_tf32())
                 if self._peak is None:
-                    self._tell(f"the peak FLOP/s of {name!r} in {dtype} is unknown: set throughput.peak_tflops for MFU")
+                    self._report(
+                        f"the peak FLOP/s of {name!r} in {dtype} is unknown: set throughput.peak_tflops for MFU"
+                    )
         return self._peak
 
 

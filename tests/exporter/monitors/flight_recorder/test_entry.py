@@ -36,9 +36,9 @@ def test_nccl_entry_has_its_duration_on_the_device():
 
 
 def test_point_to_point_entry_has_the_number_of_its_pair():
-    told = row(profiling_name="nccl:send 0->1", is_p2p=True, p2p_seq_id=6)
+    result = row(profiling_name="nccl:send 0->1", is_p2p=True, p2p_seq_id=6)
 
-    assert ("send", 6, True) == (told["op"], told["collective_seq"], told["is_p2p"])
+    assert ("send", 6, True) == (result["op"], result["collective_seq"], result["is_p2p"])
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,15 @@ def test_point_to_point_entry_has_the_number_of_its_pair():
     ],
 )
 def test_missing_fields_are_null(changes, state, duration):
-    told = row(**changes)
+    result = row(**changes)
 
-    assert (state, duration) == (told["state"], told["duration"])
+    assert (state, duration) == (result["state"], result["duration"])
 
 
 def test_destroyed_group_has_no_ranks():
-    told = Entry.of(NCCL, {}).row(None, None)
+    result = Entry.of(NCCL, {}).row(None, None)
 
-    assert (None, None, "mesh_dp") == (told["group_size"], told["group_ranks"], told["group"])
+    assert (None, None, "mesh_dp") == (result["group_size"], result["group_ranks"], result["group"])
 
 
 def frame(file: str, line: int) -> dict[str, Any]:

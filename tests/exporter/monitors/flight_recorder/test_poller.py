@@ -174,7 +174,7 @@ dist.destroy_process_group()
 print(json.dumps({
     "rows": [row["collective_seq"] for record in records for row in record.collectives],
     "places": [row["call_seq"] for record in records for row in record.collectives],
-    "said": [event.message for record in records for event in record.events if event.op == "collectives_overrun"],
+    "texts": [event.message for record in records for event in record.events if event.op == "collectives_overrun"],
     "dropped": [line for line in page.splitlines() if 'reason="collectives_overrun"' in line],
 }))
 """
@@ -185,11 +185,11 @@ def test_entries_lost_by_a_small_torch_ring_are_counted():
     done = run_program(OVERRUN, TORCH_FR_BUFFER_SIZE="8")
 
     assert 0 == done.returncode, done.stderr
-    told = json.loads(done.stdout)
-    assert [*range(13, 21)] == told["rows"]
-    assert [None] * 8 == told["places"]
-    assert ["12 collectives have no row"] == [text.partition(":")[0] for text in told["said"]]
-    assert ["12.0"] == [line.rpartition(" ")[2] for line in told["dropped"]]
+    messages = json.loads(done.stdout)
+    assert [*range(13, 21)] == messages["rows"]
+    assert [None] * 8 == messages["places"]
+    assert ["12 collectives have no row"] == [text.partition(":")[0] for text in messages["texts"]]
+    assert ["12.0"] == [line.rpartition(" ")[2] for line in messages["dropped"]]
 
 
 def test_rows_are_published_if_groups_cannot_be_read(torch_, monkeypatch, caplog):

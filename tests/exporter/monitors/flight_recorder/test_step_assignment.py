@@ -47,8 +47,8 @@ def test_unfinished_call_waits_and_keeps_its_position():
     first = timeline.take({"cpu": [raw(0, 1, over=False), raw(1, 2)]}, RANKS).rows
     second = timeline.take({"cpu": [raw(0, 1, duration_ms=2.5), raw(1, 2)]}, RANKS).rows
 
-    assert [(2, 1, "left", None)] == [_told(row) for row in first]
-    assert [(1, 0, "left", 0.0025)] == [_told(row) for row in second]
+    assert [(2, 1, "left", None)] == [_summary(row) for row in first]
+    assert [(1, 0, "left", 0.0025)] == [_summary(row) for row in second]
 
 
 @pytest.mark.parametrize(("end", "state"), [("overwritten", None), ("last reading", "entered")])
@@ -59,7 +59,7 @@ def test_unfinished_call_is_entered_unless_it_was_overwritten(end, state):
     last = [raw(1, 2)] if end == "overwritten" else [raw(0, 1, over=False), raw(1, 2)]
 
     taken = timeline.take({"cpu": last}, RANKS, is_last=end == "last reading")
-    assert [(1, 0, state, None), (2, 1, "left", None)] == [_told(row) for row in taken.rows]
+    assert [(1, 0, state, None), (2, 1, "left", None)] == [_summary(row) for row in taken.rows]
 
 
 def test_last_reading_includes_calls_after_the_last_step():
@@ -100,7 +100,7 @@ def test_two_recorders_of_a_process_share_one_order():
     assert [(1, 0), (3, 1), (5, 2)] == [(row["t_start"], row["call_seq"]) for row in taken.rows]
 
 
-def _told(row: dict[str, Any]) -> tuple[Any, ...]:
+def _summary(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["collective_seq"], row["call_seq"], row["state"], row["duration"]
 
 

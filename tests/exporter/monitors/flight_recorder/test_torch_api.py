@@ -288,17 +288,17 @@ def run_server(code: str) -> Any:
 
 
 def test_nccl_dump_is_read_through_the_worker_server():
-    told = run_server("""
+    results = run_server("""
 found = read_without_stacks(lambda *what: failures.append(what), recorders=[device("answers")])
 print(json.dumps([found["nccl"], failed()]))
 """)
 
-    assert (RECORD, []) == (of_record(told[0]) | {"groups": RECORD["groups"]}, told[1])
+    assert (RECORD, []) == (of_record(results[0]) | {"groups": RECORD["groups"]}, results[1])
 
 
 def test_hanging_device_blocks_only_its_own_record():
     """The device is queried again after it has responded; until then it blocks only one thread of the server."""
-    told = run_server("""
+    results = run_server("""
 join()
 first = read(device("hangs"), CPU, seconds=0.1)
 threads = len(os.listdir("/proc/self/task"))
@@ -308,7 +308,7 @@ hung = failed()
 free.set()
 print(json.dumps([first, again, grown, hung, read(CPU, device("answers")), failed()]))
 """)
-    first, again, grown, hung, later, failed = told
+    first, again, grown, hung, later, failed = results
 
     assert (OF_GLOO, [OF_GLOO] * 20, 0) == (first, again, grown)
     assert {(WHERE, "TimeoutError")} == {(where, kind) for where, kind, _ in hung}
@@ -323,14 +323,14 @@ print("[]")
 
 
 def test_function_is_called_if_the_handler_fails():
-    told = run_server(
+    results = run_server(
         """
 c10d._test_dump = lambda *_: open(DUMP).read()
 both = read(device("fails", "_test_dump")), failed()
 print(json.dumps([*both, read(device("fails")), failed()]))
 """.replace("DUMP", repr(str(DATA / "nccl_dump.json")))
     )
-    found, nothing, none, failures = told
+    found, nothing, none, failures = results
 
     assert ({"nccl": OF_BOTH["nccl"]}, [], {}) == (found, nothing, none)
     assert [[WHERE, "RuntimeError"]] == [failure[:2] for failure in failures]
@@ -338,7 +338,7 @@ print(json.dumps([*both, read(device("fails")), failed()]))
 
 
 def test_forked_child_starts_another_server():
-    told = run_server("""
+    results = run_server("""
 join()
 parent = read(device("answers"))
 pid = os.fork()
@@ -347,20 +347,20 @@ if pid == 0:
 print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), read(device("answers")) == parent]))
 """)
 
-    assert [0, True] == told
+    assert [0, True] == results
 
 
 def test_server_is_not_started_without_free_threads():
     """Torch would abort the process."""
-    told = run_server("""
+    results = run_server("""
 import resource
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + (64 << 20),) * 2)
 print(json.dumps([read(device("answers")), failed()]))
 """)
 
-    assert {} == told[0]
-    assert [[WHERE, "RuntimeError", "the process cannot start the threads of torch's worker server"]] == told[1]
+    assert {} == results[0]
+    assert [[WHERE, "RuntimeError", "the process cannot start the threads of torch's worker server"]] == results[1]
 
 
 def test_dumps_of_the_tests_have_the_fields_of_torch():

@@ -107,7 +107,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(diagnosis, "take_flight_record", lambda _reason, _report: RECORD)
 
 
-def told(published):
+def event_types(published):
     return [event.type for record in published for event in record.events]
 
 
@@ -117,7 +117,7 @@ def test_flight_record_is_published_if_stacks_fail(recorded, monkeypatch):
     taken = diagnosis.Diagnosis(0, published.append, lambda: 7, guard).take("hang", first=Event(type="hang"))
 
     assert (RECORD, (), 1) == (taken.flight, taken.stacks.threads, guard.count)
-    assert ["hang", "flight_record"] == told(published)
+    assert ["hang", "flight_record"] == event_types(published)
 
 
 @pytest.mark.parametrize("refused", ["hang", "stacks", "flight_record"])
@@ -131,7 +131,7 @@ def test_failed_event_does_not_stop_the_others(refused, recorded):
 
     taken = diagnosis.Diagnosis(0, publish, lambda: 7, guard).take("hang", first=Event(type="hang"))
 
-    assert [kind for kind in ("hang", "stacks", "flight_record") if kind != refused] == told(published)
+    assert [kind for kind in ("hang", "stacks", "flight_record") if kind != refused] == event_types(published)
     assert (RECORD, 1) == (taken.flight, guard.count)
 
 
@@ -149,4 +149,4 @@ def test_failed_recorder_is_reported_after_the_reading(monkeypatch):
     held.set()
 
     assert RECORD == taken.flight
-    assert ["stacks", "flight_record"] == told(published)
+    assert ["stacks", "flight_record"] == event_types(published)

@@ -57,35 +57,35 @@ def test_handler_is_registered_only_if_configured_and_restored():
         print(before[0] == caught(), signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL)
 
         # A handler that the script sets after attach() is kept.
-        heard = []
+        received = []
         monitor = attached(stacks_signal="SIGUSR2")
-        signal.signal(signal.SIGUSR2, lambda *_: heard.append("later"))
+        signal.signal(signal.SIGUSR2, lambda *_: received.append("later"))
         monitor.detach()
         os.kill(os.getpid(), signal.SIGUSR2)
-        print(heard)
+        print(received)
     """)
 
 
 def test_signal_publishes_stacks_and_calls_the_previous_handler():
     """A forked child writes nothing into its parent's file."""
     assert "['before'] True True 0\n0 1\n['before', 'before'] True []\n" == run("""
-        heard = []
+        received = []
         def handler(number, frame):
-            heard.append("before")
+            received.append("before")
         signal.signal(signal.SIGUSR2, handler)
         monitor = attached(stacks_signal="SIGUSR2")
         os.kill(os.getpid(), signal.SIGUSR2)
         recorded = eventually(lambda: events(monitor, "stacks"))
         stacks = json.loads(recorded[0].details)
-        print(heard, "signal" == stacks["reason"], stacks["threads"][0].get("is_training"), monitor.faults)
+        print(received, "signal" == stacks["reason"], stacks["threads"][0].get("is_training"), monitor.faults)
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGUSR2)
-            os._exit(0 if heard == ["before", "before"] and os.path.getsize(files_of(os.getppid())[0]) == 0 else 1)
+            os._exit(0 if received == ["before", "before"] and os.path.getsize(files_of(os.getppid())[0]) == 0 else 1)
         print(os.waitpid(child, 0)[1], len(events(monitor, "stacks")))
         monitor.detach()
         os.kill(os.getpid(), signal.SIGUSR2)
-        print(heard, signal.getsignal(signal.SIGUSR2) is handler, files())
+        print(received, signal.getsignal(signal.SIGUSR2) is handler, files())
     """)
 
 
@@ -116,14 +116,14 @@ def test_signal_used_by_faulthandler_is_refused():
         import tempfile
         with tempfile.TemporaryFile() as file:
             faulthandler.register(signal.SIGUSR2, file=file)
-            said = []
+            messages = []
             import logging
             handler = logging.Handler()
-            handler.emit = lambda record: said.append(record.getMessage())
+            handler.emit = lambda record: messages.append(record.getMessage())
             logging.getLogger("rankscope").addHandler(handler)
             monitor = attached(stacks_signal="SIGUSR2")
             os.kill(os.getpid(), signal.SIGUSR2)
-            named = any("SIGUSR2 has a handler in C already" in text and "name SIGUSR1" in text for text in said)
+            named = any("SIGUSR2 has a handler in C already" in text and "name SIGUSR1" in text for text in messages)
             print(named, monitor.address is not None, os.fstat(file.fileno()).st_size > 0, monitor.faults)
     """)
 

@@ -49,20 +49,22 @@ def test_hang_and_its_end_are_published_and_printed_once(reader, eventually, cap
         waker.join()
         train(monitor, 3, **parts)
         eventually(lambda: [e for e in events() if e["type"] == "hang" and '"ended"' in e["details"]])
-        told = [event for event in events() if event["type"] in ("hang", "stacks")]
+        reported = [event for event in events() if event["type"] in ("hang", "stacks")]
 
-        assert ["hang", "stacks", "hang"] == [event["type"] for event in told]
-        assert ["critical", "critical", "info"] == [event["severity"] for event in told]
-        assert {2, 3} >= {event["step"] for event in told[:2]}  # finished steps: the begin of a step is not progress
-        stacks = json.loads(told[1]["details"])
+        assert ["hang", "stacks", "hang"] == [event["type"] for event in reported]
+        assert ["critical", "critical", "info"] == [event["severity"] for event in reported]
+        assert {2, 3} >= {
+            event["step"] for event in reported[:2]
+        }  # finished steps: the begin of a step is not progress
+        stacks = json.loads(reported[1]["details"])
         assert "hang" == stacks["reason"]
         assert "stand_still_at" in [frame[2] for frame in stacks["threads"][0]["frames"]]
         assert 0 == monitor.faults
-    said = capfd.readouterr().err
+    output = capfd.readouterr().err
 
-    assert 1 == said.count("no sign of training for")
-    assert "called at test_watchdog.py:" in said
-    assert 1 == said.count("training continues after")
+    assert 1 == output.count("no sign of training for")
+    assert "called at test_watchdog.py:" in output
+    assert 1 == output.count("training continues after")
 
 
 def test_evaluation_is_not_a_hang(reader, eventually):
@@ -144,9 +146,9 @@ def test_hang_that_cannot_be_published_is_printed(monkeypatch, eventually, capfd
 
     monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.Diagnosis.take", fail)
     monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.Diagnosis.tell", fail)
-    parts, said = made(), []
+    parts, output = made(), []
     with Monitor(watching(console=True)).attach(parts["net"], parts["optimizer"]) as monitor:
         train(monitor, 3, **parts)
-        eventually(lambda: said.append(capfd.readouterr().err) or "no sign of training for" in "".join(said))
+        eventually(lambda: output.append(capfd.readouterr().err) or "no sign of training for" in "".join(output))
         train(monitor, 3, **parts)
-        eventually(lambda: said.append(capfd.readouterr().err) or "training continues after" in "".join(said))
+        eventually(lambda: output.append(capfd.readouterr().err) or "training continues after" in "".join(output))

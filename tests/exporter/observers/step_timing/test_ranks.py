@@ -50,13 +50,13 @@ def work(rank, store):
         monitor.end_step()
         faults = monitor.faults
     scalars = [scalar for record in published for scalar in record.scalars if (record.step or 0) > 1]
-    told = {{}}
+    seconds_of = {{}}
     for scalar in scalars:
         if scalar.name in ("step_phase_seconds", "pre_collective_seconds", "step_seconds"):
             key = scalar.labels.get("phase", scalar.name)
-            told[key] = told.get(key, 0.0) + scalar.value
+            seconds_of[key] = seconds_of.get(key, 0.0) + scalar.value
     with open(os.path.join({folder!r}, f"{{rank}}.json"), "w") as file:
-        json.dump({{"slept": net.slept, "faults": faults, **told}}, file)
+        json.dump({{"slept": net.slept, "faults": faults, **seconds_of}}, file)
     dist.destroy_process_group()
 
 store = os.path.join({folder!r}, "store")

@@ -122,7 +122,7 @@ def run(config: MonitorConfig, watch: Stopwatch, between: Callable[[Monitor, Slo
     return records
 
 
-def told(records: list[dict[str, Any]]) -> dict[str, float]:
+def step_phases(records: list[dict[str, Any]]) -> dict[str, float]:
     """Return the phases of steps 2 to 4."""
     summed: dict[str, float] = defaultdict(float)
     for step, phases in phase_rows(records).items():
@@ -141,7 +141,7 @@ def test_phases_contain_their_sleeps_and_sum_up_to_the_step(every, quiet, watch,
         for scalar in record["scalars"] or ()
         if scalar["name"] == "step_seconds"
     }
-    found, phases = told(records), phase_rows(records)
+    found, phases = step_phases(records), phase_rows(records)
 
     # The script ends the last step, so no data wait follows it.
     unseen = {"data_wait": sum(watch.each["data_wait"][-2:])}
@@ -172,7 +172,7 @@ def test_evaluation_and_checkpoint_are_not_data_wait(quiet, watch, reader, event
                     watch.sleep("checkpoint", 0.06)
 
     records = run(quiet, watch, between, reader, eventually)
-    found = told(records)
+    found = step_phases(records)
     gone = totals(records)
 
     assert 0.06 <= watch.slept["checkpoint"] <= found["checkpoint"]
@@ -294,11 +294,11 @@ def test_marks_of_a_long_step_are_limited_without_losing_time():
         pending_step = PendingStep(step, 0, ended_at=time.monotonic())
         phases.step_timed(pending_step, "forward")
     ((read,),) = (pending_step.later,)
-    told = {scalar.labels["phase"]: scalar.value for scalar in read() if scalar.name == "step_phase_seconds"}
+    shown = {scalar.labels["phase"]: scalar.value for scalar in read() if scalar.name == "step_phase_seconds"}
 
     assert kept <= MOST_MARKS + 3
-    assert told["other"] > told["forward"] > 0
-    assert sum(told.values()) >= pending_step.ended_at - began
+    assert shown["other"] > shown["forward"] > 0
+    assert sum(shown.values()) >= pending_step.ended_at - began
 
 
 def test_phase_on_another_thread_is_ignored(quiet, watch, reader, eventually):
@@ -334,8 +334,8 @@ def test_training_in_eval_mode_is_not_an_evaluation(quiet, watch, reader, eventu
         read = reader(monitor)
         records = eventually(lambda: (found := read.records()) and 4 in phase_rows(found) and found)
 
-    assert "evaluation" not in told(records)
-    assert told(records)["forward"] >= 0.06
+    assert "evaluation" not in step_phases(records)
+    assert step_phases(records)["forward"] >= 0.06
 
 
 def test_step_is_published_during_a_later_evaluation(monkeypatch, quiet, eventually):
