@@ -11,6 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -33,11 +34,11 @@ _OF_ALLOCATOR: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
 class MemoryObserver(StepObserver):
     """Adds the memory of the process and of the device's allocator to each sampled step."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    device: torch.device
 
     def step_ends(self, pending_step: PendingStep) -> None:
         """Schedule the reading for the publication of the step."""
@@ -50,9 +51,9 @@ class MemoryObserver(StepObserver):
 
     def of_allocator(self) -> list[Scalar]:
         """Return the statistics of torch's allocator of an accelerator; does not wait for the device."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return []
-        return list(allocator_scalars(torch.accelerator.memory_stats(self._device)))
+        return list(allocator_scalars(torch.accelerator.memory_stats(self.device)))
 
 
 def allocator_scalars(stats: Mapping[str, int]) -> Iterator[Scalar]:
@@ -74,36 +75,33 @@ def resident_bytes() -> int:
 EVERY_SECONDS: Final = 10.0
 
 
+@dataclass(slots=True)
 class OverheadReporter(StepObserver):
     """Adds the CPU seconds of each thread and the sampling interval multiplier, every EVERY_SECONDS.
 
     The first and the last step also have them.
     """
 
-    def __init__(
-        self,
-        seconds: Callable[[], Mapping[str, float]],
-        stretch: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._seconds = seconds
-        self._stretch = stretch
-        self._clock = clock
-        self._due_at = float("-inf")
+    seconds: Callable[[], Mapping[str, float]]
+    """Returns CPU seconds by thread."""
+    stretch: Callable[[], int]
+    """Returns the factor by which the overhead controller has multiplied the sampling interval."""
+    clock: Callable[[], float] = time.monotonic
+    due_at: float = field(default=float("-inf"), init=False)
 
     def step_ends(self, pending_step: PendingStep) -> None:
         """Schedule the reading on the publisher thread, if it is due."""
-        now = self._clock()
-        if now >= self._due_at:
-            self._due_at = now + EVERY_SECONDS
+        now = self.clock()
+        if now >= self.due_at:
+            self.due_at = now + EVERY_SECONDS
             pending_step.later.append(self._scalars)
 
     def training_ends(self) -> None:
         """Schedule a reading for the last step."""
-        self._due_at = float("-inf")
+        self.due_at = float("-inf")
 
     def _scalars(self) -> list[Scalar]:
         spent = [
-            Scalar("overhead_seconds", value, "seconds", {"thread": name}) for name, value in self._seconds().items()
+            Scalar("overhead_seconds", value, "seconds", {"thread": name}) for name, value in self.seconds().items()
         ]
-        return [*spent, Scalar("sampling_stretch", float(self._stretch()))]
+        return [*spent, Scalar("sampling_stretch", float(self.stretch()))]

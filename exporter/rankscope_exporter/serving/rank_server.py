@@ -107,10 +107,10 @@ class RankServer:
         config = self._config
         client = service_client(config)
         routes = Routes(
-            self.state,
-            self.ring,
-            self.persistence,
-            self._sources,
+            state=self.state,
+            ring=self.ring,
+            persistence=self.persistence,
+            sources=self._sources,
             exposition=self.exposition,
             node=self._node,
             settings=self._settings,

@@ -10,6 +10,7 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -64,32 +65,22 @@ class BadRequestError(ValueError):
     """A request parameter or body is invalid; the text names it."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Routes:
     """The application behind the rank's HTTP server: one handler for each path and method."""
 
-    def __init__(
-        self,
-        state: RankState,
-        ring: Ring,
-        persistence: Persistence,
-        sources: RankServerSources,
-        *,
-        exposition: Exposition,
-        node: NodeExposition | None,
-        settings: Mapping[str, Any],
-        token: str | None,
-        on_poll: Callable[[int], None],
-    ) -> None:
-        """`on_poll(committed)` is called for each poll by the holder of the lease. It may raise CursorError."""
-        self._state = state
-        self._ring = ring
-        self._persistence = persistence
-        self._sources = sources
-        self._exposition = exposition
-        self._node = node
-        self._settings = settings
-        self._token = token
-        self._on_poll = on_poll
+    state: RankState
+    ring: Ring
+    persistence: Persistence
+    sources: RankServerSources
+    exposition: Exposition
+    node: NodeExposition | None
+    settings: Mapping[str, Any]
+    token: str | None
+    on_poll: Callable[[int], None]
+    """Called with `committed` for each poll by the holder of the lease. May raise CursorError."""
+
+    def __post_init__(self) -> None:
         self._clients = RecentClients()
         self._counting = threading.Lock()
         change = self._change_config
@@ -97,7 +88,7 @@ class Routes:
             HEALTH_PATH: {"GET": self._health},
             RECORDS_PATH: {"GET": self._records},
             PLAN_PATH: {"GET": self._plan},
-            METRICS_PATH: {"GET": lambda request: _page(request, self._exposition.pieces())},
+            METRICS_PATH: {"GET": lambda request: _page(request, self.exposition.pieces())},
             NODE_METRICS_PATH: {"GET": self._node_metrics},
             CONFIG_PATH: {"GET": self._show_config, "PUT": change, "POST": change},
             STACKS_PATH: {"POST": self._take_stacks},
@@ -127,14 +118,14 @@ class Routes:
             return Answer.text(HTTPStatus.BAD_REQUEST, str(error))
 
     def _is_authorized(self, request: Request) -> bool:
-        if self._token is None:
+        if self.token is None:
             return True
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        return hmac.compare_digest(given.strip().encode(), self._token.encode()) and scheme.lower() == "bearer"
+        return hmac.compare_digest(given.strip().encode(), self.token.encode()) and scheme.lower() == "bearer"
 
     def _health(self, _request: Request) -> Answer:
-        state = self._state
-        health = {"status": "ok", "state": state.name, "incarnation": state.incarnation, "head": self._ring.head}
+        state = self.state
+        health = {"status": "ok", "state": state.name, "incarnation": state.incarnation, "head": self.ring.head}
         return _json({**health, "readers": self._clients.latest()})
 
     def _records(self, request: Request) -> Answer:
@@ -142,47 +133,47 @@ class Routes:
         if refusal is not None:
             return refusal
         query = request.query
-        incarnation = query.get("incarnation", self._state.incarnation)  # a client such as curl may leave it out
+        incarnation = query.get("incarnation", self.state.incarnation)  # a client such as curl may leave it out
         after = _integer(query, "after", NOTHING, least=NOTHING)
         committed = _integer(query, "committed", None, least=NOTHING)
         max_bytes = min(_integer(query, "max_bytes", DEFAULT_MAX_BYTES, least=1), _MAX_BYTES_LIMIT)
-        if incarnation != self._state.incarnation:
-            orphan = self._persistence.orphan(incarnation)
+        if incarnation != self.state.incarnation:
+            orphan = self.persistence.orphan(incarnation)
             if orphan is None:
-                return self._refuse(HTTPStatus.CONFLICT, f"this process is {self._state.incarnation}")
+                return self._refuse(HTTPStatus.CONFLICT, f"this process is {self.state.incarnation}")
             own = committed if _holds_lease(request, orphan.lease) else None
             answer = orphan_answer(orphan, self._state_headers(), after, own, max_bytes)
             if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                self._persistence.finished(orphan)
+                self.persistence.finished(orphan)
             return answer
         try:
-            if committed is not None and _holds_lease(request, self._state.lease):
-                self._on_poll(committed)
-            stretch = self._persistence.after(after, max_bytes, self._ring.first)
+            if committed is not None and _holds_lease(request, self.state.lease):
+                self.on_poll(committed)
+            stretch = self.persistence.after(after, max_bytes, self.ring.first)
             if stretch is not None:
                 return stretch_answer(stretch, self._state_headers(), after)
-            window = self._ring.after(after, max_bytes)
+            window = self.ring.after(after, max_bytes)
         except CursorError as error:
             return self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, str(error))
         if not window.records:
-            if self._state.is_draining and not self._ring.uncommitted:
+            if self.state.is_draining and not self.ring.uncommitted:
                 return self._refuse(
                     HTTPStatus.SERVICE_UNAVAILABLE, "drained: all records are committed, the process exits"
                 )
             return Answer(HTTPStatus.NO_CONTENT, headers=self._state_headers())
         encoded = encode(window.first, window.records)
         with self._counting:
-            self._state.unencodable += encoded.unencodable
+            self.state.unencodable += encoded.unencodable
         headers = self._state_headers() | _range_headers(window.first, window.last, len(window.records), window.lost)
         return Answer(HTTPStatus.OK, (encoded.body,), ARROW_STREAM, headers)
 
     def _state_headers(self) -> dict[str, str]:
         return {
             SCHEMA_HEADER: str(SCHEMA_VERSION),
-            INCARNATION_HEADER: self._state.incarnation,
-            HEAD_HEADER: str(self._ring.head),
-            RING_FILL_HEADER: f"{self._ring.fill:.3f}",
-            STATE_HEADER: self._state.name,
+            INCARNATION_HEADER: self.state.incarnation,
+            HEAD_HEADER: str(self.ring.head),
+            RING_FILL_HEADER: f"{self.ring.fill:.3f}",
+            STATE_HEADER: self.state.name,
         }
 
     def _refuse(self, status: int, text: str) -> Answer:
@@ -190,30 +181,30 @@ class Routes:
 
     def _plan(self, request: Request) -> Answer:
         plan_hash = request.path.removeprefix(PLAN_PATH)
-        plan = self._ring.plan(plan_hash)
-        text = self._persistence.plan(plan_hash) if plan is None else plan.json
+        plan = self.ring.plan(plan_hash)
+        text = self.persistence.plan(plan_hash) if plan is None else plan.json
         if text is None:
             return Answer.text(HTTPStatus.NOT_FOUND, "no record of this process uses this plan")
         return Answer(HTTPStatus.OK, (text.encode(),), _JSON, {"Cache-Control": "max-age=31536000, immutable"})
 
     def _take_stacks(self, _request: Request) -> Answer:
-        if self._token is None:
+        if self.token is None:
             return Answer.text(HTTPStatus.FORBIDDEN, _STACKS_REFUSED)
-        take = self._sources.take_stacks
-        if take is None or self._state.is_closed:
+        take = self.sources.take_stacks
+        if take is None or self.state.is_closed:
             return Answer.text(HTTPStatus.SERVICE_UNAVAILABLE, _ENDING)
         text = json.dumps(take(), ensure_ascii=False)
         return Answer(HTTPStatus.OK, ((text + "\n").encode("utf-8", "replace"),), _JSON, _NO_STORE)
 
     def _show_config(self, _request: Request) -> Answer:
-        state = self._sources.sampling_state
-        return _json(self._settings if state is None else {**self._settings, "measuring": state()})
+        state = self.sources.sampling_state
+        return _json(self.settings if state is None else {**self.settings, "measuring": state()})
 
     def _change_config(self, request: Request) -> Answer:
-        if self._token is None:
+        if self.token is None:
             return Answer.text(HTTPStatus.FORBIDDEN, _CHANGE_REFUSED)
-        change, document = self._sources.change_sampling, _document(request)
-        if change is None or self._state.is_closed:
+        change, document = self.sources.change_sampling, _document(request)
+        if change is None or self.state.is_closed:
             return Answer.text(HTTPStatus.SERVICE_UNAVAILABLE, _ENDING)
         try:
             return _json(change(document), HTTPStatus.ACCEPTED)
@@ -221,11 +212,11 @@ class Routes:
             raise BadRequestError(str(error)) from error
 
     def _node_metrics(self, request: Request) -> Answer:
-        if self._node is None:
+        if self.node is None:
             return Answer.text(
                 HTTPStatus.NOT_FOUND, "node page is disabled: set node_page (RANKSCOPE_NODE_PAGE=1) on the ranks"
             )
-        return _page(request, self._node.pieces())
+        return _page(request, self.node.pieces())
 
 
 def orphan_answer(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -50,29 +51,25 @@ class HostClock:
         """Note that `time` is no longer needed."""
 
 
+@dataclass(eq=False)
 class DeviceClock(HostClock):
     """Events in the current stream of a device, kept in a pool because creating one costs more than recording it."""
 
-    def __init__(
-        self,
-        make: Callable[[], Any],
-        *,
-        is_capturing: Callable[[], bool] = lambda: False,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._make = make
-        self._is_capturing = is_capturing
-        self._sleep = sleep
-        self._pool: deque[Any] = deque()  # the publisher appends, the training thread pops
+    make: Callable[[], Any]
+    """Creates an event with timing."""
+    is_capturing: Callable[[], bool] = lambda: False
+    """Returns whether the current stream captures a graph."""
+    sleep: Callable[[float], None] = time.sleep
+    pool: deque[Any] = field(default_factory=deque, init=False)  # the publisher appends, the training thread pops
 
     def now(self) -> Time:
         """Queue an event and return it; None while a graph is captured, since the event would become part of it."""
-        if self._is_capturing():
+        if self.is_capturing():
             return None
         try:
-            event = self._pool.pop()
+            event = self.pool.pop()
         except IndexError:
-            event = self._make()
+            event = self.make()
         event.record()
         return event
 
@@ -88,7 +85,7 @@ class DeviceClock(HostClock):
         while not time.query():
             if waited >= TIMEOUT_SECONDS:
                 return False
-            self._sleep(pause)
+            self.sleep(pause)
             waited, pause = waited + pause, min(2 * pause, _LONGEST_SLEEP_SECONDS)
         return True
 
@@ -100,7 +97,7 @@ class DeviceClock(HostClock):
     def release(self, time: Time) -> None:
         """Return the event to the pool."""
         if time is not None:
-            self._pool.append(time)
+            self.pool.append(time)
 
 
 def clock_of(device: torch.device) -> HostClock:
