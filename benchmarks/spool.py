@@ -96,8 +96,8 @@ def _handed_over(made: list[StepRecord]) -> float:
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
     writer = SpoolWriter(Spool(str(folder), "bench", max_bytes=1 << 30), lambda: WHO, on_fault=_fail, meter=CpuMeter())
     try:
-        writer.keep(0, made[0], 1)
-        return _timed(lambda: [writer.keep(seq + 1, record, 1) for seq, record in enumerate(made)])[1]
+        writer.write(0, made[0], 1)
+        return _timed(lambda: [writer.write(seq + 1, record, 1) for seq, record in enumerate(made)])[1]
     finally:
         writer.close()
         shutil.rmtree(folder)
