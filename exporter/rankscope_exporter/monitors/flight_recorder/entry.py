@@ -150,6 +150,11 @@ def short_file(file: str) -> str:
     """Return `file` with only the folders of its package, so that it is equal on machines with different paths."""
     modules = (vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__"))
     package = next((str(names.get("__package__") or "") for names in modules if names.get("__file__") == file), "")
+    return short_path(file, package)
+
+
+def short_path(file: str, package: str) -> str:
+    """Return the file name with one folder for each part of the dotted name `package`; empty: without folders."""
     levels = package.count(".") + 1 if package else 0
     return "/".join(PurePath(file).parts[-levels - 1 :])
 

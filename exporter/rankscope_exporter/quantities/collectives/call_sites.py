@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
 
-from rankscope_exporter.monitors.flight_recorder.entry import NOT_SCRIPT_CODE, OUR_CODE, TORCH_CODE, short_file
+from rankscope_exporter.monitors.flight_recorder.entry import (
+    NOT_SCRIPT_CODE,
+    OUR_CODE,
+    TORCH_CODE,
+    short_file,
+    short_path,
+)
 
 MAX_FRAMES: Final = 128
 _MOST_STACKS: Final = 4096
@@ -90,10 +95,6 @@ def _frames(caller: FrameType) -> list[FrameType]:
 
 def _label(frame: FrameType) -> str:
     """Return file and line, without the folders that differ from machine to machine."""
-    path = Path(frame.f_code.co_filename)
-    module = frame.f_globals.get("__name__") or ""
-    package = frame.f_globals.get("__package__") or ""
-    levels = package.count(".") + 1 if package else 0
-    if not package and "." in module:
-        levels = module.count(".")
-    return f"{'/'.join(path.parts[-levels - 1 :])}[{frame.f_lineno}]"
+    names = frame.f_globals
+    package = names.get("__package__") or (names.get("__name__") or "").rpartition(".")[0]
+    return f"{short_path(frame.f_code.co_filename, package)}[{frame.f_lineno}]"
