@@ -71,24 +71,12 @@ def _as_serve_error(make: Callable[[], T]) -> T:
 MIN_RING_RECORDS: Final = 256
 """Smallest ring: a service that restarts must find the records that it has not committed yet."""
 
-_TEXT_VARIABLES: Final = {
-    "listen": "RANKSCOPE_LISTEN",
-    "advertise": "RANKSCOPE_ADVERTISE",
-    "token": "RANKSCOPE_TOKEN",
-    "token_file": "RANKSCOPE_TOKEN_FILE",
-    "web_config": "RANKSCOPE_WEB_CONFIG",
-    "ca_file": "RANKSCOPE_CA_FILE",
-    "cert_file": "RANKSCOPE_CERT_FILE",
-    "key_file": "RANKSCOPE_KEY_FILE",
-    "ingest_url": "RANKSCOPE_INGEST_URL",
-    "discovery_dir": "RANKSCOPE_DISCOVERY_DIR",
-    "spool_dir": "RANKSCOPE_SPOOL_DIR",
-}
-_BOOL_VARIABLES: Final = {
-    "insecure": "RANKSCOPE_INSECURE",
-    "node_page": "RANKSCOPE_NODE_PAGE",
-    "spool_sync": "RANKSCOPE_SPOOL_SYNC",
-}
+_TEXTS: Final = (
+    *("listen", "advertise", "token", "token_file", "web_config", "ca_file", "cert_file", "key_file"),
+    *("ingest_url", "discovery_dir", "spool_dir"),
+)
+_BOOLS: Final = ("insecure", "node_page", "spool_sync")
+"""Fields of type text and bool. The environment variable of `spool_dir` is RANKSCOPE_SPOOL_DIR, and so on."""
 _PATHS: Final = ("token_file", "web_config", "ca_file", "cert_file", "key_file", "discovery_dir", "spool_dir")
 _SIZES: Final = ("ring_records", "ring_bytes", "series_budget", "spool_bytes")
 _TRUE: Final = ("1", "true", "yes", "on")
@@ -140,7 +128,7 @@ class ServeConfig:
             raise ServeError(f"page_ops is {self.page_ops!r}: use 'judged' or 'all'")
 
     def _check_types(self) -> None:
-        for name in _TEXT_VARIABLES:
+        for name in _TEXTS:
             value = getattr(self, name)
             if not isinstance(value, str) and (value is not None or name == "listen"):
                 raise ServeError(f"{name} must be text, not {value!r}")
@@ -148,7 +136,7 @@ class ServeConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ServeError(f"{name} must be a whole number, not {value!r}")
-        for name in _BOOL_VARIABLES:
+        for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise ServeError(f"{name} must be true or false, not {getattr(self, name)!r}")
 
@@ -233,19 +221,10 @@ class ServeConfig:
             return Address(wanted.host, wanted.port + bound_port - own.port)
         return Address(wanted.host, wanted.port or bound_port)
 
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """Return the configuration that the RANKSCOPE_* variables in `environment` define."""
-        return cls().with_environment(environment)
-
     def with_environment(self, environment: Mapping[str, str]) -> Self:
         """Return this configuration, overridden by RANKSCOPE_* variables; an empty variable counts as unset."""
-        chosen: dict[str, Any] = {
-            name: environment[variable] for name, variable in _TEXT_VARIABLES.items() if environment.get(variable)
-        }
-        for name, variable in _BOOL_VARIABLES.items():
-            if environment.get(variable):
-                chosen[name] = _bool(variable, environment[variable])
+        given = {name: text for name in (*_TEXTS, *_BOOLS) if (text := environment.get(_variable(name)))}
+        chosen: dict[str, Any] = {name: _bool(name, text) if name in _BOOLS else text for name, text in given.items()}
         # A token in the environment replaces the token of the configuration file, however the two are set.
         for name, other in (("token", "token_file"), ("token_file", "token")):
             if name in chosen:
@@ -267,8 +246,12 @@ def _check_service_url(url: str) -> None:
         raise ServeError("ingest_url contains a user or password: set the secret as token (RANKSCOPE_TOKEN)")
 
 
-def _bool(variable: str, text: str) -> bool:
+def _variable(name: str) -> str:
+    return f"RANKSCOPE_{name.upper()}"
+
+
+def _bool(name: str, text: str) -> bool:
     value = text.strip().lower()
     if value not in (*_TRUE, *_FALSE):
-        raise ServeError(f"{variable} is {text!r}: use 1 or 0")
+        raise ServeError(f"{_variable(name)} is {text!r}: use 1 or 0")
     return value in _TRUE

@@ -134,7 +134,7 @@ def test_token_file_replaces_token(tmp_path):
     path.write_text("open-sesame\n")
 
     assert "open-sesame" == ServeConfig(listen="0.0.0.0:0", token_file=str(path)).secret
-    assert "open-sesame" == ServeConfig.from_environment({"RANKSCOPE_TOKEN_FILE": str(path)}).secret
+    assert "open-sesame" == ServeConfig().with_environment({"RANKSCOPE_TOKEN_FILE": str(path)}).secret
 
 
 def test_environment_replaces_token_and_token_file(tmp_path):

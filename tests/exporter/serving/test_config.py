@@ -60,7 +60,7 @@ def test_repr_does_not_contain_the_token():
 
 
 def test_each_environment_variable_sets_its_field():
-    config = ServeConfig.from_environment(
+    config = ServeConfig().with_environment(
         {
             "RANKSCOPE_LISTEN": "0.0.0.0:9400",
             "RANKSCOPE_ADVERTISE": "node-3:9500",
@@ -85,12 +85,12 @@ def test_each_environment_variable_sets_its_field():
 def test_empty_variable_counts_as_unset():
     names = ("LISTEN", "ADVERTISE", "TOKEN", "INSECURE", "INGEST_URL", "DISCOVERY_DIR")
 
-    assert ServeConfig() == ServeConfig.from_environment({f"RANKSCOPE_{name}": "" for name in names})
+    assert ServeConfig() == ServeConfig().with_environment({f"RANKSCOPE_{name}": "" for name in names})
 
 
 def test_invalid_boolean_variable_is_refused():
     with pytest.raises(ServeError, match="RANKSCOPE_INSECURE is 'maybe': use 1 or 0"):
-        ServeConfig.from_environment({"RANKSCOPE_INSECURE": "maybe"})
+        ServeConfig().with_environment({"RANKSCOPE_INSECURE": "maybe"})
 
 
 @pytest.mark.parametrize(

@@ -573,7 +573,7 @@ def test_disk_error_of_an_orphaned_spool_is_answered_with_500(new_rank, service,
 
 
 def test_spool_settings_are_checked():
-    found = ServeConfig.from_environment({"RANKSCOPE_SPOOL_DIR": "~/spool", "RANKSCOPE_SPOOL_SYNC": "1"})
+    found = ServeConfig().with_environment({"RANKSCOPE_SPOOL_DIR": "~/spool", "RANKSCOPE_SPOOL_SYNC": "1"})
 
     assert (str(Path("~/spool").expanduser()), True) == (found.spool_dir, found.spool_sync)
     assert ServeConfig().spool_dir is None
