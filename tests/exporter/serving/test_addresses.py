@@ -45,7 +45,7 @@ def test_address_round_trips_through_its_text(host, port, more):
     [
         ("127.0.0.1:9499-9400", "a port range must ascend"),
         ("127.0.0.1:0-10", "a port range must ascend"),
-        ("127.0.0.1:1-60000", "1000 at most"),
+        ("127.0.0.1:1-60000", "at most 1000 ports"),
         ("::1:9400", "in brackets"),
         ("[::1", "listen"),
         ("[fe80::1%eth0]:9400", "zone"),
@@ -75,7 +75,7 @@ def test_full_port_range_is_reported(listening):
                 two.bind(("127.0.0.1", port + 1))
                 two.listen()
             except OSError:
-                pytest.skip("the next port is taken by somebody else, which is as good, but not ours to close")
+                pytest.skip("another process uses the next port")
             one.listen()
             with pytest.raises(ServeError, match=f"127.0.0.1:{port}-{port + 1}: all 2 ports are in use; give a longer"):
                 listening(f"127.0.0.1:{port}-{port + 1}")
@@ -154,7 +154,7 @@ def test_environment_replaces_token_and_token_file(tmp_path):
         ({"token_file": "nowhere"}, "token_file nowhere: No such file"),
         ({"cert_file": "nowhere"}, "cert_file nowhere: no such file"),
         ({"key_file": "nowhere"}, "key_file is set without cert_file"),
-        ({"node_page": "yes"}, "node_page is true or false"),
+        ({"node_page": "yes"}, "node_page must be true or false"),
     ],
 )
 def test_missing_file_is_named(settings, fix, tmp_path, monkeypatch):

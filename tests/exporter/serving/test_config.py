@@ -45,7 +45,7 @@ def test_loopback_address_needs_no_token(listen):
         ({"ring_bytes": 0}, "at least 1"),
         ({"series_budget": 0}, "at least 1"),
         ({"page_ops": "some"}, "'judged' or 'all'"),
-        ({"token": ""}, "leave it out"),
+        ({"token": ""}, "remove it"),
         ({"token": "a b"}, "without spaces"),
         ({"token": "ü"}, "ASCII"),
     ],
