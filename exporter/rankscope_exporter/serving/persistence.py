@@ -101,7 +101,7 @@ class SpoolWriter:
         self._on_fault("spool", SpoolHangError(f"{hang}: until the disk responds, records are served without it"))
 
     def commit(self, seq: int) -> None:
-        """Note that a store contains all records up to `seq`; the thread then deletes the files of these records."""
+        """Mark all records up to `seq` as committed by a store; the thread then deletes their files."""
         with self._changed:
             self._committed = max(self._committed, seq)
             self._changed.notify_all()
@@ -200,7 +200,7 @@ class Persistence:
         """
 
     def commit(self, seq: int) -> None:
-        """Note that a store contains all records up to `seq`."""
+        """Mark all records up to `seq` as committed by a store."""
 
     def holds(self, seq: int) -> bool:  # noqa: ARG002 - the signature of the spool
         """Return whether a record is on disk."""
@@ -278,7 +278,7 @@ class SpoolPersistence(Persistence):
         self._writer.write(seq, record, record_bytes(record))
 
     def commit(self, seq: int) -> None:
-        """Note that a store contains all records up to `seq`; the spool thread deletes files without other records."""
+        """Mark all records up to `seq` as committed by a store; the spool thread deletes their files."""
         self._writer.commit(seq)
 
     def holds(self, seq: int) -> bool:

@@ -75,7 +75,7 @@ class RecentClients:
         self._seen: dict[tuple[str, str], float] = {}  # the most recent client is the last entry
 
     def note(self, path: str, agent: str) -> None:
-        """Note that the client `agent` has requested the page at `path`."""
+        """Store that the client `agent` has requested the page at `path`, with the time."""
         if path not in _LISTED_PATHS:
             return
         name = "".join(char if char.isprintable() else "?" for char in agent[:_LONGEST_NAME]) or "unnamed"

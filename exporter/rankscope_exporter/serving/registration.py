@@ -263,7 +263,7 @@ class RegistrationLoop:
             self._wake.notify()
 
     def on_poll(self) -> None:
-        """Note a poll by the service. Does not wake the thread, which reads the time when a heartbeat is due."""
+        """Store the time of a poll by the service. The thread reads it when a heartbeat is due, and is not woken."""
         self._polled_at = time.monotonic()
 
     def _run(self) -> None:

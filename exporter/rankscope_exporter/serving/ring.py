@@ -98,7 +98,7 @@ class Ring:
         return Window(first=start, records=tuple(record for record, _ in entries[:count]), lost=lost)
 
     def commit(self, seq: int) -> None:
-        """Note that records up to `seq` are durable; a lower `seq` is ignored. Raises CursorError above the head."""
+        """Mark records up to `seq` as committed; a lower `seq` has no effect. Raises CursorError above the head."""
         with self._changed:
             if seq > self._head:
                 raise CursorError(f"committed={seq} is above the newest record {self._head}")

@@ -112,7 +112,7 @@ class Spool:
                 self._close_file()  # the next record begins a new file: within a file no sequence number is missing
 
     def commit(self, seq: int) -> None:
-        """Note that records up to `seq` are committed, and delete the files without other records. Raises OSError."""
+        """Mark records up to `seq` as committed, and delete the files without other records. Raises OSError."""
         with self._changed:
             self._committed = max(self._committed, seq)
             done = []

@@ -52,7 +52,7 @@ class PollSchedule:
         return self._share > 0 and (step or 0) % self._interval == 0 and now >= self._not_before
 
     def took(self, seconds: float, step_seconds: float, now: float) -> None:
-        """Note that a reading took `seconds` and ended now, and that a step takes `step_seconds`."""
+        """Compute the next due time after a reading of `seconds` that ended at `now`; a step takes `step_seconds`."""
         pause = seconds / self._share
         self._not_before = now + pause
         steps = max(1.0, pause / step_seconds) if step_seconds > 0 else 1.0
@@ -129,11 +129,11 @@ class FlightRecorderPoller(StepObserver):
         """CPU time of the thread so far."""
 
     def step_begins(self, step: int) -> None:  # noqa: ARG002 - the number may still change
-        """Note the begin of the step."""
+        """Store the time at which the step begins."""
         self._began_us = now_microseconds()
 
     def step_ends(self, pending_step: PendingStep) -> None:
-        """Note the end of the step, and wake the thread if a reading is due."""
+        """Store begin and end of the step, and wake the thread if a reading is due."""
         if self._share <= 0:
             return
         self._ended.append((pending_step.step, self._began_us, now_microseconds()))

@@ -54,7 +54,7 @@ class StepAssignment:
         self._incomplete: set[int | None] = set()  # steps without `call_seq`: some entries were overwritten
 
     def step_ended(self, step: int | None, began_us: int, ended_us: int) -> None:
-        """Note a step that has ended, in order, and before the reading that contains its entries."""
+        """Store begin and end of a step. Call it in the order of steps, and before the reading with its entries."""
         self._begins.append((began_us, step))
         self._ended_us = max(self._ended_us, ended_us)
 

@@ -122,7 +122,7 @@ class Watchdog:
         """CPU time of the thread so far."""
 
     def beat(self) -> None:
-        """Note activity of the training: one store, from any thread."""
+        """Store the time of an activity of the training. One assignment, from any thread."""
         self._active_at = time.monotonic()
 
     def start(self) -> None:

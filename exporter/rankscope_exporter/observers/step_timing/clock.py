@@ -48,7 +48,7 @@ class HostClock:
         return seconds
 
     def release(self, time: Time) -> None:
-        """Note that `time` is no longer needed."""
+        """Release `time`, which is no longer needed. The host clock has nothing to release."""
 
 
 @dataclass(eq=False)

@@ -101,7 +101,7 @@ class _Announced:
 
 
 def _marking(kind: Kind, *, limited: bool = False) -> Callable[[StepTimingObserver], None]:
-    """Return a method that notes an event of `kind`; with `limited` it also limits the number of marks."""
+    """Return a method that stores the time of an event of `kind`; with `limited` it also limits the number of marks."""
 
     def note(self: StepTimingObserver) -> None:
         self._note((kind, self._now(), ""))
@@ -114,7 +114,7 @@ def _marking(kind: Kind, *, limited: bool = False) -> Callable[[StepTimingObserv
 
 
 class StepTimingObserver(StepObserver):
-    """Notes events on the training thread: it reads a clock or queues a device event, and stores a tuple."""
+    """Stores the time of each event on the training thread, read from a clock or as a queued device event."""
 
     def __init__(
         self,
@@ -170,31 +170,34 @@ class StepTimingObserver(StepObserver):
     reading_ended = _marking("reading_ended")
 
     def step_begins(self, step: int) -> None:  # noqa: ARG002 - the number may still change
-        """Note that a step begins."""
+        """Store the begin of a step."""
         self._has_step = True
         self._note(("step_begins", self._now(), ""))
 
     def evaluation_begins(self) -> None:
-        """Note an evaluation forward; consecutive ones count as one evaluation."""
+        """Store the begin of an evaluation forward; consecutive ones count as one evaluation."""
         if self._marks[-1][0] == "evaluation_ended":
             self._clock.release(self._marks.pop()[1])
         else:
             self._note(("evaluation_begins", self._now(), ""))
 
     def backward_begins(self) -> None:
-        """Note that a backward pass begins; the forward pass before it was a training forward."""
+        """Store the begin of a backward pass; the forward pass before it was a training forward."""
         self._correct_evaluation()
         self._note(("backward_begins", self._now(), ""))
 
     def update_begins(self) -> None:
-        """Note that an optimizer update begins, and the training thread: another thread may write a checkpoint."""
+        """Store the begin of an optimizer update, and the id of the training thread.
+
+        Phases that another thread announces, such as a checkpoint, do not belong to the step.
+        """
         self._thread = threading.get_ident()  # not set in a forward or backward pass, which may run on a torch thread
         self._note(("update_begins", self._now(), ""))
 
     # Phases that the script announces.
 
     def phase_begins(self, name: str) -> None:
-        """Note that the phase `name` begins; announcements on other threads than the training thread are ignored."""
+        """Store the begin of the phase `name`; announcements on other threads than the training thread are ignored."""
         if self._is_training_thread():
             self._announced.append(_Announced(name, time.monotonic()))
             self._note(("phase_begins", self._now(), name))

@@ -108,7 +108,7 @@ class Throughput(StepObserver):
         self._forwards += 1
 
     def step_ends(self, pending_step: PendingStep) -> None:
-        """Note the amount of work of the step; its duration may not be known yet."""
+        """Store the amount of work of the step; its duration may not be known yet."""
         self._work, self._forwards = Work(self._forwards, pending_step.pending), 0
 
     def step_timed(self, pending_step: PendingStep, cause: Cause) -> None:  # noqa: ARG002 - independent of the cause
