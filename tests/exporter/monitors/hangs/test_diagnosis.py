@@ -77,7 +77,7 @@ def test_caller_does_not_wait_for_a_blocked_thread(monkeypatch):
         freed.wait(30)
 
     taking = diagnosis.Diagnosis(0, publish, lambda: 7, Guard())
-    watchdog = threading.Thread(target=taking.tell, args=(Event(type="hang"),), daemon=True)
+    watchdog = threading.Thread(target=taking.publish, args=(Event(type="hang"),), daemon=True)
     watchdog.start()
     held.wait(30)
     taken = taking.take("call")

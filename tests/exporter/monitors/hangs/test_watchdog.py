@@ -145,7 +145,7 @@ def test_hang_that_cannot_be_published_is_printed(monkeypatch, eventually, capfd
         raise OSError("no space left on device")
 
     monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.Diagnosis.take", fail)
-    monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.Diagnosis.tell", fail)
+    monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.Diagnosis.publish", fail)
     parts, output = made(), []
     with Monitor(watching(console=True)).attach(parts["net"], parts["optimizer"]) as monitor:
         train(monitor, 3, **parts)

@@ -290,7 +290,7 @@ IMAGES = torch.zeros(2, 3, 8, 8)
         (mlp, torch.zeros(BATCH, 64), {}, "takes no tokens"),
         (Bag, IDS, {}, "combines many tokens to one row"),
         (Kernels, IDS, {}, "kernels has 3 dimensions"),
-        (Routed, IDS, {}, "how many experts"),
+        (Routed, IDS, {}, "number of experts per token"),
         (Tokens, IDS, {"method": "formula"}, "describes no decoder"),
         (mlp, torch.zeros(2, 10, 64), {}, None),
         (lambda: nn.Conv2d(3, 4, 3), IMAGES, {"flops_per_token": 1e6}, None),
@@ -428,7 +428,7 @@ def test_training_is_bit_identical_with_throughput():
         ({"flops_per_token": 0}, "throughput.flops_per_token must be a number above 0"),
         ({"peak_tflops": math.inf}, "throughput.peak_tflops"),
         ({"peak_tflops": True}, "throughput.peak_tflops"),
-        ({"model_parallel": 0}, "throughput.model_parallel is a number of ranks"),
+        ({"model_parallel": 0}, "throughput.model_parallel must be a number of ranks"),
         ({"peak": 3}, "peak"),
     ],
 )
