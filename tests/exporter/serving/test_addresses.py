@@ -77,7 +77,7 @@ def test_full_port_range_is_reported(listening):
             except OSError:
                 pytest.skip("another process uses the next port")
             one.listen()
-            with pytest.raises(ServeError, match=f"127.0.0.1:{port}-{port + 1}: all 2 ports are in use; give a longer"):
+            with pytest.raises(ServeError, match=f"127.0.0.1:{port}-{port + 1}: all 2 ports are in use; set a longer"):
                 listening(f"127.0.0.1:{port}-{port + 1}")
 
 
