@@ -201,7 +201,7 @@ async def test_only_certificates_of_the_ca_get_in(start_service, certificates, t
 @pytest.mark.parametrize(
     ("url", "name", "told_here", "told_there"),
     [
-        ("http", None, "it spoke plain HTTP to a TLS port: use https:// there", "ingest_url begins with https://"),
+        ("http", None, "it spoke plain HTTP to a TLS port: use https:// there", "write https:// in ingest_url"),
         ("https", None, "it showed no client certificate", "client certificate"),
         (
             "https",
