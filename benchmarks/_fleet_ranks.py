@@ -72,9 +72,9 @@ class Rank:
 
     @property
     def next_heartbeat(self) -> float:
-        """When the rank speaks again."""
-        pause, spoke_at = self.heartbeat_seconds, self.spoke_at
-        return next_heartbeat(spoke_at + pause, spoke_at=spoke_at, polled_at=self.polled_at, pause_seconds=pause)
+        """Return when the next heartbeat of the rank is due, in monotonic seconds."""
+        interval, sent_at = self.heartbeat_seconds, self.spoke_at
+        return next_heartbeat(sent_at + interval, sent_at=sent_at, polled_at=self.polled_at, interval_seconds=interval)
 
     def life(self) -> dict[str, Any]:
         return {

@@ -18,8 +18,7 @@ from rankscope_contract.model.kinds import JUDGED_OPS
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.exposition import ExporterStats, Exposition
 from rankscope_exporter.serving.latest_values import LatestValues
-from rankscope_exporter.serving.node_exposition import joined, merged
-from rankscope_exporter.serving.node_peers import NodePeers
+from rankscope_exporter.serving.node_exposition import NodePeers, joined, merged
 
 RANKS, SERIES, ROUNDS = 8, 15_000, 15
 

@@ -16,8 +16,8 @@ from _rows import Row, print_rows
 from rankscope_contract.protocol.channel import Registration
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.serving.persistence import SpoolWriter
 from rankscope_exporter.serving.spool import Spool, needed_plans, schema_message
-from rankscope_exporter.serving.spool_writer import SpoolWriter
 from rankscope_exporter.serving.wire_encoder import encode
 
 STEPS, PAIRS = 100, 7
@@ -96,8 +96,8 @@ def _handed_over(made: list[StepRecord]) -> float:
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
     writer = SpoolWriter(Spool(str(folder), "bench", max_bytes=1 << 30), lambda: WHO, on_fault=_fail, meter=CpuMeter())
     try:
-        writer.keep(0, made[0], 1)
-        return _timed(lambda: [writer.keep(seq + 1, record, 1) for seq, record in enumerate(made)])[1]
+        writer.write(0, made[0], 1)
+        return _timed(lambda: [writer.write(seq + 1, record, 1) for seq, record in enumerate(made)])[1]
     finally:
         writer.close()
         shutil.rmtree(folder)

@@ -49,7 +49,7 @@ def metered(model: nn.Module, inputs: Inputs) -> tuple[Throughput, Callable[[], 
         ThroughputConfig(flops_per_token=1e6, peak_tflops=1.0),
         ALONE,
         device=torch.device("cpu"),
-        tell=print,
+        report=print,
     )
     meter._inputs = inputs  # noqa: SLF001 - as after the first forward
     return meter, lambda: PendingStep(1, 0, pending=[Pending("tokens", 1024.0), *timing(0.1, {"tokens": 1024.0})])

@@ -45,7 +45,7 @@ def live(order: dict[str, Any]) -> None:
     identity = Identity(
         run="r", launch_id=life, rank=rank, world_size=2, local_rank=rank, host="h", incarnation=f"{life}-{rank}"
     )
-    config = ServeConfig.from_environment({**os.environ, **order["environment"]})
+    config = ServeConfig().with_environment({**os.environ, **order["environment"]})
     channel = RankServer(
         identity,
         dataclasses.replace(config, ring_records=order["ring"]),

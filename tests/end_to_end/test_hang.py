@@ -164,4 +164,4 @@ def test_without_a_token_ranks_report_hangs_and_requests_are_rejected(
     assert "set [service] token, and RANKSCOPE_TOKEN" in refused.stderr
     log = (tmp_path / "training.log").read_text()
     assert 1 == log.count("rank 1: no sign of training for"), log
-    assert 1 == log.count("rank 1: training goes on after"), log
+    assert 1 == log.count("rank 1: training continues after"), log

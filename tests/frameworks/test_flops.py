@@ -121,7 +121,7 @@ def test_formula_for_a_configuration_is_within_a_tenth_of_flop_counter_mode(make
 
 
 @pytest.mark.parametrize(
-    ("make", "why"), [(vit, "convolution"), (resnet, "convolution"), (translator, "tokens of their own")]
+    ("make", "why"), [(vit, "convolution"), (resnet, "convolution"), (translator, "different tokens")]
 )
 def test_no_formula_is_applied_to_images_and_to_pairs_of_sequences(make, why):
     model = make()

@@ -40,6 +40,7 @@ from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.sampling.plan import Measurement
 from rankscope_exporter.sampling.sampling_config import SamplingConfig, chosen
 from rankscope_exporter.serving.rank_server import RankServer
+from rankscope_exporter.serving.rank_state import RankServerSources
 from rankscope_exporter.serving.ring import Ring
 from rankscope_exporter.sinks import sink_class
 from rankscope_exporter.sinks.base import Sinks
@@ -159,6 +160,13 @@ class Session:
             overhead=self.overhead_seconds,
             dropped=self._dropped,
             faults=lambda: guard.count,
+            sources=RankServerSources(
+                take_stacks=lambda: self.diagnosis.take("request").document(self.identity.rank),
+                change_sampling=lambda document: self.change_sources.request(document),  # noqa: PLW0108 - created below
+                sampling_state=lambda: self.change_queue.state(),  # noqa: PLW0108 - as above
+                stretch=lambda: self.reactions.overhead_controller.stretch,
+                collectives=self.step_observers.collectives.counts,
+            ),
         )
         classes = [sink_class(name) for name in config.sinks]
         self.sinks = Sinks([cls(config.options_of_sink(cls), self.identity) for cls in classes], guard)
@@ -176,9 +184,9 @@ class Session:
             config.stacks_signal,
             self.diagnosis,
             guard,
-            standing=self.channel.progress,
+            progress=self.channel.progress,
             planned_steps=total_steps,
-            say=self.console.line,
+            print_line=self.console.line,
         )
         self.change_queue = ChangeQueue(
             self._active_quantities,
@@ -218,12 +226,8 @@ class Session:
         self.change_queue.on_change = self._measuring_changed
         self.change_queue.resolve_pending = self.change_sources.resolve
         self.recorder.before_step, self.recorder.after_update = self.change_queue.before_step, self.change_queue.ready
-        self.channel.take_switch, self.channel.measuring = self.change_sources.request, self.change_queue.state
-        self.channel.stretch = lambda: self.reactions.overhead_controller.stretch
         self.hooks.beat = self.watchdog.beat
         self.hooks.tell = self._tell
-        self.channel.collectives = self.step_observers.collectives.counts
-        self.channel.take_stacks = lambda: self.diagnosis.take("request").document(self.identity.rank)
         self.publisher.published = self.recorder.published
         self.publisher.flush_idle = self.recorder.flush_idle
         self.publisher.finished = self.sinks.close

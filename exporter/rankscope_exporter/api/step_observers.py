@@ -45,8 +45,8 @@ class StepObservers:
             config.throughput,
             parallel,
             device=device,
-            tell=tell,
-            mention=mention,
+            report=tell,
+            print_line=mention,
             is_first=rank == 0,
         )
         self.phases = StepTimingObserver.of(monitored, device, hand_over, times_steps=config.phases)

@@ -1,1 +1,1 @@
-"""Threads beside training that read hardware, torch's flight recorder, and signs of a hang."""
+"""Threads that run in parallel with the training: hardware metrics, flight recorder, detection of hangs."""

@@ -1,6 +1,7 @@
-"""Memory of this process and of its device's allocator, and the cost of the monitor, as rows of the store.
+"""Observers of memory and of the monitor's own CPU time; their values are scalars of a record.
 
-Memory is read on the publisher thread with every sampled step; the cost is added from time to time.
+Memory of the process and of the device's allocator is read on the publisher thread for each sampled step. CPU time is
+added every EVERY_SECONDS.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -32,14 +34,14 @@ _OF_ALLOCATOR: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
 class MemoryObserver(StepObserver):
-    """Adds what memory is held to each measured step."""
+    """Adds the memory of the process and of the device's allocator to each sampled step."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    device: torch.device
 
     def step_ends(self, pending_step: PendingStep) -> None:
-        """Have it read when the step is published."""
+        """Schedule the reading for the publication of the step."""
         if pending_step.sampled:
             pending_step.later += [self.of_process, self.of_allocator]
 
@@ -48,21 +50,21 @@ class MemoryObserver(StepObserver):
         return [Scalar("resident_memory_bytes", float(resident_bytes()), "bytes")]
 
     def of_allocator(self) -> list[Scalar]:
-        """Return the memory that torch's allocator holds of an accelerator; does not wait for the device."""
-        if self._device.type == "cpu":
+        """Return the statistics of torch's allocator of an accelerator; does not wait for the device."""
+        if self.device.type == "cpu":
             return []
-        return list(allocator_scalars(torch.accelerator.memory_stats(self._device)))
+        return list(allocator_scalars(torch.accelerator.memory_stats(self.device)))
 
 
 def allocator_scalars(stats: Mapping[str, int]) -> Iterator[Scalar]:
-    """Yield what the allocator of a device says; what it does not know is absent."""
+    """Yield a scalar for each known key in `stats` of a device's allocator; missing keys are skipped."""
     for name, (key, unit) in _OF_ALLOCATOR.items():
         if key in stats:
             yield Scalar(name, float(stats[key]), unit)
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process; where /proc is missing, its peak so far."""
+    """Return the resident memory of this process; on systems without /proc, its peak so far."""
     try:
         return int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
     except OSError:
@@ -73,33 +75,33 @@ def resident_bytes() -> int:
 EVERY_SECONDS: Final = 10.0
 
 
+@dataclass(slots=True)
 class OverheadReporter(StepObserver):
-    """Adds what each thread has cost, and the stretch, to the first step and the last, and every so often."""
+    """Adds the CPU seconds of each thread and the sampling interval multiplier, every EVERY_SECONDS.
 
-    def __init__(
-        self,
-        seconds: Callable[[], Mapping[str, float]],
-        stretch: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._seconds = seconds
-        self._stretch = stretch
-        self._clock = clock
-        self._due_at = float("-inf")
+    The first and the last step also have them.
+    """
+
+    seconds: Callable[[], Mapping[str, float]]
+    """Returns CPU seconds by thread."""
+    stretch: Callable[[], int]
+    """Returns the factor by which the overhead controller has multiplied the sampling interval."""
+    clock: Callable[[], float] = time.monotonic
+    due_at: float = field(default=float("-inf"), init=False)
 
     def step_ends(self, pending_step: PendingStep) -> None:
-        """Have the numbers read on the publisher's thread."""
-        now = self._clock()
-        if now >= self._due_at:
-            self._due_at = now + EVERY_SECONDS
+        """Schedule the reading on the publisher thread, if it is due."""
+        now = self.clock()
+        if now >= self.due_at:
+            self.due_at = now + EVERY_SECONDS
             pending_step.later.append(self._scalars)
 
     def training_ends(self) -> None:
-        """Have them once more with the last step."""
-        self._due_at = float("-inf")
+        """Schedule a reading for the last step."""
+        self.due_at = float("-inf")
 
     def _scalars(self) -> list[Scalar]:
         spent = [
-            Scalar("overhead_seconds", value, "seconds", {"thread": name}) for name, value in self._seconds().items()
+            Scalar("overhead_seconds", value, "seconds", {"thread": name}) for name, value in self.seconds().items()
         ]
-        return [*spent, Scalar("sampling_stretch", float(self._stretch()))]
+        return [*spent, Scalar("sampling_stretch", float(self.stretch()))]

@@ -1,4 +1,4 @@
-"""Addresses as people write them (host, port, range of ports, IPv6 in brackets), and the sockets of a server."""
+"""Addresses in settings (host, port or range of ports, IPv6 in brackets), and operations on the sockets of a server."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rankscope_exporter.base.errors import ServeError
 
 _PORTS: Final = re.compile(r":(\d+)-(\d+)$", re.ASCII)
 _MOST_PORTS: Final = 1000
-"""Each port of a range is tried until one is free; a range may not turn the start of a training into a port scan."""
+"""Largest number of ports in a range: the server tries one port after the other, which delays the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host and a port, as written in `listen` or `advertise`; with `last_port` any port from `port` up to it."""
+    """Host and port of the setting `listen` or `advertise`. With `last_port`, any port from `port` to `last_port`."""
 
     host: str
     port: int
@@ -29,27 +29,30 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, *, what: str, default_port: int | None = None) -> Self:
-        """Return the address in `host:port` or `host:first-last`. Raises ServeError naming `what` and the form."""
+        """Return the address of the text `host:port` or `host:first-last`.
+
+        Raises ServeError, which names the setting `what` and the expected form.
+        """
         ports = _PORTS.search(text)
         first, last = (int(ports[1]), int(ports[2])) if ports else (None, None)
         host, port = _host_and_port(_PORTS.sub(f":{first}", text), what)
         if port is None:
             if default_port is None:
-                raise ServeError(f"{what} {text!r} has no port: write {text}:0 for any free one")
+                raise ServeError(f"{what} {text!r} has no port: write {text}:0 for any free port")
             port = default_port
         if last is not None and not 0 < port < last <= min(65535, port + _MOST_PORTS - 1):
             raise ServeError(
-                f"{what} {text!r}: a range of ports goes up, such as 9400-9499, over {_MOST_PORTS} at most"
+                f"{what} {text!r}: a port range must ascend, such as 9400-9499, and have at most {_MOST_PORTS} ports"
             )
         return cls(host, port, last)
 
     @property
     def ports(self) -> range:
-        """Return the ports to choose from."""
+        """Return the ports of the range; one port if the address has no range."""
         return range(self.port, (self.port if self.last_port is None else self.last_port) + 1)
 
     def each(self) -> Iterator[Address]:
-        """Yield one address for every port, lowest first."""
+        """Yield one address for each port, in ascending order."""
         return (Address(self.host, port) for port in self.ports)
 
     @property
@@ -60,7 +63,7 @@ class Address:
 
     @property
     def is_wildcard(self) -> bool:
-        """Return whether the host stands for every address of the machine."""
+        """Return whether the host means all addresses of the machine, as 0.0.0.0 and [::] do."""
         ip = _ip(self.host)
         return ip is not None and ip.is_unspecified
 
@@ -80,7 +83,7 @@ def _host_and_port(text: str, what: str) -> tuple[str, int | None]:
         raise ServeError(f"{what} {text!r}: write host:port, for example 127.0.0.1:0 or [::1]:9400")
     if "%" in host:
         raise ServeError(
-            f"{what} {text!r}: an address with a zone means nothing elsewhere; give a global one or a name"
+            f"{what} {text!r}: an address with a zone is valid on this machine only; use a global address or a name"
         )
     return host, port
 
@@ -101,34 +104,37 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 log = logging.getLogger(__name__)
 
-REQUEST_BODY_READ: Final = 65_536  # read and thrown away, so that a refusal reaches the sender
-_FAREWELL_SECONDS: Final = 0.5
-_FAREWELL_READS: Final = 16
+REQUEST_BODY_READ: Final = 65_536  # bytes of a body that are read; with unread bytes, close() would reset the answer
+_DRAIN_SECONDS: Final = 0.5
+_DRAIN_READS: Final = 16
 TEXT: Final = "text/plain; charset=utf-8"
 
 
 def resolve(address: Address) -> tuple[socket.AddressFamily, Any]:
-    """Return the family and the system's form of an address to listen on. Raises ServeError."""
+    """Return the address family and the socket address for listening on `address`. Raises ServeError."""
     host = "127.0.0.1" if address.host == "localhost" else address.host
     try:
         family, _, _, _, sockaddr = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ServeError(
-            f"cannot listen on {address}: {error.strerror or error}; give an address of this machine"
+            f"cannot listen on {address}: {error.strerror or error}; use an address of this machine"
         ) from error
     return family, sockaddr
 
 
 def refuse(connection: socket.socket) -> None:
-    """Say that too many are here already, if that takes no waiting."""
-    connection.settimeout(0)  # the accepting thread waits for nobody
+    """Answer 429 because too many connections are open. Does not block, and sends nothing over TLS."""
+    connection.settimeout(0)  # the accepting thread must not wait for a client
     if isinstance(connection, ssl.SSLSocket):
-        return  # an answer would take a handshake first
+        return  # the answer would need a TLS handshake
     send_raw(connection, "429 Too Many Requests", "too many connections", "Retry-After: 1\r\n")
 
 
 def send_raw(connection: socket.socket, status: str, text: str, headers: str = "", *, is_clear: bool = False) -> None:
-    """Answer without a handler and let the connection end; `is_clear` where TLS was wanted and never came about."""
+    """Send an answer without a request handler; the caller closes the connection.
+
+    `is_clear` sends it unencrypted on a TLS socket whose handshake has failed.
+    """
     send, receive = (
         (socket.socket.send, socket.socket.recv) if is_clear else (type(connection).send, type(connection).recv)
     )
@@ -136,27 +142,30 @@ def send_raw(connection: socket.socket, status: str, text: str, headers: str = "
     try:
         send(connection, f"{head}Connection: close\r\n\r\n{text}\n".encode())
         connection.settimeout(0)
-        receive(connection, REQUEST_BODY_READ)  # an unread request would turn the close into a reset
+        receive(connection, REQUEST_BODY_READ)  # with an unread request, close() would reset the connection
     except OSError:
-        log.debug("a client was gone before its answer")
+        log.debug("client disconnected before it received the answer")
 
 
 def drain_and_close(connection: socket.socket) -> None:
-    """Give a client a moment to read why its handshake failed: a close before it has spoken out would be a reset."""
+    """Read what the client still sends, for at most 0.5 s per read, so that it gets the alert of a failed handshake.
+
+    Closing a socket with unread bytes would reset the connection and discard the alert.
+    """
     try:
         socket.socket.shutdown(connection, socket.SHUT_WR)
-        connection.settimeout(_FAREWELL_SECONDS)
-        for _ in range(_FAREWELL_READS):
+        connection.settimeout(_DRAIN_SECONDS)
+        for _ in range(_DRAIN_READS):
             if not socket.socket.recv(connection, REQUEST_BODY_READ):
                 return
     except OSError:
-        log.debug("a client left without a word")
+        log.debug("client disconnected during the handshake")
 
 
 def hang_up(connection: socket.socket) -> None:
-    """End both directions at once; threads that wait on the connection wake up."""
+    """Shut down both directions immediately; threads that wait for the connection wake up."""
     try:
-        # Not SSLSocket's own, which lets the thread that writes go on in the clear.
+        # Not SSLSocket.shutdown(): after it, a thread that is writing would continue unencrypted.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
     except OSError:
         log.debug("connection was already closed")

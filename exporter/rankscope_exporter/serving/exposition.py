@@ -1,6 +1,6 @@
-"""The `/metrics` page: a few dozen scalar families by prometheus_client, the tensor series by pyarrow.
+"""Render the `/metrics` page: a few dozen scalar families with prometheus_client, the tensor series with pyarrow.
 
-The library formats a hundred samples well and tens of thousands at the cost of the training's interpreter lock.
+prometheus_client is good for a hundred samples. For tens of thousands it would hold the GIL and delay the training.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Samples = Iterable[tuple[tuple[str, ...], float]]
 """Label values (without identity) and value of each sample of one family."""
 
 _PAGE_OWNED: Final = (catalogue.OVERHEAD_SECONDS, catalogue.SAMPLING_STRETCH)
-"""Known when the page is made, so a logged copy is not shown."""
+"""Metrics that `ExporterStats` provides; logged scalars of the same name are not shown."""
 _NO_LINES: Final = TensorLines((), 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExporterStats:
-    """What the page says of the exporter itself."""
+    """State of the exporter itself at the time of a scrape."""
 
     faults: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
@@ -45,13 +45,13 @@ class ExporterStats:
 
 
 class Exposition:
-    """Renders the live state of one rank. Any number of scrapes may ask at once."""
+    """Renders the latest values of one rank. Any number of threads may call `pieces` at the same time."""
 
     def __init__(
         self,
         identity: Identity,
-        live: LatestValues,
-        standing: Callable[[], ExporterStats],
+        latest: LatestValues,
+        stats: Callable[[], ExporterStats],
         *,
         rules: Sequence[AnomalyRule],
         series_budget: int,
@@ -60,8 +60,8 @@ class Exposition:
         device: str = "",
     ) -> None:
         self._labels = (identity.run, str(identity.rank))
-        self._live = live
-        self._standing = standing
+        self._latest = latest
+        self._stats = stats
         self._planned_steps = planned_steps
         self._info = (
             identity.host,
@@ -78,26 +78,24 @@ class Exposition:
         self._most_left_out: dict[str, int] = {}
 
     def pieces(self) -> tuple[Any, ...]:
-        """Return the page in pieces; every kind on it comes from one record."""
-        snapshot = self._live.snapshot()
+        """Return the page as a sequence of byte buffers; all values of a kind come from one record."""
+        snapshot = self._latest.snapshot()
         lines = self._tensor_lines(snapshot)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(self._families(snapshot)))
+        registry.register(_Families(tuple(self._families(snapshot))))
         return (generate_latest(registry), *lines.pieces)
 
     def _tensor_lines(self, snapshot: Snapshot) -> TensorLines:
-        with self._rendering:  # a second scraper of the same step waits and takes what the first one made
+        with self._rendering:  # a second scrape of the same step waits for the first one and uses its lines
             version, lines = self._rendered
             if version < snapshot.tensors_version:
                 lines = self._renderer.render(snapshot.tensors)
                 self._rendered = (snapshot.tensors_version, lines)
-                self._note("series_budget", lines.over_budget)
-                self._note("series_ambiguous", lines.ambiguous)
+                # The maximum so far: a counter must not decrease, and a sum over all scrapes would count scrapes.
+                most = self._most_left_out
+                for reason, count in (("series_budget", lines.over_budget), ("series_ambiguous", lines.ambiguous)):
+                    most[reason] = max(most.get(reason, 0), count)
             return lines
-
-    def _note(self, reason: str, left_out: int) -> None:
-        # A counter never falls, and one that grew with every scrape would count scrapes.
-        self._most_left_out[reason] = max(self._most_left_out.get(reason, 0), left_out)
 
     def _families(self, snapshot: Snapshot) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         for spec, samples in self._samples(snapshot):
@@ -109,9 +107,9 @@ class Exposition:
                 yield family
 
     def _samples(self, snapshot: Snapshot) -> Iterator[tuple[MetricSpec, Samples]]:
-        standing = self._standing()
+        stats = self._stats()
         torch = getattr(sys.modules.get("torch"), "__version__", "")
-        dropped = dict(standing.dropped)
+        dropped = dict(stats.dropped)
         for reason, left_out in self._most_left_out.items():
             dropped[reason] = dropped.get(reason, 0) + left_out
         dropped["series_budget"] = dropped.get("series_budget", 0) + snapshot.scalars_left_out
@@ -131,31 +129,32 @@ class Exposition:
         yield catalogue.RULE_FIRING, snapshot.firing.items()
         yield catalogue.ANOMALY_EVENTS, snapshot.anomalies.items()
         yield catalogue.TENSOR_ANOMALY_EVENTS, snapshot.anomaly_series.items()
-        yield catalogue.REPLICA_HASH, [((item.replicas,), float(item.value)) for item in snapshot.replica_hashes]
-        yield catalogue.REPLICA_HASH_STEP, _replica_steps(snapshot)
+        hashes = snapshot.replica_hashes
+        yield catalogue.REPLICA_HASH, [((item.replicas,), float(item.value)) for item in hashes]
+        yield catalogue.REPLICA_HASH_STEP, [((h.replicas,), float(h.step)) for h in hashes if h.step is not None]
         yield from _scalar_samples(snapshot.scalars)
-        yield catalogue.OVERHEAD_SECONDS, _by_name(standing.overhead_seconds)
-        yield catalogue.SAMPLING_STRETCH, _one(standing.sampling_stretch)
-        yield catalogue.COLLECTIVE_CALLS, [((op,), calls) for op, (calls, _) in standing.collectives.items()]
-        yield catalogue.COLLECTIVE_BYTES, [((op,), total) for op, (_, total) in standing.collectives.items()]
-        yield catalogue.FAULTS, _one(standing.faults)
+        yield catalogue.OVERHEAD_SECONDS, _by_name(stats.overhead_seconds)
+        yield catalogue.SAMPLING_STRETCH, _one(stats.sampling_stretch)
+        yield catalogue.COLLECTIVE_CALLS, [((op,), calls) for op, (calls, _) in stats.collectives.items()]
+        yield catalogue.COLLECTIVE_BYTES, [((op,), total) for op, (_, total) in stats.collectives.items()]
+        yield catalogue.FAULTS, _one(stats.faults)
         yield catalogue.DROPPED, _by_name(dropped)
-        yield catalogue.RING_RECORDS, _one(standing.ring_records)
-        yield catalogue.RING_UNCOMMITTED, _one(standing.ring_uncommitted)
+        yield catalogue.RING_RECORDS, _one(stats.ring_records)
+        yield catalogue.RING_UNCOMMITTED, _one(stats.ring_uncommitted)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Families:
-    """What prometheus_client asks of a collector, around families that exist already."""
+    """A collector as prometheus_client expects it, with families that exist already."""
 
-    def __init__(self, families: Iterator[GaugeMetricFamily | CounterMetricFamily]) -> None:
-        self._families = tuple(families)
+    families: tuple[GaugeMetricFamily | CounterMetricFamily, ...]
 
     def collect(self) -> Iterable[Any]:
-        return self._families
+        return self.families
 
 
 def _scalar_samples(scalars: Mapping[ScalarKey, Scalar]) -> Iterator[tuple[MetricSpec, Samples]]:
-    """Yield logged scalars under the metric of their own where they have one, else as samples of rankscope_scalar."""
+    """Yield logged scalars: samples of their own metric if there is one for the name, otherwise of rankscope_scalar."""
     own: dict[str, dict[tuple[str, ...], float]] = {}
     others: dict[tuple[str, ...], float] = {}
     for scalar in scalars.values():
@@ -163,7 +162,7 @@ def _scalar_samples(scalars: Mapping[ScalarKey, Scalar]) -> Iterator[tuple[Metri
         if spec in _PAGE_OWNED:
             continue
         if spec is None or not set(scalar.labels) <= set(spec.labels):
-            # Labels that the metric does not have stay with the name, else two scalars would share a series.
+            # Labels that the metric does not have become part of the name: otherwise two scalars would share a series.
             others[(scalar.name + (scalar.labels_text or ""),)] = scalar.value
         else:
             samples = own.setdefault(scalar.name, {})
@@ -173,12 +172,8 @@ def _scalar_samples(scalars: Mapping[ScalarKey, Scalar]) -> Iterator[tuple[Metri
     yield catalogue.SCALAR, others.items()
 
 
-def _replica_steps(snapshot: Snapshot) -> Samples:
-    return [((item.replicas,), float(item.step)) for item in snapshot.replica_hashes if item.step is not None]
-
-
 def _utf8(text: str) -> str:
-    """Return `text` without what UTF-8 cannot hold (half of a surrogate pair), which would cost the whole page."""
+    """Return `text` with `?` for each lone surrogate: UTF-8 cannot encode them, and the whole page would fail."""
     return text.encode("utf-8", "replace").decode()
 
 

@@ -1,12 +1,13 @@
-"""A small HTTP/1.1 server for the training process: few connections, hard time limits, no traceback on the console.
+"""A small HTTP/1.1 server for the training process: few connections, strict time limits, no traceback on the console.
 
-It knows framing and no routes: an answer is a value that the application returns. It listens on the first free port of
-a range, with TLS where that is configured.
+It handles sockets, TLS and framing. The application (`routes`) gets each request as a value and returns the answer as a
+value. The server listens on the first free port of a range.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import http.server
 import logging
 import os
@@ -36,23 +37,23 @@ from rankscope_exporter.serving.addresses import (
     resolve,
     send_raw,
 )
-from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.tls import server_tls
+from rankscope_exporter.serving.config import ServeConfig, server_tls
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 32
 CLIENT_SECONDS: Final = 30.0
-"""A client has this long to ask, and this long again to take its answer."""
+"""Time limit for a client to send its request, and again to receive the answer."""
 _SWEEP_SECONDS: Final = 0.5
-_REMEMBERED_COMPLAINTS: Final = 100
+_MOST_WARNINGS: Final = 100
+"""Different handshake warnings that are logged; later ones are logged at level DEBUG."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked: decoded path, query (last value of each name), headers by lower-case name.
+    """One HTTP request: decoded path, query (last value of each name), headers by lower-case name, and body.
 
-    A POST or PUT has a body, None where it is too long.
+    `body` is None if it is too long or has no length.
     """
 
     path: str
@@ -64,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A status and a body in pieces, which are sent one after the other without being joined."""
+    """One HTTP answer: status, headers, and a body in pieces that are sent in order without being joined."""
 
     status: int
     pieces: Sequence[Any] = ()  # objects with the buffer protocol
@@ -73,7 +74,7 @@ class Answer:
 
     @classmethod
     def text(cls, status: int, text: str, **headers: str) -> Answer:
-        """Return a plain-text answer; header names are written with underscores."""
+        """Return a plain-text answer; underscores in header names become hyphens."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return cls(status, ((text + "\n").encode("utf-8", "replace"),), headers=named)
 
@@ -82,10 +83,13 @@ Application = Callable[[Request], Answer]
 
 
 class HttpServer(socketserver.ThreadingTCPServer):
-    """Answers GET, POST and PUT with what `application` returns, a daemon thread each, in TLS where `tls` is given."""
+    """HTTP server that calls `application` for each request, on one daemon thread per connection; with TLS if given.
+
+    An answer of the application that fails is reported through `on_fault`, and the client gets status 500.
+    """
 
     daemon_threads = True
-    allow_reuse_address = True  # a port in TIME_WAIT is free; one that somebody listens on is still refused
+    allow_reuse_address = True  # a port in TIME_WAIT counts as free; a port with a listening socket is still refused
     request_queue_size = 32
 
     def __init__(
@@ -104,10 +108,10 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self.client_seconds = client_seconds
         self._on_fault = on_fault
         self._tls = tls
-        self._complaints: set[str] = set()
+        self._warned: set[str] = set()
         self._max_connections = max_connections
         self._lock = threading.Lock()
-        self._since: dict[socket.socket, float] = {}  # connection -> start of what it is doing now
+        self._since: dict[socket.socket, float] = {}  # connection -> start of its current request or answer
         self._thread: threading.Thread | None = None
         self.address_family, sockaddr = resolve(address)
         try:
@@ -120,49 +124,50 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
     @property
     def port(self) -> int:
-        """Return the port that was bound."""
+        """Return the port of the listening socket."""
         return int(self.server_address[1])
 
     def server_bind(self) -> None:
-        """Bind; `[::]` takes IPv4 as well, whatever the system's default is."""
+        """Bind the socket; `[::]` accepts IPv4 as well, independent of the system's default."""
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         super().server_bind()
 
     def get_request(self) -> tuple[Any, Any]:
-        """Take a connection; no byte is read here, since the accepting thread waits for nobody's handshake."""
+        """Accept a connection without reading from it: the accepting thread must not wait for a TLS handshake."""
         connection, client = super().get_request()
         if self._tls is None:
             return connection, client
         try:
             return self._tls().wrap_socket(connection, server_side=True, do_handshake_on_connect=False), client
-        except OSError:  # gone before it was looked at
+        except OSError:  # the client has disconnected
             connection.close()
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread of its own."""
+        """Answer on a new thread."""
         target, args = self.process_request_thread, (request, client_address)
         OwnThread(target=target, args=args, name="rankscope-http-client").start()
 
-    def complain(self, client: str, why: str) -> None:
-        """Say once of each client what is wrong with its handshakes."""
-        text = f"{client} could not speak to this rank: {why}"
+    def warn_once(self, client: str, reason: str) -> None:
+        """Log a failed TLS handshake as a warning, once for each client and reason."""
+        text = f"TLS handshake with {client} failed: {reason}"
         with self._lock:
-            known = text in self._complaints or len(self._complaints) >= _REMEMBERED_COMPLAINTS
-            if not known:
-                self._complaints.add(text)
-        log.log(logging.DEBUG if known else logging.WARNING, "%s", text)
+            is_known = text in self._warned or len(self._warned) >= _MOST_WARNINGS
+            if not is_known:
+                self._warned.add(text)
+        log.log(logging.DEBUG if is_known else logging.WARNING, "%s", text)
 
     def start(self) -> None:
-        """Serve from a daemon thread."""
-        self._thread = OwnThread(target=self._serve, name="rankscope-http")
+        """Start to serve, on a daemon thread."""
+        serve = functools.partial(self.serve_forever, poll_interval=_SWEEP_SECONDS)
+        self._thread = OwnThread(target=serve, name="rankscope-http")
         self._thread.start()
 
     def stop(self) -> None:
         """Close the listening socket and all connections and end the thread."""
         if self._thread is not None:
-            hang_up(self.socket)  # wakes the accepting thread, which would sleep out its poll interval
+            hang_up(self.socket)  # wakes the accepting thread, which would wait until the end of its poll interval
             self.shutdown()
             self._thread.join(timeout=2.0)
         self.server_close()
@@ -172,23 +177,20 @@ class HttpServer(socketserver.ThreadingTCPServer):
             hang_up(connection)
 
     def abandon(self) -> None:
-        """In a forked child: close the inherited descriptors without a word to the other side. Takes no lock."""
+        """Close the inherited descriptors in a forked child, without sending anything to the clients. Takes no lock."""
         for connection in (self.socket, *self._since):
             descriptor = connection.detach()
             if descriptor >= 0:
                 os.close(descriptor)
 
     def touch(self, connection: socket.socket) -> None:
-        """Start the client's time limit anew."""
+        """Restart the time limit of a client."""
         with self._lock:
             if connection in self._since:
                 self._since[connection] = time.monotonic()
 
-    def _serve(self) -> None:
-        self.serve_forever(poll_interval=_SWEEP_SECONDS)
-
     def service_actions(self) -> None:
-        """Hang up on clients whose time is over; a socket time-out alone would let them drip byte by byte."""
+        """Close connections whose time limit is over: each byte restarts a socket timeout, but not this limit."""
         oldest = time.monotonic() - self.client_seconds
         with self._lock:
             overdue = [connection for connection, since in self._since.items() if since < oldest]
@@ -197,7 +199,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self.meter.lap("http")
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002 - the base class' signature
-        """Take the connection, or refuse it when enough are open."""
+        """Return whether the connection is accepted; answer 429 if the maximum number of connections is open."""
         with self._lock:
             if len(self._since) < self._max_connections:
                 self._since[request] = time.monotonic()
@@ -206,19 +208,19 @@ class HttpServer(socketserver.ThreadingTCPServer):
         return False
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection and forget it."""
+        """Close a connection and remove its time limit."""
         with self._lock:
             self._since.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the base class' signature
-        """Report what went wrong, to the façade and to the client; a client that left is not a fault."""
+        """Report an error of a request and answer 500; a client that has disconnected is not an error."""
         error = sys.exception()
         if error is None or isinstance(error, OSError):
             return
         self._on_fault("http", error)
-        # Only writing to the client can fail once an answer has begun, and that is an OSError: nothing was sent yet.
-        send_raw(request, "500 Internal Server Error", "this page could not be made; see the rank's log")
+        # After the first byte of an answer only writes can fail, with an OSError. So nothing was sent before this.
+        send_raw(request, "500 Internal Server Error", "internal error; see the log of the rank")
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -227,20 +229,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: HttpServer
 
     def setup(self) -> None:
-        self.request.settimeout(self.server.client_seconds)  # of one read; a write has it for the whole
+        self.request.settimeout(self.server.client_seconds)  # for each read; for a write, for all of it
         if isinstance(self.request, ssl.SSLSocket):
-            self._shake_hands(self.request)
+            self._do_handshake(self.request)
         super().setup()
 
-    def _shake_hands(self, connection: ssl.SSLSocket) -> None:
+    def _do_handshake(self, connection: ssl.SSLSocket) -> None:
         try:
             connection.do_handshake()
         except OSError as error:
-            why = explain_to_server(error)
+            reason = explain_to_server(error)
             if getattr(error, "reason", None) == "HTTP_REQUEST":
                 send_raw(connection, "400 Bad Request", "this port speaks TLS: write https://", is_clear=True)
-            if why is not None:
-                self.server.complain(self.client_address[0], why)
+            if reason is not None:
+                self.server.warn_once(self.client_address[0], reason)
                 drain_and_close(connection)
             raise
 
@@ -253,49 +255,43 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not super().parse_request():
             return False
         if self.request_version == "HTTP/0.9":
-            self.send_error(HTTPStatus.BAD_REQUEST, "not an HTTP/1.1 request")
+            self.send_error(HTTPStatus.BAD_REQUEST, "the request is not HTTP/1.1")
             return False
         return True
 
     def do_GET(self) -> None:
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # its body would read as the next request
-        self._answer()
+            self.close_connection = True  # otherwise its body would be read as the next request
+        self._answer(b"")
 
     def do_POST(self) -> None:
-        """Answer a request that has a body."""
-        self._answer(self._short_body())
+        """Answer a request that may have a body."""
+        self._answer(self._read_body())
 
-    do_PUT = do_POST  # noqa: N815 - see do_GET
+    do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = do_POST  # noqa: N815 - names of the base class
 
-    def _answer(self, body: bytes | None = b"") -> None:
+    def _answer(self, body: bytes | None) -> None:
         try:
             target = urllib.parse.urlsplit(self.path)
             query = dict(urllib.parse.parse_qsl(target.query, keep_blank_values=True, max_num_fields=32))
         except ValueError:
-            self._send(Answer.text(HTTPStatus.BAD_REQUEST, "no address, or one with too many query parameters"))
+            self._send(Answer.text(HTTPStatus.BAD_REQUEST, "invalid URL, or more than 32 query parameters"))
             return
         headers = {name.lower(): value for name, value in self.headers.items()}
         request = Request(urllib.parse.unquote(target.path), query, headers, self.command, body)
         self._send(self.server.application(request))
 
-    def _short_body(self) -> bytes | None:
-        """Return the body; None when it is longer than any page here would want to know, or has no length."""
+    def _read_body(self) -> bytes | None:
+        """Return the body; None if it is longer than 64 KiB or has no length. The connection closes afterwards."""
         length = self.headers.get("Content-Length", "0")
         size = int(length) if length.isdecimal() else REQUEST_BODY_READ + 1
         body = self.rfile.read(min(size, REQUEST_BODY_READ)) if length.isdecimal() else b""
-        self.close_connection = True  # what is left of it would read as the next request
+        self.close_connection = True  # otherwise the unread rest would be read as the next request
         return body if size <= REQUEST_BODY_READ and "Transfer-Encoding" not in self.headers else None
-
-    def _refuse_method(self) -> None:
-        self._short_body()
-        self._send(Answer.text(HTTPStatus.METHOD_NOT_ALLOWED, f"{self.command}: only GET is offered here", Allow="GET"))
-
-    do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = _refuse_method  # noqa: N815 - see do_GET
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002 - the base class' signature
         self.close_connection = True
-        self.request_version = self.protocol_version  # else an answer to garbage has no headers
+        self.request_version = self.protocol_version  # otherwise the answer to an invalid request has no headers
         self.requestline = getattr(self, "requestline", "")
         self._send(Answer.text(code, message or HTTPStatus(code).phrase))
 
@@ -329,22 +325,19 @@ def open_server(
     on_fault: Callable[[str, BaseException], None],
     meter: CpuMeter,
 ) -> HttpServer:
-    """Return a server that listens but does not serve yet. Raises ServeError naming the setting to change."""
+    """Return a server on the first free port of `config.address`. It listens but does not serve before `start()`.
+
+    Several ranks and jobs on one node can share a range of ports. Raises ServeError, which names the setting to change.
+    """
     tls = None if config.web_config is None else server_tls(Path(config.web_config))
-    return first_free(
-        config.address, lambda address: HttpServer(address, application, on_fault=on_fault, meter=meter, tls=tls)
-    )
-
-
-def first_free(addresses: Address, listen: Callable[[Address], HttpServer]) -> HttpServer:
-    """Return what `listen` makes of the first port that nobody has; ranks and jobs of a node share a range this way."""
+    addresses = config.address
     for address in addresses.each():
         try:
-            return listen(address)
+            return HttpServer(address, application, on_fault=on_fault, meter=meter, tls=tls)
         except ServeError as error:
             if addresses.last_port is None or getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                 raise
     raise ServeError(
-        f"cannot listen on {addresses}: all {len(addresses.ports)} ports are in use; give a longer range in"
+        f"cannot listen on {addresses}: all {len(addresses.ports)} ports are in use; set a longer range in"
         " RANKSCOPE_LISTEN, or port 0 for any free port"
     )

@@ -1,7 +1,7 @@
-"""The latest values of a rank, taken from its records as they are published, for the exposition.
+"""The latest values of a rank for the exposition, taken from its records when they are published.
 
-All values of a kind come from one record: numbers of two steps are never combined. A group of replicas has one number,
-equal on all its ranks as long as all their hashes are equal.
+All values of a kind come from one record, so values of two steps are never combined. A group of replicas has one
+number, which is equal on all its ranks while all their hashes are equal.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
 
 _BYTES: Final = 6
-"""A sample is a float64, which holds 53 bits exactly."""
+"""Bytes of a combined hash. A Prometheus sample is a float64, which represents integers up to 53 bits exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHash:
-    """The hashes of all that the ranks `replicas` hold alike, in one number below 2^48, and their step."""
+    """The hashes of all tensors that the ranks `replicas` share, combined to one number below 2^48, and their step."""
 
     replicas: str
     step: int | None
@@ -32,26 +32,26 @@ class ReplicaHash:
 
 
 def combined(step: int | None, rows: Iterable[Mapping[str, Any]]) -> list[ReplicaHash]:
-    """Return one number for each group of replicas in `rows`, whatever their order."""
+    """Return one number for each group of replicas in `rows`; it does not depend on the order of the rows."""
     groups: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
         if row["replicas"] is None:
             continue
         key = (str(row["kind"]), str(row["tensor"]), str(row.get("vpp_stage")), str(row["hash"]))
         groups.setdefault(row["replicas"], []).append(key)
-    return [ReplicaHash(replicas, step, _number(sorted(keys))) for replicas, keys in groups.items()]
-
-
-def _number(keys: Iterable[tuple[str, ...]]) -> int:
-    text = "\n".join("\t".join(key) for key in keys)
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=_BYTES).digest(), "big")
+    found = []
+    for replicas, keys in groups.items():
+        text = "\n".join("\t".join(key) for key in sorted(keys)).encode("utf-8", "replace")
+        value = int.from_bytes(hashlib.blake2b(text, digest_size=_BYTES).digest(), "big")
+        found.append(ReplicaHash(replicas, step, value))
+    return found
 
 
 MAX_ANOMALY_SERIES: Final = 200
 MAX_SCALAR_SERIES: Final = 1000
 OTHER_TENSOR: Final = "_other"
 NO_KIND: Final = ""
-"""The `kind` label of what is judged without one: logged scalars."""
+"""The `kind` label of rules on logged scalars, which have no kind."""
 
 _TENSOR_OPS: Final = (*VALUE_OPS, *COUNT_OPS)
 
@@ -62,7 +62,7 @@ ScalarKey = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The statistics of one step, and the kinds that are shown from it."""
+    """The statistics of one step, and the kinds for which this step has the latest values."""
 
     step: int | None
     statistics: Statistics
@@ -71,7 +71,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The state at one moment; everything in it belongs together."""
+    """The latest values at one moment, consistent with each other."""
 
     step: int | None
     tensors: tuple[Sampled, ...]
@@ -87,7 +87,7 @@ class Snapshot:
 
 
 class LatestValues:
-    """Takes records from the publisher, gives snapshots to whoever renders."""
+    """Collects the latest values from published records, and returns snapshots of them. Thread-safe."""
 
     def __init__(self, rules: Sequence[AnomalyRule]) -> None:
         self._rules = tuple(rules)
@@ -107,19 +107,19 @@ class LatestValues:
         self.announce((NO_KIND,))
 
     def announce(self, kinds: Iterable[str]) -> None:
-        """Show every counter of `kinds` at 0 before anything of them was seen."""
+        """Add the counters of `kinds` with value 0 before the first record of these kinds."""
         with self._lock:
             for kind in kinds:
                 self._announce(kind)
 
     def update(self, record: StepRecord) -> None:
-        """Take over what `record` says. Costs little: references are kept, no number is looked at."""
+        """Take the values of `record`. Cheap: it keeps references and reads no statistics."""
         hashes = combined(record.step, record.hashes)
         with self._lock:
             self._replica_hashes.update((item.replicas, item) for item in hashes)
             if record.step is not None:
                 self._step = record.step
-            # A look at the hardware, between steps, has nothing that was logged.
+            # A record of hardware metrics, between steps, contains no logged scalars.
             judged = {NO_KIND} if record.scalars and record.step is not None else set()
             if record.statistics is not None:
                 kinds = self._kinds(record.statistics.plan)
@@ -128,7 +128,7 @@ class LatestValues:
                     self._latest[kind] = (record.step, record.statistics)
                 self._version += 1
             for scalar in record.scalars:
-                self._take_scalar(scalar)
+                self._store_scalar(scalar)
             for pair in self._firing:
                 if pair[1] in judged:
                     self._firing[pair] = False
@@ -139,7 +139,7 @@ class LatestValues:
                 self._count(event)
 
     def snapshot(self) -> Snapshot:
-        """Return the state as it is between two records."""
+        """Return the latest values; none of them is from a record that is only partly taken."""
         with self._lock:
             return Snapshot(
                 step=self._step,
@@ -156,7 +156,7 @@ class LatestValues:
             )
 
     def _kinds(self, plan: NamedPlan) -> tuple[str, ...]:
-        """Return the kinds of `plan` in its own order: no set, since the page has one order at every start."""
+        """Return the kinds of `plan` in the order of the plan, so that the page has the same order in each process."""
         kinds = self._kinds_of_plan.get(plan.hash)
         if kinds is None:
             kinds = tuple(dict.fromkeys(str(entry.kind) for entry in plan.plan.entries))
@@ -172,11 +172,11 @@ class LatestValues:
                 self._anomalies.setdefault((rule.name, kind), 0)
                 self._firing.setdefault((rule.name, kind), False)
 
-    def _take_scalar(self, scalar: Scalar) -> None:
+    def _store_scalar(self, scalar: Scalar) -> None:
         key = (scalar.name, tuple(sorted(scalar.labels.items())))
         if key in self._scalars or len(self._scalars) < MAX_SCALAR_SERIES:
             self._scalars[key] = scalar
-        elif len(self._scalars_left_out) < MAX_SCALAR_SERIES:  # a bounded witness: the page needs no exact number
+        elif len(self._scalars_left_out) < MAX_SCALAR_SERIES:  # limited; the page needs no exact number
             self._scalars_left_out.add(key)
 
     def _count(self, event: Event) -> None:
@@ -194,7 +194,7 @@ class LatestValues:
 
 
 def _by_record(latest: Mapping[str, tuple[int | None, Statistics]]) -> tuple[Sampled, ...]:
-    """Return one entry per record, with the kinds that are shown from it."""
+    """Return one entry per record, with the kinds for which the record has the latest values."""
     kinds: dict[int, list[str]] = {}
     found: dict[int, tuple[int | None, Statistics]] = {}
     for kind, (step, statistics) in latest.items():

@@ -1,25 +1,237 @@
-"""The pages of all ranks of a launch on one host as one page. Bytes are moved, lines are not looked at."""
+"""One page with the metrics of all ranks of a launch on one host, exchanged over Unix sockets in a private folder.
+
+Each rank has one socket in a folder that only its user can enter, so no port, token or certificate is needed. A socket
+that refuses connections belongs to a dead rank. Pages are merged as blocks of bytes; no line is parsed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import logging
+import os
+import selectors
+import socket
+import stat
+import struct
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.metrics.catalogue import NODE_RANKS
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.security.escaping import label_value
-from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving.node_peers import Gathered, NodePeers
+from rankscope_exporter.base.errors import ServeError
+from rankscope_exporter.process.threads import CpuMeter, OwnThread
+from rankscope_exporter.serving.addresses import hang_up
+
+log = logging.getLogger(__name__)
+
+GATHER_SECONDS: Final = 3.0
+"""Longest wait for the pages of other ranks; slower ranks are left out. Prometheus waits 10 s by default."""
+_ANSWER_SECONDS: Final = 10.0
+_LONGEST_PATH: Final = 107  # bytes of a Unix socket address
+_SIZE: Final = struct.Struct(">Q")  # length of the page, sent before it, to detect a truncated page
+_CHUNK: Final = 1 << 20
+_REQUEST: Final = b"?"
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Pages of the other ranks that responded, as (rank, page), and the number of live ranks that did not respond."""
+
+    pages: Sequence[tuple[int, bytes]]
+    silent: int
+
+
+class NodePeers:
+    """The socket of this rank, and requests to the sockets of the others. No thread and no file before `start()`."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        page: Callable[[], bytes],
+        *,
+        on_fault: Callable[[str, BaseException], None],
+        meter: CpuMeter,
+    ) -> None:
+        self._rank = identity.rank
+        self._page = page
+        self._on_fault = on_fault
+        self._meter = meter
+        self._launch = _short(f"{identity.run}\0{identity.launch_id}")
+        self._name = f"{self._launch}-{identity.rank}-{_short(identity.incarnation)}"
+        self._folder = Path(tempfile.gettempdir()) / f"rankscope-{os.geteuid()}"
+        self._socket: socket.socket | None = None
+        self.node = ""
+        """Identifier that is equal on all ranks that share one page; empty before `start()`."""
+
+    def start(self) -> None:
+        """Listen for requests of the other ranks, and delete sockets of dead processes. Raises ServeError."""
+        try:
+            self.node = _private_folder(self._folder)
+            for path in self._sockets():  # of any launch
+                connection = _connect(path)
+                if connection is not None:
+                    connection.close()
+            self._socket = _listening(self._folder / self._name)
+        except OSError as error:
+            raise ServeError(f"node_page: {self._folder}: {error.strerror or error}") from error
+        OwnThread(target=self._serve, args=(self._socket,), name="rankscope-node").start()
+
+    def gather(self, seconds: float = GATHER_SECONDS) -> Gathered:
+        """Return the pages of all other ranks of this launch on this host, sorted by rank."""
+        others = [path for path in self._sockets(self._launch) if path.name != self._name]
+        calls = {path: connection for path in others if (connection := _connect(path, _REQUEST)) is not None}
+        bodies = _read_all(calls, time.monotonic() + seconds)
+        pages = [
+            (int(path.name.split("-")[1]), bytes(memoryview(body)[_SIZE.size :]))
+            for path, body in bodies.items()
+            if _is_complete(body)
+        ]
+        return Gathered(sorted(pages, key=lambda page: page[0]), len(calls) - len(pages))
+
+    def close(self) -> None:
+        """Delete the socket file and stop the thread."""
+        if self._socket is None:
+            return
+        (self._folder / self._name).unlink(missing_ok=True)
+        hang_up(self._socket)  # wakes the accepting thread
+
+    def abandon(self) -> None:
+        """Close the inherited socket in a forked child. The file belongs to the parent."""
+        if self._socket is not None:
+            os.close(self._socket.detach())
+
+    def _serve(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                listening.close()
+                return
+            with connection:
+                self._answer(connection)
+            self._meter.lap("node")
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(_ANSWER_SECONDS)
+            if connection.recv(1) != _REQUEST:  # a rank that only checks whether this process is alive
+                return
+            page = self._page()
+            connection.sendall(_SIZE.pack(len(page)))
+            connection.sendall(page)
+        except OSError:
+            log.debug("another rank disconnected before it received the page")
+        except Exception as error:  # noqa: BLE001 - top of the thread: reported, and the next request is served
+            self._on_fault("node page", error)
+
+    def _sockets(self, launch: str = "") -> list[Path]:
+        try:
+            found = list(self._folder.iterdir())
+        except FileNotFoundError:  # for example after a clean-up of the temporary folder
+            return []
+        return sorted(path for path in found if path.name.startswith(launch) and "~" not in path.name)
+
+
+def _private_folder(folder: Path) -> str:
+    """Create the folder, or check that only this user can enter it; return an id that differs between containers."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ServeError(
+            f"node_page: {folder} must be a folder that only this user can enter: remove it, or set TMPDIR to a "
+            "private folder"
+        )
+    return f"{status.st_dev:x}.{status.st_ino:x}"
+
+
+def _listening(path: Path) -> socket.socket:
+    """Return a listening socket at `path`. The file gets this name only after the socket accepts connections."""
+    temporary = path.with_name(f"{path.name}~")
+    if len(os.fsencode(temporary)) > _LONGEST_PATH:
+        raise ServeError(f"node_page: {temporary} is too long for a socket: set TMPDIR to a shorter folder")
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(str(temporary))
+        listening.listen()
+        temporary.rename(path)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _connect(path: Path, request: bytes = b"") -> socket.socket | None:
+    """Return a connection on which `request` was sent; None, after deleting the file, if no process listens there."""
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:  # no file descriptor is left; the page shows the ranks that are already connected
+        log.debug("cannot connect to %s: %s", path, error)
+        return None
+    connection.setblocking(False)
+    try:
+        connection.connect(str(path))
+        connection.send(request)
+    except BlockingIOError:  # its queue of connections is full, so it counts as a rank that does not respond
+        return connection
+    except OSError as error:
+        log.debug("cannot connect to %s: %s", path, error)
+        connection.close()
+        if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+            with contextlib.suppress(OSError):  # deleted by a later call
+                path.unlink(missing_ok=True)
+        return None
+    return connection
+
+
+def _read_all(calls: dict[Path, socket.socket], deadline: float) -> dict[Path, bytearray]:
+    """Return the bytes that each connection sent before it closed or the deadline passed. Ranks answer in parallel."""
+    bodies = {path: bytearray() for path in calls}
+    with selectors.DefaultSelector() as waiting:
+        for path, connection in calls.items():
+            waiting.register(connection, selectors.EVENT_READ, path)
+        while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in waiting.select(left):
+                chunk = _received(calls[key.data])
+                bodies[key.data] += chunk or b""
+                if chunk == b"":
+                    waiting.unregister(key.fileobj)
+    for connection in calls.values():
+        connection.close()
+    return bodies
+
+
+def _received(connection: socket.socket) -> bytes | None:
+    """Return received bytes, b"" at the end of the connection, and None if no data is available yet."""
+    try:
+        return connection.recv(_CHUNK)
+    except BlockingIOError:
+        return None
+    except OSError:  # connection reset: the length of the page shows that it is incomplete
+        return b""
+
+
+def _is_complete(body: bytearray) -> bool:
+    return len(body) >= _SIZE.size and _SIZE.unpack_from(body)[0] == len(body) - _SIZE.size
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
+
 
 _HELP: Final = b"# HELP "
 _NEXT: Final = b"\n# HELP "
-"""Begins a family and nothing else: a line break in a name or label is escaped."""
+"""Start of each family after the first. It occurs nowhere else, since line breaks in names and labels are escaped."""
 _TYPE: Final = b"# TYPE "
 
 
 class NodeExposition:
-    """The node's page as one of its ranks makes it; every rank can, so that none of them has to be there."""
+    """The page of the node, composed by this rank. Every rank can compose it, so no particular rank is needed."""
 
     def __init__(
         self,
@@ -31,39 +243,22 @@ class NodeExposition:
         self._identity = identity
         self._own = own
         self._on_fault = on_fault
-        self._neighbours = NodePeers(identity, lambda: joined(own()), on_fault=on_fault, meter=meter)
-
-    @property
-    def node(self) -> str:
-        """Return what the ranks that show one page together have in common; empty before `start()`."""
-        return self._neighbours.node
-
-    def start(self) -> None:
-        """Let the other ranks have this rank's page. Raises ServeError."""
-        self._neighbours.start()
+        self.peers = NodePeers(identity, lambda: joined(own()), on_fault=on_fault, meter=meter)
 
     def pieces(self) -> list[Any]:
-        """Return the page of all ranks that answer now, lowest rank first."""
-        who = self._identity
+        """Return the page of all ranks that respond, as byte buffers, lowest rank first."""
+        identity = self._identity
         try:
-            gathered = self._neighbours.gather()
-        except Exception as error:  # noqa: BLE001 - this rank's own page is shown all the same
+            gathered = self.peers.gather()
+        except Exception as error:  # noqa: BLE001 - the page of this rank is shown without the others
             self._on_fault("pages of the other ranks", error)
             gathered = Gathered((), 0)
-        # One page per rank: a launch that cannot be told from its successor may still have a process here.
-        pages = {**dict(gathered.pages), who.rank: joined(self._own())}
+        # One page per rank: a process of an earlier launch with the same id may still exist.
+        pages = {**dict(gathered.pages), identity.rank: joined(self._own())}
         return [
-            census(who.run, who.host, shown=len(pages), silent=gathered.silent),
+            rank_counts(identity.run, identity.host, shown=len(pages), silent=gathered.silent),
             *merged(pages[rank] for rank in sorted(pages)),
         ]
-
-    def close(self) -> None:
-        """Leave the page."""
-        self._neighbours.close()
-
-    def abandon(self) -> None:
-        """In a forked child: leave it to the parent."""
-        self._neighbours.abandon()
 
 
 @dataclass(slots=True)
@@ -73,7 +268,7 @@ class _Family:
 
 
 def merged(pages: Iterable[bytes]) -> list[memoryview]:
-    """Return the pages as pieces of one, family by family: one HELP and TYPE each, as the format demands."""
+    """Return one page from several, as byte buffers: all samples of a family under one HELP and TYPE line."""
     families: dict[bytes, _Family] = {}
     for page in pages:
         for name, head, samples in _families(page):
@@ -81,8 +276,8 @@ def merged(pages: Iterable[bytes]) -> list[memoryview]:
     return [piece for family in families.values() for piece in (family.head, *family.samples)]
 
 
-def census(run: str, host: str, *, shown: int, silent: int) -> bytes:
-    """Return the family that says how many ranks the page shows, and how many live ones did not answer in time."""
+def rank_counts(run: str, host: str, *, shown: int, silent: int) -> bytes:
+    """Return the family with the number of ranks on the page and of live ranks that did not respond in time."""
     labels = f'run="{label_value(run)}",host="{label_value(host)}"'
     lines = "".join(
         f'{NODE_RANKS.name}{{{labels},state="{state}"}} {count}\n'
@@ -93,12 +288,12 @@ def census(run: str, host: str, *, shown: int, silent: int) -> bytes:
 
 
 def joined(pieces: Iterable[Any]) -> bytes:
-    """Return a page that is in pieces as one."""
+    """Return the pieces of a page as one bytes object."""
     return b"".join(memoryview(piece).cast("B") for piece in pieces)
 
 
 def _families(page: bytes) -> Iterator[tuple[bytes, memoryview, memoryview]]:
-    """Yield (name, HELP and TYPE, samples) of each family; what stands before the first is no family of ours."""
+    """Yield (name, HELP and TYPE lines, samples) of each family; text before the first HELP line is left out."""
     view = memoryview(page)
     start = 0 if page.startswith(_HELP) else page.find(_NEXT) + 1 or len(page)
     while start < len(page):

@@ -1,8 +1,8 @@
-"""Spools that dead processes left in our folder: this rank takes them over and speaks for them until a store has all.
+"""Serves spools that dead processes left in the spool folder of this rank, until a store has all their records.
 
-Only those for the service of this rank, and those that name none. Each is registered under its own old identity with
-our address, and read over the same record channel. One daemon thread does it for all of them; the lock of a spool
-decides between ranks, and against the service.
+The rank takes only spools for its own service, and spools that name no service. It registers each one with the identity
+of the dead process and with its own URL, and answers polls for it on the same record channel. One daemon thread handles
+all spools. The file lock of a spool ensures that only one rank, or the service, serves it.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.protocol.channel import STATE_DRAINING, Registration
+from rankscope_contract.protocol.channel import STATE_DRAINING
 from rankscope_contract.spool import Orphan, SpoolError
 from rankscope_contract.spool.layout import folders, read_service
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.serving.registration import Client, retry_seconds
-from rankscope_exporter.serving.service_client import RefusedError, UnreachableError
+from rankscope_exporter.serving.registration import Client, RefusedError, UnreachableError, retry_seconds
 from rankscope_exporter.serving.spool import needed_plans
 
 log = logging.getLogger(__name__)
 
 SCAN_SECONDS: Final = 30.0
-"""How often the folder is looked through again: another rank of this host may have died meanwhile."""
+"""Interval of searches in the folder: another rank of this host may have died meanwhile."""
 
 HEARTBEAT_SECONDS: Final = 0.5
-"""A drain is short, and what the reply says is committed can be deleted."""
+"""Interval of registrations: a drain is short, and records that the reply reports as committed can be deleted."""
 
 AT_ONCE: Final = 16
-"""Each that is held costs the training process an open file; after a night of crashes thousands may lie there."""
+"""Largest number of spools that are served at the same time. Each one needs an open file in the training process, and
+after many crashes the folder may contain thousands."""
 
 FINISH_SECONDS: Final = 5.0
-"""How long a spool that is stored stays, so that its reader hears from us, and not by our silence, that it is done."""
+"""Time for which a fully committed spool remains, so that its reader gets the answer that it is drained."""
 
 
 class OrphanRecovery:
-    """What this process serves for dead ones. Methods may be called from any thread."""
+    """The spools of dead processes that this process serves. Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -58,60 +58,60 @@ class OrphanRecovery:
         self._url = url
         self._on_fault = on_fault
         self._changed = threading.Lock()
-        self._taken: dict[str, Orphan] = {}
-        self._waiting: list[Path] = []  # found, and not tried yet
-        self._put_off: set[str] = set()  # the service refused them once: all others come first
+        self._orphans: dict[str, Orphan] = {}
+        self._waiting: list[Path] = []  # found by the search, not yet served
+        self._refused: set[str] = set()  # the service refused them once: they are tried after all others
         self._done_since: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._stopping = threading.Event()
-        self._looked = threading.Event()
+        self._searched = threading.Event()
         self._thread = OwnThread(target=self._run, name="rankscope-spool")
 
     def start(self) -> None:
-        """Begin to look, and to register what is found."""
+        """Start the thread, which searches the folder and registers the spools."""
         self._thread.start()
 
-    def wait_looked(self, timeout_seconds: float) -> None:
-        """Wait until the first look is over: an older launch should be known to the service before ours is."""
-        self._looked.wait(timeout_seconds)
+    def wait_searched(self, timeout_seconds: float) -> None:
+        """Wait until the spools of the first search are registered: the service must know older launches first."""
+        self._searched.wait(timeout_seconds)
 
     def stop(self) -> None:
-        """Give up the spools that are not drained yet; they wait for the next rank or for a service."""
+        """Stop the thread and release the spools, so that the next rank or a service can serve them."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=1.0)
         with self._changed:
-            left, self._taken = list(self._taken.values()), {}
+            left, self._orphans = list(self._orphans.values()), {}
         for orphan in left:
             orphan.release()
 
     def abandon(self) -> None:
-        """In a forked child: close what was inherited. Takes no lock, since its owner may be gone."""
-        for orphan in list(self._taken.values()):
+        """Close the inherited files in a forked child. Takes no lock, since the thread that holds it may be missing."""
+        for orphan in list(self._orphans.values()):
             orphan.release()
-        self._taken = {}
+        self._orphans = {}
 
     def get(self, incarnation: str) -> Orphan | None:
-        """Return the spool of a dead process that was taken over."""
+        """Return the spool of a dead process; None if this rank does not serve it."""
         with self._changed:
-            return self._taken.get(incarnation)
+            return self._orphans.get(incarnation)
 
     def plan(self, plan_hash: str) -> str | None:
-        """Return the text of a plan that one of them uses."""
+        """Return the text of a plan that one of the spools uses; None if none does."""
         with self._changed:
-            known = list(self._taken.values())
-        return next((text for orphan in known if (text := orphan.reader.plan(plan_hash)) is not None), None)
+            served = list(self._orphans.values())
+        return next((text for orphan in served if (text := orphan.reader.plan(plan_hash)) is not None), None)
 
     def finished(self, orphan: Orphan) -> None:
-        """Delete a spool that a store has all of; a second call does nothing."""
+        """Delete a spool whose records are all committed; a second call does nothing."""
         with self._changed:
-            if self._taken.pop(orphan.incarnation, None) is None:
+            if self._orphans.pop(orphan.incarnation, None) is None:
                 return
         self._done_since.pop(orphan.incarnation, None)
         try:
             orphan.remove()
         except OSError as error:
-            self._tell(f"{orphan.folder} is stored and cannot be removed: {error.strerror or error}")
+            self._log_once(f"{orphan.folder} is stored and cannot be removed: {error.strerror or error}")
 
     def _run(self) -> None:
         failures = 0
@@ -119,72 +119,74 @@ class OrphanRecovery:
         while not self._stopping.is_set():
             try:
                 if time.monotonic() >= due:
-                    self._look()
+                    self._search()
                     due = time.monotonic() + SCAN_SECONDS
-                self._fill()
-                heard = self._register_all()
-            except Exception as error:  # noqa: BLE001 - the thread's edge: told to the façade, and tried again
+                while self._waiting and len(self._orphans) < AT_ONCE:
+                    self._take(self._waiting.pop(0))
+                is_registered = self._register_all()
+            except Exception as error:  # noqa: BLE001 - top of the thread: reported, and tried again
                 self._on_fault("spools of dead processes", error)
-                heard = False
-            self._looked.set()
-            failures = 0 if heard else failures + 1
-            pause = HEARTBEAT_SECONDS if heard else retry_seconds(failures)
-            self._stopping.wait(pause if self._taken or self._waiting else max(0.0, due - time.monotonic()))
+                is_registered = False
+            self._searched.set()
+            failures = 0 if is_registered else failures + 1
+            pause = HEARTBEAT_SECONDS if is_registered else retry_seconds(failures)
+            self._stopping.wait(pause if self._orphans or self._waiting else max(0.0, due - time.monotonic()))
 
-    def _look(self) -> None:
-        """Note what lies there."""
+    def _search(self) -> None:
         try:
             found = folders(self._root)
         except OSError as error:
-            self._tell(f"{self._root} cannot be read: {error.strerror or error}")
+            self._log_once(f"{self._root} cannot be read: {error.strerror or error}")
             return
         others = [folder for folder in found if folder.name != self._own]
-        self._waiting = sorted(others, key=lambda folder: folder.name in self._put_off)
-
-    def _fill(self) -> None:
-        """Take what is free, as long as there is room."""
-        while self._waiting and len(self._taken) < AT_ONCE:
-            self._take(self._waiting.pop(0))
+        self._waiting = sorted(others, key=lambda folder: folder.name in self._refused)
 
     def _take(self, folder: Path) -> None:
+        """Lock and serve the spool in `folder`, if its process is dead and its records belong to the same service."""
         with self._changed:
-            if folder.name in self._taken or self._stopping.is_set() or not self._is_for_our_service(folder):
+            if folder.name in self._orphans or self._stopping.is_set():
                 return
+            service = read_service(folder)
+            if service is not None and self._service is not None and service != self._service:
+                return  # the store of another service owns these records
             try:
                 orphan = Orphan.take(folder, needed_plans)
             except (SpoolError, OSError) as error:
-                self._tell(f"passed over: {error}")
+                self._log_once(f"passed over: {error}")
                 return
             if orphan is not None:
-                self._taken[orphan.incarnation] = orphan
-                log.info("%s: records of a dead process are served from here", folder)
-
-    def _is_for_our_service(self, folder: Path) -> bool:
-        """Return whether its records may go to the service we know: another one's store is not theirs."""
-        service = read_service(folder)
-        return service is None or self._service is None or service == self._service
+                self._orphans[orphan.incarnation] = orphan
+                log.info("%s: this rank serves the records of a dead process", folder)
 
     def _register_all(self) -> bool:
-        """Speak for each of them once, the oldest first; return whether the service heard them all."""
+        """Register each spool once, the oldest first; return whether the service accepted all of them."""
         with self._changed:
-            waiting = sorted(self._taken.values(), key=lambda orphan: orphan.registration.started_at)
-        heard = True
+            waiting = sorted(self._orphans.values(), key=lambda orphan: orphan.registration.started_at)
+        is_accepted = True
         for orphan in waiting:
             if self.get(orphan.incarnation) is not orphan:
-                continue  # its reader has heard meanwhile that it is done
+                continue  # finished in the meantime
             try:
                 self._register(orphan)
-            except RefusedError as error:  # the others may be welcome
-                self._tell(f"records of {orphan.folder} wait for the service: {error}")
+            except RefusedError as error:  # the service may accept the others
+                self._log_once(f"records of {orphan.folder} wait for the service: {error}")
                 self._give_way(orphan)
-                heard = False
+                is_accepted = False
             except UnreachableError as error:
-                self._tell(f"records of dead processes in {self._root} wait for the service: {error}")
+                self._log_once(f"records of dead processes in {self._root} wait for the service: {error}")
                 return False
-        return heard
+        return is_accepted
 
     def _register(self, orphan: Orphan) -> None:
-        reply = self._client.register(self._describe(orphan, self._url() or ""))
+        registration = replace(
+            orphan.registration,
+            url=self._url() or "",
+            state=STATE_DRAINING,
+            head=orphan.head,
+            phase=None,
+            served_by=self._own,
+        )
+        reply = self._client.register(registration)
         orphan.lease = reply.lease
         orphan.commit(reply.committed)
         if not orphan.is_done:
@@ -194,20 +196,15 @@ class OrphanRecovery:
             self.finished(orphan)
 
     def _give_way(self, orphan: Orphan) -> None:
-        """Make room for others that wait, should there be any."""
-        self._put_off.add(orphan.incarnation)
+        """Release a refused spool if others wait, and try it again after them."""
+        self._refused.add(orphan.incarnation)
         if self._waiting:
             with self._changed:
-                self._taken.pop(orphan.incarnation, None)
+                self._orphans.pop(orphan.incarnation, None)
             orphan.release()
             self._waiting.append(orphan.folder)
 
-    def _describe(self, orphan: Orphan, url: str) -> Registration:
-        return replace(
-            orphan.registration, url=url, state=STATE_DRAINING, head=orphan.head, phase=None, served_by=self._own
-        )
-
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
             log.warning("%s", text)

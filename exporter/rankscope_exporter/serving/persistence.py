@@ -1,89 +1,239 @@
-"""The disk side of a rank: its own spool, and the spools of dead processes that it serves. Off without a folder.
+"""Records on disk: the thread that writes the spool of this rank, and the spools of dead processes that it serves.
 
-Nothing here raises into the server: an error of the disk is counted, and the record takes its usual way.
+An unresponsive disk blocks the spool thread, and the publisher only briefly. The publisher waits for each record to be
+on disk before readers can get it, at most WRITE_SECONDS. After a timeout, records enter the ring immediately until the
+disk responds again. Meanwhile a limited backlog waits for the disk, and further records are counted as not spooled.
+No method raises a disk error into the server. Such an error is counted, and the record is served from the ring.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
-from http import HTTPStatus
+from typing import Final
 
-from rankscope_contract.protocol.channel import (
-    ARROW_STREAM,
-    FIRST_HEADER,
-    HEAD_HEADER,
-    INCARNATION_HEADER,
-    LAST_HEADER,
-    LOST_HEADER,
-    RING_FILL_HEADER,
-    ROWS_HEADER,
-    STATE_DRAINING,
-    STATE_HEADER,
-    Registration,
-)
+from rankscope_contract.protocol.channel import NOTHING, Registration
 from rankscope_contract.spool import Orphan, Stretch
 from rankscope_contract.spool.layout import service_name
-from rankscope_exporter.process.threads import CpuMeter
+from rankscope_exporter.process.threads import CpuMeter, OwnThread
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.http_server import Answer
 from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
 from rankscope_exporter.serving.registration import Client
 from rankscope_exporter.serving.ring import record_bytes
-from rankscope_exporter.serving.spool import Spool
-from rankscope_exporter.serving.spool_writer import BEHIND, SpoolWriter
+from rankscope_exporter.serving.spool import FAILED, Spool
+
+log = logging.getLogger(__name__)
+
+WRITE_SECONDS: Final = 0.5
+"""Longest wait of the publisher for a record to be written. Readers get the record after that."""
+
+CLOSE_SECONDS: Final = 2.0
+"""Longest wait for the disk at the end of training."""
+
+BACKLOG_RECORDS: Final = 64
+BACKLOG_BYTES: Final = 16 * 1024 * 1024
+"""Limits of the backlog for an unresponsive disk: after a pause of seconds all records are spooled, and a pause of
+minutes does not exhaust the memory."""
+
+BEHIND: Final = "spool_behind"
 
 
-def stretch_answer(stretch: Stretch, standing: Mapping[str, str], after: int) -> Answer:
-    """Return records from a disk; what is missing before them is missing for good."""
-    headers = {
-        **standing,
-        FIRST_HEADER: str(stretch.first),
-        LAST_HEADER: str(stretch.last),
-        ROWS_HEADER: str(stretch.rows),
-    }
-    if stretch.first > after + 1:
-        headers[LOST_HEADER] = f"{after + 1}-{stretch.first - 1}"
-    return Answer(HTTPStatus.OK, (stretch.data,), ARROW_STREAM, headers)
+class SpoolHangError(Exception):
+    """The disk of the spool does not respond."""
 
 
-def orphan_answer(
-    orphan: Orphan, standing: Mapping[str, str], after: int, committed: int | None, max_bytes: int
-) -> Answer:
-    """Answer for a dead process as it would have answered while it drained: 503 says that a store has everything.
-
-    `committed` is what the holder of the lease has durably, None from anybody else.
-    """
-    try:
-        if committed is not None:
-            orphan.commit(committed)
-        stretch = orphan.after(after, max_bytes)
-    except OSError as error:
-        return Answer.text(HTTPStatus.INTERNAL_SERVER_ERROR, f"{orphan.folder}: {error.strerror or error}")
-    headers = {
-        **standing,
-        INCARNATION_HEADER: orphan.incarnation,
-        HEAD_HEADER: str(orphan.head),
-        RING_FILL_HEADER: "1.000",
-        STATE_HEADER: STATE_DRAINING,
-    }
-    if stretch is not None:
-        return stretch_answer(stretch, headers, after)
-    if not orphan.is_done:
-        return Answer(HTTPStatus.NO_CONTENT, headers=headers)
-    return Answer(HTTPStatus.SERVICE_UNAVAILABLE, (b"drained: everything is committed\n",), headers=headers)
-
-
-ELDERS_FIRST_SECONDS = 2.0
-"""How long our own registration waits for those of dead processes: attempts are numbered as launches are heard of."""
-
-
-class Persistence:
-    """Keeps records until a store has them, also beyond the life of a process."""
+class SpoolWriter:
+    """Writes to `spool` from a daemon thread that starts with the first record. One thread at a time calls `write`."""
 
     def __init__(
         self,
+        spool: Spool,
+        describe: Callable[[], Registration],
+        *,
+        on_fault: Callable[[str, BaseException], None],
+        meter: CpuMeter,
+    ) -> None:
+        self.behind = 0
+        self._spool = spool
+        self._describe = describe
+        self._on_fault = on_fault
+        self._meter = meter
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[int, StepRecord, int]] = deque()  # the first entry is being written
+        self._bytes = 0
+        self._handled = NOTHING  # all records up to this one were written or have failed
+        self._committed = self._deleted_to = NOTHING
+        self._skipped: int | None = None  # records skipped since the disk stopped responding; None while it responds
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    @property
+    def is_hanging(self) -> bool:
+        """Return whether the disk does not respond, so that records are served before they are on disk."""
+        return self._skipped is not None
+
+    def write(self, seq: int, record: StepRecord, size: int) -> None:
+        """Write a record of `size` bytes; return when it is on disk, or after WRITE_SECONDS, or if the disk hangs."""
+        if self._thread is None and not self._closing:
+            self._start()
+        with self._changed:
+            if self._closing:
+                self._spool.dropped[FAILED] += 1
+                return
+            has_room = len(self._waiting) < BACKLOG_RECORDS and self._bytes + size <= BACKLOG_BYTES
+            if self._skipped is not None and not has_room:
+                self.behind += 1
+                self._skipped += 1
+                return
+            self._waiting.append((seq, record, size))
+            self._bytes += size
+            self._changed.notify_all()
+            if self._skipped is not None:
+                return
+            if self._changed.wait_for(lambda: self._handled >= seq, WRITE_SECONDS):
+                return
+            self._skipped = 0
+        hang = f"writing to {self._spool.folder} timed out after {WRITE_SECONDS} s"
+        self._on_fault("spool", SpoolHangError(f"{hang}: until the disk responds, records are served without it"))
+
+    def commit(self, seq: int) -> None:
+        """Mark all records up to `seq` as committed by a store; the thread then deletes their files."""
+        with self._changed:
+            self._committed = max(self._committed, seq)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Write the backlog and close the spool; wait for the disk at most CLOSE_SECONDS."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _start(self) -> None:
+        thread = OwnThread(target=self._run, name="rankscope-spool-writer")
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread can be started, for example while the interpreter exits
+            self._closing = True
+            self._on_fault("spool", error)
+        else:
+            self._thread = thread
+
+    def _run(self) -> None:
+        # If the folder cannot be used, only the spool is missing; each record that is not spooled is counted.
+        self._do(lambda: self._spool.open(self._describe()))
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work)
+                committed = self._committed
+                entry = self._waiting[0] if self._waiting else None
+            if committed > self._deleted_to:
+                self._deleted_to = committed
+                self._do(self._spool.commit, committed)
+            if entry is not None:
+                self._write(*entry)
+            elif self._closing:
+                break
+            self._meter.lap("spool")
+        self._do(self._spool.close)
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting) or self._closing or self._committed > self._deleted_to
+
+    def _write(self, seq: int, record: StepRecord, size: int) -> None:
+        self._do(self._spool.append, seq, record)
+        skipped = None
+        with self._changed:
+            self._waiting.popleft()
+            self._bytes -= size
+            self._handled = seq
+            if not self._waiting:
+                skipped, self._skipped = self._skipped, None
+            self._changed.notify_all()
+        if skipped is not None:
+            level = logging.WARNING if skipped else logging.INFO
+            log.log(level, "the disk of %s responds again: %d records were not spooled", self._spool.folder, skipped)
+
+    def _do(self, work: Callable[..., None], *args: object) -> None:
+        try:
+            work(*args)
+        except Exception as error:  # noqa: BLE001 - disk and encoding errors are reported; the ring has the record
+            self._on_fault("spool", error)
+
+
+OLDER_LAUNCHES_SECONDS = 2.0
+"""Longest wait of a rank's own registration for those of dead processes: the service numbers attempts in the order in
+which they register."""
+
+
+class Persistence:
+    """A rank without a spool folder: stores nothing on disk. `SpoolPersistence` is used when `spool_dir` is set."""
+
+    @property
+    def folder(self) -> str | None:
+        """Return the folder that keeps all records after the process exits; None if some of them may be missing."""
+        return None
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Return the number of records that were not spooled, by reason."""
+        return {}
+
+    def serve_orphans(self, client: Client, url: Callable[[], str | None]) -> None:
+        """Start to search for spools of dead processes, and register them with the service."""
+
+    def wait_for_older_launches(self) -> None:
+        """Wait until the spools found so far have been registered, at most OLDER_LAUNCHES_SECONDS."""
+
+    def write(self, seq: int, record: StepRecord) -> None:
+        """Write `record` to the spool before it enters the ring: each record that a reader gets survives this process.
+
+        Blocks for at most 0.5 s. If the write takes longer, the record is published before it is on disk, and later
+        calls return immediately until the disk has caught up. One thread at a time.
+        Raises ValueError if the statistics do not match the plan. The ring would reject such a record and use its
+        sequence number again, so the spool would contain this number twice.
+        """
+
+    def commit(self, seq: int) -> None:
+        """Mark all records up to `seq` as committed by a store."""
+
+    def holds(self, seq: int) -> bool:  # noqa: ARG002 - the signature of the spool
+        """Return whether a record is on disk."""
+        return False
+
+    def after(self, cursor: int, max_bytes: int, first_in_ring: int) -> Stretch | None:  # noqa: ARG002 - as above
+        """Return records above `cursor` that are no longer in the ring, read from disk; None if there are none."""
+        return None
+
+    def plan(self, plan_hash: str) -> str | None:  # noqa: ARG002 - as above
+        """Return the text of a plan that a record on disk uses; None if no record uses it."""
+        return None
+
+    def orphan(self, incarnation: str) -> Orphan | None:  # noqa: ARG002 - as above
+        """Return the spool of a dead process that this rank serves; None if it serves none of this name."""
+        return None
+
+    def finished(self, orphan: Orphan) -> None:
+        """Delete the spool of a dead process whose reader has received the answer that all records are committed."""
+
+    def close(self) -> None:
+        """Stop the threads. Uncommitted records remain on disk for the next rank or a service."""
+
+    def abandon(self) -> None:
+        """Release inherited files in a forked child. Changes nothing on disk."""
+
+
+class SpoolPersistence(Persistence):
+    """Writes each record to the spool folder, and serves the spools that dead processes left in the same folder."""
+
+    def __init__(
+        self,
+        root: str,
         config: ServeConfig,
         incarnation: str,
         describe: Callable[[], Registration],
@@ -91,71 +241,53 @@ class Persistence:
         on_fault: Callable[[str, BaseException], None],
         meter: CpuMeter,
     ) -> None:
-        self._root = config.spool_dir
+        self._root = root
         self._service = None if config.ingest_url is None else service_name(config.ingest_url)
         self._incarnation = incarnation
         self._on_fault = on_fault
         self._orphans: OrphanRecovery | None = None
-        self._spool: Spool | None = None
-        self._writer: SpoolWriter | None = None
-        if config.spool_dir is not None:
-            self._spool = Spool(
-                config.spool_dir,
-                incarnation,
-                max_bytes=config.spool_bytes,
-                sync=config.spool_sync,
-                service=self._service,
-            )
-            self._writer = SpoolWriter(self._spool, describe, on_fault=on_fault, meter=meter)
+        self._spool = Spool(
+            root, incarnation, max_bytes=config.spool_bytes, sync=config.spool_sync, service=self._service
+        )
+        self._writer = SpoolWriter(self._spool, describe, on_fault=on_fault, meter=meter)
 
     @property
     def folder(self) -> str | None:
-        """Return where records outlive this process, None where they do not, or the newest may not."""
-        if self._spool is None or self._writer is None or not self._spool.is_open or self._writer.is_hanging:
-            return None
-        return str(self._spool.folder)
+        """Return the folder of the spool; None while the spool is not open or the disk does not respond."""
+        return str(self._spool.folder) if self._spool.is_open and not self._writer.is_hanging else None
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Return how many records were not kept, by reason; nothing where nothing was to be kept."""
-        if self._spool is None or self._writer is None:
-            return {}
+        """Return the number of records that were not spooled, by reason."""
         return {**self._spool.dropped, BEHIND: self._writer.behind}
 
     def serve_orphans(self, client: Client, url: Callable[[], str | None]) -> None:
-        """Begin to look for what dead processes left, and to register it."""
-        if self._root is not None:
-            self._orphans = OrphanRecovery(
-                self._root, self._incarnation, client, url, service=self._service, on_fault=self._on_fault
-            )
-            self._orphans.start()
+        """Start the thread that searches for spools of dead processes and registers them with the service."""
+        self._orphans = OrphanRecovery(
+            self._root, self._incarnation, client, url, service=self._service, on_fault=self._on_fault
+        )
+        self._orphans.start()
 
     def wait_for_older_launches(self) -> None:
-        """Wait, not for long, until those that were found have been registered."""
+        """Wait until the first search for spools has registered its results, at most OLDER_LAUNCHES_SECONDS."""
         if self._orphans is not None:
-            self._orphans.wait_looked(ELDERS_FIRST_SECONDS)
+            self._orphans.wait_searched(OLDER_LAUNCHES_SECONDS)
 
-    def keep(self, seq: int, record: StepRecord) -> None:
-        """Put a record on disk before anybody can hear of it, so that whatever was seen outlives this process.
-
-        A disk that hangs is waited for once and not for long; the record then goes on without it.
-        Raises ValueError for what the ring would refuse: a seq must stand on disk only once.
-        """
-        if self._writer is not None:
-            self._writer.keep(seq, record, record_bytes(record))
+    def write(self, seq: int, record: StepRecord) -> None:
+        """Write `record` to the spool; see `Persistence.write`. Raises ValueError for statistics that fit no plan."""
+        self._writer.write(seq, record, record_bytes(record))
 
     def commit(self, seq: int) -> None:
-        """Note that a store has everything up to `seq`."""
-        if self._writer is not None:
-            self._writer.commit(seq)
+        """Mark all records up to `seq` as committed by a store; the spool thread deletes their files."""
+        self._writer.commit(seq)
 
     def holds(self, seq: int) -> bool:
         """Return whether a record is on disk."""
-        return self._spool is not None and self._spool.holds(seq)
+        return self._spool.holds(seq)
 
     def after(self, cursor: int, max_bytes: int, first_in_ring: int) -> Stretch | None:
-        """Return records above `cursor` that have left the ring and that only the disk still has."""
-        if self._spool is None or cursor + 1 >= first_in_ring:
+        """Return records above `cursor` that are on disk and no longer in the ring; None also after a disk error."""
+        if cursor + 1 >= first_in_ring:
             return None
         try:
             stretch = self._spool.after(cursor, max_bytes)
@@ -164,32 +296,44 @@ class Persistence:
             return None
         return stretch if stretch is not None and stretch.first < first_in_ring else None
 
-    def plan(self, plan_id: str) -> str | None:
-        """Return the text of a plan that a record on disk uses."""
-        sources = (source for source in (self._spool, self._orphans) if source is not None)
-        return next((text for source in sources if (text := source.plan(plan_id)) is not None), None)
+    def plan(self, plan_hash: str) -> str | None:
+        """Return the text of a plan that a record on disk uses, also one of a dead process; None if there is none."""
+        text = self._spool.plan(plan_hash)
+        return self._orphans.plan(plan_hash) if text is None and self._orphans is not None else text
 
     def orphan(self, incarnation: str) -> Orphan | None:
-        """Return the spool of a dead process that was taken over."""
+        """Return the spool of a dead process that this rank serves; None if it serves none of this name."""
         return None if self._orphans is None else self._orphans.get(incarnation)
 
     def finished(self, orphan: Orphan) -> None:
-        """Note that its reader was told that a spool is drained."""
+        """Delete the spool of a dead process; its reader has received the answer that all records are committed."""
         if self._orphans is not None:
             self._orphans.finished(orphan)
 
     def close(self) -> None:
-        """Leave what no store has to whoever comes next."""
-        with contextlib.ExitStack() as stack:  # closes both, in reverse order, and then raises what one raised
-            if self._writer is not None:
-                stack.callback(self._writer.close)
+        """Stop the threads. Uncommitted records remain on disk for the next rank or a service."""
+        with contextlib.ExitStack() as stack:  # closes both in reverse order, then raises the first error
+            stack.callback(self._writer.close)
             if self._orphans is not None:
                 stack.callback(self._orphans.stop)
 
     def abandon(self) -> None:
-        """In a forked child: let go of what was inherited, and change nothing on disk."""
+        """Release inherited files in a forked child. Changes nothing on disk."""
         with contextlib.ExitStack() as stack:  # as in close()
-            if self._spool is not None:
-                stack.callback(self._spool.abandon)
+            stack.callback(self._spool.abandon)
             if self._orphans is not None:
                 stack.callback(self._orphans.abandon)
+
+
+def persistence_of(
+    config: ServeConfig,
+    incarnation: str,
+    describe: Callable[[], Registration],
+    *,
+    on_fault: Callable[[str, BaseException], None],
+    meter: CpuMeter,
+) -> Persistence:
+    """Return the persistence that `config` asks for: a spool if `spool_dir` is set, otherwise none."""
+    if config.spool_dir is None:
+        return Persistence()
+    return SpoolPersistence(config.spool_dir, config, incarnation, describe, on_fault=on_fault, meter=meter)

@@ -1,4 +1,7 @@
-"""The serving side as the Monitor sees it: publish a record, drain, close. Wires ring, page, server, registration."""
+"""The serving side of a session: publish a record, drain, close. Creates ring, spool, exposition, server, registration.
+
+`routes` answers the requests, and `registration` sends the heartbeats. Nothing here measures anything.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +19,32 @@ import pyarrow as pa
 from rankscope_contract import __version__
 from rankscope_contract.model.events import EventType
 from rankscope_contract.model.identity import Identity
-from rankscope_contract.protocol.channel import STATE_DRAINING, STATE_RUNNING, Registration, RegistrationReply
+from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.exposition import ExporterStats, Exposition
 from rankscope_exporter.serving.http_server import HttpServer, open_server
 from rankscope_exporter.serving.latest_values import LatestValues
 from rankscope_exporter.serving.node_exposition import NodeExposition
-from rankscope_exporter.serving.persistence import Persistence
-from rankscope_exporter.serving.registration import RegistrationLoop
+from rankscope_exporter.serving.persistence import persistence_of
+from rankscope_exporter.serving.rank_state import RankServerSources, RankState
+from rankscope_exporter.serving.registration import DiscoveryFile, RegistrationLoop, service_client
 from rankscope_exporter.serving.ring import Ring
 from rankscope_exporter.serving.routes import Routes
-from rankscope_exporter.serving.service_client import DiscoveryFile, ServiceClient
-from rankscope_exporter.serving.tls import client_tls
 
 T = TypeVar("T")
 
 _URGENT: Final = (EventType.ANOMALY, EventType.EXIT, EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD)
+"""Events for which the service is asked to poll immediately."""
 _INERT: Final = -1
+"""Sequence number that `publish` returns in a forked child, which has no server."""
 
 
 class RankServer:
-    """Keeps the records of one process and hands them out. No socket and no thread before `start()`."""
+    """Keeps the records of one process and serves them over HTTP. Has no socket and no thread before `start()`."""
 
     def __init__(
         self,
@@ -55,27 +58,29 @@ class RankServer:
         overhead: Callable[[], Mapping[str, float]],
         dropped: Callable[[], Mapping[str, int]],
         faults: Callable[[], int],
+        sources: RankServerSources | None = None,
     ) -> None:
-        self.incarnation = identity.incarnation
-        self._meter = CpuMeter()
-        self.persistence = Persistence(
-            config, identity.incarnation, self._describe, on_fault=on_fault, meter=self._meter
-        )
-        self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=self.persistence.holds)
+        """`overhead`, `dropped` and `faults` return statistics of other parts of the session for the metrics page."""
+        self.state = RankState(identity.incarnation)
         self.service_url = config.ingest_url
-        self.scraped_by: str | None = None
         self.url: str | None = None
         self._identity = identity
         self._config = config
-        # As the JSON reader will see it: whatever has no JSON form becomes text here, not in a thread later.
+        self._meter = CpuMeter()
+        self.persistence = persistence_of(
+            config, identity.incarnation, self._describe, on_fault=on_fault, meter=self._meter
+        )
+        self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=self.persistence.holds)
+        # Converted here to the form that a JSON reader gets: values without a JSON form become text on this thread.
         self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str), parse_constant=str)
         self._planned_steps = planned_steps
         self._on_fault = on_fault
         self._overhead, self._dropped, self._faults = overhead, dropped, faults
-        self._live = LatestValues(rules)
-        self._page = Exposition(
+        self._sources = RankServerSources() if sources is None else sources
+        self._latest = LatestValues(rules)
+        self.exposition = Exposition(
             identity,
-            self._live,
+            self._latest,
             self._stats,
             rules=rules,
             series_budget=config.series_budget,
@@ -84,266 +89,203 @@ class RankServer:
             device=str(settings.get("device", "")),
         )
         self._started_at = time.time_ns() // 1000
-        self.collectives: Callable[[], Mapping[str, tuple[int, int]]] = dict
-        self.take_stacks: Callable[[], Mapping[str, Any]] | None = None
-        """Called for POST /stacks, on the server's thread."""
-        self.take_switch: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-        """Called for PUT /config, on the server's thread."""
-        self.measuring: Callable[[], Mapping[str, Any]] | None = None
-        """Asked for GET /config: what is measured now."""
-        self.stretch: Callable[[], int | None] = lambda: None
-        """Asked for the page: every how many-th of the chosen steps is measured."""
-        self._step: int | None = None
-        self._phase: str | None = None
-        self._lease: str | None = None
-        self._draining = False
-        self._unencodable = 0
-        self._counting = threading.Lock()
         self._publishing = threading.Lock()
         self._server: HttpServer | None = None
         self._registration: RegistrationLoop | None = None
-        self._node = NodeExposition(identity, self.page, on_fault, self._meter) if config.node_page else None
+        pieces = self.exposition.pieces
+        self._node = NodeExposition(identity, pieces, on_fault, self._meter) if config.node_page else None
         self._discovery: DiscoveryFile | None = None
-        self._closed = False
         self._abandoned = False
 
     def start(self) -> str:
-        """Listen, begin to register, and return the URL under which others reach this rank. Raises ServeError."""
-        if self._server is not None or self._closed:
-            raise ServeError("this channel was started before: make a new one")
+        """Listen, start to register, and return the URL under which other machines reach this rank. Raises ServeError.
+
+        The node page and the spools of dead processes are optional: an error there is reported and does not raise.
+        """
+        if self._server is not None or self.state.is_closed:
+            raise ServeError("this server was started before: create a new one")
         config = self._config
-        client = self._client()
-        self._server = open_server(config, Routes(self, config.secret), on_fault=self._on_fault, meter=self._meter)
+        client = service_client(config)
+        routes = Routes(
+            state=self.state,
+            ring=self.ring,
+            persistence=self.persistence,
+            sources=self._sources,
+            exposition=self.exposition,
+            node=self._node,
+            settings=self._settings,
+            token=config.secret,
+            on_poll=self._on_poll,
+        )
+        self._server = open_server(config, routes, on_fault=self._on_fault, meter=self._meter)
         address = config.advertised(self._server.port, self._identity.host)
         self.url = f"{config.scheme}://{address}"
-        try:
-            self._announce(address)
-        except ServeError:
-            self.close()
-            raise
+        if config.discovery_dir is not None and config.ingest_url is None:
+            self._discovery = DiscoveryFile(config.discovery_dir, self._identity)
+            try:
+                self._discovery.write(str(address), config.scheme)
+            except ServeError:
+                self.close()
+                raise
         self._server.start()
-        self._start_node_peers()
+        if self._node is not None:
+            self._optional("node page", self._node.peers.start)
         if client is not None:
             self._registration = RegistrationLoop(
                 client, self._introduce, self._on_reply, on_fault=self._on_fault, meter=self._meter
             )
-            try:
-                self.persistence.serve_orphans(client, lambda: self.url)
-            except Exception as error:  # noqa: BLE001 - records of dead processes; this rank registers all the same
-                self._on_fault("spools of dead processes", error)
+            self._optional("spools of dead processes", lambda: self.persistence.serve_orphans(client, lambda: self.url))
             self._registration.start()
         return self.url
 
     def announce(self, kinds: Iterable[str]) -> None:
-        """Name the kinds that will be measured, so that their counters stand at 0 before the first record."""
-        self._live.announce(kinds)
+        """Show the counters of `kinds` with value 0 before the first record of these kinds."""
+        self._latest.announce(kinds)
 
     def publish(self, record: StepRecord) -> int:
-        """Take over a finished record and return its seq. Never waits for the network. From any thread."""
+        """Store a finished record and return its sequence number. Never waits for the network. From any thread."""
         if self._abandoned:
             return _INERT
-        with self._publishing:  # spool, ring and page get records in one order
-            self.persistence.keep(self.ring.head + 1, record)
+        with self._publishing:  # spool, ring and exposition must receive the records in the same order
+            self.persistence.write(self.ring.head + 1, record)
             seq = self.ring.append(record)
             if record.step is not None:
-                self._step = record.step
-            self._live.update(record)
+                self.state.step = record.step
+            self._latest.update(record)
         if self._registration is not None and any(event.type in _URGENT for event in record.events):
             self._registration.poke()
         return seq
 
     def set_phase(self, phase: str | None) -> None:
-        """Tell the service, at once, what training is doing: a long evaluation is no hang."""
-        if self._abandoned or phase == self._phase:
+        """Send the phase of the training to the service immediately: a long evaluation must not be seen as a hang."""
+        if self._abandoned or phase == self.state.phase:
             return
-        self._phase = phase
+        self.state.phase = phase
         if self._registration is not None:
-            self._registration.speak()
+            self._registration.send_now()
 
     def drain(self, timeout_seconds: float) -> int:
-        """Wait until every record is committed; return how many are not. Does not wait where nobody can commit."""
+        """Wait until all records are committed; return the number of uncommitted ones.
+
+        Returns immediately if no service has registered this rank, since no reader can commit then.
+        """
         if self._abandoned:
             return 0
-        self._draining = True
+        self.state.is_draining = True
         deadline = time.monotonic() + timeout_seconds
         if self._registration is not None:
             self._registration.wait_attempted(timeout_seconds)
-        if self._registration is None or self._lease is None:
+        if self._registration is None or self.state.lease is None:
             return self.ring.uncommitted
         self._registration.drain()
-        return self.ring.wait_committed(deadline - time.monotonic(), stop=lambda: self._closed)
+        return self.ring.wait_committed(deadline - time.monotonic(), stop=lambda: self.state.is_closed)
 
     def close(self) -> None:
         """Close the socket and end the threads; a second call does nothing."""
-        if self._abandoned or self._closed:
+        if self._abandoned or self.state.is_closed:
             return
-        self._closed = True
-        with contextlib.ExitStack() as stack:  # closes all of them, in reverse order, and then raises what one raised
+        self.state.is_closed = True
+        with contextlib.ExitStack() as stack:  # closes all of them in reverse order, then raises the first error
             stack.callback(self.persistence.close)
             if self._server is not None:
                 stack.callback(self._server.stop)
             if self._node is not None:
-                stack.callback(self._node.close)
+                stack.callback(self._node.peers.close)
             if self._discovery is not None:
                 stack.callback(self._discovery.remove)
             if self._registration is not None:
                 stack.callback(self._registration.stop)
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: close the inherited sockets and be inert. Takes no lock, since its owner may be gone."""
+        """Close the inherited sockets in a forked child; all methods then do nothing.
+
+        Takes no lock, because the thread that holds it may not exist in the child.
+        """
         self._abandoned = True
         with contextlib.ExitStack() as stack:  # as in close()
             stack.callback(self.persistence.abandon)
             if self._node is not None:
-                stack.callback(self._node.abandon)
+                stack.callback(self._node.peers.abandon)
             if self._server is not None:
                 stack.callback(self._server.abandon)
             self.ring = Ring(self._config.ring_records, self._config.ring_bytes)
 
-    @property
-    def draining(self) -> bool:
-        """Return whether the rank waits for its last records to be committed."""
-        return self._draining
+    def progress(self) -> tuple[int | None, str | None]:
+        """Return the last published step and the announced phase."""
+        return self.state.step, self.state.phase
 
-    @property
-    def lease(self) -> str | None:
-        """Return the lease of the service that may move `committed`; None before one registered us."""
-        return self._lease
+    def overhead_seconds(self) -> Mapping[str, float]:
+        """Return the CPU seconds of the serving threads so far, by thread."""
+        return self._meter.totals()
 
-    def polled(self, committed: int) -> None:
-        """Note a poll of the service that registered this rank, and what it has durably. Raises CursorError."""
+    def _optional(self, part: str, start: Callable[[], object]) -> None:
+        try:
+            start()
+        except Exception as error:  # noqa: BLE001 - an optional part must not prevent the rank from being served
+            self._on_fault(part, error)
+
+    def _on_poll(self, committed: int) -> None:
         if self._registration is not None:
-            self._registration.polled()
-        self.commit(committed)
+            self._registration.on_poll()
+        self._commit(committed)
 
-    def commit(self, seq: int) -> None:
-        """Note that a store has everything up to `seq`. Raises CursorError above the newest record."""
+    def _commit(self, seq: int) -> None:
         self.ring.commit(seq)
         self.persistence.commit(seq)
 
-    def plan(self, plan_hash: str) -> str | None:
-        """Return the text of a plan that records served from here use."""
-        plan = self.ring.plan(plan_hash)
-        return self.persistence.plan(plan_hash) if plan is None else plan.json
-
-    def health(self) -> dict[str, Any]:
-        """Return what /healthz shows."""
-        state = STATE_DRAINING if self._draining else STATE_RUNNING
-        return {"status": "ok", "state": state, "incarnation": self.incarnation, "head": self.ring.head}
-
-    def progress(self) -> tuple[int | None, str | None]:
-        """Return the last step that was published, and the phase that training is in."""
-        return self._step, self._phase
-
-    def stacks(self) -> Mapping[str, Any] | None:
-        """Take stacks, record them, and return what was taken; None where nobody takes any."""
-        return None if self.take_stacks is None or self._closed else self.take_stacks()
-
-    def settings(self) -> Mapping[str, Any]:
-        """Return what /config shows; secrets were left out by who made it."""
-        return self._settings if self.measuring is None else {**self._settings, "measuring": self.measuring()}
-
-    def switch(self, document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Change what is measured, and return what is and will be; None where nobody can. Raises ConfigError."""
-        return None if self.take_switch is None or self._closed else self.take_switch(document)
-
-    def overhead_seconds(self) -> Mapping[str, float]:
-        """Return the CPU seconds of the serving threads so far."""
-        return self._meter.totals()
-
-    def page(self) -> tuple[Any, ...]:
-        """Return the metrics page in pieces."""
-        return self._page.pieces()
-
-    def node_page(self) -> Sequence[Any] | None:
-        """Return the page of all ranks of this launch on this host, in pieces; None where none was asked for."""
-        return None if self._node is None else self._node.pieces()
-
-    def count_unencodable(self, rows: int) -> None:
-        """Note rows that no column of the stream could hold."""
-        with self._counting:
-            self._unencodable += rows
-
-    def _client(self) -> ServiceClient | None:
-        config = self._config
-        if config.ingest_url is None:
-            return None
-        tls = client_tls(config) if config.ingest_url.startswith("https:") else None
-        return ServiceClient(config.ingest_url, config.secret, tls)
-
-    def _start_node_peers(self) -> None:
-        """Join the node's page. Where that cannot be, the rank's own page stays, and the fault is counted."""
-        if self._node is not None:
-            try:
-                self._node.start()
-            except Exception as error:  # noqa: BLE001 - an optional page must not keep this rank from being served
-                self._on_fault("node page", error)
-
-    def _announce(self, address: Address) -> None:
-        if self._config.discovery_dir is not None and self._config.ingest_url is None:
-            self._discovery = DiscoveryFile(self._config.discovery_dir, self._identity)
-            self._discovery.write(str(address), self._config.scheme)
-
     def _stats(self) -> ExporterStats:
-        nothing: Mapping[str, Any] = {}
-        own = {"ring_overrun": self.ring.overrun, "unencodable": self._unencodable}
-        dropped = {**own, **self.persistence.dropped, **self._asked("dropped records", self._dropped, nothing)}
-        overhead = self._asked("overhead", self._overhead, nothing)
+        empty: Mapping[str, Any] = {}
+        own = {"ring_overrun": self.ring.overrun, "unencodable": self.state.unencodable}
         return ExporterStats(
-            sampling_stretch=self._asked("the stretch of sampling", self.stretch, None),
-            collectives=self._asked("collectives", self.collectives, nothing),
+            sampling_stretch=self._read("the sampling interval multiplier", self._sources.stretch, None),
+            collectives=self._read("collectives", self._sources.collectives, empty),
             faults=self._faults(),
-            dropped=dropped,
-            overhead_seconds={**overhead, **self._meter.totals()},
+            dropped={**own, **self.persistence.dropped, **self._read("dropped records", self._dropped, empty)},
+            overhead_seconds={**self._read("overhead", self._overhead, empty), **self._meter.totals()},
             ring_records=len(self.ring),
             ring_uncommitted=self.ring.uncommitted,
         )
 
-    def _asked(self, what: str, ask: Callable[[], T], otherwise: T) -> T:
-        """Return one part of the page, `otherwise` where it cannot be had: the page is served without it."""
+    def _read(self, part: str, source: Callable[[], T], default: T) -> T:
+        """Return one part of the metrics page; `default` if its source raises: the page is then served without it."""
         try:
-            return ask()
+            return source()
         except Exception as error:  # noqa: BLE001 - see above
-            self._on_fault(f"{what} on the page", error)
-            return otherwise
+            self._on_fault(f"{part} on the page", error)
+            return default
 
     def _introduce(self) -> Registration:
         self.persistence.wait_for_older_launches()
         return self._describe()
 
     def _describe(self) -> Registration:
-        who = self._identity
+        identity, state = self._identity, self.state
+        torch = getattr(sys.modules.get("torch"), "__version__", "")
+        versions = {"rankscope": __version__, "python": sys.version.split()[0], "pyarrow": pa.__version__}
         return Registration(
-            run=who.run,
-            rank=who.rank,
-            world_size=who.world_size,
-            local_rank=who.local_rank,
-            host=who.host,
+            run=identity.run,
+            rank=identity.rank,
+            world_size=identity.world_size,
+            local_rank=identity.local_rank,
+            host=identity.host,
             pid=os.getpid(),
-            incarnation=who.incarnation,
-            launch_id=who.launch_id,
+            incarnation=identity.incarnation,
+            launch_id=identity.launch_id,
             url=self.url or "",
-            node="" if self._node is None else self._node.node,
+            node="" if self._node is None else self._node.peers.node,
             started_at=self._started_at,
-            state=STATE_DRAINING if self._draining else STATE_RUNNING,
+            state=state.name,
             head=self.ring.head,
-            step=self._step,
-            phase=self._phase,
+            step=state.step,
+            phase=state.phase,
             planned_steps=self._planned_steps,
             config=self._settings,
-            versions=_versions(),
+            versions=versions | ({"torch": str(torch)} if torch else {}),
         )
 
     def _on_reply(self, reply: RegistrationReply) -> None:
-        self._lease = reply.lease
-        self.scraped_by = self.service_url
+        self.state.lease = reply.lease
         try:
-            self.commit(reply.committed)
-        except Exception as error:  # noqa: BLE001 - a refused cursor or a disk; the thread goes on with its heartbeats
+            self._commit(reply.committed)
+        except Exception as error:  # noqa: BLE001 - a wrong cursor or a disk error must not end the heartbeats
             self._on_fault("registration", error)
-
-
-def _versions() -> dict[str, str]:
-    torch = getattr(sys.modules.get("torch"), "__version__", "")
-    versions = {"rankscope": __version__, "python": sys.version.split()[0], "pyarrow": pa.__version__}
-    return versions | ({"torch": str(torch)} if torch else {})

@@ -1,52 +1,206 @@
-"""Keeps the service informed of this rank from a daemon thread: registers, repeats it as a heartbeat, pokes.
+"""Registers this rank with the service from a daemon thread, repeats the registration as a heartbeat, and sends pokes.
 
-The publisher only sets a flag here; whatever the network does, it does to this thread alone. A service that polls a
-rank knows that it lives: the heartbeat is for one that does not, since it cannot, or has forgotten.
+The module also contains the HTTP client for the service, and the Prometheus file_sd entry of a rank without a service.
+Other threads only set a flag here, so a slow network delays no other thread. A poll by the service also shows that this
+rank is alive. The heartbeat is needed when the service does not poll, because it cannot or was restarted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import http.client
+import json
 import logging
 import math
+import os
 import random
+import ssl
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol
 
-from rankscope_contract.protocol.channel import Registration, RegistrationReply
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.protocol.channel import POKE_PATH, REGISTER_PATH, Registration, RegistrationReply
+from rankscope_contract.security.escaping import path_segment
+from rankscope_contract.security.tls import HUNG_UP, MakeContext, explain_to_client
+from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
-from rankscope_exporter.serving.service_client import RefusedError, UnreachableError
+from rankscope_exporter.serving.config import ServeConfig, client_tls
+
+REGISTER_SECONDS: Final = 5.0
+POKE_SECONDS: Final = 1.0
+_REPLY_BYTES: Final = 65_536
+
+
+class UnreachableError(Exception):
+    """The service did not answer, or its answer was not valid. The caller retries."""
+
+
+class RefusedError(Exception):
+    """The service answered with an HTTP error status; `text` is the body of its answer."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"{status}: {text}")
+        self.status = status
+        self.text = text
+
+
+class ServiceClient:
+    """HTTP client for one service. It uses no redirect and no proxy: only the configured URL gets the token."""
+
+    def __init__(self, url: str, token: str | None, tls: MakeContext | None = None) -> None:
+        self._url = url.rstrip("/")
+        self._tls = tls
+        self._headers = {"Content-Type": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+
+    def register(self, registration: Registration) -> RegistrationReply:
+        """Register this rank and return the reply. Raises RefusedError or UnreachableError."""
+        body = self._post(REGISTER_PATH, registration.to_json(), REGISTER_SECONDS)
+        try:
+            return _checked(RegistrationReply.from_json(body))
+        except ValueError as error:
+            raise UnreachableError(f"{self._url} sent an invalid registration reply: {error}") from error
+
+    def poke(self, incarnation: str) -> None:
+        """Request an immediate poll of this rank. Raises RefusedError or UnreachableError."""
+        self._post(POKE_PATH, json.dumps({"incarnation": incarnation}), POKE_SECONDS)
+
+    def _post(self, path: str, body: str, timeout_seconds: float) -> bytes:
+        data = body.encode("utf-8", "replace")
+        # ServeConfig has checked that the scheme is http or https, so urllib opens no local file.
+        request = urllib.request.Request(self._url + path, data, self._headers, method="POST")  # noqa: S310 - see above
+        # A new opener for each call: calls are seconds apart, and certificates may have been replaced since the last.
+        handlers = [urllib.request.HTTPSHandler(context=self._tls())] if self._tls is not None else []
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect(), *handlers)
+        try:
+            with opener.open(request, timeout=timeout_seconds) as response:
+                return bytes(response.read(_REPLY_BYTES))
+        except urllib.error.HTTPError as error:
+            with error:
+                raise RefusedError(error.code, _body_text(error)) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise UnreachableError(f"{self._url}: {_reason(error, self._url)}") from error
+
+
+def service_client(config: ServeConfig) -> ServiceClient | None:
+    """Return the client for the service that `config` names, None if it names none. Raises ServeError for TLS files."""
+    if config.ingest_url is None:
+        return None
+    is_tls = config.ingest_url.startswith("https:")
+    tls = client_tls(config.ca_file, config.cert_file, config.key_file) if is_tls else None
+    return ServiceClient(config.ingest_url, config.secret, tls)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Follow no redirect; the caller then gets the redirect as an HTTPError."""
+
+
+def _reason(error: Exception, url: str) -> str:
+    """Return the reason of a failed request; for TLS errors it names the setting to change."""
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(cause, ssl.SSLError):
+        return str(explain_to_client(cause))
+    if isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError):
+        is_plain = url.startswith("http:")
+        return (
+            "it closed the connection; if it uses TLS (web_config), write https:// in ingest_url"
+            if is_plain
+            else HUNG_UP
+        )
+    return str(getattr(error, "reason", None) or repr(error))
+
+
+def _body_text(error: urllib.error.HTTPError) -> str:
+    try:
+        text = error.read(_REPLY_BYTES).decode("utf-8", "replace").strip()
+    except (OSError, http.client.HTTPException):
+        text = ""
+    return text or str(error.reason)
+
+
+def _checked(reply: RegistrationReply) -> RegistrationReply:
+    is_text = isinstance(reply.lease, str) and reply.lease.isascii() and reply.lease.isprintable()
+    is_positive = isinstance(reply.heartbeat_seconds, int | float) and reply.heartbeat_seconds > 0
+    if not (is_text and reply.lease and is_positive and isinstance(reply.committed, int)):
+        raise ValueError("lease must be text, heartbeat_seconds above 0, committed a whole number")
+    return reply
+
+
+JOB: Final = "rankscope"
+_LONGEST_NAME: Final = 120  # with its suffixes the file name is below the limit of 255 bytes
+
+
+class DiscoveryFile:
+    """One JSON file in a folder that Prometheus watches with `file_sd_configs: [{files: ["<folder>/*.json"]}]`."""
+
+    def __init__(self, folder: str, identity: Identity) -> None:
+        # The name contains no incarnation: a restarted rank replaces the entry that a killed process left.
+        run = path_segment(identity.run)
+        if len(run) > _LONGEST_NAME:
+            run = f"{run[:_LONGEST_NAME]}-{hashlib.sha256(identity.run.encode()).hexdigest()[:12]}"
+        self.path = Path(folder) / f"rankscope-{run}-{identity.rank}.json"
+        self._labels = {"job": JOB, "instance": f"{identity.run}/{identity.rank}"}
+        self._text = ""
+
+    def write(self, target: str, scheme: str = "http") -> None:
+        """Write an entry for `target` (host:port) with `scheme`. Raises ServeError if the folder cannot be written."""
+        labels = self._labels | ({"__scheme__": scheme} if scheme != "http" else {})
+        self._text = json.dumps([{"targets": [target], "labels": labels}], indent=2) + "\n"
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(self._text, encoding="utf-8")
+            temporary.replace(self.path)
+        except OSError as error:
+            raise ServeError(
+                f"cannot write the discovery file {self.path}: {error.strerror or error};"
+                " set RANKSCOPE_DISCOVERY_DIR to a folder that this process may write"
+            ) from error
+
+    def remove(self) -> None:
+        """Delete the entry, unless a newer process of the same rank has replaced it."""
+        with contextlib.suppress(OSError):  # the file or the folder does not exist any more
+            if self._text and self.path.read_text(encoding="utf-8") == self._text:
+                self.path.unlink()
+
 
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS: Final = 0.25
 MAX_RETRY_SECONDS: Final = 4.0
 DRAIN_HEARTBEAT_SECONDS: Final = 0.5
-"""While a rank drains, the reply's `committed` is what it waits for."""
-MOST_SELDOM_SECONDS: Final = 60.0
-"""However often a rank is polled, it speaks again after this long."""
+"""Interval of heartbeats while the rank drains: it waits for the `committed` value of the reply."""
+MAX_HEARTBEAT_SECONDS: Final = 60.0
+"""Longest time between two heartbeats, also of a rank that is polled."""
 _SILENT_INTERVALS: Final = 1.5
-"""So many intervals of heartbeats a rank is silent after a poll. By default a calm rank is polled once in one of them,
-at times a little later: with 1, of 20 ranks, one spoke at every fourth poll, for nothing."""
-_HEARTBEAT_LIMITS: Final = (0.1, MOST_SELDOM_SECONDS)
-_SPREAD: Final = random.Random()  # noqa: S311 - no secret; its own state, since training may have seeded the shared one
+"""Number of heartbeat intervals without a heartbeat after a poll. A rank without events is polled about once per
+interval, sometimes slightly late. With 1, one of 20 ranks sent a needless heartbeat at every fourth poll."""
+_MIN_HEARTBEAT_SECONDS: Final = 0.1
+_JITTER: Final = random.Random()  # noqa: S311 - not a secret; a separate state, since training may seed the shared one
 
 
 class Client(Protocol):
-    """What registration needs of the service."""
+    """The two requests to the service that registration needs; `ServiceClient` implements them."""
 
     def register(self, registration: Registration) -> RegistrationReply:
-        """Tell the service about this rank."""
+        """Register this rank and return the reply. Raises RefusedError or UnreachableError."""
         ...
 
     def poke(self, incarnation: str) -> None:
-        """Ask the service to pull now."""
+        """Request an immediate poll of this rank. Raises RefusedError or UnreachableError."""
         ...
 
 
 class RegistrationLoop:
-    """Registers until stopped. `describe` makes the message, `on_reply` gets every answer, both on this thread."""
+    """Thread that registers until it is stopped. It calls `describe` for each request and `on_reply` for each reply."""
 
     def __init__(
         self,
@@ -65,21 +219,21 @@ class RegistrationLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._poke_wanted = False
-        self._speak_now = False
+        self._is_due_now = False
         self._draining = False
         self._registered = False
-        self._pause = 0.0  # between two heartbeats, as the service asked for
-        self._spoke_at = self._polled_at = -math.inf
+        self._interval = 0.0  # seconds between two heartbeats, as the service requested
+        self._sent_at = self._polled_at = -math.inf
         self._logged: set[str] = set()
         self._attempted = threading.Event()
         self._thread = OwnThread(target=self._run, name="rankscope-registration")
 
     def start(self) -> None:
-        """Begin to register."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; a call in flight ends with its own time-out."""
+        """End the thread; a request in progress ends with its own timeout."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -87,29 +241,29 @@ class RegistrationLoop:
             self._thread.join(timeout=1.0)
 
     def poke(self) -> None:
-        """Ask for an early pull, best effort; returns at once."""
+        """Request an early poll, best effort. Returns immediately."""
         with self._wake:
             self._poke_wanted = True
             self._wake.notify()
 
     def drain(self) -> None:
-        """Say at once that the rank drains, and then often."""
+        """Report immediately that the rank drains, and shorten the heartbeat interval."""
         with self._wake:
-            self._draining = self._speak_now = self._poke_wanted = True
+            self._draining = self._is_due_now = self._poke_wanted = True
             self._wake.notify()
 
     def wait_attempted(self, timeout_seconds: float) -> None:
-        """Wait until the service was asked for the first time: a run may end before its first registration does."""
+        """Wait until the first registration has succeeded or failed: a run may end before that."""
         self._attempted.wait(timeout_seconds)
 
-    def speak(self) -> None:
-        """Send the next heartbeat at once: what it says has changed."""
+    def send_now(self) -> None:
+        """Send the next heartbeat immediately, because its content has changed."""
         with self._wake:
-            self._speak_now = True
+            self._is_due_now = True
             self._wake.notify()
 
-    def polled(self) -> None:
-        """Note a poll of the service that registered this rank. Wakes nobody: it is seen when a heartbeat is due."""
+    def on_poll(self) -> None:
+        """Store the time of a poll by the service. The thread reads it when a heartbeat is due, and is not woken."""
         self._polled_at = time.monotonic()
 
     def _run(self) -> None:
@@ -121,8 +275,8 @@ class RegistrationLoop:
                     self._wake.wait(max(0.0, due - time.monotonic()))
                 if self._stopping:
                     return
-                register = not self._registered or self._speak_now or time.monotonic() >= due
-                poke, self._poke_wanted, self._speak_now = self._poke_wanted, False, False
+                register = not self._registered or self._is_due_now or time.monotonic() >= due
+                poke, self._poke_wanted, self._is_due_now = self._poke_wanted, False, False
             if register:
                 wait = self._register()
                 self._attempted.set()
@@ -135,42 +289,39 @@ class RegistrationLoop:
     def _postponed(self, due: float) -> float:
         if not self._registered or self._draining:
             return due
-        return next_heartbeat(due, spoke_at=self._spoke_at, polled_at=self._polled_at, pause_seconds=self._pause)
+        return next_heartbeat(due, sent_at=self._sent_at, polled_at=self._polled_at, interval_seconds=self._interval)
 
     def _has_work(self, due: float) -> bool:
-        # Between failed attempts a poke must wait as well: it would only hammer a service that is down.
-        return time.monotonic() >= due or (self._registered and (self._poke_wanted or self._speak_now))
+        # Pokes also wait between failed attempts: otherwise they would add load to a service that is down.
+        return time.monotonic() >= due or (self._registered and (self._poke_wanted or self._is_due_now))
 
     def _register(self) -> float | None:
-        """Register once; return the seconds until the next heartbeat, None when it failed."""
+        """Register once; return the seconds until the next heartbeat, None if the registration failed."""
         try:
             reply = self._client.register(self._describe())
-        except RefusedError as error:
+        except Exception as error:  # noqa: BLE001 - top of the thread: reported, and tried again
             self._registered = False
-            self._log_once(f"the service refuses this rank ({error}); trying again")
-            return None
-        except UnreachableError as error:
-            self._registered = False
-            self._log_once(f"the service cannot be reached ({error}); trying again")
-            return None
-        except Exception as error:  # noqa: BLE001 - the thread's edge: told to the façade, and tried again
-            self._registered = False
-            self._on_fault("registration", error)
+            if isinstance(error, RefusedError):
+                self._log_once(f"the service refused this rank ({error}); retrying")
+            elif isinstance(error, UnreachableError):
+                self._log_once(f"the service cannot be reached ({error}); retrying")
+            else:
+                self._on_fault("registration", error)
             return None
         self._registered = True
         self._logged.clear()
         self._on_reply(reply)
-        least, most = _HEARTBEAT_LIMITS
-        self._spoke_at, self._pause = time.monotonic(), min(max(reply.heartbeat_seconds, least), most)
-        return min(self._pause, DRAIN_HEARTBEAT_SECONDS) if self._draining else self._pause
+        self._interval = min(max(reply.heartbeat_seconds, _MIN_HEARTBEAT_SECONDS), MAX_HEARTBEAT_SECONDS)
+        self._sent_at = time.monotonic()
+        return min(self._interval, DRAIN_HEARTBEAT_SECONDS) if self._draining else self._interval
 
     def _poke_service(self) -> None:
         try:
             self._client.poke(self._describe().incarnation)
         except (RefusedError, UnreachableError) as error:
-            log.debug("poke was not heard: %s", error)
-        except Exception as error:  # noqa: BLE001 - the edge of the thread, which goes on with its heartbeats
-            self._on_fault("asking for an early pull", error)
+            log.debug("the request for an early poll failed: %s", error)
+        except Exception as error:  # noqa: BLE001 - top of the thread, which continues with its heartbeats
+            self._on_fault("requesting an early poll", error)
 
     def _log_once(self, text: str) -> None:
         if text not in self._logged:
@@ -178,15 +329,18 @@ class RegistrationLoop:
             log.warning("%s", text)
 
 
-def next_heartbeat(due: float, *, spoke_at: float, polled_at: float, pause_seconds: float) -> float:
-    """Return when a rank speaks whose heartbeat is `due`: not yet where the service polls it, but once in a while."""
-    return max(due, min(polled_at + _SILENT_INTERVALS * pause_seconds, spoke_at + MOST_SELDOM_SECONDS))
+def next_heartbeat(due: float, *, sent_at: float, polled_at: float, interval_seconds: float) -> float:
+    """Return when the heartbeat that is due at `due` must be sent; polls postpone it, up to MAX_HEARTBEAT_SECONDS.
+
+    All times are monotonic seconds: `sent_at` of the last heartbeat, `polled_at` of the last poll.
+    """
+    return max(due, min(polled_at + _SILENT_INTERVALS * interval_seconds, sent_at + MAX_HEARTBEAT_SECONDS))
 
 
-def retry_seconds(failures: int, jitter: Callable[[], float] = _SPREAD.random) -> float:
-    """Return how long to wait after so many failures in a row: doubled each time, capped, and spread by up to a half.
+def retry_seconds(failures: int, jitter: Callable[[], float] = _JITTER.random) -> float:
+    """Return the wait after `failures` failures in a row: doubled each time, limited, and reduced by up to a half.
 
-    Without the spread, all ranks of a large job would come back to a restarted service in the same instant.
+    The random part prevents that all ranks of a large job reconnect to a restarted service at the same time.
     """
     longest = min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** min(failures - 1, 16))
     return longest * (0.5 + 0.5 * jitter())

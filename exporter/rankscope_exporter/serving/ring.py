@@ -1,7 +1,7 @@
-"""The last records of this rank, bounded in number and bytes, each under its sequence number. No encoding, no network.
+"""Ring buffer of the last records of this rank, limited in number and bytes. It neither encodes nor sends records.
 
-What the ring overwrites before a store committed it is lost unless a spool keeps it; what is lost is counted here and
-told to whoever asks for it.
+A record that is overwritten before a store has committed it is lost, unless the spool has it. The ring counts lost
+records and reports them to each reader whose cursor is before them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from rankscope_exporter.records.step_record import NamedPlan, StepRecord
 from rankscope_exporter.serving.config import MIN_RING_RECORDS
 
 _PLANS_KEPT: Final = 64
-_RECORD_BYTES: Final = 256  # fixed columns and the objects around them
-_ROW_BYTES: Final = 200  # one scalar, event, feature, …: generous, so that bounds are kept
+_RECORD_BYTES: Final = 256  # fixed columns and the Python objects around them
+_ROW_BYTES: Final = 200  # one scalar, event, feature, …: an upper estimate, so that the byte limit holds
 
 
 class CursorError(ValueError):
-    """A cursor points above the newest record."""
+    """A cursor is above the newest record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A run of records and where it stands. `lost` names the first and last seq that were asked for but are gone."""
+    """Consecutive records of the ring, from sequence number `first` on.
+
+    `lost` contains the first and last requested sequence numbers that the ring no longer has; None if it has all.
+    """
 
     first: int
     records: tuple[StepRecord, ...]
@@ -37,15 +40,15 @@ class Window:
 
     @property
     def last(self) -> int:
-        """Return the seq of the newest record in the window; `first - 1` without any."""
+        """Return the sequence number of the newest record in the window; `first - 1` if the window is empty."""
         return self.first + len(self.records) - 1
 
 
 class Ring:
-    """Sequence numbers from 0, one writer, any number of readers. All methods may be called from any thread."""
+    """Records with sequence numbers from 0 on; one writer, many readers. All methods may be called from any thread."""
 
     def __init__(self, max_records: int, max_bytes: int, is_kept: Callable[[int], bool] | None = None) -> None:
-        """`is_kept(seq)` says whether a record is on disk as well: what is overwritten here is then not lost."""
+        """`is_kept(seq)` returns whether the record is on disk; it then does not count as lost when overwritten."""
         self._max_records = max_records
         self._max_bytes = max_bytes
         self._is_kept = is_kept or (lambda _seq: False)
@@ -59,7 +62,7 @@ class Ring:
         self._overrun = 0
 
     def append(self, record: StepRecord) -> int:
-        """Store `record` and return its seq. Raises ValueError when its statistics do not fit their plan."""
+        """Store `record` and return its sequence number. Raises ValueError if its statistics do not match its plan."""
         size = record_bytes(record)
         with self._changed:
             self._head += 1
@@ -73,22 +76,28 @@ class Ring:
             return self._head
 
     def after(self, cursor: int, max_bytes: int) -> Window:
-        """Return records newer than `cursor`, oldest first: at least one if there is one, else up to `max_bytes`.
+        """Return records after `cursor`, oldest first: up to `max_bytes` before compression, but at least one if any.
 
-        Bytes are counted before compression. Raises CursorError when `cursor` is above the newest record.
+        Raises CursorError if `cursor` is above the newest record.
         """
         with self._changed:
             if cursor > self._head:
                 raise CursorError(f"after={cursor} is above the newest record {self._head}")
             first = self._first
             start = max(cursor + 1, first)
-            # Copy references under the lock, encode outside it: a slow reader must not hold up the publisher.
+            # Copy references under the lock and encode outside of it, so that a slow reader does not block `append`.
             entries = tuple(islice(self._entries, start - first, None))
         lost = (cursor + 1, start - 1) if cursor + 1 < start else None
-        return Window(first=start, records=_within(entries, max_bytes), lost=lost)
+        total, count = 0, 0
+        for _, size in entries:
+            total += size
+            if count and total > max_bytes:
+                break
+            count += 1
+        return Window(first=start, records=tuple(record for record, _ in entries[:count]), lost=lost)
 
     def commit(self, seq: int) -> None:
-        """Note that everything up to `seq` is durable; never moves back. Raises CursorError above the newest record."""
+        """Mark records up to `seq` as committed; a lower `seq` has no effect. Raises CursorError above the head."""
         with self._changed:
             if seq > self._head:
                 raise CursorError(f"committed={seq} is above the newest record {self._head}")
@@ -100,18 +109,18 @@ class Ring:
             self._changed.notify_all()
 
     def wait_committed(self, timeout_seconds: float, stop: Callable[[], bool] = lambda: False) -> int:
-        """Wait until all records are committed, `stop()` holds or time is over; return how many are not committed."""
+        """Wait until all records are committed, `stop()` is true or the time is over; return the uncommitted number."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while self._uncommitted and not stop():
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                self._changed.wait(min(left, 0.1))  # `stop` has no way to notify
+                self._changed.wait(min(left, 0.1))  # polls, since `stop` does not notify the condition
             return self._uncommitted
 
     def plan(self, plan_hash: str) -> NamedPlan | None:
-        """Return a plan that a record of the ring uses, or used not long ago."""
+        """Return a plan that a record of the ring uses or recently used; None if it is unknown."""
         with self._changed:
             return self._plans.get(plan_hash)
 
@@ -120,34 +129,34 @@ class Ring:
 
     @property
     def head(self) -> int:
-        """Return the newest seq, NOTHING before the first record."""
+        """Return the sequence number of the newest record, NOTHING before the first record."""
         return self._head
 
     @property
     def first(self) -> int:
-        """Return the oldest seq still held; head + 1 when empty."""
+        """Return the oldest sequence number in the ring; head + 1 if the ring is empty."""
         with self._changed:
             return self._first
 
     @property
     def committed(self) -> int:
-        """Return the newest seq known to be durable."""
+        """Return the newest sequence number that is durable in a store."""
         return self._committed
 
     @property
     def uncommitted(self) -> int:
-        """Return how many records of the ring no store has committed."""
+        """Return the number of records in the ring that no store has committed."""
         with self._changed:
             return self._uncommitted
 
     @property
     def overrun(self) -> int:
-        """Return how many records were overwritten before they were committed, and are not on disk either."""
+        """Return the number of lost records: overwritten before the commit, and not on disk."""
         return self._overrun
 
     @property
     def fill(self) -> float:
-        """Return how much of the room before the next loss is used, 0 … 1."""
+        """Return the share of the capacity, 0 to 1, that uncommitted records use. At 1 the next record is a loss."""
         with self._changed:
             waiting = self._uncommitted
             by_bytes = min(self._uncommitted_bytes / self._max_bytes, waiting / MIN_RING_RECORDS)
@@ -174,7 +183,7 @@ class Ring:
 
     def _remember(self, plan: NamedPlan) -> None:
         self._plans.pop(plan.hash, None)
-        self._plans[plan.hash] = plan  # newest last
+        self._plans[plan.hash] = plan  # the newest plan is last
         if len(self._plans) <= _PLANS_KEPT:
             return
         in_use = {record.statistics.plan.hash for record, _ in self._entries if record.statistics is not None}
@@ -184,15 +193,19 @@ class Ring:
 
 
 def record_bytes(record: StepRecord) -> int:
-    """Return about how many bytes `record` takes uncompressed. Raises ValueError for statistics that fit no plan."""
+    """Return the approximate uncompressed size of `record` in bytes.
+
+    Raises ValueError if the number of statistics does not match the plan.
+    """
     rows = len(record.scalars) + len(record.events) + len(record.features) + len(record.collectives)
-    texts = sum(len(event.message) + len(event.details or "") for event in record.events)
-    texts += sum(len(row.get("stack") or "") for row in record.modules)
-    counts = sum(8 * len(row.get("counts") or ()) for row in record.histograms)
     rows += len(record.modules) + len(record.histograms) + len(record.hashes)
+    size = _RECORD_BYTES + rows * _ROW_BYTES
+    size += sum(len(event.message) + len(event.details or "") for event in record.events)
+    size += sum(len(row.get("stack") or "") for row in record.modules)
+    size += sum(8 * len(row.get("counts") or ()) for row in record.histograms)
     statistics = record.statistics
     if statistics is None:
-        return _RECORD_BYTES + rows * _ROW_BYTES + texts + counts
+        return size
     plan = statistics.plan.plan
     entries = len(plan.entries)
     wanted = (len(plan.value_ops) * entries, len(plan.count_ops) * entries)
@@ -201,15 +214,4 @@ def record_bytes(record: StepRecord) -> int:
             f"statistics of step {record.step}: {len(statistics.values)} values and {len(statistics.counts)} counts,"
             f" but the plan of {entries} entries needs {wanted[0]} and {wanted[1]}"
         )
-    return _RECORD_BYTES + rows * _ROW_BYTES + texts + counts + 4 * wanted[0] + 8 * wanted[1]
-
-
-def _within(entries: tuple[tuple[StepRecord, int], ...], max_bytes: int) -> tuple[StepRecord, ...]:
-    taken: list[StepRecord] = []
-    total = 0
-    for record, size in entries:
-        total += size
-        if taken and total > max_bytes:
-            break
-        taken.append(record)
-    return tuple(taken)
+    return size + 4 * wanted[0] + 8 * wanted[1]

@@ -1,8 +1,8 @@
-"""Every published record on disk at once, so that a killed process loses nothing it had published.
+"""Writes each published record to the spool folder, so that a killed process loses no published record.
 
-One write per record and no wait for the device: what a killed process wrote stays in the system's cache, and only a
-machine that loses power loses it. Whatever the disk does, the record still goes its usual way through the ring; what
-could not be kept is counted.
+One write per record, without waiting for the device: data of a killed process remains in the page cache and is lost
+only if the machine loses power. After a disk error the record is still served from the ring, and it is counted as not
+spooled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from rankscope_exporter.serving.wire_encoder import SCHEMA, encode
 
 SEGMENT_BYTES: Final = 8 * 1024 * 1024
 SEGMENT_INFLATED_BYTES: Final = 64 * 1024 * 1024
-"""A reader inflates up to a whole file at once; zeros compress well, so the bytes on disk alone bound nothing."""
+"""Upper limit of a file before compression. A reader decompresses a whole file, and zeros compress well, so a limit on
+the bytes on disk does not limit its memory."""
 
 _OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
@@ -53,23 +54,23 @@ class _Segment:
 
 
 class Spool:
-    """The spool of this process. What changes the disk is for one thread alone, what asks or reads is for any.
+    """The spool of this process. One thread calls the methods that write; any thread calls those that read.
 
-    No lock is held over a call that may hang with the disk: who asks what is held must not wait for it.
+    No lock is held during a disk operation, which may block for minutes, so `holds` never waits for the disk.
     """
 
     def __init__(
         self, root: str, incarnation: str, *, max_bytes: int, sync: bool = False, service: str | None = None
     ) -> None:
-        """`service` is whose records these are, by `service_name`; None leaves them to anybody."""
+        """`service` is the `service_name` of the only service that may read the spool after a crash; None: any."""
         self.folder = Path(root) / incarnation
         self.dropped = {FULL: 0, FAILED: 0}
         self._max_bytes = max_bytes
         self._segment_bytes = max(1, min(SEGMENT_BYTES, max_bytes // 8))
         self._sync = sync
         self._service = service
-        self._changed = threading.Lock()  # what the other threads ask for
-        self._segments: deque[_Segment] = deque()  # the last one is being written while `_file` is open
+        self._changed = threading.Lock()  # protects the fields that other threads read
+        self._segments: deque[_Segment] = deque()  # while `_file` is open, it is the file of the last segment
         self._bytes = 0
         self._committed = NOTHING
         self._plans: set[str] = set()
@@ -78,7 +79,10 @@ class Spool:
         self._reader = SpoolReader(self.folder, needed_plans)
 
     def open(self, registration: Registration) -> None:
-        """Make the folder. It has its name only once it is locked and says whose it is. Raises OSError, SpoolError."""
+        """Create the spool folder. It gets its final name when it is locked and has its identity file.
+
+        Raises OSError or SpoolError.
+        """
         self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         unfinished = self.folder.with_name(UNFINISHED_PREFIX + self.folder.name)
         unfinished.mkdir(mode=0o700)
@@ -95,26 +99,28 @@ class Spool:
 
     @property
     def is_open(self) -> bool:
-        """Return whether records are kept."""
+        """Return whether the folder is open, so that records can be written."""
         return self._lock is not None
 
     def append(self, seq: int, record: StepRecord) -> None:
-        """Keep a record, or count why not. Raises what the disk raises, after the file is whole again."""
-        kept = False
+        """Write a record, or count the reason why it is missing. Raises OSError after it has truncated the file."""
+        is_written = False
         try:
-            kept = self._append(seq, record)
+            is_written = self._append(seq, record)
         finally:
-            if not kept:
-                self._close_file()  # what follows begins a file of its own: inside one, no seq is missing
+            if not is_written:
+                self._close_file()  # the next record begins a new file: within a file no sequence number is missing
 
     def commit(self, seq: int) -> None:
-        """Note that all up to `seq` is durable, and delete the files that hold nothing else. Raises OSError."""
+        """Mark records up to `seq` as committed, and delete the files without other records. Raises OSError."""
         with self._changed:
             self._committed = max(self._committed, seq)
-            gone = []
-            while self._segments and self._segments[0].last <= self._committed and not self._is_open(self._segments[0]):
-                gone.append(self._forget_oldest())
-        for segment in gone:
+            done = []
+            while self._segments and self._segments[0].last <= self._committed:
+                if self._file >= 0 and len(self._segments) == 1:
+                    break  # the only segment is open for writing
+                done.append(self._remove_oldest())
+        for segment in done:
             segment.path.unlink(missing_ok=True)
 
     def holds(self, seq: int) -> bool:
@@ -123,18 +129,21 @@ class Spool:
             return any(segment.first <= seq <= segment.last for segment in self._segments)
 
     def after(self, cursor: int, max_bytes: int) -> Stretch | None:
-        """Return records above `cursor` as they lie on disk. Raises OSError."""
+        """Return records above `cursor` as an Arrow IPC stream from disk; None if there are none. Raises OSError."""
         with self._changed:
             if not self._segments or self._segments[-1].last <= cursor:
                 return None
         return self._reader.after(cursor, max_bytes)
 
     def plan(self, plan_hash: str) -> str | None:
-        """Return the text of a plan that a record on disk uses."""
+        """Return the text of a plan that a record on disk uses; None if it is unknown."""
         return self._reader.plan(plan_hash)
 
     def close(self) -> None:
-        """Give up the lock. The folder goes when all in it is committed, and else waits for a service or a rank."""
+        """Release the lock, and delete the folder if all its records are committed.
+
+        Otherwise a service or the next rank on this host takes the folder over.
+        """
         lock, self._lock = self._lock, None
         if lock is None:
             return
@@ -148,7 +157,7 @@ class Spool:
             lock.release()
 
     def abandon(self) -> None:
-        """In a forked child: close what was inherited and touch nothing. The lock stays the parent's."""
+        """Close the inherited files in a forked child and change nothing on disk. The parent keeps the lock."""
         lock, self._lock = self._lock, None
         if self._file >= 0:
             os.close(self._file)
@@ -157,12 +166,12 @@ class Spool:
             lock.forget()
 
     def _append(self, seq: int, record: StepRecord) -> bool:
-        if self._lock is None:  # it could not be opened, which was said
+        if self._lock is None:  # the folder could not be opened, which was reported
             self.dropped[FAILED] += 1
             return False
         try:
             if record.statistics is not None:
-                self._keep_plan(record.statistics.plan)
+                self._write_plan(record.statistics.plan)
             message = memoryview(encode(seq, [record], whole=True).body)[len(schema_message()) : -len(END_OF_STREAM)]
             if not self._make_room(len(message)):
                 self.dropped[FULL] += 1
@@ -176,7 +185,7 @@ class Spool:
             segment.last = seq
         return True
 
-    def _keep_plan(self, plan: NamedPlan) -> None:
+    def _write_plan(self, plan: NamedPlan) -> None:
         if plan.hash not in self._plans:
             write_whole(self.folder / plan_name(plan.hash), plan.json, sync=self._sync)
             if self._sync:
@@ -184,7 +193,7 @@ class Spool:
             self._plans.add(plan.hash)
 
     def _make_room(self, size: int) -> bool:
-        """Let go of the oldest files until `size` more bytes fit; what a crash is explained by is the newest."""
+        """Delete the oldest files until `size` more bytes fit; the newest records are the ones that explain a crash."""
         size += len(schema_message())
         if size > self._max_bytes:
             return False
@@ -192,15 +201,15 @@ class Spool:
             if len(self._segments) == 1:
                 self._close_file()
             with self._changed:
-                if not self._segments:  # it was committed just now
+                if not self._segments:  # committed since the check above
                     break
-                oldest = self._forget_oldest()
+                oldest = self._remove_oldest()
                 self.dropped[FULL] += max(0, oldest.last - max(oldest.first - 1, self._committed))
             oldest.path.unlink(missing_ok=True)
         return True
 
     def _segment(self, seq: int, size: int, inflated: int) -> _Segment:
-        """Return the file that takes the record: the last one, or a new one when that is full, closed or not next."""
+        """Return the file for the record: the last one, or a new one if that is full, closed or not consecutive."""
         if self._file >= 0:
             segment = self._segments[-1]
             fits = segment.last + 1 == seq and segment.bytes + size <= self._segment_bytes
@@ -219,7 +228,7 @@ class Spool:
         return segment
 
     def _write(self, segment: _Segment, data: memoryview) -> None:
-        """Append `data`, all of it or, should the disk be full, nothing."""
+        """Append all of `data`; if the disk is full, append nothing and raise OSError."""
         written = 0
         try:
             while written < len(data):
@@ -246,10 +255,7 @@ class Spool:
         if empty is not None:
             empty.path.unlink(missing_ok=True)
 
-    def _is_open(self, segment: _Segment) -> bool:
-        return self._file >= 0 and segment is self._segments[-1]
-
-    def _forget_oldest(self) -> _Segment:
+    def _remove_oldest(self) -> _Segment:
         segment = self._segments.popleft()
         self._bytes -= segment.bytes
         return segment
@@ -257,13 +263,13 @@ class Spool:
 
 @cache
 def schema_message() -> bytes:
-    """Return what every file and every stream begins with."""
+    """Return the Arrow schema message at the beginning of each file and each stream."""
     message: bytes = SCHEMA.serialize().to_pybytes()
     return message
 
 
 def needed_plans(stream: bytes) -> list[str] | None:
-    """Return the plans that the records of `stream` use; None when Arrow cannot read it to its end."""
+    """Return the plan hashes that the records of `stream` use; None if Arrow cannot read the stream to its end."""
     try:
         with pa.ipc.open_stream(stream, options=_OPTIONS) as reader:
             table = reader.read_all()

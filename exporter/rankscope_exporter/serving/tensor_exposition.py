@@ -1,8 +1,8 @@
-"""Exposition of the tensor series: thousands of samples, rendered by pyarrow outside the interpreter lock.
+"""Exposition of the tensor series: thousands of samples, rendered by pyarrow without the GIL.
 
-Names become line prefixes once per plan; each step costs a gather, a cast and a join. Labels distinguish the parts of a
-tensor, as `layers.0[1]`, but neither micro-batches nor calls nor model chunks; two samples with one name would make the
-page invalid. The record channel carries all of them.
+The line prefixes are built once per plan; each step costs a gather, a cast and a join. Labels distinguish the parts of
+a tensor, as `layers.0[1]`, but not micro-batches, calls or model chunks. Two samples of one series would make the page
+invalid, so one of them is selected. The record channel contains all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rankscope_exporter.serving.latest_values import Sampled
 
 
 class MicroSteps:
-    """The micro-batches of a plan, and which was the last one of a step."""
+    """Positions of the plan entries of each micro-batch; used to find the last micro-batch of a step."""
 
     def __init__(self, entries: Sequence[PlanEntry], kinds: frozenset[str]) -> None:
         found: dict[int, list[int]] = {}
@@ -35,7 +35,7 @@ class MicroSteps:
         self._positions = [(micro, pa.array(found[micro], pa.int32())) for micro in sorted(found, reverse=True)]
 
     def last(self, present: Any) -> int | None:
-        """Return the last micro-batch of which anything is there, by whether each entry is; None without any."""
+        """Return the last micro-batch that has a value; None if none has. `present` is a boolean array of entries."""
         for micro_step, positions in self._positions:
             if pc.any(present.take(positions), min_count=0).as_py():
                 return micro_step
@@ -43,37 +43,29 @@ class MicroSteps:
 
 
 def distinct(entries: Sequence[PlanEntry], kinds: frozenset[str], last_micro_step: int | None) -> tuple[list[int], int]:
-    """Return the positions to show, one for each kind and label, and how many series that leaves out.
+    """Return the positions to show, one for each kind and label, and the number of series that are left out.
 
-    What stands for the whole step is preferred, else the last micro-batch; the first call of a module; a whole tensor
-    before a part that is called like it; and otherwise what comes first. Other micro-batches and calls are the same
-    series at another moment, and not left out.
+    Preferred are, in this order: a whole tensor before a part with the same label; a value of the whole step before one
+    of a micro-batch; the last micro-batch; the first call of a module; the first entry of the plan. Other micro-batches
+    and calls are the same series at another time and do not count as left out.
     """
     named: dict[tuple[str, str], list[int]] = {}
     for position, entry in enumerate(entries):
-        if entry.kind in kinds and not _is_later(entry, last_micro_step):
+        micro_step = entry.micro_step
+        is_later = micro_step is not None and (last_micro_step is None or micro_step > last_micro_step)
+        if entry.kind in kinds and not is_later:
             named.setdefault((entry.kind, entry.label), []).append(position)
-    shown = sorted(
-        min(positions, key=lambda position: _order(entries[position], position)) for positions in named.values()
-    )
-    return shown, _ambiguous(entries, named)
 
+    def order(position: int) -> tuple[int, ...]:
+        entry = entries[position]
+        micro_step = 1 if entry.micro_step is None else -entry.micro_step
+        return (entry.index is not None, entry.micro_step is not None, micro_step, entry.call_seq or 0, position)
 
-def _is_later(entry: PlanEntry, last_micro_step: int | None) -> bool:
-    return entry.micro_step is not None and (last_micro_step is None or entry.micro_step > last_micro_step)
-
-
-def _order(entry: PlanEntry, position: int) -> tuple[int, ...]:
-    micro_step = -1 if entry.micro_step is None else -2 - entry.micro_step
-    whole = entry.micro_step is not None
-    return (entry.index is not None, whole, micro_step, entry.call_seq or 0, position)
-
-
-def _ambiguous(entries: Sequence[PlanEntry], named: Mapping[tuple[str, str], Iterable[int]]) -> int:
-    return sum(
+    ambiguous = sum(
         len({(entries[position].index, entries[position].vpp_stage) for position in positions}) - 1
         for positions in named.values()
     )
+    return sorted(min(positions, key=order) for positions in named.values()), ambiguous
 
 
 K = TypeVar("K", bound=Hashable)
@@ -85,7 +77,7 @@ _BASELINE_SUFFIX: Final = "_baseline"
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Lines of one metric from one array of the record: line i is prefix i and the value at position i."""
+    """Lines of one metric from one array of the record: line i has prefix i and the value at position i."""
 
     prefixes: Any  # pa.StringArray
     positions: Any  # pa.Int32Array
@@ -107,15 +99,15 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class TensorLines:
-    """The page's part for tensors, in pieces, and what was left out of it."""
+    """The tensor part of the page as byte buffers, and the number of series that it leaves out."""
 
     pieces: tuple[Any, ...]
-    over_budget: int  # series beyond the budget
-    ambiguous: int  # entries that differ only in what the labels do not show
+    over_budget: int  # series above the limit `series_budget`
+    ambiguous: int  # entries that have the same labels as another one
 
 
 class TensorRenderer:
-    """Renders sampled statistics under fixed identity labels. Not for several threads at once."""
+    """Renders sampled statistics with fixed identity labels. One thread at a time."""
 
     def __init__(
         self, identity: Mapping[str, str], rules: Sequence[AnomalyRule], series_budget: int, *, all_ops: bool = False
@@ -128,7 +120,7 @@ class TensorRenderer:
         self._micro_steps: OrderedDict[tuple[str, frozenset[str]], MicroSteps] = OrderedDict()
 
     def render(self, tensors: Iterable[Sampled]) -> TensorLines:
-        """Return the lines of all `tensors`: a family's lines together, as the format demands."""
+        """Return the lines of all `tensors`, grouped by metric family as the format requires."""
         values: list[Any] = []
         baselines: list[Any] = []
         over_budget = ambiguous = 0
@@ -148,16 +140,16 @@ class TensorRenderer:
         plan = sampled.statistics.plan
         kinds = sampled.kinds
         present = _present(sampled.statistics).is_valid()
-        micro_steps = _kept(self._micro_steps, (plan.hash, kinds), lambda: MicroSteps(plan.plan.entries, kinds))
+        micro_steps = _cached(self._micro_steps, (plan.hash, kinds), lambda: MicroSteps(plan.plan.entries, kinds))
         last = micro_steps.last(present)
-        return _kept(
+        return _cached(
             self._layouts, (plan.hash, kinds, budget, last), lambda: self._make_layout(plan, kinds, budget, last)
         )
 
     def _make_layout(self, plan: NamedPlan, kinds: frozenset[str], budget: int, last_micro_step: int | None) -> _Layout:
         entries = plan.plan.entries
         shown, ambiguous = distinct(entries, kinds, last_micro_step)
-        # Tensor by tensor, so that a budget leaves out whole tensors rather than one statistic of all.
+        # In the order of tensors, so that the limit leaves out whole tensors instead of one statistic of all tensors.
         wanted = [(position, op) for position in shown for op in self._ops(plan.plan, str(entries[position].kind))]
         kept = wanted[:budget]
 
@@ -182,42 +174,42 @@ class TensorRenderer:
         )
 
     def _ops(self, plan: Plan, kind: str) -> list[str]:
-        """Return the statistics in `plan` that the page shows for a tensor of `kind`, and their baselines."""
-        carried = (op for op in (*plan.value_ops, *plan.count_ops) if not op.endswith(_BASELINE_SUFFIX))
-        ops = [op for op in carried if self._all_ops or self._is_judged(kind, op)]
-        return [*ops, *(op + _BASELINE_SUFFIX for op in JUDGED_OPS)]
+        """Return the ops in `plan` that the page shows for `kind`: those that rules use, or all, and baselines."""
 
-    def _is_judged(self, kind: str, op: str) -> bool:
-        return op in JUDGED_OPS or any(rule.judges(kind, op) for rule in self._rules)
+        def is_shown(op: str) -> bool:
+            return self._all_ops or op in JUDGED_OPS or any(rule.judges(kind, op) for rule in self._rules)
+
+        carried = (op for op in (*plan.value_ops, *plan.count_ops) if not op.endswith(_BASELINE_SUFFIX))
+        return [*filter(is_shown, carried), *(op + _BASELINE_SUFFIX for op in JUDGED_OPS)]
 
     def _prefix(self, spec: MetricSpec, entry: PlanEntry, op: str) -> str:
         own = f'kind="{label_value(str(entry.kind))}",tensor="{label_value(entry.label)}",op="{op}"'
         return f"{spec.name}{{{self._identity}{own}}} ".encode("utf-8", "replace").decode()
 
 
-def _kept(known: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    """Return what is known under `key`, made where it is not; the longest unused one is forgotten."""
-    if key not in known:
-        known[key] = make()
-        if len(known) > _LAYOUTS_KEPT:
-            known.popitem(last=False)
-    known.move_to_end(key)
-    return known[key]
+def _cached(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
+    """Return `cache[key]`, created by `make` if it is missing; remove the least recently used entry above the limit."""
+    if key not in cache:
+        cache[key] = make()
+        if len(cache) > _LAYOUTS_KEPT:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]
 
 
 def _present(statistics: Statistics) -> Any:
-    """Return the counts that are null where a tensor is absent: other statistics may be left out by choice."""
+    """Return the `numel` counts, which are null exactly for absent tensors; settings may exclude other ops."""
     plan = statistics.plan.plan
     return statistics.counts.slice(plan.count_ops.index("numel") * len(plan.entries), len(plan.entries))
 
 
 def _lines(block: _Block, numbers: Any, statistics: Statistics) -> list[Any]:
-    """Return the lines of a block as one buffer; what is null has no line."""
+    """Return the lines of a block as one buffer; a null value has no line."""
     if not len(block.prefixes):
         return []
     present = _present(statistics)
     taken = numbers.take(block.positions)
-    if present.null_count:  # an absent tensor has no line, whatever stands in its place
+    if present.null_count:  # an absent tensor has no line, even if the array has a value at its position
         taken = pc.if_else(present.is_valid().take(block.entries), taken, pa.scalar(None, taken.type))
     lines = pc.binary_join_element_wise(block.prefixes, _texts(taken), "\n", "")
     _, offsets, data = lines.buffers()
@@ -225,7 +217,10 @@ def _lines(block: _Block, numbers: Any, statistics: Statistics) -> list[Any]:
 
 
 def _texts(numbers: Any) -> Any:
-    """Return numbers as Prometheus reads them: float32 widened to double, so that its compression finds zero bits."""
+    """Return numbers in the text format of Prometheus.
+
+    A float32 is converted to float64 first, so that its last bits are zero and Prometheus compresses it well.
+    """
     if pa.types.is_integer(numbers.type):
         return numbers.cast(pa.string())
     wide = numbers.cast(pa.float64())

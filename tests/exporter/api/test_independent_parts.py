@@ -7,6 +7,7 @@ import json
 import logging
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -411,7 +412,11 @@ def test_a_console_that_fails_leaves_captures_and_callbacks(monkeypatch):
 def test_a_part_of_the_page_that_fails_leaves_the_others(part, monkeypatch, caplog):
     training = Training()
     training.train()
-    monkeypatch.setattr(training.session.channel, part, broken)
+    channel = training.session.channel
+    if part.startswith("_"):
+        monkeypatch.setattr(channel, part, broken)
+    else:
+        monkeypatch.setattr(channel, "_sources", replace(channel._sources, **{part: broken}))
     page = urllib.request.urlopen(f"{training.monitor.address}/metrics", timeout=30).read().decode()
     training.finish()
 

@@ -277,9 +277,9 @@ def test_phases_nest_add_up_and_are_events(quiet: MonitorConfig, reader: MakeRea
         for _ in range(2):
             with monitor.phase("evaluation"):
                 with monitor.phase("checkpoint"):
-                    shown.append(session.channel._phase)
-                shown.append(session.channel._phase)
-            shown.append(session.channel._phase)
+                    shown.append(session.channel.state.phase)
+                shown.append(session.channel.state.phase)
+            shown.append(session.channel.state.phase)
         seconds = eventually(lambda: (found := read.scalars("phase_seconds")) and len(found) == 4 and found)
         phases = [json.loads(event["details"])["phase"] for event in read.events() if event["type"] == "phase"]
 

@@ -1,4 +1,4 @@
-"""Records to serve, a rank that serves them, a reader over real HTTP, and a double of the service."""
+"""Fixtures: records, a rank that serves them, a client over real HTTP, and a service double."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.rank_server import RankServer
+from rankscope_exporter.serving.rank_state import RankServerSources
 
 RULES = (AnomalyNan(), AnomalyTurbulence(threshold=3.0))
 INCARNATION = "feedc0de"
@@ -40,14 +41,14 @@ def statistics_of(entries: Sequence[PlanEntry], rows: Sequence[Numbers | None]) 
 def record_of(
     step: int, entries: Sequence[PlanEntry] = (), rows: Sequence[Numbers | None] = (), **more: Any
 ) -> StepRecord:
-    """Return a record of `step`, with statistics where there are entries."""
+    """Return a record of `step`, with statistics if there are entries."""
     statistics = statistics_of(entries, rows) if entries else None
     return StepRecord(ts=1_700_000_000_000_000 + step, step=step, statistics=statistics, **more)
 
 
 @dataclass(slots=True)
 class Got:
-    """An answer, read to its end."""
+    """A complete answer."""
 
     status: int
     headers: http.client.HTTPMessage
@@ -69,7 +70,7 @@ class Got:
 
 @dataclass(slots=True)
 class Rank:
-    """A channel under test and how to talk to it."""
+    """A rank server under test, and requests to it."""
 
     channel: RankServer
     faults: list[tuple[str, BaseException]] = field(default_factory=list)
@@ -92,12 +93,12 @@ class Rank:
     def records(self, after: int, **query_and_headers: Any) -> Got:
         query = {name: value for name, value in query_and_headers.items() if name in ("committed", "max_bytes")}
         headers = {name: value for name, value in query_and_headers.items() if name not in query}
-        path = f"/records?incarnation={self.channel.incarnation}&after={after}"
+        path = f"/records?incarnation={self.channel.state.incarnation}&after={after}"
         return self.get(path + "".join(f"&{name}={value}" for name, value in query.items()), **headers)
 
 
 class ServiceDouble:
-    """A service on a real port: says what it is told to, and remembers what it heard. It pulls nothing by itself."""
+    """A service on a real port: it stores requests and sends the configured replies. It never polls."""
 
     def __init__(self) -> None:
         self.registrations: list[dict[str, Any]] = []
@@ -122,8 +123,8 @@ class ServiceDouble:
                     self.send_header("Location", double.redirect_to)
                     self.end_headers()
                     return
-                heard = {REGISTER_PATH: double.registrations, POKE_PATH: double.pokes}[self.path]
-                heard.append(document)
+                received = {REGISTER_PATH: double.registrations, POKE_PATH: double.pokes}[self.path]
+                received.append(document)
                 self._reply()
 
             def _reply(self) -> None:
@@ -173,7 +174,7 @@ def statistics() -> Callable[..., Statistics]:
 
 @pytest.fixture
 def service() -> Iterator[ServiceDouble]:
-    """Return a running double of the service."""
+    """Return a running service double."""
     double = ServiceDouble()
     yield double
     double.stop()
@@ -181,10 +182,18 @@ def service() -> Iterator[ServiceDouble]:
 
 @pytest.fixture
 def new_rank() -> Iterator[Callable[..., Rank]]:
-    """Return what makes a rank from ServeConfig arguments; `started=False` leaves it without a socket."""
+    """Return a function that creates a rank from ServeConfig arguments; with `started=False` it has no socket."""
     ranks: list[Rank] = []
 
-    def make(*, run: str = "run-1", rank: int = 0, started: bool = True, settings: Any = None, **config: Any) -> Rank:
+    def make(
+        *,
+        run: str = "run-1",
+        rank: int = 0,
+        started: bool = True,
+        settings: Any = None,
+        sources: RankServerSources | None = None,
+        **config: Any,
+    ) -> Rank:
         faults: list[tuple[str, BaseException]] = []
         identity = Identity(
             run=run, launch_id="launch-1", rank=rank, world_size=2, host="node-1", incarnation=INCARNATION
@@ -199,6 +208,7 @@ def new_rank() -> Iterator[Callable[..., Rank]]:
             overhead=lambda: {"publisher": 0.25},
             dropped=lambda: {"publisher_behind": 0},
             faults=lambda: len(faults),
+            sources=sources,
         )
         ranks.append(Rank(channel, faults))
         if started:
@@ -218,7 +228,7 @@ def rank(new_rank: Callable[..., Rank]) -> Rank:
 
 @pytest.fixture
 def until() -> Callable[..., Any]:
-    """Return what polls a condition up to a deadline and returns its first true value."""
+    """Return a function that polls a condition until a deadline and returns its first true value."""
 
     def wait(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
         deadline = time.monotonic() + seconds
@@ -227,6 +237,6 @@ def until() -> Callable[..., Any]:
             if value:
                 return value
             time.sleep(0.01)
-        return pytest.fail(f"not within {seconds} s")
+        return pytest.fail(f"the condition was not true within {seconds} s")
 
     return wait

@@ -1,4 +1,4 @@
-"""Addresses of ranks: ranges that ranks and jobs of a node share, IPv6, and what others are told."""
+"""Addresses of ranks: shared port ranges, IPv6, and the advertised address."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOSTS = st.sampled_from(["127.0.0.1", "0.0.0.0", "::1", "::", "fd00::2", "node-7
 
 @pytest.fixture
 def listening():
-    """Return what opens a server as configured."""
+    """Return a function that opens a server with the given settings."""
     servers = []
 
     def make(listen, **settings):
@@ -33,7 +33,7 @@ def listening():
 
 
 @given(HOSTS, st.integers(1, 65535), st.none() | st.integers(1, 900))
-def test_an_address_is_read_as_it_is_written(host, port, more):
+def test_address_round_trips_through_its_text(host, port, more):
     last = None if more is None else min(65535, port + more)
     written = Address(host, port, None if last == port else last)
 
@@ -43,21 +43,21 @@ def test_an_address_is_read_as_it_is_written(host, port, more):
 @pytest.mark.parametrize(
     ("listen", "fix"),
     [
-        ("127.0.0.1:9499-9400", "a range of ports goes up"),
-        ("127.0.0.1:0-10", "a range of ports goes up"),
-        ("127.0.0.1:1-60000", "1000 at most"),
+        ("127.0.0.1:9499-9400", "a port range must ascend"),
+        ("127.0.0.1:0-10", "a port range must ascend"),
+        ("127.0.0.1:1-60000", "at most 1000 ports"),
         ("::1:9400", "in brackets"),
         ("[::1", "listen"),
         ("[fe80::1%eth0]:9400", "zone"),
     ],
 )
-def test_an_address_that_cannot_be_meant_is_refused_with_its_fix(listen, fix):
+def test_invalid_address_is_refused_with_the_fix(listen, fix):
     with pytest.raises(ServeError, match=fix):
         ServeConfig(listen=listen, token="t")
 
 
-def test_ranks_and_jobs_of_a_node_share_a_range(listening, free_port):
-    """Whoever comes takes the first port that is free, and one that was given up is taken again."""
+def test_servers_share_a_port_range(listening, free_port):
+    """Each server takes the first free port, and a released port is used again."""
     listen = f"127.0.0.1:{free_port}-{free_port + 30}"
     first, second, third = (listening(listen) for _ in range(3))
     second.stop()
@@ -66,7 +66,7 @@ def test_ranks_and_jobs_of_a_node_share_a_range(listening, free_port):
     assert second.port == listening(listen).port
 
 
-def test_a_range_that_is_full_is_told(listening):
+def test_full_port_range_is_reported(listening):
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
@@ -75,9 +75,9 @@ def test_a_range_that_is_full_is_told(listening):
                 two.bind(("127.0.0.1", port + 1))
                 two.listen()
             except OSError:
-                pytest.skip("the next port is taken by somebody else, which is as good, but not ours to close")
+                pytest.skip("another process uses the next port")
             one.listen()
-            with pytest.raises(ServeError, match=f"127.0.0.1:{port}-{port + 1}: all 2 ports are in use; give a longer"):
+            with pytest.raises(ServeError, match=f"127.0.0.1:{port}-{port + 1}: all 2 ports are in use; set a longer"):
                 listening(f"127.0.0.1:{port}-{port + 1}")
 
 
@@ -91,7 +91,7 @@ def test_a_range_that_is_full_is_told(listening):
         ("[::ffff:127.0.0.1]:0", ["127.0.0.1"]),
     ],
 )
-def test_a_rank_is_reached_by_either_family(listening, listen, reached_at):
+def test_wildcard_address_accepts_ipv4_and_ipv6(listening, listen, reached_at):
     server = listening(listen)
     server.start()
     for host in reached_at:
@@ -111,40 +111,40 @@ def test_a_rank_is_reached_by_either_family(listening, listen, reached_at):
         ({"listen": "[::]:0", "advertise": "[fd00::2]"}, "[fd00::2]:4711"),
     ],
 )
-def test_others_are_told_where_a_rank_of_a_range_is(settings, advertised):
+def test_advertised_port_is_paired_with_the_bound_port(settings, advertised):
     assert advertised == str(ServeConfig(token="t", **settings).advertised(4711, "node-1"))
 
 
 @pytest.mark.parametrize("advertise", ["gateway:80", "gateway:14700-14710", "0.0.0.0", "[::]:9400"])
-def test_an_address_that_could_be_only_one_of_several_ranks_or_nobody_is_refused(advertise):
-    with pytest.raises(ServeError, match=r"as many ports as listen has|no address to dial"):
+def test_advertise_with_another_number_of_ports_is_refused(advertise):
+    with pytest.raises(ServeError, match=r"as many ports as listen has|is not a reachable address"):
         ServeConfig(listen="0.0.0.0:4700-4799", token="t", advertise=advertise)
 
 
 @pytest.mark.parametrize("listen", ["[::ffff:127.0.0.1]:0", "[::1]:0"])
-def test_loopback_is_loopback_in_either_family(listen):
+def test_loopback_is_detected_for_ipv4_and_ipv6(listen):
     assert ServeConfig(listen=listen).address.is_loopback
 
 
 # The token.
 
 
-def test_a_token_file_is_as_good_as_a_token(tmp_path):
+def test_token_file_replaces_token(tmp_path):
     path = tmp_path / "token"
     path.write_text("open-sesame\n")
 
     assert "open-sesame" == ServeConfig(listen="0.0.0.0:0", token_file=str(path)).secret
-    assert "open-sesame" == ServeConfig.from_environment({"RANKSCOPE_TOKEN_FILE": str(path)}).secret
+    assert "open-sesame" == ServeConfig().with_environment({"RANKSCOPE_TOKEN_FILE": str(path)}).secret
 
 
-def test_the_environment_replaces_the_token_wherever_it_is_kept(tmp_path):
+def test_environment_replaces_token_and_token_file(tmp_path):
     path = tmp_path / "token"
     path.write_text("from-file")
 
-    given = ServeConfig(token_file=str(path)).with_environment({"RANKSCOPE_TOKEN": "said"})
-    named = ServeConfig(token="said").with_environment({"RANKSCOPE_TOKEN_FILE": str(path)})
+    given = ServeConfig(token_file=str(path)).with_environment({"RANKSCOPE_TOKEN": "set-directly"})
+    named = ServeConfig(token="set-directly").with_environment({"RANKSCOPE_TOKEN_FILE": str(path)})
 
-    assert ("said", "from-file") == (given.secret, named.secret)
+    assert ("set-directly", "from-file") == (given.secret, named.secret)
 
 
 @pytest.mark.parametrize(
@@ -153,18 +153,18 @@ def test_the_environment_replaces_the_token_wherever_it_is_kept(tmp_path):
         ({"token": "a", "token_file": "x"}, "both set"),
         ({"token_file": "nowhere"}, "token_file nowhere: No such file"),
         ({"cert_file": "nowhere"}, "cert_file nowhere: no such file"),
-        ({"key_file": "nowhere"}, "key_file without cert_file"),
-        ({"node_page": "yes"}, "node_page is true or false"),
+        ({"key_file": "nowhere"}, "key_file is set without cert_file"),
+        ({"node_page": "yes"}, "node_page must be true or false"),
     ],
 )
-def test_a_wrong_file_is_told(settings, fix, tmp_path, monkeypatch):
+def test_missing_file_is_named(settings, fix, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ServeError, match=fix):
         ServeConfig(**settings)
 
 
 @pytest.mark.parametrize(("text", "fix"), [("", "is empty"), ("\n", "is empty"), ("two words", "without spaces")])
-def test_what_a_token_file_holds_is_checked(tmp_path, text, fix):
+def test_content_of_the_token_file_is_checked(tmp_path, text, fix):
     path = tmp_path / "token"
     path.write_text(text)
     with pytest.raises(ServeError, match=f"token_file .*{fix}"):

@@ -1,4 +1,4 @@
-"""What a rank may listen on, and how the environment says so."""
+"""Settings of the rank's server, and the environment variables that override them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 from rankscope_exporter.serving.config import Address, ServeConfig, ServeError
 
 
-def test_default_is_loopback_and_any_free_port():
+def test_default_is_loopback_and_a_free_port():
     address = ServeConfig().address
 
     assert ("127.0.0.1", 0) == (address.host, address.port)
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "10.1.2.3:9400", "[::]:0", "node-7:9400"])
-def test_an_address_that_others_can_reach_needs_a_token(listen):
+def test_address_reachable_from_other_machines_needs_a_token(listen):
     with pytest.raises(ServeError, match=r"RANKSCOPE_TOKEN.*insecure"):
         ServeConfig(listen=listen)
 
@@ -23,7 +23,7 @@ def test_an_address_that_others_can_reach_needs_a_token(listen):
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.8.8.8:1", "[::1]:9400", "localhost:0"])
-def test_loopback_needs_no_token(listen):
+def test_loopback_address_needs_no_token(listen):
     assert ServeConfig(listen=listen).address.is_loopback
 
 
@@ -45,22 +45,22 @@ def test_loopback_needs_no_token(listen):
         ({"ring_bytes": 0}, "at least 1"),
         ({"series_budget": 0}, "at least 1"),
         ({"page_ops": "some"}, "'judged' or 'all'"),
-        ({"token": ""}, "leave it out"),
+        ({"token": ""}, "remove it"),
         ({"token": "a b"}, "without spaces"),
         ({"token": "ü"}, "ASCII"),
     ],
 )
-def test_a_wrong_setting_is_refused_with_its_fix(wrong, fix):
+def test_wrong_setting_is_refused_with_the_fix(wrong, fix):
     with pytest.raises(ServeError, match=fix):
         ServeConfig(**wrong)
 
 
-def test_the_token_is_never_shown():
+def test_repr_does_not_contain_the_token():
     assert "hush" not in repr(ServeConfig(token="hush"))
 
 
-def test_the_environment_sets_every_variable():
-    config = ServeConfig.from_environment(
+def test_each_environment_variable_sets_its_field():
+    config = ServeConfig().with_environment(
         {
             "RANKSCOPE_LISTEN": "0.0.0.0:9400",
             "RANKSCOPE_ADVERTISE": "node-3:9500",
@@ -82,15 +82,15 @@ def test_the_environment_sets_every_variable():
     assert wanted == config
 
 
-def test_an_empty_variable_counts_as_unset():
+def test_empty_variable_counts_as_unset():
     names = ("LISTEN", "ADVERTISE", "TOKEN", "INSECURE", "INGEST_URL", "DISCOVERY_DIR")
 
-    assert ServeConfig() == ServeConfig.from_environment({f"RANKSCOPE_{name}": "" for name in names})
+    assert ServeConfig() == ServeConfig().with_environment({f"RANKSCOPE_{name}": "" for name in names})
 
 
-def test_an_unclear_truth_is_refused():
+def test_invalid_boolean_variable_is_refused():
     with pytest.raises(ServeError, match="RANKSCOPE_INSECURE is 'maybe': use 1 or 0"):
-        ServeConfig.from_environment({"RANKSCOPE_INSECURE": "maybe"})
+        ServeConfig().with_environment({"RANKSCOPE_INSECURE": "maybe"})
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_an_unclear_truth_is_refused():
         ({"listen": "0.0.0.0:0", "token": "t", "advertise": "outside:80"}, "outside:80"),
     ],
 )
-def test_others_are_told_an_address_they_can_reach(config, advertised):
+def test_advertised_address_is_reachable_from_other_machines(config, advertised):
     assert advertised == str(ServeConfig(**config).advertised(4711, "node-1"))
 
 
-def test_an_ipv6_address_is_written_in_brackets():
+def test_ipv6_address_is_written_in_brackets():
     assert "[fe80::1]:1" == str(Address.parse("[fe80::1]:1", what="listen"))

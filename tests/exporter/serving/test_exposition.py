@@ -1,4 +1,4 @@
-"""The live page: what Prometheus reads, character by character and by its own tools."""
+"""The metrics page, compared with a golden file, with promtool and with prometheus_client's parser."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NASTY = 'la"yer\\s.0\n{a="b", } 学习 #'
 
 
 class Bench:
-    """A page without a server, and its samples as prometheus_client's parser reads them."""
+    """A page without a server, and its samples as parsed by prometheus_client."""
 
     def __init__(self, *, run="run-1", rules=RULES, series_budget=20_000, standing=ExporterStats(), **options):  # noqa: B008 - frozen
         identity = Identity(
@@ -48,7 +48,7 @@ class Bench:
         return b"".join(bytes(piece) for piece in self.page.pieces()).decode()
 
     def samples(self, name: str) -> dict[tuple[str, ...], float]:
-        """Return the samples of `name` by the values of its own labels, in the catalogue's order."""
+        """Return the samples of `name` by their label values, in the order of the catalogue."""
         labels = CATALOG[name].labels
         families = text_string_to_metric_families(self.text)
         return {
@@ -101,13 +101,13 @@ def _filled(record) -> Bench:
     return bench
 
 
-def test_the_page_is_the_golden_page(record):
+def test_page_equals_the_golden_file(record):
     text = re.sub(r"(rankscope_build_info\{).*(\})", r"\1…\2", _filled(record).text)
 
     assert GOLDEN.read_text(encoding="utf-8") == text
 
 
-def test_promtool_finds_no_fault_with_the_page(record, require_server):
+def test_page_passes_promtool_check(record, require_server):
     check = subprocess.run(
         [require_server("promtool", "prometheus"), "check", "metrics"],
         input=_filled(record).text.encode(),
@@ -118,7 +118,7 @@ def test_promtool_finds_no_fault_with_the_page(record, require_server):
     assert (0, b"", b"") == (check.returncode, check.stdout, check.stderr)
 
 
-def test_the_page_parses_back_to_the_numbers_of_the_record(record):
+def test_parsed_page_has_the_values_of_the_record(record):
     bench = _filled(record)
 
     assert {
@@ -141,14 +141,14 @@ def test_the_page_parses_back_to_the_numbers_of_the_record(record):
     assert {('loss{"loss":"lm","split":"val"}',): 1.5, ("my scalar",): -math.inf} == bench.samples("rankscope_scalar")
 
 
-def test_non_finite_values_are_spelled_as_prometheus_spells_them(record):
+def test_non_finite_values_use_the_spelling_of_prometheus(record):
     values = {line.rpartition(" ")[2] for line in _filled(record).text.splitlines()}
 
     assert {"NaN", "+Inf", "-Inf"} <= values
     assert not {value for value in values if value.lower() in ("nan", "inf", "-inf")} - {"NaN", "-Inf"}
 
 
-def test_every_metric_of_the_page_is_in_the_catalogue_with_its_labels(record):
+def test_each_metric_has_the_labels_of_the_catalogue(record):
     for family in text_string_to_metric_families(_filled(record).text):
         for sample in family.samples:
             spec = CATALOG[sample.name]
@@ -157,7 +157,7 @@ def test_every_metric_of_the_page_is_in_the_catalogue_with_its_labels(record):
             assert (spec.type, spec.help) == (family.type, family.documentation)
 
 
-def test_an_empty_state_is_a_valid_page_without_tensors():
+def test_page_without_records_is_valid():
     bench = Bench()
 
     assert {} == bench.samples("rankscope_tensor_value")
@@ -165,7 +165,7 @@ def test_an_empty_state_is_a_valid_page_without_tensors():
     assert {("AnomalyNan", ""): 0} == bench.samples("rankscope_anomaly_events_total")
 
 
-def test_an_absent_tensor_has_no_sample_even_where_a_value_stands(record, statistics):
+def test_absent_tensor_has_no_sample(record, statistics):
     import pyarrow as pa
 
     from rankscope_exporter.records.step_record import Statistics, StepRecord
@@ -179,7 +179,7 @@ def test_an_absent_tensor_has_no_sample_even_where_a_value_stands(record, statis
     assert {"here"} == {tensor for _, tensor, _ in bench.samples("rankscope_tensor_value")}
 
 
-def test_only_judged_ops_are_shown_unless_all_are_asked_for(record):
+def test_page_ops_selects_the_ops_of_the_page(record):
     entries, numbers = [PlanEntry(kind="act_out", tensor="a")], [{"norm": 1.0, "max": 2.0}]
     shown = []
     for bench in (Bench(rules=()), Bench(), Bench(rules=(AnomalyNan(threshold=9.0),)), Bench(all_ops=True)):
@@ -194,7 +194,7 @@ def test_only_judged_ops_are_shown_unless_all_are_asked_for(record):
     ] == [ops - {"numel"} if number < 3 else ops for number, ops in enumerate(shown)]
 
 
-def test_series_beyond_the_budget_are_left_out_and_counted_once(record):
+def test_series_above_the_budget_are_counted_once(record):
     entries = [PlanEntry(kind="act_out", tensor=f"t{number}") for number in range(10)]
     bench = Bench(series_budget=12)
     for step in range(3):
@@ -206,8 +206,8 @@ def test_series_beyond_the_budget_are_left_out_and_counted_once(record):
     assert {("series_budget",): 48, ("series_ambiguous",): 0} == dropped
 
 
-def test_parts_of_a_tensor_have_labels_of_their_own_and_chunks_do_not_repeat_a_series(record):
-    """What labels cannot tell apart is shown once, the whole before a part of the same name; the rest is counted."""
+def test_parts_have_labels_and_chunks_do_not_repeat_a_series(record):
+    """Entries with equal labels are shown once, a whole tensor before a part of that name; others are counted."""
     entries = [
         PlanEntry(kind="act_out", tensor="a", index=0),
         PlanEntry(kind="act_out", tensor="a"),
@@ -225,8 +225,8 @@ def test_parts_of_a_tensor_have_labels_of_their_own_and_chunks_do_not_repeat_a_s
     assert 2 == bench.samples("rankscope_dropped_total")[("series_ambiguous",)]
 
 
-def test_the_last_micro_batch_of_each_step_is_shown_and_the_first_call(record):
-    """A step of fewer micro-batches shows its own last one, also where the plan knows more; nothing is repeated."""
+def test_page_shows_the_last_micro_batch_and_the_first_call(record):
+    """A step with fewer micro-batches than the plan shows its own last one, and no series occurs twice."""
     entries = [
         PlanEntry(kind="act_out", tensor="a", micro_step=micro, call_seq=call)
         for micro in range(3)
@@ -248,14 +248,14 @@ def test_the_last_micro_batch_of_each_step_is_shown_and_the_first_call(record):
     assert 0 == bench.samples("rankscope_dropped_total")[("series_ambiguous",)]
 
 
-def test_half_a_surrogate_pair_costs_one_character_and_not_the_page(record):
+def test_lone_surrogate_is_replaced_in_the_page(record):
     bench = Bench()
     bench.live.update(record(0, scalars=(Scalar("bad \ud800 name", 1.0),)))
 
     assert {("bad ? name",): 1.0} == bench.samples("rankscope_scalar")
 
 
-def test_the_tensors_of_a_step_are_rendered_once(record):
+def test_tensors_of_a_step_are_rendered_once(record):
     bench = _filled(record)
     first, second = bench.page.pieces(), bench.page.pieces()
     bench.live.update(record(9, [PlanEntry(kind="act_out", tensor="a")], [{"norm": 1.0}]))
@@ -270,7 +270,7 @@ _labels = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\
 
 @settings(deadline=None)
 @given(names=st.tuples(_labels, _labels, _labels, _labels), value=st.floats(width=32))
-def test_any_name_and_value_comes_back(record, names, value):
+def test_any_name_and_value_round_trips(record, names, value):
     run, tensor, kind, scalar = names
     bench = Bench(run=run)
     entries = [PlanEntry(kind=kind, tensor=tensor)]
@@ -286,7 +286,7 @@ def test_any_name_and_value_comes_back(record, names, value):
     [({}, False), ({"Accept_Encoding": "identity"}, False), ({"Accept_Encoding": "deflate, gzip;q=0"}, False),
      ({"Accept_Encoding": "gzip"}, True), ({"Accept_Encoding": "deflate, GZIP;q=0.5"}, True)],
 )  # fmt: skip
-def test_the_page_is_compressed_for_who_takes_it(rank, record, accept, packed):
+def test_page_is_compressed_if_the_client_accepts_gzip(rank, record, accept, packed):
     rank.channel.publish(record(0, [PlanEntry(kind="act_out", tensor="a")], [{"norm": 1.0}]))
     got = rank.get("/metrics", **accept)
     text = gzip.decompress(got.body) if packed else got.body
@@ -297,8 +297,8 @@ def test_the_page_is_compressed_for_who_takes_it(rank, record, accept, packed):
     assert b'op="norm"} 1\n' in text or b'op="norm"} 1.0\n' in text
 
 
-def test_a_page_never_mixes_two_steps_of_a_kind(rank, record):
-    """Scrapes during publishing: every number of a kind is the step that rankscope_kind_step names."""
+def test_page_never_mixes_two_steps_of_a_kind(rank, record):
+    """In scrapes during publishing, all values of a kind equal the step that rankscope_kind_step shows."""
     entries = [PlanEntry(kind=kind, tensor=f"t{number}") for kind in ("act_in", "act_out") for number in range(50)]
     done = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Framing and manners of the server: garbage, slow clients and crowds never reach the training's console."""
+"""The HTTP server with invalid requests, slow clients and many connections: no output on the training's console."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _echo(request):
 
 @pytest.fixture
 def new_server():
-    """Return what starts a server; every fault it reports is in its list `faults`."""
+    """Return a function that starts a server; its list `faults` contains the reported faults."""
     servers = []
 
     def make(application=_echo, **limits):
@@ -79,7 +79,7 @@ def _read_all(client):
         (b"GET /?" + b"a=1&" * 100 + b" HTTP/1.1\r\nConnection: close\r\n\r\n", b"400"),
     ],
 )
-def test_garbage_gets_a_clear_refusal_and_no_traceback(new_server, capfd, raw, status):
+def test_invalid_request_is_refused_without_traceback(new_server, capfd, raw, status):
     server = new_server()
     answer = _say(server, raw)
 
@@ -89,20 +89,20 @@ def test_garbage_gets_a_clear_refusal_and_no_traceback(new_server, capfd, raw, s
     assert [] == server.faults
 
 
-def test_after_garbage_the_server_serves_on(new_server):
+def test_server_answers_after_an_invalid_request(new_server):
     server = new_server()
     _say(server, b"\xff\xfe\r\n\r\n")
 
     assert b"/ok {}" in _say(server, b"GET /ok HTTP/1.1\r\nConnection: close\r\n\r\n")
 
 
-def test_paths_and_queries_are_decoded(new_server):
+def test_path_and_query_are_decoded(new_server):
     answer = _say(new_server(), b"GET /a%20b?x=%C3%BC&x=2&y= HTTP/1.1\r\nConnection: close\r\n\r\n")
 
     assert b"/a b {'x': '2', 'y': ''}" in answer
 
 
-def test_one_connection_serves_many_requests(new_server):
+def test_connection_is_kept_alive(new_server):
     connection = http.client.HTTPConnection("127.0.0.1", new_server().port, timeout=10)
     ports = set()
     for _ in range(3):
@@ -114,7 +114,7 @@ def test_one_connection_serves_many_requests(new_server):
     assert 1 == len(ports)
 
 
-def test_a_body_does_not_become_the_next_request(new_server):
+def test_body_of_a_get_is_not_read_as_a_request(new_server):
     smuggled = b"GET /inner HTTP/1.1\r\n\r\n"
     answer = _say(new_server(), b"GET /outer HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(smuggled) + smuggled)
 
@@ -122,7 +122,7 @@ def test_a_body_does_not_become_the_next_request(new_server):
     assert b"/inner" not in answer
 
 
-def test_a_fault_in_the_application_is_reported_and_answered(new_server, capfd):
+def test_application_error_is_reported_and_answered_with_500(new_server, capfd):
     server = new_server()
     answer = _say(server, b"GET /broken HTTP/1.1\r\n\r\n")
 
@@ -131,7 +131,7 @@ def test_a_fault_in_the_application_is_reported_and_answered(new_server, capfd):
     assert ("", "") == capfd.readouterr()
 
 
-def test_a_client_that_leaves_is_no_fault(new_server, until, capfd):
+def test_disconnected_client_is_not_a_fault(new_server, until, capfd):
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(_):
@@ -151,13 +151,13 @@ def test_a_client_that_leaves_is_no_fault(new_server, until, capfd):
     assert ("", "") == capfd.readouterr()
 
 
-def test_a_client_that_says_nothing_is_dropped(new_server):
+def test_silent_client_is_disconnected(new_server):
     with _connect(new_server(client_seconds=0.2)) as client:
         assert b"" == client.recv(100)
 
 
-def test_a_client_that_drips_is_dropped(new_server, until):
-    """Every byte would renew a socket time-out; the limit is on the request."""
+def test_slow_client_is_disconnected(new_server, until):
+    """Each byte would restart a socket timeout; the limit applies to the whole request."""
     server = new_server(client_seconds=0.3)
     with _connect(server) as client:
 
@@ -169,7 +169,7 @@ def test_a_client_that_drips_is_dropped(new_server, until):
         until(drip)
 
 
-def test_a_client_that_does_not_read_is_dropped(new_server, until):
+def test_client_that_does_not_read_is_disconnected(new_server, until):
     server = new_server(lambda _: Answer(200, (b"x" * 50_000_000,)), client_seconds=0.3)
     with _connect(server) as client:
         client.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -179,7 +179,7 @@ def test_a_client_that_does_not_read_is_dropped(new_server, until):
     assert [] == server.faults
 
 
-def test_a_crowd_is_told_to_come_back(new_server, until):
+def test_connection_above_the_limit_gets_429(new_server, until):
     server = new_server(max_connections=2)
     with _connect(server), _connect(server):
         until(lambda: len(server._since) == 2)
@@ -193,25 +193,25 @@ def test_a_crowd_is_told_to_come_back(new_server, until):
     assert b"200" in _say(server, b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
 
 
-def test_the_cpu_of_handlers_is_counted(new_server, until):
+def test_cpu_time_of_handlers_is_counted(new_server, until):
     server = new_server(lambda _: Answer.text(200, str(sum(range(2_000_000)))))
     _say(server, b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
 
     assert until(lambda: server.meter.totals().get("http", 0.0) > 0.005)
 
 
-def test_a_taken_port_is_a_clear_error(new_server):
+def test_used_port_is_refused_with_the_fix(new_server):
     port = new_server().port
     with pytest.raises(ServeError, match=rf"cannot listen on 127.0.0.1:{port}: .*in use; use port 0"):
         HttpServer(Address("127.0.0.1", port), _echo, on_fault=lambda *_: None, meter=CpuMeter())
 
 
-def test_an_address_of_another_machine_is_a_clear_error():
+def test_foreign_address_is_refused():
     with pytest.raises(ServeError, match=r"cannot listen on 192.0.2.1:0: .*assign"):
         HttpServer(Address("192.0.2.1", 0), _echo, on_fault=lambda *_: None, meter=CpuMeter())
 
 
-def test_stopping_frees_the_port_and_hangs_up(new_server):
+def test_stop_frees_the_port_and_closes_connections(new_server):
     server = new_server()
     with _connect(server) as client:
         client.sendall(b"GET / HTTP/1.1\r\n\r\n")

@@ -1,4 +1,4 @@
-"""What the live state keeps of a stream of records."""
+"""The latest values that are taken from a sequence of records."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _anomaly(rule="AnomalyNan", kind="grad_reduced", tensor="a", op="nans"):
     return Event(type=EventType.ANOMALY, rule=rule, kind=kind, tensor=tensor, op=op)
 
 
-def test_scalar_counters_stand_at_zero_before_anything_happened(live):
+def test_scalar_counters_start_at_zero(live):
     snapshot = live.snapshot()
 
     assert {("AnomalyNan", ""): 0} == snapshot.anomalies
     assert {("AnomalyNan", ""): False} == snapshot.firing
 
 
-def test_a_kind_seen_in_a_plan_has_its_counters_at_zero(live, record):
+def test_counters_of_a_planned_kind_start_at_zero(live, record):
     live.update(record(0, [GRADIENT, ACTIVATION], ONE * 2))
 
     assert {
@@ -47,13 +47,13 @@ def test_a_kind_seen_in_a_plan_has_its_counters_at_zero(live, record):
     } == live.snapshot().anomalies
 
 
-def test_a_kind_can_be_announced_before_its_first_record(live):
+def test_announced_kind_has_counters_before_its_first_record(live):
     live.announce(["grad_reduced"])
 
     assert 0 == live.snapshot().anomalies["AnomalyTurbulence", "grad_reduced"]
 
 
-def test_firings_are_counted_per_kind_and_per_series(live, record):
+def test_firings_are_counted_by_kind_and_by_series(live, record):
     live.update(record(0, events=(_anomaly(), _anomaly(op="infs"), Event(type="note", rule="AnomalyNan"))))
     live.update(record(1, events=(_anomaly(),)))
     snapshot = live.snapshot()
@@ -65,7 +65,7 @@ def test_firings_are_counted_per_kind_and_per_series(live, record):
     } == snapshot.anomaly_series
 
 
-def test_beyond_the_cap_firings_count_under_other(live, record):
+def test_firings_above_the_series_limit_count_as_other(live, record):
     for number in range(MAX_ANOMALY_SERIES + 30):
         live.update(record(0, events=(_anomaly(tensor=f"t{number}"),)))
     live.update(record(0, events=(_anomaly(tensor="t0"),)))
@@ -76,7 +76,7 @@ def test_beyond_the_cap_firings_count_under_other(live, record):
     assert MAX_ANOMALY_SERIES + 1 == len(series)
 
 
-def test_a_rule_fires_until_its_kind_is_judged_again(live, record):
+def test_rule_fires_until_its_kind_is_evaluated_again(live, record):
     firing = frozenset({("AnomalyNan", "grad_reduced")})
     live.update(record(0, [GRADIENT], ONE, firing=firing))
     live.update(record(1, [ACTIVATION], ONE, scalars=(Scalar("loss", 1.0),)))
@@ -87,7 +87,7 @@ def test_a_rule_fires_until_its_kind_is_judged_again(live, record):
     assert not live.snapshot().firing["AnomalyNan", "grad_reduced"]
 
 
-def test_a_look_at_the_hardware_between_steps_judges_nothing_that_was_logged(live, record):
+def test_hardware_record_does_not_reset_rules_of_scalars(live, record):
     live.update(record(0, firing=frozenset({("AnomalyNan", "")}), scalars=(Scalar("loss", math.nan),)))
     live.update(StepRecord(ts=0, scalars=(Scalar("gpu_power_watts", 1.0),)))
     still = live.snapshot().firing["AnomalyNan", ""]
@@ -97,7 +97,7 @@ def test_a_look_at_the_hardware_between_steps_judges_nothing_that_was_logged(liv
     assert not live.snapshot().firing["AnomalyNan", ""]
 
 
-def test_each_kind_comes_from_its_latest_record(live, record):
+def test_each_kind_has_the_values_of_its_latest_record(live, record):
     both = record(0, [GRADIENT, ACTIVATION], ONE * 2)
     later = record(5, [GRADIENT], ONE)
     live.update(both)
@@ -111,7 +111,7 @@ def test_each_kind_comes_from_its_latest_record(live, record):
     assert 6 == snapshot.step
 
 
-def test_the_version_moves_with_the_statistics_alone(live, record):
+def test_version_changes_only_with_statistics(live, record):
     live.update(record(0, [GRADIENT], ONE))
     first = live.snapshot().tensors_version
     live.update(record(1, scalars=(Scalar("loss", 1.0),)))
@@ -121,7 +121,7 @@ def test_the_version_moves_with_the_statistics_alone(live, record):
     assert first == second < live.snapshot().tensors_version
 
 
-def test_a_step_may_rewind(live, record):
+def test_step_may_decrease(live, record):
     live.update(record(9, [GRADIENT], ONE))
     live.update(record(3, [GRADIENT], ONE))
     snapshot = live.snapshot()
@@ -129,7 +129,7 @@ def test_a_step_may_rewind(live, record):
     assert (3, [3]) == (snapshot.step, [sampled.step for sampled in snapshot.tensors])
 
 
-def test_scalars_keep_their_latest_value_by_name_and_labels(live, record):
+def test_scalars_have_their_latest_value_by_name_and_labels(live, record):
     live.update(record(0, scalars=(Scalar("loss", 1.0, labels={"loss": "lm"}), Scalar("loss", 2.0))))
     live.update(record(1, scalars=(Scalar("loss", math.nan),)))
     values = {key: scalar.value for key, scalar in live.snapshot().scalars.items()}
@@ -138,7 +138,7 @@ def test_scalars_keep_their_latest_value_by_name_and_labels(live, record):
     assert math.isnan(values["loss", ()])
 
 
-def test_scalar_names_are_bounded(live, record):
+def test_number_of_scalar_series_is_limited(live, record):
     for step in range(MAX_SCALAR_SERIES + 5):
         live.update(record(step, scalars=(Scalar(f"loss at {step}", 1.0),)))
     snapshot = live.snapshot()
@@ -152,7 +152,7 @@ def test_skipped_steps_are_counted(live, record):
     assert 1 == live.snapshot().skipped_steps
 
 
-def test_thresholds_are_nan_without_one(live):
+def test_threshold_of_a_rule_without_limit_is_nan(live):
     thresholds = live.snapshot().thresholds
 
     assert 3.0 == thresholds["AnomalyTurbulence"]

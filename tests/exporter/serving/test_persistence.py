@@ -1,4 +1,4 @@
-"""A rank with a spool as others see it: what the ring has lost is served from disk, and dead processes have a voice."""
+"""A rank with a spool: it serves overwritten records from disk, and the spools of dead processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_contract.spool import Orphan, SpoolReader
 from rankscope_contract.spool.layout import read_service, service_name
 from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.serving import orphan_recovery, spool_writer
+from rankscope_exporter.serving import orphan_recovery, persistence
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.spool import Spool, needed_plans
 
@@ -27,7 +27,7 @@ LEASE = {"Rankscope_Lease": "lease-1"}
 
 
 def leave_behind(root: Path, incarnation: str, records: list[Any], service: str | None = None, **who: Any) -> Spool:
-    """Leave the spool of a process that published `records` and was killed."""
+    """Create the spool of a process that published `records` and was killed."""
     facts = {"run": "run-1", "rank": 0, "world_size": 2, "launch_id": "launch-0", "started_at": 7} | who
     spool = Spool(str(root), incarnation, max_bytes=1 << 30, service=service)
     spool.open(Registration(local_rank=0, host="node-0", pid=1, incarnation=incarnation, url="", **facts))
@@ -42,8 +42,8 @@ def metric(page: str, reason: str) -> float:
     return float(line.rpartition(" ")[2])
 
 
-def test_what_the_ring_has_overwritten_is_served_from_disk(new_rank, record, tmp_path):
-    """A service that is away for longer than the ring is deep finds everything."""
+def test_overwritten_records_are_served_from_disk(new_rank, record, tmp_path):
+    """A service that was stopped for longer than the ring lasts gets all records."""
     rank = new_rank(ring_records=256, spool_dir=str(tmp_path))
     for step in range(300):
         rank.channel.publish(record(step, [ENTRY], [{"norm": 1.0}]))
@@ -58,7 +58,7 @@ def test_what_the_ring_has_overwritten_is_served_from_disk(new_rank, record, tmp
     assert 0 == metric(rank.get("/metrics").text, "spool_full")
 
 
-def test_what_neither_ring_nor_disk_has_is_told_as_lost_and_counted(new_rank, record, tmp_path):
+def test_records_in_neither_ring_nor_spool_are_reported_as_lost(new_rank, record, tmp_path):
     rank = new_rank(ring_records=256, spool_dir=str(tmp_path), spool_bytes=60_000)
     for step in range(300):
         rank.channel.publish(record(step))
@@ -71,7 +71,7 @@ def test_what_neither_ring_nor_disk_has_is_told_as_lost_and_counted(new_rank, re
     assert 0 < metric(page, "spool_full") < 300
 
 
-def test_a_folder_that_cannot_be_used_costs_the_spool_alone(new_rank, record, tmp_path):
+def test_unusable_spool_folder_leaves_the_ring_working(new_rank, record, tmp_path):
     (tmp_path / "taken").write_text("a file stands where the folder should be")
     rank = new_rank(spool_dir=str(tmp_path / "taken"))
     seqs = [rank.channel.publish(record(step)) for step in range(3)]
@@ -81,8 +81,8 @@ def test_a_folder_that_cannot_be_used_costs_the_spool_alone(new_rank, record, tm
     assert 3 == metric(rank.get("/metrics").text, "spool_error")
 
 
-def test_a_forked_child_holds_nothing_of_the_spool(new_rank, service, until, record, tmp_path):
-    """It may outlive its parent, whose lock must then be free; the parent goes on as before."""
+def test_forked_child_has_no_open_files_of_the_spool(new_rank, service, until, record, tmp_path):
+    """The child may outlive its parent, whose lock must then be free; the parent is not affected."""
     leave_behind(tmp_path, "dead", [record(0)])
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     rank.channel.publish(record(0))
@@ -106,7 +106,7 @@ def test_a_forked_child_holds_nothing_of_the_spool(new_rank, service, until, rec
 
 
 class _Disk:
-    """Hangs in `write`, for records alone, from `hang` to `answer`. Calls of other parts of the process go through."""
+    """A disk on which `write` blocks for spool files, from `hang()` to `answer()`. Other writes succeed."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._root = root.resolve()
@@ -129,9 +129,9 @@ class _Disk:
 
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
-    """Return the disk under `tmp_path`, of which the publisher is not very patient."""
-    monkeypatch.setattr(spool_writer, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(spool_writer, "CLOSE_SECONDS", 0.2)
+    """Return the disk of `tmp_path`, with short timeouts of the publisher."""
+    monkeypatch.setattr(persistence, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(persistence, "CLOSE_SECONDS", 0.2)
     made = _Disk(tmp_path, monkeypatch)
     yield made
     made.answer()
@@ -141,7 +141,7 @@ def on_disk(rank: Any, seqs: range) -> list[int]:
     return [seq for seq in seqs if rank.channel.persistence.holds(seq)]
 
 
-def test_each_record_is_on_disk_before_it_can_be_fetched(new_rank, record, tmp_path, monkeypatch):
+def test_record_is_on_disk_before_readers_get_it(new_rank, record, tmp_path, monkeypatch):
     rank = new_rank(spool_dir=str(tmp_path))
     append, early = rank.channel.ring.append, []
 
@@ -156,8 +156,8 @@ def test_each_record_is_on_disk_before_it_can_be_fetched(new_rank, record, tmp_p
     assert [0] * 20 == early
 
 
-def test_a_disk_that_hangs_holds_back_neither_records_nor_alerts(new_rank, record, tmp_path, disk):
-    """One record waits for a moment, those after it do not at all; what others see of the rank goes on."""
+def test_hanging_disk_delays_only_one_record(new_rank, record, tmp_path, disk):
+    """The first record waits for the timeout, later records do not wait; the rank is still served."""
     rank = new_rank(spool_dir=str(tmp_path))
     rank.channel.publish(record(0))
     disk.hang()
@@ -167,17 +167,17 @@ def test_a_disk_that_hangs_holds_back_neither_records_nor_alerts(new_rank, recor
     seconds = time.monotonic() - began
     got = rank.records(-1)
 
-    assert 5.0 > seconds  # one wait and not 29
+    assert 5.0 > seconds  # one timeout, not 29
     assert list(range(30)) == got.seqs
     assert [0] == on_disk(rank, range(30))
     assert ["spool"] == [where for where, _ in rank.faults]
-    assert "has not answered for 0.2 s" in str(rank.faults[0][1])
-    assert rank.channel.persistence.folder is None  # nobody is told that all of it waits there
+    assert "timed out after 0.2 s" in str(rank.faults[0][1])
+    assert rank.channel.persistence.folder is None  # not reported as the place of all records
 
 
-def test_the_spool_goes_on_when_the_disk_answers_again(new_rank, record, tmp_path, disk, until, monkeypatch, caplog):
-    """What waited is written, what did not find room is counted, and a file of its own begins behind the gap."""
-    monkeypatch.setattr(spool_writer, "BACKLOG_RECORDS", 3)
+def test_spool_continues_when_the_disk_responds_again(new_rank, record, tmp_path, disk, until, monkeypatch, caplog):
+    """The backlog is written, further records are counted, and a new file starts after the gap."""
+    monkeypatch.setattr(persistence, "BACKLOG_RECORDS", 3)
     rank = new_rank(spool_dir=str(tmp_path))
     rank.channel.publish(record(0))
     disk.hang()
@@ -199,11 +199,11 @@ def test_the_spool_goes_on_when_the_disk_answers_again(new_rank, record, tmp_pat
     assert (0, 3) == (orphan.after(-1, 1 << 20).first, orphan.after(-1, 1 << 20).last)
     assert (9, 11) == (orphan.after(3, 1 << 20).first, orphan.after(3, 1 << 20).last)
     orphan.release()
-    assert 1 == sum("answers again: 5 records are not in it" in text for text in caplog.messages)
+    assert 1 == sum("responds again: 5 records were not spooled" in text for text in caplog.messages)
     assert 1 == len(rank.faults)
 
 
-def test_a_hang_of_a_moment_costs_the_spool_nothing(new_rank, record, tmp_path, disk, until):
+def test_short_disk_hang_loses_no_record(new_rank, record, tmp_path, disk, until):
     rank = new_rank(spool_dir=str(tmp_path))
     disk.hang()
     for step in range(20):
@@ -216,14 +216,12 @@ def test_a_hang_of_a_moment_costs_the_spool_nothing(new_rank, record, tmp_path, 
     assert 0 == rank.channel.persistence.dropped["spool_behind"]
 
 
-def test_a_disk_that_hangs_while_it_deletes_does_not_hold_up_who_commits(
-    new_rank, service, until, record, tmp_path, monkeypatch
-):
-    """What a store has is noted in a request of the service and in the heartbeat: both must go on."""
+def test_hanging_delete_does_not_block_commits(new_rank, service, until, record, tmp_path, monkeypatch):
+    """Commits are noted during a poll and during a heartbeat; neither may block."""
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path), spool_bytes=60_000)
     for step in range(8):
         rank.channel.publish(record(step))
-    until(lambda: rank.channel.lease)
+    until(lambda: rank.channel.state.lease)
     answers, real = threading.Event(), os.unlink
 
     def unlink(path: Any, *arguments: Any, **named: Any) -> None:
@@ -239,21 +237,21 @@ def test_a_disk_that_hangs_while_it_deletes_does_not_hold_up_who_commits(
     assert 8 == seq
 
 
-def test_a_disk_that_hangs_holds_up_neither_attach_nor_the_end(new_rank, record, tmp_path, disk):
+def test_hanging_disk_blocks_neither_attach_nor_close(new_rank, record, tmp_path, disk):
     rank = new_rank(spool_dir=str(tmp_path))
 
-    assert [] == list(tmp_path.iterdir())  # nothing was asked of the disk yet
+    assert [] == list(tmp_path.iterdir())  # no disk operation yet
     disk.hang()
     rank.channel.publish(record(0))
     began = time.monotonic()
     rank.channel.close()
 
-    assert 30.0 > time.monotonic() - began  # the disk hangs for ever
-    assert Orphan.take(tmp_path / OWN, needed_plans) is None  # the end of the process gives the lock back
+    assert 30.0 > time.monotonic() - began  # the disk never responds
+    assert Orphan.take(tmp_path / OWN, needed_plans) is None  # the lock is released when the process exits
 
 
-def test_without_a_thread_to_write_the_ring_still_takes_the_record(new_rank, record, tmp_path, monkeypatch):
-    """Python starts none while it ends."""
+def test_records_enter_the_ring_if_no_spool_thread_can_start(new_rank, record, tmp_path, monkeypatch):
+    """Python starts no thread while the interpreter exits."""
     rank = new_rank(spool_dir=str(tmp_path))
 
     def refuse(_thread: threading.Thread) -> None:
@@ -267,7 +265,7 @@ def test_without_a_thread_to_write_the_ring_still_takes_the_record(new_rank, rec
     assert 2 == metric(rank.get("/metrics").text, "spool_error")
 
 
-def test_a_record_that_the_ring_refuses_does_not_stand_on_disk_either(new_rank, record, statistics, tmp_path):
+def test_record_refused_by_the_ring_is_not_spooled(new_rank, record, statistics, tmp_path):
     rank = new_rank(spool_dir=str(tmp_path))
     good = record(0, [ENTRY], [{"norm": 1.0}])
     bad = type(good.statistics)(good.statistics.plan, good.statistics.values[:1], good.statistics.counts)
@@ -281,18 +279,18 @@ def test_a_record_that_the_ring_refuses_does_not_stand_on_disk_either(new_rank, 
     assert [] == rank.faults
 
 
-def test_a_rank_whose_records_are_all_committed_leaves_nothing(new_rank, service, until, record, tmp_path):
+def test_spool_folder_is_deleted_when_all_is_committed(new_rank, service, until, record, tmp_path):
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     for step in range(3):
         rank.channel.publish(record(step))
-    until(lambda: rank.channel.lease)
+    until(lambda: rank.channel.state.lease)
     rank.records(2, committed=2, **LEASE)
     rank.channel.close()
 
     assert [] == list(tmp_path.iterdir())
 
 
-def test_the_identity_on_disk_is_what_the_service_would_have_been_told(new_rank, record, tmp_path):
+def test_identity_file_contains_the_registration(new_rank, record, tmp_path):
     rank = new_rank(spool_dir=str(tmp_path), settings={"every": 5})
     rank.channel.publish(record(0))
     known = json.loads((tmp_path / OWN / "identity.json").read_text())["registration"]
@@ -317,34 +315,30 @@ def test_the_identity_on_disk_is_what_the_service_would_have_been_told(new_rank,
         ("http://[::1]:9470", "http://[::1]:9470"),
     ],
 )
-def test_a_service_has_one_name_however_it_is_spelled_and_no_secret_is_in_it(url, name):
+def test_service_name_is_normalized_and_contains_no_secret(url, name):
     assert name == service_name(url)
 
 
-def test_a_rank_hands_over_what_is_for_its_own_service_or_for_none_that_is_named(
-    new_rank, service, until, record, tmp_path
-):
-    """The store of another service would have runs that are not its own, and the right one would miss them."""
+def test_rank_serves_spools_of_its_own_service_or_of_none(new_rank, service, until, record, tmp_path):
+    """Otherwise the store of another service would get these runs, and the right store would miss them."""
     leave_behind(tmp_path, "other", [record(0)], service="http://127.0.0.1:9", started_at=1)
     leave_behind(tmp_path, "same", [record(0)], service=service_name(service.url), started_at=2)
     leave_behind(tmp_path, "unnamed", [record(0)], started_at=3)
     leave_behind(tmp_path, "old", [record(0)], started_at=4)
     identity = json.loads((tmp_path / "old" / "identity.json").read_text())
-    del identity["service"]  # as earlier releases wrote it
+    del identity["service"]  # the format of earlier releases
     (tmp_path / "old" / "identity.json").write_text(json.dumps(identity))
     rank = new_rank(ingest_url=service.url + "/", spool_dir=str(tmp_path))
-    until(lambda: OWN in {told["incarnation"] for told in service.registrations})
+    until(lambda: OWN in {sent["incarnation"] for sent in service.registrations})
     rank.channel.publish(record(0))
 
-    assert {"same", "unnamed", "old", OWN} == {told["incarnation"] for told in service.registrations}
+    assert {"same", "unnamed", "old", OWN} == {sent["incarnation"] for sent in service.registrations}
     assert (tmp_path / "other" / f"{0:012d}.arrows").exists()
     assert rank.channel.persistence.orphan("other") is None
     assert service_name(service.url) == read_service(tmp_path / OWN)
 
 
-def test_spools_of_dead_processes_are_registered_before_the_rank_itself_and_served(
-    new_rank, service, until, record, tmp_path
-):
+def test_orphaned_spools_register_before_the_rank(new_rank, service, until, record, tmp_path):
     records = [record(step, [ENTRY], [{"norm": 1.0}]) for step in range(4)]
     leave_behind(tmp_path, "dead-b", records[:2], started_at=9)
     leave_behind(tmp_path, "dead-a", records, started_at=8)
@@ -354,7 +348,7 @@ def test_spools_of_dead_processes_are_registered_before_the_rank_itself_and_serv
     got = rank.get("/records?incarnation=dead-a&after=0")
     plan = rank.get(f"/plan/{records[0].statistics.plan.hash}")
 
-    assert ["dead-a", "dead-b", OWN] == [told["incarnation"] for told in (first, second, third)]
+    assert ["dead-a", "dead-b", OWN] == [sent["incarnation"] for sent in (first, second, third)]
     assert ("launch-0", "draining", 3, OWN) == tuple(
         first[name] for name in ("launch_id", "state", "head", "served_by")
     )
@@ -367,16 +361,16 @@ def test_spools_of_dead_processes_are_registered_before_the_rank_itself_and_serv
     assert records[0].statistics.plan.json == plan.text
 
 
-def test_a_served_spool_goes_once_the_holder_of_its_lease_has_all_of_it(new_rank, service, until, record, tmp_path):
+def test_orphaned_spool_is_deleted_after_the_last_commit(new_rank, service, until, record, tmp_path):
     leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     until(lambda: service.registrations)
     until(lambda: rank.channel.persistence.orphan("dead").lease)
     path = "/records?incarnation=dead"
-    stranger = rank.get(f"{path}&after=3&committed=3")
+    unleased = rank.get(f"{path}&after=3&committed=3")
     waiting = rank.get(f"{path}&after=3&committed=1", **LEASE)
 
-    assert (204, 204) == (stranger.status, waiting.status)
+    assert (204, 204) == (unleased.status, waiting.status)
     assert (tmp_path / "dead").exists()
     drained = rank.get(f"{path}&after=3&committed=3", **LEASE)
     assert (503, "draining") == (drained.status, drained.headers["Rankscope-State"])
@@ -384,9 +378,7 @@ def test_a_served_spool_goes_once_the_holder_of_its_lease_has_all_of_it(new_rank
     assert 409 == rank.get(f"{path}&after=3").status
 
 
-def test_a_served_spool_also_goes_by_what_the_reply_says_is_committed(
-    new_rank, service, until, record, tmp_path, monkeypatch
-):
+def test_orphaned_spool_is_deleted_by_the_committed_reply(new_rank, service, until, record, tmp_path, monkeypatch):
     monkeypatch.setattr(orphan_recovery, "FINISH_SECONDS", 0.0)
     leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
     service.committed = 3
@@ -395,38 +387,36 @@ def test_a_served_spool_also_goes_by_what_the_reply_says_is_committed(
     until(lambda: not (tmp_path / "dead").exists())
 
 
-def test_a_reader_hears_that_a_spool_is_drained_though_a_reply_said_before_that_all_is_committed(
-    new_rank, service, until, record, tmp_path
-):
-    """It would take us for another process otherwise, and the dead one for vanished just now."""
+def test_reader_gets_503_for_a_spool_that_a_reply_committed(new_rank, service, until, record, tmp_path):
+    """Otherwise the reader would treat this rank as another process, and the dead process as just lost."""
     leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
     service.committed = 3
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
-    until(lambda: sum(told["incarnation"] == "dead" for told in service.registrations) >= 2)
+    until(lambda: sum(sent["incarnation"] == "dead" for sent in service.registrations) >= 2)
 
     assert 503 == rank.get("/records?incarnation=dead&after=3&committed=3", **LEASE).status
 
 
 class _Service:
-    """Hears of processes, and refuses some."""
+    """A service double that stores registered incarnations and refuses some."""
 
     def __init__(self, refused: tuple[str, ...] = ()) -> None:
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.refused = refused
 
     def register(self, registration: Registration) -> RegistrationReply:
         if registration.incarnation in self.refused:
             raise orphan_recovery.RefusedError(409, "not you")
-        self.heard.append(registration.incarnation)
+        self.received.append(registration.incarnation)
         return RegistrationReply(lease="l", attempt=0, heartbeat_seconds=1.0, committed=-1)
 
     def poke(self, incarnation: str) -> None:
-        """Hear nothing."""
+        """Ignore the request."""
 
 
 @pytest.fixture
 def orphans_of(tmp_path, monkeypatch):
-    """Return what begins to speak, to a service, for the spools below `tmp_path`: for two of them at a time."""
+    """Return a function that starts the recovery of the spools in `tmp_path`, two at a time."""
     monkeypatch.setattr(orphan_recovery, "AT_ONCE", 2)
     monkeypatch.setattr(orphan_recovery, "HEARTBEAT_SECONDS", 0.01)
     begun: list[orphan_recovery.OrphanRecovery] = []
@@ -445,30 +435,30 @@ def orphans_of(tmp_path, monkeypatch):
         orphans.stop()
 
 
-def test_a_rank_speaks_for_a_few_dead_processes_at_a_time_the_oldest_first(orphans_of, until, record, tmp_path):
-    """Thousands may lie there after a night of crashes, and each costs the training process an open file."""
+def test_rank_serves_a_few_orphans_at_a_time_oldest_first(orphans_of, until, record, tmp_path):
+    """There may be thousands after many crashes, and each one needs an open file in the training process."""
     for number in (3, 1, 2):
         leave_behind(tmp_path, f"dead-{number}", [record(0)])
     service = _Service()
     orphans = orphans_of(service)
-    until(lambda: len(service.heard) >= 6)
+    until(lambda: len(service.received) >= 6)
 
-    assert {"dead-3", "dead-1"} == set(service.heard)
+    assert {"dead-3", "dead-1"} == set(service.received)
     orphans.finished(orphans.get("dead-3"))
-    until(lambda: "dead-2" in service.heard)
+    until(lambda: "dead-2" in service.received)
 
 
-def test_dead_processes_that_the_service_refuses_do_not_keep_others_waiting(orphans_of, until, record, tmp_path):
+def test_refused_orphans_do_not_block_others(orphans_of, until, record, tmp_path):
     for number in range(5):
         leave_behind(tmp_path, f"dead-{number}", [record(0)])
     service = _Service(refused=("dead-0", "dead-1"))
     orphans_of(service)
 
-    until(lambda: {"dead-2", "dead-3"} <= set(service.heard))
+    until(lambda: {"dead-2", "dead-3"} <= set(service.received))
 
 
-def test_several_ranks_that_start_at_once_share_what_was_left(new_rank, service, until, record, tmp_path):
-    """The lock decides: each spool has one voice."""
+def test_ranks_that_start_together_share_the_orphans(new_rank, service, until, record, tmp_path):
+    """The file lock ensures that only one rank serves each spool."""
     for number in range(6):
         leave_behind(tmp_path, f"dead-{number}", [record(0)])
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
@@ -476,15 +466,15 @@ def test_several_ranks_that_start_at_once_share_what_was_left(new_rank, service,
         str(tmp_path), "another", _Deaf(), lambda: "http://127.0.0.1:1", on_fault=lambda where, error: None
     )
     other.start()
-    other.wait_looked(5.0)
+    other.wait_searched(5.0)
     until(lambda: len(service.registrations) >= 1)
-    voices = [
-        sum(voice.get(f"dead-{number}") is not None for voice in (rank.channel.persistence._orphans, other))
+    owners = [
+        sum(recovery.get(f"dead-{number}") is not None for recovery in (rank.channel.persistence._orphans, other))
         for number in range(6)
     ]
     other.stop()
 
-    assert [1] * 6 == voices
+    assert [1] * 6 == owners
 
 
 class _Deaf:
@@ -492,10 +482,10 @@ class _Deaf:
         raise orphan_recovery.UnreachableError("nobody")
 
     def poke(self, incarnation: str) -> None:
-        """Hear nothing."""
+        """Ignore the request."""
 
 
-def test_what_is_not_drained_when_the_rank_ends_waits_for_the_next(new_rank, service, until, record, tmp_path):
+def test_undrained_orphan_is_served_by_the_next_rank(new_rank, service, until, record, tmp_path):
     leave_behind(tmp_path, "dead", [record(step) for step in range(4)])
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     until(lambda: service.registrations)
@@ -507,7 +497,7 @@ def test_what_is_not_drained_when_the_rank_ends_waits_for_the_next(new_rank, ser
 
 
 @pytest.mark.parametrize("name", ["../dead", "dead/..", "..", "%2e%2e", ".", ""])
-def test_no_path_leads_out_of_the_folder(new_rank, service, until, record, tmp_path, name):
+def test_incarnation_cannot_leave_the_spool_folder(new_rank, service, until, record, tmp_path, name):
     leave_behind(tmp_path / "spool", "dead", [record(0)])
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path / "spool"))
     until(lambda: service.registrations)
@@ -529,7 +519,7 @@ def test_no_path_leads_out_of_the_folder(new_rank, service, until, record, tmp_p
     ],
     ids=["torn", "missing", "future", "foreign", "renamed"],
 )
-def test_a_folder_that_is_not_understood_is_left_alone_and_named_once(
+def test_unreadable_spool_folder_is_unchanged_and_logged_once(
     new_rank, service, until, record, tmp_path, caplog, spoil
 ):
     leave_behind(tmp_path, "dead", [record(0)])
@@ -540,7 +530,7 @@ def test_a_folder_that_is_not_understood_is_left_alone_and_named_once(
     before = sorted(path.name for path in tmp_path.glob("*/*"))
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     until(lambda: rank.channel.persistence.orphan("good") is not None)
-    until(lambda: "passed over" in caplog.text)  # whichever of them comes first
+    until(lambda: "passed over" in caplog.text)  # the order of the two is not defined
 
     assert rank.channel.persistence.orphan("dead") is None
     assert before == sorted(path.name for path in tmp_path.glob("*/*") if OWN not in str(path))
@@ -548,9 +538,7 @@ def test_a_folder_that_is_not_understood_is_left_alone_and_named_once(
     assert [] == rank.faults
 
 
-def test_a_spool_of_another_user_is_named_and_left_alone(
-    new_rank, service, until, record, tmp_path, caplog, monkeypatch
-):
+def test_spool_of_another_user_is_logged_and_unchanged(new_rank, service, until, record, tmp_path, caplog, monkeypatch):
     leave_behind(tmp_path, "theirs", [record(0)])
     leave_behind(tmp_path, "ours", [record(0)])
     real = os.open
@@ -569,9 +557,7 @@ def test_a_spool_of_another_user_is_named_and_left_alone(
     assert [] == rank.faults
 
 
-def test_a_disk_that_fails_while_a_spool_is_served_is_said_to_the_reader(
-    new_rank, service, until, record, tmp_path, monkeypatch
-):
+def test_disk_error_of_an_orphaned_spool_is_answered_with_500(new_rank, service, until, record, tmp_path, monkeypatch):
     leave_behind(tmp_path, "dead", [record(0)])
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     until(lambda: rank.channel.persistence.orphan("dead") is not None)
@@ -586,19 +572,19 @@ def test_a_disk_that_fails_while_a_spool_is_served_is_said_to_the_reader(
     assert "Input/output error" in got.text
 
 
-def test_settings_are_checked():
-    found = ServeConfig.from_environment({"RANKSCOPE_SPOOL_DIR": "~/spool", "RANKSCOPE_SPOOL_SYNC": "1"})
+def test_spool_settings_are_checked():
+    found = ServeConfig().with_environment({"RANKSCOPE_SPOOL_DIR": "~/spool", "RANKSCOPE_SPOOL_SYNC": "1"})
 
     assert (str(Path("~/spool").expanduser()), True) == (found.spool_dir, found.spool_sync)
     assert ServeConfig().spool_dir is None
     with pytest.raises(ConfigError, match="spool_bytes is 0"):
         ServeConfig(spool_bytes=0)
-    with pytest.raises(ConfigError, match="spool_dir is text"):
+    with pytest.raises(ConfigError, match="spool_dir must be text"):
         ServeConfig(spool_dir=5)
 
 
 @pytest.mark.parametrize("part", ["_orphans", "_writer"])
-def test_a_part_that_fails_to_close_leaves_no_other_open(part, new_rank, service, tmp_path, monkeypatch):
+def test_error_while_closing_leaves_nothing_open(part, new_rank, service, tmp_path, monkeypatch):
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     closed: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The life of a channel: start, drain, close, fork."""
+"""The life cycle of a rank server: start, drain, close, fork."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rankscope_exporter.serving.config import ServeError
 def leased(new_rank, service, until):
     """Return a rank that the service double has registered."""
     rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.lease)
+    until(lambda: rank.channel.state.lease)
     return rank
 
 
 @pytest.fixture
 def own_threads():
-    """Return what tells the threads of ours that were not there before the test."""
+    """Return a function that lists the threads of Rankscope that the test has started."""
     before = set(threading.enumerate())
 
     def since() -> list[str]:
@@ -34,14 +34,14 @@ def own_threads():
     return since
 
 
-def test_there_is_no_socket_and_no_thread_before_start(own_threads, new_rank, record):
+def test_server_has_no_socket_and_no_thread_before_start(own_threads, new_rank, record):
     rank = new_rank(started=False)
     seq = rank.channel.publish(record(0))
 
     assert (0, None, []) == (seq, rank.channel.url, own_threads())
 
 
-def test_what_was_published_before_the_start_is_served(new_rank, record):
+def test_record_published_before_start_is_served(new_rank, record):
     rank = new_rank(started=False)
     rank.channel.publish(record(0))
     rank.channel.start()
@@ -49,7 +49,7 @@ def test_what_was_published_before_the_start_is_served(new_rank, record):
     assert [0] == rank.records(-1).seqs
 
 
-def test_a_taken_port_is_a_clear_error_and_leaves_nothing_behind(new_rank, rank):
+def test_used_port_is_refused_and_leaves_nothing_open(new_rank, rank):
     second = new_rank(started=False, listen=f"127.0.0.1:{rank.port}")
     with pytest.raises(ServeError, match=f"cannot listen on 127.0.0.1:{rank.port}"):
         second.channel.start()
@@ -58,8 +58,8 @@ def test_a_taken_port_is_a_clear_error_and_leaves_nothing_behind(new_rank, rank)
     assert 200 == rank.get("/healthz").status
 
 
-def test_a_second_start_is_refused(rank):
-    with pytest.raises(ServeError, match="make a new one"):
+def test_second_start_is_refused(rank):
+    with pytest.raises(ServeError, match="create a new one"):
         rank.channel.start()
 
 
@@ -72,7 +72,7 @@ def test_close_frees_the_port_and_ends_the_threads(own_threads, leased):
     assert [] == own_threads()
 
 
-def test_close_does_not_sleep_out_a_poll_interval(new_rank, monkeypatch):
+def test_close_does_not_wait_for_the_poll_interval(new_rank, monkeypatch):
     monkeypatch.setattr(http_server, "_SWEEP_SECONDS", 60.0)
     rank = new_rank()
     begun = time.monotonic()
@@ -81,7 +81,7 @@ def test_close_does_not_sleep_out_a_poll_interval(new_rank, monkeypatch):
     assert time.monotonic() - begun < 10.0
 
 
-def test_drain_does_not_wait_where_nobody_commits(rank, record):
+def test_drain_returns_immediately_without_a_service(rank, record):
     rank.channel.publish(record(0))
     begun = time.monotonic()
     left = rank.channel.drain(30.0)
@@ -90,7 +90,7 @@ def test_drain_does_not_wait_where_nobody_commits(rank, record):
     assert time.monotonic() - begun < 10.0
 
 
-def test_drain_does_not_wait_for_a_service_that_is_not_there(new_rank, record, free_port):
+def test_drain_does_not_wait_for_an_unreachable_service(new_rank, record, free_port):
     rank = new_rank(ingest_url=f"http://127.0.0.1:{free_port}")
     rank.channel.publish(record(0))
     begun = time.monotonic()
@@ -100,7 +100,7 @@ def test_drain_does_not_wait_for_a_service_that_is_not_there(new_rank, record, f
     assert time.monotonic() - begun < 10.0
 
 
-def test_drain_tells_the_service_and_waits_for_its_commit(leased, service, record, until):
+def test_drain_registers_as_draining_and_waits_for_the_commit(leased, service, record, until):
     for step in range(3):
         leased.channel.publish(record(step))
 
@@ -118,14 +118,14 @@ def test_drain_tells_the_service_and_waits_for_its_commit(leased, service, recor
     assert "draining" == service.registrations[-1]["state"]
 
 
-def test_drain_hears_the_commit_from_the_registration_too(leased, service, record):
+def test_drain_ends_by_the_committed_value_of_the_reply(leased, service, record):
     leased.channel.publish(record(0))
     service.committed = 0
 
     assert 0 == leased.channel.drain(10.0)
 
 
-def test_a_run_shorter_than_its_registration_still_drains(new_rank, service, record):
+def test_run_shorter_than_its_registration_drains(new_rank, service, record):
     service.hold.clear()
     rank = new_rank(ingest_url=service.url)
     rank.channel.publish(record(0))
@@ -135,7 +135,7 @@ def test_a_run_shorter_than_its_registration_still_drains(new_rank, service, rec
     assert 0 == rank.channel.drain(10.0)
 
 
-def test_drain_gives_up_in_time_and_says_what_is_left(leased, record):
+def test_drain_returns_the_uncommitted_number_after_its_timeout(leased, record):
     leased.channel.publish(record(0))
     begun = time.monotonic()
     left = leased.channel.drain(0.2)
@@ -168,17 +168,17 @@ FORK = """
     while b"head" not in received:
         received += reader.recv(10000)
 
-    told_in, told_out = os.pipe()
+    report_in, report_out = os.pipe()
     go_in, go_out = os.pipe()
     child = os.fork()
     if child == 0:
         channel.abandon_after_fork()
         inert = channel.publish(StepRecord(ts=0)), channel.drain(5), channel.close(), channel.set_phase("x")
         open_here = [c.status for c in psutil.Process().net_connections() if c.laddr and c.laddr.port == port]
-        os.write(told_out, repr((inert, open_here)).encode())
+        os.write(report_out, repr((inert, open_here)).encode())
         os.read(go_in, 1)
         os._exit(0)
-    print(os.read(told_in, 1000).decode())
+    print(os.read(report_in, 1000).decode())
     print(urllib.request.urlopen(url + "/healthz").status)
     channel.close()
     while reader.recv(1000):
@@ -190,8 +190,8 @@ FORK = """
 """
 
 
-def test_a_forked_child_keeps_nothing_of_the_rank():
-    """The child has neither the listening socket nor the open connections; the parent serves on and can go."""
+def test_forked_child_has_no_sockets_of_the_rank():
+    """The child has neither the listening socket nor the connections; the parent still serves and can close."""
     script = textwrap.dedent(FORK)
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
 

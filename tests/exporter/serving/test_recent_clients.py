@@ -1,11 +1,11 @@
-"""A rank can say who reads it, without keeping much and without trusting what readers call themselves."""
+"""The list of recent clients of a rank: limited, and safe for arbitrary client names."""
 
 from __future__ import annotations
 
 import json
 import urllib.request
 
-from rankscope_exporter.serving.routes import MOST_CLIENTS, RecentClients
+from rankscope_exporter.serving.rank_state import MOST_CLIENTS, RecentClients
 
 
 class Clock:
@@ -15,7 +15,7 @@ class Clock:
         return self.now
 
 
-def test_latest_reader_of_each_page_comes_first_with_its_age():
+def test_most_recent_client_is_first_with_its_age():
     clock = Clock()
     readers = RecentClients(clock)
     readers.note("/metrics", "Prometheus/2.42.0")
@@ -31,7 +31,7 @@ def test_latest_reader_of_each_page_comes_first_with_its_age():
     ] == readers.latest()
 
 
-def test_pages_that_nobody_waits_for_are_not_kept():
+def test_clients_of_other_pages_are_not_listed():
     readers = RecentClients()
     readers.note("/config", "curl")
     readers.note("/plan/1", "curl")
@@ -39,7 +39,7 @@ def test_pages_that_nobody_waits_for_are_not_kept():
     assert [] == readers.latest()
 
 
-def test_thousands_of_names_cost_nothing_and_move_no_cursor():
+def test_number_and_length_of_client_names_are_limited():
     readers = RecentClients()
     for number in range(1000):
         readers.note("/metrics", f"{number}\x1b[2J{'x' * 1000}")
@@ -49,7 +49,7 @@ def test_thousands_of_names_cost_nothing_and_move_no_cursor():
     assert readers.latest()[0]["by"].startswith("999?[2J")
 
 
-def test_health_page_tells_who_reads(rank):
+def test_healthz_lists_the_recent_clients(rank):
     request = urllib.request.Request(rank.channel.url + "/metrics", headers={"User-Agent": "Prometheus/2.42.0"})
     urllib.request.urlopen(request, timeout=5).close()
     (reader,) = json.loads(rank.get("/healthz").body)["readers"]

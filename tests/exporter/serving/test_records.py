@@ -1,4 +1,4 @@
-"""The record channel as a reader meets it: real HTTP, every status, and the rules of `committed`."""
+"""The record channel over real HTTP: every status, and the rules of `committed`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMBERS = ({"norm": 1.0, "numel": 4}, None)
 def leased(new_rank, service, until):
     """Return a rank that the service double has registered."""
     rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.lease)
+    until(lambda: rank.channel.state.lease)
     return rank
 
 
@@ -29,7 +29,7 @@ def _publish(rank, record, steps):
         rank.channel.publish(record(step, ENTRIES, NUMBERS))
 
 
-def test_everything_since_a_cursor_in_one_answer(rank, record):
+def test_answer_contains_all_records_after_the_cursor(rank, record):
     _publish(rank, record, 5)
     got = rank.records(1)
 
@@ -38,7 +38,7 @@ def test_everything_since_a_cursor_in_one_answer(rank, record):
     assert [2, 3, 4] == [row["step"] for row in got.rows]
 
 
-def test_headers_say_what_the_body_holds(rank, record):
+def test_headers_describe_the_body(rank, record):
     _publish(rank, record, 5)
     got = rank.records(1)
     table = pa.ipc.open_stream(got.body).read_all()
@@ -55,8 +55,8 @@ def test_headers_say_what_the_body_holds(rank, record):
     assert got.headers["Rankscope-Lost"] is None
 
 
-def test_a_cut_stream_can_be_told_from_a_whole_one(rank, record):
-    """Any cut breaks Content-Length; one between messages also leaves the end mark missing and rows short."""
+def test_truncated_stream_is_detectable(rank, record):
+    """Any truncation contradicts Content-Length; between messages, the end mark and rows are missing as well."""
     _publish(rank, record, 3)
     got = rank.records(-1)
     end_of_stream = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -70,7 +70,7 @@ def test_a_cut_stream_can_be_told_from_a_whole_one(rank, record):
         assert not whole
 
 
-def test_nothing_new_is_204_and_says_where_the_rank_stands(rank, record):
+def test_no_new_record_is_204_with_state_headers(rank, record):
     _publish(rank, record, 2)
     got = rank.records(1)
 
@@ -79,26 +79,26 @@ def test_nothing_new_is_204_and_says_where_the_rank_stands(rank, record):
     assert got.headers["Content-Length"] is None
 
 
-def test_before_the_first_record_there_is_nothing(rank):
+def test_rank_without_records_answers_204(rank):
     got = rank.records(-1)
 
     assert (204, "-1") == (got.status, got.headers["Rankscope-Head"])
 
 
-def test_a_window_holds_at_least_one_whole_record(rank, record):
+def test_answer_has_at_least_one_record(rank, record):
     _publish(rank, record, 3)
 
     assert [0] == rank.records(-1, max_bytes=1).seqs
 
 
-def test_another_incarnation_is_409_and_names_this_one(rank):
+def test_unknown_incarnation_is_409_and_names_this_one(rank):
     got = rank.get("/records?incarnation=gone&after=-1")
 
     assert (409, "feedc0de") == (got.status, got.headers["Rankscope-Incarnation"])
     assert "feedc0de" in got.text
 
 
-def test_a_cursor_above_the_head_is_416(rank, record):
+def test_cursor_above_the_head_is_416(rank, record):
     _publish(rank, record, 2)
     got = rank.records(2)
 
@@ -107,7 +107,7 @@ def test_a_cursor_above_the_head_is_416(rank, record):
 
 
 @pytest.mark.parametrize("headers", [{"Rankscope_Schema": "2"}, {"Rankscope_Schema": "x"}, {"Accept": "text/html"}])
-def test_what_the_reader_cannot_read_is_406(rank, headers):
+def test_unsupported_type_or_schema_is_406(rank, headers):
     got = rank.records(-1, **headers)
 
     assert 406 == got.status
@@ -115,7 +115,7 @@ def test_what_the_reader_cannot_read_is_406(rank, headers):
 
 
 @pytest.mark.parametrize("headers", [{"Rankscope_Schema": "1"}, {"Rankscope_Schema": "2, 1"}, {"Accept": ARROW_STREAM}])
-def test_a_reader_of_this_version_is_served(rank, headers):
+def test_client_of_this_schema_version_is_served(rank, headers):
     assert 204 == rank.records(-1, **headers).status
 
 
@@ -123,14 +123,14 @@ def test_a_reader_of_this_version_is_served(rank, headers):
     "query",
     ["after=x", "after=-2", "after=", "after=1e3", "max_bytes=0", "committed=-9", "after=" + "9" * 30, "after=%D9%A1"],
 )
-def test_a_parameter_that_is_no_number_is_400_and_named(rank, query):
+def test_invalid_parameter_is_400_and_named(rank, query):
     got = rank.get(f"/records?{query}")
 
     assert 400 == got.status
     assert query.partition("=")[0] in got.text
 
 
-def test_overrun_reports_what_is_lost(new_rank, record):
+def test_overwritten_records_are_reported_as_lost(new_rank, record):
     rank = new_rank(ring_records=256)
     _publish(rank, record, 300)
     got = rank.records(9, max_bytes=1)
@@ -140,7 +140,7 @@ def test_overrun_reports_what_is_lost(new_rank, record):
     assert 'rankscope_dropped_total{rank="0",reason="ring_overrun",run="run-1"} 44.0' in rank.get("/metrics").text
 
 
-def test_a_wrong_or_missing_token_is_401(new_rank):
+def test_wrong_or_missing_token_is_401(new_rank):
     rank = new_rank(token="open-sesame")
     statuses = [
         rank.records(-1, **headers).status
@@ -158,14 +158,14 @@ def test_a_wrong_or_missing_token_is_401(new_rank):
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/config", "/plan/x", "/nothing"])
-def test_the_token_guards_every_page_but_health(new_rank, path):
+def test_each_page_except_healthz_needs_the_token(new_rank, path):
     rank = new_rank(token="open-sesame")
 
     assert 401 == rank.get(path).status
     assert 200 == rank.get("/healthz").status
 
 
-def test_the_plan_is_served_under_its_hash_for_ever(rank, record):
+def test_plan_is_served_under_its_hash_and_cacheable(rank, record):
     made = record(0, ENTRIES, NUMBERS)
     rank.channel.publish(made)
     (row,) = rank.records(-1).rows
@@ -176,11 +176,11 @@ def test_the_plan_is_served_under_its_hash_for_ever(rank, record):
     assert "immutable" in got.headers["Cache-Control"]
 
 
-def test_an_unknown_plan_is_404(rank):
+def test_unknown_plan_is_404(rank):
     assert 404 == rank.get("/plan/0123").status
 
 
-def test_committed_moves_with_the_lease_alone(leased, service, record):
+def test_only_the_holder_of_the_lease_moves_committed(leased, service, record):
     _publish(leased, record, 5)
     ring = leased.channel.ring
     leased.records(-1, committed=3)
@@ -194,18 +194,18 @@ def test_committed_moves_with_the_lease_alone(leased, service, record):
     assert (3, 1) == (ring.committed, ring.uncommitted)
 
 
-def test_an_older_lease_counts_no_more(leased, service, record, until):
-    """A service that was replaced may still poll; what it calls committed is not."""
+def test_replaced_lease_does_not_move_committed(leased, service, record, until):
+    """A replaced service may still poll, but its `committed` is ignored."""
     _publish(leased, record, 2)
     service.lease = "lease-2"
     leased.channel.set_phase("evaluation")
-    until(lambda: leased.channel.lease == "lease-2")
+    until(lambda: leased.channel.state.lease == "lease-2")
     leased.records(-1, committed=1, Rankscope_Lease="lease-1")
 
     assert -1 == leased.channel.ring.committed
 
 
-def test_committed_above_the_head_is_refused(leased, service, record):
+def test_committed_above_the_head_is_416(leased, service, record):
     _publish(leased, record, 2)
     got = leased.records(1, committed=7, Rankscope_Lease=service.lease)
 
@@ -213,14 +213,14 @@ def test_committed_above_the_head_is_refused(leased, service, record):
     assert -1 == leased.channel.ring.committed
 
 
-def test_without_a_lease_nobody_commits(rank, record):
+def test_committed_is_ignored_before_the_first_lease(rank, record):
     _publish(rank, record, 2)
     rank.records(1, committed=1, Rankscope_Lease="None")
 
     assert -1 == rank.channel.ring.committed
 
 
-def test_two_readers_do_not_disturb_each_other(leased, service, record):
+def test_two_readers_are_independent(leased, service, record):
     _publish(leased, record, 4)
     first = leased.records(-1, committed=-1, Rankscope_Lease=service.lease).seqs
     leased.records(3, committed=3, Rankscope_Lease=service.lease)
@@ -230,7 +230,7 @@ def test_two_readers_do_not_disturb_each_other(leased, service, record):
     assert [[0], [1], [2], [3]] == second
 
 
-def test_a_draining_rank_gives_what_is_left_and_then_says_it_is_done(leased, service, record):
+def test_draining_rank_serves_its_records_and_then_answers_503(leased, service, record):
     _publish(leased, record, 2)
     left = leased.channel.drain(0)
     rest = leased.records(-1, Rankscope_Lease=service.lease)
@@ -243,14 +243,14 @@ def test_a_draining_rank_gives_what_is_left_and_then_says_it_is_done(leased, ser
     assert (503, "1") == (done.status, done.headers["Rankscope-Head"])
 
 
-def test_bad_rows_are_counted_on_the_page(rank):
+def test_unencodable_rows_are_counted_on_the_page(rank):
     rank.channel.publish(StepRecord(ts=0, features=({"kind": "act_out", "module": "a", "value": "much"},)))
     rank.records(-1)
 
     assert 'reason="unencodable",run="run-1"} 1.0' in rank.get("/metrics").text
 
 
-def test_health_and_configuration(new_rank, record):
+def test_healthz_and_config_show_state_and_settings(new_rank, record):
     rank = new_rank(settings={"rules": ["AnomalyNan"], "odd": float("nan"), "path": object()})
     _publish(rank, record, 2)
     health = json.loads(rank.get("/healthz").body)
@@ -260,7 +260,7 @@ def test_health_and_configuration(new_rank, record):
     assert ("NaN", ["AnomalyNan"]) == (config["odd"], config["rules"])
 
 
-def test_an_unknown_page_is_404_and_names_the_known_ones(rank):
+def test_unknown_page_is_404_and_names_the_known_ones(rank):
     got = rank.get("/")
 
     assert 404 == got.status
@@ -268,9 +268,22 @@ def test_an_unknown_page_is_404_and_names_the_known_ones(rank):
     assert "/metrics" in got.text
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
-@pytest.mark.parametrize("path", ["/metrics", "/records"])
-def test_nothing_can_be_written(rank, method, path):
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/healthz", "GET"),
+        ("/records", "GET"),
+        ("/plan/0123", "GET"),
+        ("/metrics", "GET"),
+        ("/node/metrics", "GET"),
+        ("/config", "GET, PUT, POST"),
+        ("/stacks", "POST"),
+    ],
+)
+def test_405_answer_lists_the_methods_of_the_path(rank, method, path, allowed):
     got = rank.get(path, method, b"{}")
+    is_allowed = method in allowed.split(", ")
 
-    assert (405, "GET") == (got.status, got.headers["Allow"])
+    assert (got.status != 405) == is_allowed
+    assert (None if is_allowed else allowed) == got.headers["Allow"]

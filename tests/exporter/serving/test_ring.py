@@ -1,4 +1,4 @@
-"""The ring: sequence numbers, bounds, cursors, and the promise that nothing vanishes unsaid."""
+"""The ring: sequence numbers, limits, cursors, and the report of each lost record."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_sequence_numbers_start_at_zero():
     assert (2, 0, 3) == (ring.head, ring.first, len(ring))
 
 
-def test_an_empty_ring_has_nothing_and_knows_no_cursor_above():
+def test_empty_ring_refuses_a_cursor_above_the_head():
     ring = Ring(8, EVERYTHING)
 
     assert (-1, 0, 0, 0.0) == (ring.head, ring.first, ring.uncommitted, ring.fill)
@@ -44,22 +44,22 @@ def test_an_empty_ring_has_nothing_and_knows_no_cursor_above():
         ring.after(0, 1)
 
 
-def test_a_cursor_gets_what_is_newer_oldest_first():
+def test_after_returns_newer_records_oldest_first():
     assert [3, 4] == _steps(_filled(5), after=2)
 
 
-def test_one_whole_record_comes_even_above_max_bytes():
+def test_after_returns_one_record_above_max_bytes():
     assert [3] == _steps(_filled(5), after=2, max_bytes=1)
 
 
-def test_max_bytes_ends_the_window():
+def test_max_bytes_limits_the_window():
     ring = _filled(10)
     window = ring.after(-1, 3 * 256)
 
     assert (0, 2, 3) == (window.first, window.last, len(window.records))
 
 
-def test_what_was_overwritten_is_named_and_counted():
+def test_overwritten_records_are_reported_and_counted():
     ring = _filled(12, room=8)
     window = ring.after(1, EVERYTHING)
 
@@ -68,7 +68,7 @@ def test_what_was_overwritten_is_named_and_counted():
     assert 4 == ring.overrun
 
 
-def test_what_was_committed_is_no_loss_when_overwritten():
+def test_overwritten_committed_record_is_not_a_loss():
     ring = _filled(8, room=8)
     ring.commit(5)
     for step in range(8, 16):
@@ -77,7 +77,7 @@ def test_what_was_committed_is_no_loss_when_overwritten():
     assert 2 == ring.overrun
 
 
-def test_committed_never_moves_back_nor_above_the_head():
+def test_committed_never_decreases_nor_exceeds_the_head():
     ring = _filled(5)
     ring.commit(3)
     ring.commit(1)
@@ -87,7 +87,7 @@ def test_committed_never_moves_back_nor_above_the_head():
     assert (3, 1) == (ring.committed, ring.uncommitted)
 
 
-def test_fill_is_the_uncommitted_share_of_the_room():
+def test_fill_is_the_uncommitted_share_of_the_capacity():
     ring = _filled(400, room=800)
     half = ring.fill
     ring.commit(199)
@@ -95,7 +95,7 @@ def test_fill_is_the_uncommitted_share_of_the_room():
     assert (0.5, 0.25) == (half, ring.fill)
 
 
-def test_the_bytes_bound_holds_beyond_the_promised_depth(statistics):
+def test_byte_limit_applies_above_the_smallest_ring(statistics):
     ring = Ring(10_000, 1_000_000)
     big = statistics([PlanEntry(kind="grad_reduced", tensor=f"t{i}") for i in range(400)], [{"norm": 1.0}] * 400)
     for step in range(MIN_RING_RECORDS + 50):
@@ -106,14 +106,14 @@ def test_the_bytes_bound_holds_beyond_the_promised_depth(statistics):
     assert 1.0 == ring.fill
 
 
-def test_small_records_are_bounded_by_bytes_too():
+def test_byte_limit_applies_to_small_records():
     ring = _filled(1000, room=10_000, max_bytes=400 * 256)
 
     assert 400 == len(ring)
     assert 1.0 == ring.fill
 
 
-def test_statistics_that_do_not_fit_their_plan_are_refused(statistics):
+def test_statistics_that_do_not_match_their_plan_are_refused(statistics):
     good = statistics([PlanEntry(kind="grad_reduced", tensor="a")], [{"norm": 1.0}])
     ring = Ring(8, EVERYTHING)
     with pytest.raises(ValueError, match="plan of 1 entries needs 6 and 4"):
@@ -122,7 +122,7 @@ def test_statistics_that_do_not_fit_their_plan_are_refused(statistics):
     assert -1 == ring.head
 
 
-def test_a_plan_is_known_as_long_as_a_record_uses_it(statistics):
+def test_plan_is_kept_while_a_record_uses_it(statistics):
     ring = Ring(300, EVERYTHING)
     plans = []
     for step in range(400):
@@ -134,7 +134,7 @@ def test_a_plan_is_known_as_long_as_a_record_uses_it(statistics):
     assert ring.plan(plans[0]) is None
 
 
-def test_waiting_ends_when_everything_is_committed():
+def test_wait_ends_when_all_records_are_committed():
     ring = _filled(5)
     commit = threading.Timer(0.05, ring.commit, [4])
     commit.start()
@@ -144,7 +144,7 @@ def test_waiting_ends_when_everything_is_committed():
     assert 0 == left
 
 
-def test_waiting_ends_with_its_time():
+def test_wait_ends_after_its_timeout():
     assert 5 == _filled(5).wait_committed(0.01)
 
 
@@ -159,8 +159,8 @@ _operations = st.lists(
 
 
 @given(_operations)
-def test_any_interleaving_delivers_each_record_once_or_reports_it_lost(operations):
-    """A reader that moves its cursor by what it got, and commits only what it has, accounts for every record."""
+def test_each_record_is_delivered_once_or_reported_as_lost(operations):
+    """A reader that commits only received records can account for each record."""
     ring = Ring(5, EVERYTHING)
     published = 0
     cursor = -1
@@ -192,7 +192,7 @@ def test_any_interleaving_delivers_each_record_once_or_reports_it_lost(operation
     assert min(5, published - 1 - committed) == ring.uncommitted
 
 
-def test_readers_and_a_writer_in_threads_lose_nothing():
+def test_concurrent_readers_and_writer_lose_no_record():
     ring = Ring(100_000, EVERYTHING)
     records = 5000
     seen: list[list[int | None]] = [[], []]

@@ -1,4 +1,4 @@
-"""The spool of a living rank: what is on disk after every moment at which its process may be killed."""
+"""The spool of a rank: the files on disk after the process is killed at any system call."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plain(step: int, **more: Any) -> StepRecord:
 
 
 def die(spool: Spool) -> None:
-    """Do what the system does for a killed process: close its files, and nothing else."""
+    """Close the files, as the system does for a killed process."""
     if spool._file >= 0:
         os.close(spool._file)
         spool._file = -1
@@ -63,13 +63,13 @@ def die(spool: Spool) -> None:
 
 
 def found(root: Path) -> list[int]:
-    """Return the seqs that whoever comes next can read, and leave the folder as it is."""
+    """Return the sequence numbers that the next process can read, without changing the folder."""
     folder = root / "i0"
     if not folder.exists():
         return []
     orphan = Orphan.take(folder, needed_plans)
     if orphan is None:
-        assert [] == [path.name for path in folder.glob("*")]  # it was being removed
+        assert [] == [path.name for path in folder.glob("*")]  # its removal was interrupted
         return []
     try:
         return read_all(orphan)
@@ -87,7 +87,7 @@ def read_all(orphan: Orphan, cursor: int = -1) -> list[int]:
     return seqs
 
 
-def test_what_was_published_is_read_back_as_it_would_have_been_served(tmp_path, record):
+def test_spooled_records_equal_the_published_ones(tmp_path, record):
     spool = made(tmp_path)
     records = [record(step, [ENTRY], [{"norm": 1.0 + step}], scalars=(Scalar("loss", 0.5),)) for step in range(5)]
     for seq, one in enumerate(records):
@@ -106,7 +106,7 @@ def test_what_was_published_is_read_back_as_it_would_have_been_served(tmp_path, 
     assert 4 == orphan.head
 
 
-def test_only_the_owner_can_read_it(tmp_path, record):
+def test_spool_files_are_private(tmp_path, record):
     spool = made(tmp_path / "deep" / "spool")
     spool.append(0, record(0, [ENTRY], [{"norm": 1.0}]))
     folder = spool.folder
@@ -118,7 +118,7 @@ def test_only_the_owner_can_read_it(tmp_path, record):
     assert {"lock", "identity.json", "000000000000.arrows"} < set(files)
 
 
-def test_a_file_cut_anywhere_gives_all_records_before_the_cut(tmp_path):
+def test_truncated_file_has_all_records_before_the_cut(tmp_path):
     spool = made(tmp_path)
     for seq in range(4):
         spool.append(seq, plain(seq))
@@ -139,14 +139,14 @@ def test_a_file_cut_anywhere_gives_all_records_before_the_cut(tmp_path):
 
 
 @given(st.binary(max_size=400))
-def test_bytes_of_any_kind_are_no_messages_and_no_fault(data):
+def test_random_bytes_are_not_read_as_messages(data):
     ends = message_ends(data)
 
     assert all(0 < end <= len(data) for end in ends)
     assert sorted(set(ends)) == ends
 
 
-def test_files_are_rolled_and_go_once_all_in_them_is_committed(tmp_path):
+def test_files_rotate_and_are_deleted_after_their_commit(tmp_path):
     spool = made(tmp_path, max_bytes=8 * 20_000)
     for seq in range(30):
         spool.append(seq, plain(seq))
@@ -156,12 +156,12 @@ def test_files_are_rolled_and_go_once_all_in_them_is_committed(tmp_path):
     assert len(firsts) > 4
     assert firsts[2:] == [first for first, _ in segments(spool.folder)]
     spool.commit(29)
-    assert firsts[-1:] == [first for first, _ in segments(spool.folder)]  # the one that is written to
+    assert firsts[-1:] == [first for first, _ in segments(spool.folder)]  # the file that is open for writing
     spool.close()
     assert [] == list(tmp_path.iterdir())
 
 
-def test_a_spool_that_no_store_has_yet_stays_behind(tmp_path):
+def test_uncommitted_spool_remains_after_close(tmp_path):
     spool = made(tmp_path)
     for seq in range(3):
         spool.append(seq, plain(seq))
@@ -171,8 +171,8 @@ def test_a_spool_that_no_store_has_yet_stays_behind(tmp_path):
     assert [0, 1, 2] == found(tmp_path)
 
 
-def test_on_request_records_plan_identity_and_all_their_names_are_on_the_device(tmp_path, record, monkeypatch):
-    """After a power cut a record is of no use without its plan, nor a file without its name in the folder."""
+def test_spool_sync_syncs_records_plans_and_folder_entries(tmp_path, record, monkeypatch):
+    """After a power failure, a record needs its plan, and a file needs its folder entry."""
     synced: list[str] = []
     for call in ("fsync", "fdatasync"):
         real = getattr(os, call)
@@ -193,7 +193,7 @@ def test_on_request_records_plan_identity_and_all_their_names_are_on_the_device(
     assert [segment, "i0", segment, segment] == synced[4:]
 
 
-def test_at_its_cap_the_oldest_records_go_and_are_counted(tmp_path):
+def test_oldest_records_are_deleted_and_counted_at_the_limit(tmp_path):
     spool = made(tmp_path, max_bytes=60_000)
     for seq in range(40):
         spool.append(seq, plain(seq))
@@ -207,7 +207,7 @@ def test_at_its_cap_the_oldest_records_go_and_are_counted(tmp_path):
     assert size <= 60_000
 
 
-def test_what_is_committed_is_not_counted_when_it_makes_room(tmp_path):
+def test_deleted_committed_records_are_not_counted(tmp_path):
     spool = made(tmp_path, max_bytes=60_000)
     for seq in range(40):
         spool.append(seq, plain(seq))
@@ -217,7 +217,7 @@ def test_what_is_committed_is_not_counted_when_it_makes_room(tmp_path):
     assert {FULL: 0, FAILED: 0} == spool.dropped
 
 
-def test_a_record_above_the_cap_is_left_out_and_counted(tmp_path):
+def test_record_larger_than_the_limit_is_counted(tmp_path):
     spool = made(tmp_path, max_bytes=60_000)
     spool.append(0, plain(0))
     spool.append(1, plain(1, modules=({"module": "m", "class": "c", "stack": os.urandom(60_000).hex()},)))
@@ -229,8 +229,8 @@ def test_a_record_above_the_cap_is_left_out_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("room", [0, 1, 100])
-def test_a_full_disk_costs_the_records_it_had_no_room_for(tmp_path, monkeypatch, room):
-    """However much of a record still fitted, the file stays whole, and goes on when there is room again."""
+def test_full_disk_loses_only_records_without_space(tmp_path, monkeypatch, room):
+    """A partly written record is truncated, and the file continues when there is space again."""
     spool = made(tmp_path)
     spool.append(0, plain(0))
     with monkeypatch.context() as patched:
@@ -260,11 +260,11 @@ def _until_empty(real: Callable[[int, Any], int], room: int) -> Callable[[int, A
 
 
 class KilledError(BaseException):
-    """The process is no more: nothing it still wants to do happens."""
+    """The process was killed: none of its later operations takes place."""
 
 
 class Fuse:
-    """Lets `calls` system calls that change the disk happen and then none; a last write may get half way."""
+    """Permits `calls` system calls that change the disk; the last write may be incomplete."""
 
     NAMES = ("open", "write", "ftruncate", "rename", "replace", "unlink", "mkdir", "rmdir")
 
@@ -290,7 +290,7 @@ class Fuse:
 
 
 class Story:
-    """A life with everything in it: two plans, several files, commits, an orderly end."""
+    """A complete run of a spool: two plans, several files, commits and close."""
 
     def __init__(self, root: Path) -> None:
         self.spool = Spool(str(root), "i0", max_bytes=8 * 20_000)
@@ -308,12 +308,12 @@ class Story:
         self.spool.close()
 
     def _commit(self, seq: int) -> None:
-        self.committed = seq  # it is durable before the rank hears of it
+        self.committed = seq  # durable before the rank gets the commit
         self.spool.commit(seq)
 
 
 def lives_cut_short(tmp_path: Path, record: Any) -> Iterator[tuple[Story, Path, bool]]:
-    """Yield a story for every system call before which it may end."""
+    """Yield one run for each system call at which the process may be killed."""
     for torn in (False, True):
         for calls in range(1000):
             root = tmp_path / f"{calls}-{torn}"
@@ -328,7 +328,7 @@ def lives_cut_short(tmp_path: Path, record: Any) -> Iterator[tuple[Story, Path, 
                 break
 
 
-def test_whatever_moment_a_rank_is_killed_at_what_it_had_published_is_read_by_the_next(tmp_path, record):
+def test_records_survive_a_kill_at_any_system_call(tmp_path, record):
     step_events = 0
     for story, root, was_killed in lives_cut_short(tmp_path, record):
         step_events += 1
@@ -343,8 +343,8 @@ def test_whatever_moment_a_rank_is_killed_at_what_it_had_published_is_read_by_th
     assert step_events > 60
 
 
-def test_whatever_moment_a_reader_is_killed_at_each_record_is_stored_once_and_the_folder_goes(tmp_path):
-    """The store is a model: it takes a stretch and its watermark together, as the real one does."""
+def test_records_are_stored_once_if_the_reader_is_killed(tmp_path):
+    """The store is a model: it commits records and their watermark together, as the real store."""
     for calls in range(1000):
         root = tmp_path / str(calls)
         spool = made(root, max_bytes=8 * 20_000)
@@ -366,12 +366,12 @@ def test_whatever_moment_a_reader_is_killed_at_each_record_is_stored_once_and_th
 
 
 def drain(root: Path, table: list[int]) -> None:
-    """Do what service and exporter do: read above the watermark, store, tell, delete."""
+    """Read above the watermark, store, commit and delete, as service and exporter do."""
     folder = root / "i0"
     orphan = Orphan.take(folder, needed_plans) if folder.exists() else None
     if orphan is None:
         if folder.exists():
-            folder.rmdir()  # nothing is in it any more, not even the lock
+            folder.rmdir()  # the folder is empty; also the lock is deleted
         return
     try:
         while (stretch := orphan.after(len(table) - 1, 20_000)) is not None:
@@ -384,22 +384,22 @@ def drain(root: Path, table: list[int]) -> None:
         orphan.release()
 
 
-def test_a_lock_is_free_exactly_when_its_process_is_gone(tmp_path):
+def test_lock_is_free_only_after_its_process_has_exited(tmp_path):
     spool = made(tmp_path)
     spool.append(0, plain(0))
 
     assert Orphan.take(spool.folder, needed_plans) is None
     child = os.fork()
     if child == 0:
-        spool.abandon()  # what the fork handler does; the child then outlives its parent
+        spool.abandon()  # as the fork handler does; the child then outlives its parent
         os._exit(0 if Orphan.take(spool.folder, needed_plans) is None else 1)
     assert 0 == os.waitpid(child, 0)[1]
-    spool.append(1, plain(1))  # the parent was not disturbed
+    spool.append(1, plain(1))  # the parent is not affected
     die(spool)
     assert [0, 1] == found(tmp_path)
 
 
-def test_a_forked_child_that_lives_on_does_not_keep_the_dead_parent_alive(tmp_path):
+def test_forked_child_does_not_hold_the_lock_of_its_parent(tmp_path):
     spool = made(tmp_path)
     (reading, writing), (hearing, saying) = os.pipe(), os.pipe()
     child = os.fork()
@@ -407,7 +407,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_dead_parent_alive(tmp_pa
         spool.abandon()
         os.close(writing)
         os.write(saying, b"!")
-        os.read(reading, 1)  # until the parent lets go
+        os.read(reading, 1)  # until the parent releases it
         os._exit(0)
     try:
         os.read(hearing, 1)
@@ -420,7 +420,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_dead_parent_alive(tmp_pa
         os.waitpid(child, 0)
 
 
-def test_damage_in_the_middle_costs_the_rest_of_that_file_alone(tmp_path, caplog):
+def test_damage_loses_only_the_rest_of_its_file(tmp_path, caplog):
     spool = made(tmp_path, max_bytes=8 * 20_000)
     for seq in range(9):
         spool.append(seq, plain(seq))
@@ -437,7 +437,7 @@ def test_damage_in_the_middle_costs_the_rest_of_that_file_alone(tmp_path, caplog
     assert "is damaged from seq 1 on" in caplog.text
 
 
-def test_a_record_whose_plan_is_gone_is_passed_over(tmp_path, record):
+def test_record_with_a_missing_plan_is_skipped(tmp_path, record):
     spool = made(tmp_path)
     spool.append(0, plain(0))
     spool.append(1, record(1, [ENTRY], [{"norm": 1.0}]))
@@ -448,7 +448,7 @@ def test_a_record_whose_plan_is_gone_is_passed_over(tmp_path, record):
     assert [0] == found(tmp_path)
 
 
-def test_stretches_keep_to_the_bytes_that_were_asked_for(tmp_path):
+def test_after_limits_the_bytes_of_an_answer(tmp_path):
     spool = made(tmp_path)
     for seq in range(6):
         spool.append(seq, plain(seq))
@@ -465,7 +465,7 @@ def test_stretches_keep_to_the_bytes_that_were_asked_for(tmp_path):
     assert none is None
 
 
-def test_a_file_of_a_size_that_no_rank_writes_is_named_and_not_read_into_memory(tmp_path, caplog):
+def test_too_large_file_is_logged_and_not_read(tmp_path, caplog):
     spool = made(tmp_path)
     for seq in range(2):
         spool.append(seq, plain(seq))

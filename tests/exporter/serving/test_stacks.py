@@ -1,22 +1,23 @@
-"""POST /stacks: only with a token, only with the right one, and never by a GET."""
+"""POST /stacks: only with a token, and only with the right one."""
 
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
-
-@pytest.fixture
-def guarded(new_rank):
-    """Return a rank with a token, and the stacks it will give."""
-    rank = new_rank(token="secret")
-    rank.channel.take_stacks = lambda: {"rank": 0, "stacks": {"threads": []}, "loss": "ünïcode"}
-    return rank
+from rankscope_exporter.serving.rank_state import RankServerSources
 
 
-def test_stacks_are_given_for_the_right_token(guarded):
-    got = guarded.get("/stacks", "POST", b"{}", Authorization="Bearer secret")
+def must_not_take() -> dict[str, object]:
+    pytest.fail("stacks were taken")
+
+
+def test_stacks_are_sent_for_the_right_token(new_rank):
+    stacks = {"rank": 0, "stacks": {"threads": []}, "loss": "ünïcode"}
+    rank = new_rank(token="secret", sources=RankServerSources(take_stacks=lambda: stacks))
+    got = rank.get("/stacks", "POST", b"{}", Authorization="Bearer secret")
 
     assert (200, "application/json", "no-store") == (
         got.status,
@@ -27,37 +28,30 @@ def test_stacks_are_given_for_the_right_token(guarded):
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}])
-def test_without_the_right_token_nothing_is_taken(guarded, headers):
-    guarded.channel.take_stacks = lambda: pytest.fail("taken")
-    got = guarded.get("/stacks", "POST", **headers)
+def test_request_without_the_right_token_takes_no_stacks(new_rank, headers):
+    rank = new_rank(token="secret", sources=RankServerSources(take_stacks=must_not_take))
+    got = rank.get("/stacks", "POST", **headers)
 
     assert 401 == got.status
     assert "RANKSCOPE_TOKEN" in got.text
 
 
-def test_a_rank_without_a_token_gives_none_and_says_what_to_set(rank):
-    rank.channel.take_stacks = lambda: pytest.fail("taken")
+def test_rank_without_token_sends_no_stacks_and_names_the_setting(new_rank):
+    rank = new_rank(sources=RankServerSources(take_stacks=must_not_take))
     got = rank.get("/stacks", "POST", b"{}")
 
     assert 403 == got.status
     assert "set RANKSCOPE_TOKEN" in got.text
 
 
-def test_a_get_is_told_to_post(guarded):
-    got = guarded.get("/stacks", Authorization="Bearer secret")
+def test_rank_without_a_session_answers_503(new_rank):
+    rank = new_rank(token="secret")
 
-    assert (405, "POST") == (got.status, got.headers["Allow"])
-
-
-def test_a_rank_that_ends_says_so(guarded):
-    guarded.channel.take_stacks = None
-
-    assert 503 == guarded.get("/stacks", "POST", Authorization="Bearer secret").status
+    assert 503 == rank.get("/stacks", "POST", Authorization="Bearer secret").status
 
 
-def test_records_of_many_threads_all_get_a_seq_of_their_own(rank, record):
-    """The watchdog and the server publish past the publisher."""
-    import threading
+def test_records_of_several_threads_get_distinct_sequence_numbers(rank, record):
+    """The watchdog and the HTTP server publish in parallel with the publisher."""
 
     def publish(first: int) -> None:
         for step in range(first, first + 200):

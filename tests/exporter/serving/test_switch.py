@@ -1,4 +1,4 @@
-"""PUT /config: only with a token, only with the right one, only what can be meant."""
+"""PUT /config changes the sampling: only with a token, only with the right one, and only for valid documents."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ from typing import Any
 import pytest
 
 from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.serving.rank_state import RankServerSources
 
 RIGHT = {"Authorization": "Bearer secret"}
 
 
-@pytest.fixture
-def guarded(new_rank):
-    """Return a rank with a token, whose measuring can be changed."""
-    rank = new_rank(token="secret")
-    rank.channel.take_switch = take
-    return rank
-
-
-def take(document: dict[str, Any]) -> dict[str, Any]:
+def change(document: dict[str, Any]) -> dict[str, Any]:
     if "quantities" not in document:
         raise ConfigError("unknown setting. Did you mean quantities?")
     return {"to_come": [document]}
 
 
+def must_not_change(_document: dict[str, Any]) -> dict[str, Any]:
+    pytest.fail("the sampling was changed")
+
+
+@pytest.fixture
+def guarded(new_rank):
+    """Return a rank with a token, whose sampling can be changed."""
+    return new_rank(
+        token="secret", sources=RankServerSources(change_sampling=change, sampling_state=lambda: {"since_step": 7})
+    )
+
+
 @pytest.mark.parametrize("method", ["PUT", "POST"])
-def test_what_is_measured_is_taken_over(guarded, method):
+def test_valid_document_changes_the_sampling(guarded, method):
     got = guarded.get("/config", method, b'{"quantities": ["gradients"]}', **RIGHT)
 
     assert 202 == got.status
@@ -35,14 +40,14 @@ def test_what_is_measured_is_taken_over(guarded, method):
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
-def test_without_the_right_token_nothing_changes(guarded, headers):
-    guarded.channel.take_switch = lambda _: pytest.fail("changed")
+def test_request_without_the_right_token_changes_nothing(new_rank, headers):
+    rank = new_rank(token="secret", sources=RankServerSources(change_sampling=must_not_change))
 
-    assert 401 == guarded.get("/config", "PUT", b"{}", **headers).status
+    assert 401 == rank.get("/config", "PUT", b"{}", **headers).status
 
 
-def test_a_rank_without_a_token_changes_nothing_and_says_what_to_set(rank):
-    rank.channel.take_switch = lambda _: pytest.fail("changed")
+def test_rank_without_token_refuses_changes_and_names_the_setting(new_rank):
+    rank = new_rank(sources=RankServerSources(change_sampling=must_not_change))
     got = rank.get("/config", "PUT", b"{}")
 
     assert 403 == got.status
@@ -50,30 +55,28 @@ def test_a_rank_without_a_token_changes_nothing_and_says_what_to_set(rank):
 
 
 @pytest.mark.parametrize(
-    ("body", "why"),
+    ("body", "reason"),
     [
-        (b"{", "no JSON document"),
-        (b"[" * 5000, "no JSON document"),
+        (b"{", "not a JSON document"),
+        (b"[" * 5000, "not a JSON document"),
         (b"[]", "a JSON object of settings"),
         (b'{"quantitis": []}', "Did you mean quantities"),
         (b" " * 70_000, "longer than 64 KiB"),
-        (b"\xff", "no JSON document"),
+        (b"\xff", "not a JSON document"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_the_reason(guarded, body, why):
+def test_invalid_document_is_refused_with_the_reason(guarded, body, reason):
     got = guarded.get("/config", "PUT", body, **RIGHT)
 
     assert 400 == got.status
-    assert why in got.text
+    assert reason in got.text
 
 
-def test_a_rank_that_ends_says_so(guarded):
-    guarded.channel.take_switch = None
+def test_rank_without_a_session_answers_503(new_rank):
+    rank = new_rank(token="secret")
 
-    assert 503 == guarded.get("/config", "PUT", b'{"quantities": []}', **RIGHT).status
+    assert 503 == rank.get("/config", "PUT", b'{"quantities": []}', **RIGHT).status
 
 
-def test_the_configuration_page_shows_what_is_measured_now(guarded):
-    guarded.channel.measuring = lambda: {"since_step": 7}
-
+def test_get_config_shows_the_current_sampling(guarded):
     assert {"since_step": 7} == json.loads(guarded.get("/config", **RIGHT).body)["measuring"]

@@ -1,4 +1,4 @@
-"""A rank that speaks TLS: who gets in, what is said to those who do not, and no handshake that holds up another."""
+"""A rank with TLS: accepted clients, messages for refused clients, and handshakes that do not block others."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from rankscope_contract.security.tls import client_context
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.addresses import Address
-from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.config import ServeConfig, server_tls
 from rankscope_exporter.serving.http_server import Answer, HttpServer, open_server
-from rankscope_exporter.serving.service_client import ServiceClient, UnreachableError
-from rankscope_exporter.serving.tls import server_tls
+from rankscope_exporter.serving.registration import ServiceClient, UnreachableError
 
 
 @pytest.fixture
 def new_server(certificates, tmp_path):
-    """Return what starts a server that shows a certificate, by settings of its web configuration."""
+    """Return a function that starts a server with a certificate and further settings of its web configuration."""
     servers = []
 
     def make(name="server", *, application=lambda request: Answer.text(200, request.path), limits=None, **settings):
@@ -56,17 +55,17 @@ def asked(server, context, path="/hello", host="127.0.0.1"):
 
 @pytest.fixture
 def trusting(certificates):
-    """Return the context of a client that trusts the CA and shows nothing."""
+    """Return the TLS context of a client that trusts the CA and has no certificate."""
     return client_context(certificates.ca, None, None)
 
 
-def test_a_page_comes_through_whole(new_server, trusting):
+def test_page_is_served_over_tls(new_server, trusting):
     body = bytes(range(256)) * 20_000
 
     assert body == asked(new_server(application=lambda _: Answer(200, (body[:7], body[7:]))), trusting)
 
 
-def test_only_who_shows_a_certificate_of_the_ca_gets_in(new_server, certificates, trusting, caplog, until):
+def test_only_a_client_certificate_of_the_ca_is_accepted(new_server, certificates, trusting, caplog, until):
     server = new_server(client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca))
     known = client_context(certificates.ca, certificates.cert("client"), certificates.key("client"))
     stranger = client_context(certificates.ca, certificates.cert("stranger"), certificates.key("stranger"))
@@ -76,11 +75,11 @@ def test_only_who_shows_a_certificate_of_the_ca_gets_in(new_server, certificates
         with pytest.raises(OSError):
             asked(server, refused)
     until(lambda: len(caplog.records) >= 2)
-    assert "127.0.0.1 could not speak to this rank: it sent no client certificate" in caplog.text
+    assert "TLS handshake with 127.0.0.1 failed: it sent no client certificate" in caplog.text
     assert "its client certificate is not signed by a trusted CA" in caplog.text
 
 
-def test_plain_http_to_a_tls_port_is_told_on_both_sides(new_server, caplog, until):
+def test_plain_http_to_a_tls_port_is_reported_on_both_sides(new_server, caplog, until):
     with socket.create_connection(("127.0.0.1", new_server().port), timeout=10) as client:
         client.sendall(b"GET /metrics HTTP/1.1\r\nHost: rank\r\n\r\n")
         answer = client.recv(65536)
@@ -90,27 +89,27 @@ def test_plain_http_to_a_tls_port_is_told_on_both_sides(new_server, caplog, unti
     assert until(lambda: "it sent plain HTTP to a TLS port: use https:// in its configuration" in caplog.text)
 
 
-def test_a_client_that_does_not_trust_us_is_told_once_on_our_side(new_server, certificates, caplog, until):
+def test_client_that_does_not_trust_the_rank_is_logged_once(new_server, certificates, caplog, until):
     server = new_server()
     for _ in range(3):
         with pytest.raises(ssl.SSLCertVerificationError):
             asked(server, client_context(certificates.other_ca, None, None))
     until(lambda: not server._since)
 
-    assert ["127.0.0.1 could not speak to this rank: it does not trust our certificate: set its ca_file to our CA"] == [
+    assert ["TLS handshake with 127.0.0.1 failed: it does not trust our certificate: set its ca_file to our CA"] == [
         record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
     ]
 
 
-def test_an_old_version_of_tls_is_refused(new_server, certificates):
+def test_old_tls_version_is_refused(new_server, certificates):
     old = client_context(certificates.ca, None, None)
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises(ssl.SSLError):
         asked(new_server(min_version="TLS13"), old)
 
 
-def test_clients_that_stall_in_the_handshake_hold_up_nobody_and_are_dropped(new_server, trusting, until):
-    """Each says nothing, or half of a hello, as a port scanner does."""
+def test_clients_that_stall_in_the_handshake_block_no_other(new_server, trusting, until):
+    """Each sends nothing, or half of a client hello, as a port scanner does."""
     server = new_server(limits={"client_seconds": 2.0})
     with contextlib.ExitStack() as stalled:
         clients = [stalled.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(5)]
@@ -121,10 +120,10 @@ def test_clients_that_stall_in_the_handshake_hold_up_nobody_and_are_dropped(new_
         still_there = len(server._since)
         until(lambda: not server._since)
 
-    assert still_there >= len(clients)  # the answer did not wait for any of them to be dropped
+    assert still_there >= len(clients)  # the answer did not wait for their timeouts
 
 
-def test_a_crowd_is_dropped_without_waiting_for_its_handshake(new_server, trusting, until):
+def test_connections_above_the_limit_close_without_handshake(new_server, trusting, until):
     server = new_server(limits={"max_connections": 1})
     with socket.create_connection(("127.0.0.1", server.port)):
         until(lambda: len(server._since) == 1)
@@ -135,7 +134,7 @@ def test_a_crowd_is_dropped_without_waiting_for_its_handshake(new_server, trusti
     assert b"/hello\n" == asked(server, trusting)
 
 
-def test_garbage_after_the_handshake_and_faults_are_answered_inside_tls(certificates, tmp_path, trusting):
+def test_invalid_requests_and_errors_are_answered_inside_tls(certificates, tmp_path, trusting):
     faults = []
     server = HttpServer(
         Address("127.0.0.1", 0),
@@ -145,14 +144,14 @@ def test_garbage_after_the_handshake_and_faults_are_answered_inside_tls(certific
         tls=server_tls(certificates.web_config(tmp_path / "web.json")),
     )
     server.start()
-    said = asked(server, trusting)
+    text = asked(server, trusting)
     server.stop()
 
-    assert b"this page could not be made" in said
+    assert b"internal error" in text
     assert [ZeroDivisionError] == [type(fault) for fault in faults]
 
 
-def test_a_new_certificate_is_shown_to_the_next_connection(new_server, certificates, tmp_path, trusting):
+def test_new_certificate_is_used_for_the_next_connection(new_server, certificates, tmp_path, trusting):
     server = new_server("expired")
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
         asked(server, trusting)
@@ -161,7 +160,7 @@ def test_a_new_certificate_is_shown_to_the_next_connection(new_server, certifica
     assert b"/hello\n" == asked(server, trusting)
 
 
-def test_files_that_a_changed_configuration_names_are_followed_too(new_server, certificates, tmp_path, trusting):
+def test_files_named_by_a_changed_configuration_are_reloaded(new_server, certificates, tmp_path, trusting):
     server = new_server()
     copies = {f"{kind}_file": tmp_path / f"copy.{kind}" for kind in ("cert", "key")}
 
@@ -177,7 +176,7 @@ def test_files_that_a_changed_configuration_names_are_followed_too(new_server, c
         asked(server, trusting)
 
 
-def test_a_channel_is_told_as_https(new_rank, certificates, tmp_path, service, until):
+def test_url_of_a_rank_with_tls_has_https(new_rank, certificates, tmp_path, service, until):
     web = certificates.web_config(tmp_path / "web.json")
     rank = new_rank(web_config=str(web), listen="127.0.0.1:0", token="t", ingest_url=service.url)
     until(lambda: service.registrations)
@@ -186,7 +185,7 @@ def test_a_channel_is_told_as_https(new_rank, certificates, tmp_path, service, u
     assert rank.channel.url.startswith("https://127.0.0.1:")
 
 
-def test_a_discovery_file_says_that_the_rank_speaks_tls(new_rank, certificates, tmp_path):
+def test_discovery_file_contains_the_scheme(new_rank, certificates, tmp_path):
     web = certificates.web_config(tmp_path / "web.json")
     new_rank(web_config=str(web), discovery_dir=str(tmp_path / "sd"))
     (entry,) = json.loads(next((tmp_path / "sd").glob("*.json")).read_text())
@@ -194,7 +193,7 @@ def test_a_discovery_file_says_that_the_rank_speaks_tls(new_rank, certificates, 
     assert "https" == entry["labels"]["__scheme__"]
 
 
-# What a rank says of a service it cannot speak to.
+# Messages about TLS errors of the service.
 
 
 def registering(url, certificates, ca=None, client=None):
@@ -213,31 +212,31 @@ def registering(url, certificates, ca=None, client=None):
         ("elsewhere", "ca", "its certificate is for another name"),
     ],
 )
-def test_a_rank_says_what_is_wrong_with_the_certificate_of_the_service(new_server, certificates, shown, ca, complaint):
-    said = registering(f"https://127.0.0.1:{new_server(shown).port}", certificates, certificates.cert(ca))
+def test_wrong_certificate_of_the_service_is_reported(new_server, certificates, shown, ca, complaint):
+    text = registering(f"https://127.0.0.1:{new_server(shown).port}", certificates, certificates.cert(ca))
 
-    assert complaint in said
-    assert "https://127.0.0.1" in said
+    assert complaint in text
+    assert "https://127.0.0.1" in text
 
 
 @pytest.mark.parametrize(
     ("client", "complaint"), [(None, "it requires a client certificate"), ("stranger", "client cert")]
 )
-def test_a_rank_says_that_its_own_certificate_is_missing_or_wrong(new_server, certificates, client, complaint):
+def test_missing_or_wrong_client_certificate_is_reported(new_server, certificates, client, complaint):
     server = new_server(client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca))
 
     assert complaint in registering(f"https://127.0.0.1:{server.port}", certificates, client=client)
 
 
-def test_https_to_a_plain_service_is_told(service, certificates):
-    said = registering(service.url.replace("http:", "https:"), certificates)
+def test_https_to_a_plain_service_is_reported(service, certificates):
+    text = registering(service.url.replace("http:", "https:"), certificates)
 
-    assert "it does not use TLS: use an http:// address" in said
+    assert "it does not use TLS: use an http:// address" in text
 
 
-def test_a_rank_that_shows_its_certificate_registers(new_server, certificates):
+def test_rank_with_a_client_certificate_registers(new_server, certificates):
     server = new_server(
-        application=lambda request: Answer.text(403, "heard, and refused"),
+        application=lambda request: Answer.text(403, "received, and refused"),
         client_auth_type="RequireAndVerifyClientCert",
         client_ca_file=str(certificates.ca),
     )
@@ -246,17 +245,19 @@ def test_a_rank_that_shows_its_certificate_registers(new_server, certificates):
         cert_file=str(certificates.cert("client")),
         key_file=str(certificates.key("client")),
     )
-    from rankscope_exporter.serving.service_client import RefusedError
-    from rankscope_exporter.serving.tls import client_tls
+    from rankscope_exporter.serving.config import client_tls
+    from rankscope_exporter.serving.registration import RefusedError
 
-    with pytest.raises(RefusedError, match="403: heard, and refused"):
-        ServiceClient(f"https://localhost:{server.port}", None, client_tls(config)).poke("feedc0de")
+    with pytest.raises(RefusedError, match="403: received, and refused"):
+        ServiceClient(
+            f"https://localhost:{server.port}", None, client_tls(config.ca_file, config.cert_file, config.key_file)
+        ).poke("feedc0de")
 
 
 # Settings.
 
 
-def test_client_certificates_may_take_the_place_of_a_token(certificates, tmp_path):
+def test_client_certificates_replace_the_token(certificates, tmp_path):
     web = certificates.web_config(tmp_path / "open.json")
     with pytest.raises(ServeError, match="RANKSCOPE_TOKEN"):
         ServeConfig(listen="0.0.0.0:0", web_config=str(web))
@@ -267,14 +268,14 @@ def test_client_certificates_may_take_the_place_of_a_token(certificates, tmp_pat
     assert "https" == ServeConfig(listen="0.0.0.0:0", web_config=str(guarded)).scheme
 
 
-def test_users_are_refused_on_a_rank_with_what_to_use_instead(tmp_path):
+def test_basic_auth_users_are_refused_on_a_rank(tmp_path):
     web = tmp_path / "web.json"
     web.write_text('{"basic_auth_users": {"me": "$2y$10$abc"}}')
     with pytest.raises(ServeError, match=r"basic_auth_users is not supported on a rank.*RANKSCOPE_TOKEN"):
         ServeConfig(web_config=str(web))
 
 
-def test_a_certificate_that_cannot_be_used_is_told_when_the_rank_starts(certificates, tmp_path):
+def test_unusable_certificate_is_refused_at_start(certificates, tmp_path):
     web = certificates.web_config(tmp_path / "web.json", key_file=str(certificates.key("client")))
     with pytest.raises(ServeError, match="the key belongs to another certificate"):
         open_server(ServeConfig(web_config=str(web)), lambda _: Answer(204), on_fault=lambda *_: None, meter=CpuMeter())

@@ -1,4 +1,4 @@
-"""The stream says exactly what the records said: every field, and NaN, Inf, null and 0 apart."""
+"""The stream contains all fields of the records, and distinguishes NaN, Inf, null and 0."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _timestamp(microseconds):
 
 
 def _same(left, right):
-    """Return whether two numbers (or nulls) are the same, NaN like NaN and 0.0 unlike -0.0."""
+    """Return whether two numbers or nulls are equal; NaN equals NaN, and 0.0 differs from -0.0."""
     if isinstance(left, float) and isinstance(right, float):
         return (math.isnan(left) and math.isnan(right)) or (
             left == right and math.copysign(1, left) == math.copysign(1, right)
@@ -42,13 +42,13 @@ def _all_same(left, right):
     return len(left) == len(right) and all(_same(*pair) for pair in zip(left, right, strict=True))
 
 
-def test_the_schema_is_the_contracts():
+def test_schema_equals_the_contract():
     schema = pa.ipc.open_stream(encode(0, [StepRecord(ts=0)], whole=True).body).schema
 
     assert arrow_schema(pa, WIRE_FIELDS, WIRE_METADATA).equals(schema, check_metadata=True)
 
 
-def test_a_dataset_of_which_no_record_has_a_row_has_no_column():
+def test_dataset_without_rows_has_no_column():
     records = [StepRecord(ts=0), StepRecord(ts=1, scalars=(Scalar("loss", 0.5),))]
     lean, whole = (pa.ipc.open_stream(encode(0, records, whole=whole).body).read_all() for whole in (False, True))
 
@@ -57,7 +57,7 @@ def test_a_dataset_of_which_no_record_has_a_row_has_no_column():
     assert {0} == {len(rows) for name in set(whole.column_names) - set(lean.column_names) for rows in whole[name]}
 
 
-def test_the_body_is_compressed_with_lz4_and_ends_the_stream(record):
+def test_body_is_lz4_compressed_and_has_an_end_mark(record):
     numbers = [{"norm": 1.0}] * 1000
     entries = [PlanEntry(kind="grad_reduced", tensor=f"t{i}") for i in range(1000)]
     body = encode(0, [record(1, entries, numbers)]).body.to_pybytes()
@@ -66,7 +66,7 @@ def test_the_body_is_compressed_with_lz4_and_ends_the_stream(record):
     assert body.endswith(b"\xff\xff\xff\xff\x00\x00\x00\x00")
 
 
-def test_common_fields_come_back():
+def test_common_fields_round_trip():
     rows = _decoded([StepRecord(ts=5, step=7, micro_step=2), StepRecord(ts=6)], first=41)
 
     assert [41, 42] == [row["seq"] for row in rows]
@@ -75,7 +75,7 @@ def test_common_fields_come_back():
     assert [_timestamp(5), _timestamp(6)] == [row["ts"] for row in rows]
 
 
-def test_statistics_keep_null_zero_infinity_and_absence_apart(record):
+def test_statistics_distinguish_null_zero_infinity_and_absence(record):
     entries = [PlanEntry(kind="grad_reduced", tensor=name) for name in ("a", "b", "c")]
     numbers = [
         {"norm": 0.0, "min": -0.0, "max": math.inf, "mean": None, "nans": 3, "infs": 0, "zeros": 0, "numel": 9},
@@ -136,7 +136,7 @@ def test_events_keep_every_field():
     )  # fmt: skip
 
 
-def test_every_nested_dataset_comes_back_under_its_record():
+def test_nested_datasets_round_trip_with_their_record():
     feature = {"kind": "act_out", "module": "layers.0", "index": 3, "value": 0.25, "micro_step": 2}
     histogram = {
         "kind": "grad_reduced", "tensor": "a", "scheme": "log2",
@@ -166,12 +166,12 @@ def test_every_nested_dataset_comes_back_under_its_record():
 
 
 def _whole(dataset: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Return `row` with null for what it leaves out."""
+    """Return `row` with null for each missing column."""
     return {field.name: None for field in NESTED[dataset]} | row
 
 
-def test_a_row_that_fits_no_column_is_left_out_and_counted():
-    """One bad row must not hold up every record behind it."""
+def test_row_that_does_not_fit_its_columns_is_counted():
+    """One invalid row must not block the records after it."""
     good = _whole("features", {"kind": "act_out", "module": "a", "value": 1.0})
     bad = [
         {**good, "index": 1 << 40},
@@ -206,7 +206,7 @@ _text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
     )
 )
 @pytest.mark.timeout(120)
-def test_any_records_come_back_as_they_were(record, steps):
+def test_any_records_round_trip(record, steps):
     records = []
     for step, numbers, scalars in steps:
         rows = None if not numbers else [row and {"norm": row[0], "numel": row[1]} for row in numbers]

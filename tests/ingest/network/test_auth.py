@@ -15,9 +15,9 @@ from rankscope_contract.security.tls import client_context, server_context
 from rankscope_contract.security.web_config import TlsServer
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.addresses import Address
+from rankscope_exporter.serving.config import server_tls
 from rankscope_exporter.serving.http_server import Answer, HttpServer
-from rankscope_exporter.serving.service_client import ServiceClient, UnreachableError
-from rankscope_exporter.serving.tls import server_tls
+from rankscope_exporter.serving.registration import ServiceClient, UnreachableError
 from rankscope_ingest.base import tls as service_tls
 from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.base.errors import ConfigError
@@ -126,7 +126,7 @@ async def test_what_is_wrong_with_tls_stands_in_the_state_of_the_target(
     assert rank.registration.url in error
     assert 'rankscope_ingest_scrape_failures_total{reason="tls"} 0.0' not in page
     if shown is not None:
-        assert "127.0.0.1 could not speak to this rank: " in caplog.text
+        assert "TLS handshake with 127.0.0.1 failed: " in caplog.text
 
 
 async def test_plain_http_to_a_rank_that_speaks_tls_is_told(start_service, eventually, exporter_server, fake_rank):
@@ -205,7 +205,7 @@ async def test_only_certificates_of_the_ca_get_in(start_service, certificates, t
             "http",
             None,
             "it sent plain HTTP to a TLS port: use https:// in its configuration",
-            "ingest_url begins with https://",
+            "write https:// in ingest_url",
         ),
         ("https", None, "it sent no client certificate", "client certificate"),
         (

@@ -200,7 +200,7 @@ def test_sigterm_stores_everything_that_was_published(make_service, open_channel
     service = make_service()
     service.start()
     channels = open_channels(service)
-    wait_until(lambda: all(channel.scraped_by for channel in channels))
+    wait_until(lambda: all(channel.state.lease for channel in channels))
     for step in range(50):
         for channel in channels:
             channel.publish(step_record(step))

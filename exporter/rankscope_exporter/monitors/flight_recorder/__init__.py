@@ -1,1 +1,1 @@
-"""A thread that reads torch's flight recorder and publishes each collective as a row."""
+"""Reads torch's flight recorder: each collective becomes a row, and the latest ones explain a hang."""

@@ -1,6 +1,6 @@
-"""Entries of torch's flight record as rows of the store, and a summary of collectives that are not over.
+"""Entries of torch's flight record: as rows of the dataset `collectives`, and as the summary of a hang.
 
-The summary is read without the interpreter lock: a device that hangs may not answer, and other threads must go on.
+The summary is read without the GIL: a device that hangs may not respond, and other threads must not be blocked.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
 ENTERED: Final = "entered"
 LEFT: Final = "left"
 
-_LEFT_OUT: Final = (f"{Path(__file__).parents[2]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", "<frozen ")
+OUR_CODE: Final = f"{Path(__file__).parents[2]}{os.sep}"
+TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"
+NOT_SCRIPT_CODE: Final = (OUR_CODE, TORCH_CODE, "<frozen ")
+"""Prefixes of the file names of frames that do not belong to the training script."""
+
 _DONE: Final = "completed"
 _MOST_FILES: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One collective of this rank."""
+    """One collective of this rank, as it becomes a row of the dataset `collectives`."""
 
     record_id: int
     created_us: int  # UTC microseconds
@@ -44,8 +48,8 @@ class Entry:
     backend: str
     group: str
     group_id: str
-    ranks: tuple[int, ...]  # empty where torch does not say
-    seq: int  # within the group, or of the messages between two ranks
+    ranks: tuple[int, ...]  # empty if torch does not know them
+    seq: int  # within the group; for point-to-point messages, within the pair of ranks
     is_p2p: bool
     is_over: bool
     bytes: int | None
@@ -55,38 +59,29 @@ class Entry:
 
     @classmethod
     def of(cls, raw: Raw, ranks: Mapping[str, tuple[int, ...]]) -> Self:
-        """Return `raw` in our terms; `ranks` are those of each group."""
-        backend, _, op = str(raw["profiling_name"]).rpartition(":")
-        number, description = (str(part) for part in raw["process_group"])
-        is_p2p = bool(raw.get("is_p2p"))
-        types = [*raw.get("input_dtypes", ()), *raw.get("output_dtypes", ())]
-        duration = raw.get("duration_ms")
+        """Return the entry of torch's entry `raw`; `ranks` contains the ranks of each group by its id."""
+        fields = _call_fields(raw)
         return cls(
+            **fields | {"op": fields["op"].partition(" ")[0]},  # without the peers, as in `send 0->1`
             record_id=int(raw["record_id"]),
-            created_us=int(raw["time_created_ns"]) // 1000,
-            op=op.partition(" ")[0],  # without the peers: `send 0->1`
-            backend=backend,
-            group=number if description in ("", "undefined") else description,
-            group_id=number,
-            ranks=ranks.get(number, ()),
-            seq=int(raw["p2p_seq_id" if is_p2p else "collective_seq_id"]),
-            is_p2p=is_p2p,
+            created_us=_created_ns(raw) // 1000,
+            ranks=ranks.get(fields["group_id"], ()),
             is_over=is_over(raw),
-            bytes=bytes_of(raw),
-            dtype=dtype_text(types),
+            dtype=dtype_text([*raw.get("input_dtypes", ()), *raw.get("output_dtypes", ())]),
             call_site=call_site(raw.get("frames", ())),
-            seconds=None if duration is None else float(duration) / 1000,
+            seconds=_seconds(raw),
         )
 
-    def later(self, raw: Raw) -> Self:
-        """Return this entry as it is in a later reading."""
-        duration = raw.get("duration_ms")
-        seconds = None if duration is None else float(duration) / 1000
-        return replace(self, is_over=is_over(raw), seconds=seconds)
+    def updated(self, raw: Raw) -> Self:
+        """Return this entry with the state and duration of a later reading."""
+        return replace(self, is_over=is_over(raw), seconds=_seconds(raw))
 
     def row(self, step: int | None, call_seq: int | None, *, is_kept: bool = True) -> dict[str, Any]:
-        """Return the row of the dataset `collectives`; what torch has overwritten may be over by now."""
-        under_way = ENTERED if is_kept else None
+        """Return the row of the dataset `collectives`.
+
+        With `is_kept=False`, torch has overwritten the entry, so the state of an unfinished collective is unknown.
+        """
+        unfinished = ENTERED if is_kept else None
         return {
             "step": step,
             "call_seq": call_seq,
@@ -101,65 +96,83 @@ class Entry:
             "collective_seq": self.seq,
             "group_id": self.group_id,
             "group_ranks": _spans(self.ranks) or None,
-            "state": LEFT if self.is_over else under_way,
+            "state": LEFT if self.is_over else unfinished,
             "backend": self.backend,
             "is_p2p": self.is_p2p,
         }
 
 
 def is_over(raw: Raw) -> bool:
-    """Return whether this rank is through; gloo never says that an entry has begun or ended, and only retires it."""
+    """Return whether this rank has left the collective. Gloo entries have no begin and end state, only `retired`."""
     return bool(raw.get("retired", False)) or raw.get("state") == _DONE
 
 
-def bytes_of(raw: Raw) -> int | None:
-    """Return the bytes of the message; see `message_bytes`."""
+def _call_fields(raw: Raw) -> dict[str, Any]:
+    """Return the fields that `Entry` and `Collective` have in common."""
+    backend, _, op = str(raw["profiling_name"]).rpartition(":")
+    group_id, description = (str(part) for part in raw["process_group"])
+    is_p2p = bool(raw.get("is_p2p"))
     sides = ("input_sizes", "input_dtypes", "output_sizes", "output_dtypes")
-    return message_bytes(*(raw.get(side, ()) for side in sides))
+    return {
+        "op": op,
+        "backend": backend,
+        "group": group_id if description in ("", "undefined") else description,
+        "group_id": group_id,
+        "seq": int(raw["p2p_seq_id" if is_p2p else "collective_seq_id"]),
+        "is_p2p": is_p2p,
+        "bytes": message_bytes(*(raw.get(side, ()) for side in sides)),
+    }
+
+
+def _seconds(raw: Raw) -> float | None:
+    duration = raw.get("duration_ms")
+    return None if duration is None else float(duration) / 1000
+
+
+def _created_ns(raw: Raw) -> int:
+    return int(raw["time_created_ns"])
 
 
 def call_site(frames: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return `model/loss.py[23]`, the innermost place outside of torch and of ours; None where there is none.
+    """Return the innermost frame of the script, as `model/loss.py[23]`; None if no frame belongs to the script.
 
-    A thread of torch's own, as computes gradients on a device, has no Python code to name.
+    Threads of torch, such as the threads of the backward pass, have no Python frames.
     """
     for frame in frames:
         file = str(frame["filename"])
-        if not file.startswith(_LEFT_OUT):
+        if not file.startswith(NOT_SCRIPT_CODE):
             return f"{short_file(file)}[{frame['line']}]"
     return None
 
 
 @lru_cache(maxsize=_MOST_FILES)
 def short_file(file: str) -> str:
-    """Return a path without the folders that differ from machine to machine: with those of its package alone."""
-    package = next((_package(module) for module in list(sys.modules.values()) if _file_of(module) == file), "")
+    """Return `file` with only the folders of its package, so that it is equal on machines with different paths."""
+    modules = (vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__"))
+    package = next((str(names.get("__package__") or "") for names in modules if names.get("__file__") == file), "")
+    return short_path(file, package)
+
+
+def short_path(file: str, package: str) -> str:
+    """Return the file name with one folder for each part of the dotted name `package`; empty: without folders."""
     levels = package.count(".") + 1 if package else 0
     return "/".join(PurePath(file).parts[-levels - 1 :])
-
-
-def _file_of(module: Any) -> Any:
-    return vars(module).get("__file__") if hasattr(module, "__dict__") else None
-
-
-def _package(module: Any) -> str:
-    return str(vars(module).get("__package__") or "")
 
 
 _spans: Callable[[Sequence[int]], str] = lru_cache(maxsize=256)(spans)
 
 
 KEPT: Final = 32
-"""Entries in an event: those under way (the oldest of them, should there be more), then the latest others."""
+"""Largest number of entries in an event: the oldest unfinished ones, then the latest finished ones."""
 
 MOST_GROUPS: Final = 64
-"""Groups in an event, those used last: a job of many pipelines has hundreds."""
+"""Largest number of groups in an event, the most recently used ones: a job with many pipelines has hundreds."""
 
 
 def take_flight_record(reason: str, report: Report) -> FlightRecord | None:
-    """Return the latest collectives of this process; None where torch keeps no record, or nothing was recorded.
+    """Return the latest collectives of this process; None if torch has no record or the record is empty.
 
-    A recorder that cannot be read is reported and left out.
+    A recorder that cannot be read is reported and skipped.
     """
     if not has_groups():
         return None
@@ -170,8 +183,20 @@ def take_flight_record(reason: str, report: Report) -> FlightRecord | None:
 def read_flight_record(
     entries: Sequence[Mapping[str, Any]], reason: str, now: float, ranks: Mapping[str, tuple[int, ...]] | None = None
 ) -> FlightRecord:
-    """Return torch's `entries` in our terms; `now` is in seconds since the epoch, `ranks` those of each group."""
-    collectives = tuple(_collective(entry, now) for entry in _chosen(entries))
+    """Return the record of torch's `entries`, limited to MAX_DETAILS_BYTES.
+
+    `now` is in seconds since the epoch; `ranks` contains the ranks of each group by its id.
+    """
+    collectives = tuple(
+        Collective(
+            **_call_fields(entry),
+            is_pending=not is_over(entry),
+            age_seconds=round(now - _created_ns(entry) / 1e9, 3),
+            sizes=tuple(tuple(size) for size in entry.get("input_sizes", ())),
+            dtypes=tuple(entry.get("input_dtypes", ())),
+        )
+        for entry in _selected(entries)
+    )
     record = FlightRecord(
         reason=reason, collectives=collectives, recorded=len(entries), groups=_groups(entries, ranks or {})
     )
@@ -184,44 +209,23 @@ def read_flight_record(
 
 
 def _groups(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, tuple[int, ...]]) -> tuple[GroupProgress, ...]:
-    """Return how far this rank is in each group, by all that torch has."""
+    """Return the latest sequence number of this rank in each group, from all entries."""
     latest: dict[str, int] = {}
-    for entry in sorted(entries, key=_created):
+    for entry in sorted(entries, key=_created_ns):
         if not entry.get("is_p2p"):
             name = str(entry["process_group"][0])
-            latest[name] = max(latest.pop(name, -1), int(entry["collective_seq_id"]))  # the group used last comes last
+            latest[name] = max(
+                latest.pop(name, -1), int(entry["collective_seq_id"])
+            )  # the most recently used group is last
     return tuple(
         GroupProgress(id=name, ranks=spans(ranks.get(name, ())), latest_seq=seq)
         for name, seq in list(latest.items())[-MOST_GROUPS:]
     )
 
 
-def _chosen(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return what is kept, oldest first. There may be thousands of entries, and training waits for the interpreter."""
-    entries = sorted(entries, key=_created)
+def _selected(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the KEPT entries of the summary, oldest first: converting thousands would hold the GIL for too long."""
+    entries = sorted(entries, key=_created_ns)
     pending = [entry for entry in entries if not is_over(entry)][:KEPT]
     others = [entry for entry in entries[-KEPT:] if is_over(entry)]
-    return sorted((*pending, *others[max(0, len(others) + len(pending) - KEPT) :]), key=_created)
-
-
-def _created(entry: Mapping[str, Any]) -> int:
-    return int(entry["time_created_ns"])
-
-
-def _collective(entry: Mapping[str, Any], now: float) -> Collective:
-    backend, _, op = str(entry["profiling_name"]).rpartition(":")
-    number, description = entry["process_group"]
-    is_p2p = bool(entry.get("is_p2p"))
-    return Collective(
-        op=op,
-        backend=backend,
-        group=str(number) if description in ("", "undefined") else str(description),
-        seq=int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"]),
-        is_pending=not is_over(entry),
-        age_seconds=round(now - _created(entry) / 1e9, 3),
-        is_p2p=is_p2p,
-        sizes=tuple(tuple(size) for size in entry.get("input_sizes", ())),
-        dtypes=tuple(entry.get("input_dtypes", ())),
-        group_id=str(number),
-        bytes=bytes_of(entry),
-    )
+    return sorted((*pending, *others[max(0, len(others) + len(pending) - KEPT) :]), key=_created_ns)

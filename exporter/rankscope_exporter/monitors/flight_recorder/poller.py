@@ -1,11 +1,12 @@
-"""The thread that reads the flight record from time to time and publishes each collective as a row.
+"""Thread that reads torch's flight recorder periodically and publishes each collective as a row.
 
-Training notes when a step begins and ends, and wakes the thread when a reading is due: two clock readings a step, and
-no lock. Rows go straight to the channel: torch asks the device when it writes the record, and a device may not answer.
+The training thread notes the begin and end of each step and wakes the thread when a reading is due: two clock reads per
+step and no lock. Rows are published directly, without the publisher thread, because torch queries the device when it
+writes the record, and the device may not respond.
 
-A reading holds the interpreter lock, and so the step of this rank, and of all that wait for it. Ranks that read at the
-same step are late together, once; so a reading is due at steps that a power of two divides, the same on ranks whose
-readings cost about the same.
+A reading holds the GIL. It delays this rank and all ranks that wait for this rank in a collective. If all ranks read at
+the same step, the job is delayed only once. Readings are therefore due at steps divisible by a power of two. Ranks with
+similar reading times choose the same power without communication.
 """
 
 from __future__ import annotations
@@ -34,38 +35,38 @@ from rankscope_exporter.records.pending_step import PendingStep, now_microsecond
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 
-MOST_APART: Final = 8192
-"""Steps: a reading that may come comes at the latest then, on all ranks."""
+MOST_STEPS_BETWEEN: Final = 8192
+"""Largest number of steps between two readings, so that all ranks have common steps."""
 
 
 class PollSchedule:
-    """Keeps readings at `share` of the time, by what the last one took. Times are monotonic seconds."""
+    """Limits readings to `share` of the elapsed time, using the duration of the last one. Times: monotonic seconds."""
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._apart = 1
+        self._interval = 1  # steps, a power of two
         self._not_before = -math.inf
 
     def is_due(self, step: int | None, now: float) -> bool:
-        """Return whether the end of `step` is the moment to read."""
-        return self._share > 0 and (step or 0) % self._apart == 0 and now >= self._not_before
+        """Return whether a reading is due at the end of `step`."""
+        return self._share > 0 and (step or 0) % self._interval == 0 and now >= self._not_before
 
     def took(self, seconds: float, step_seconds: float, now: float) -> None:
-        """Note what a reading took that ended now, and how long a step lasts."""
+        """Compute the next due time after a reading of `seconds` that ended at `now`; a step takes `step_seconds`."""
         pause = seconds / self._share
         self._not_before = now + pause
         steps = max(1.0, pause / step_seconds) if step_seconds > 0 else 1.0
-        self._apart = min(MOST_APART, 1 << math.ceil(math.log2(steps)))
+        self._interval = min(MOST_STEPS_BETWEEN, 1 << math.ceil(math.log2(steps)))
 
 
 MOST_OPS: Final = 64
-"""Operations with a count of their own; there are some thirty in torch."""
+"""Largest number of operations with separate counters; torch has about thirty."""
 
 OTHER: Final = "_other"
 
 
 class CollectiveCounters:
-    """Added to by one thread and read by those that answer scrapes."""
+    """Calls and bytes by operation. One thread adds, and the threads that answer scrapes read."""
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[int, int]] = {}
@@ -88,13 +89,13 @@ class CollectiveCounters:
 
 
 MOST_WITH_STACKS: Final = 4096
-"""Entries: torch holds the interpreter lock while it writes stacks, and for more entries that is too long at once."""
+"""Largest number of entries that are read with stacks: torch holds the GIL while it writes the stacks."""
 
 RETIRE_SECONDS: Final = 0.2
-"""A thread of torch's own notes that an entry is over, a moment after it is."""
+"""A thread of torch marks an entry as finished with a delay; the last reading waits for it."""
 
 _read_before: Final[dict[str, int]] = {}
-"""The last entry of each recorder that an earlier monitor of this process has read: its rows are not told twice."""
+"""Last entry of each recorder that an earlier monitor of this process has read; its rows are not published again."""
 
 
 def read_before() -> dict[str, int]:
@@ -103,51 +104,55 @@ def read_before() -> dict[str, int]:
 
 
 class FlightRecorderPoller(StepObserver):
-    """Reads for at most about `share` of one core's time; 0 never reads."""
+    """Reads the flight record for at most about `share` of the time of one CPU core; with 0 it never reads."""
 
     def __init__(self, share: float, publish: Callable[[StepRecord], object], guard: Guard) -> None:
         self._share = share
-        self._pace = PollSchedule(share)
+        self._schedule = PollSchedule(share)
         self._publish = publish
         self._guard = guard
-        self._timeline = StepAssignment(_read_before)
+        self._assignment = StepAssignment(_read_before)
         self._began_us = 0
-        # Steps that the timeline does not know yet: number, beginning, end.
+        # Steps that the assignment does not have yet: number, begin, end in microseconds.
         self._ended: deque[tuple[int | None, int, int]] = deque(maxlen=MOST_STEPS)
-        self._ranks: dict[str, tuple[int, ...]] = {}  # of groups that were destroyed too: their calls may be unread
+        self._ranks: dict[str, tuple[int, ...]] = {}  # also of destroyed groups, whose calls may be unread
         self._last_reading: float | None = None
         self._entries = 0
         self._wake = threading.Event()
         self._is_last = False
         self._thread: threading.Thread | None = None
         self.totals = CollectiveCounters()
-        """Calls and bytes of each operation that were read so far."""
+        """Calls and bytes of each operation so far."""
         self.overwritten = 0
-        """Entries that torch had overwritten before they were read."""
+        """Number of entries that torch has overwritten before they were read."""
         self.cpu_seconds = 0.0
         """CPU time of the thread so far."""
 
     def step_begins(self, step: int) -> None:  # noqa: ARG002 - the number may still change
-        """Note the time."""
+        """Store the time at which the step begins."""
         self._began_us = now_microseconds()
 
     def step_ends(self, pending_step: PendingStep) -> None:
-        """Note the step, and wake the thread when it is time."""
+        """Store begin and end of the step, and wake the thread if a reading is due."""
         if self._share <= 0:
             return
         self._ended.append((pending_step.step, self._began_us, now_microseconds()))
         if self._thread is None and not self._start():
-            self._ended.clear()  # a process that has joined no group: there is nothing to read
-        elif self._pace.is_due(pending_step.step, time.monotonic()):
+            self._ended.clear()  # without a process group there are no collectives
+        elif self._schedule.is_due(pending_step.step, time.monotonic()):
             self._wake.set()
 
     def stop(self, seconds: float) -> None:
-        """Read for the last time; what takes longer than so many seconds is left to itself."""
+        """Read for the last time; wait for it at most `seconds`."""
         if self._thread is not None:
             self._is_last = True
             self._wake.set()
             self._thread.join(seconds)
-            _read_before.update(self._timeline.last_id)
+            _read_before.update(self._assignment.last_id)
+
+    def counts(self) -> Mapping[str, tuple[int, int]]:
+        """Return calls and bytes by operation."""
+        return self.totals.by_op()
 
     def _start(self) -> bool:
         if not has_groups():
@@ -171,7 +176,7 @@ class FlightRecorderPoller(StepObserver):
         began, began_cpu = time.monotonic(), time.thread_time()
         steps = 0
         while self._ended:
-            self._timeline.step_ended(*self._ended.popleft())
+            self._assignment.step_ended(*self._ended.popleft())
             steps += 1
         read = functools.partial(read_with_stacks if has_stacks else read_without_stacks, self._guard.report)
         readings = read()
@@ -180,24 +185,18 @@ class FlightRecorderPoller(StepObserver):
             readings = read()
         self._entries = sum(map(len, readings.values()))
         self._ranks |= ranks_by_group(self._guard.report)
-        taken = self._timeline.take(readings, self._ranks, is_last=is_last)
-        self._tell(taken)
-        now = time.monotonic()
+        self._publish_rows(self._assignment.take(readings, self._ranks, is_last=is_last))
         since = 0.0 if self._last_reading is None else began - self._last_reading
         self._last_reading = began
-        # The lock is held through most of it, so what counts is what it takes, not how long it waits for its turn.
-        self._pace.took(time.thread_time() - began_cpu, since / max(1, steps), now)
+        # CPU time, because the thread holds the GIL during most of it; the time it waits for the GIL does not count.
+        self._schedule.took(time.thread_time() - began_cpu, since / max(1, steps), time.monotonic())
 
-    def _tell(self, taken: AssignedEntries) -> None:
-        self.totals.add(taken.rows)
-        self.overwritten += taken.overwritten
-        events = (_overwritten(taken.overwritten),) if taken.overwritten else ()
-        if taken.rows or events:
-            self._publish(StepRecord(ts=now_microseconds(), collectives=tuple(taken.rows), events=events))
-
-    def counts(self) -> Mapping[str, tuple[int, int]]:
-        """Return calls and bytes by operation."""
-        return self.totals.by_op()
+    def _publish_rows(self, assigned: AssignedEntries) -> None:
+        self.totals.add(assigned.rows)
+        self.overwritten += assigned.overwritten
+        events = (_overwritten(assigned.overwritten),) if assigned.overwritten else ()
+        if assigned.rows or events:
+            self._publish(StepRecord(ts=now_microseconds(), collectives=tuple(assigned.rows), events=events))
 
 
 def _overwritten(count: int) -> Event:

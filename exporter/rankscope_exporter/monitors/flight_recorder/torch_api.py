@@ -1,9 +1,9 @@
-"""Reads torch's flight recorders: the records that torch keeps of all collectives of a process, and its process groups.
+"""Read torch's flight recorders, the records that torch keeps of all collectives of a process, and its process groups.
 
 A recorder is always on (`TORCH_FR_BUFFER_SIZE`, 2000 entries). Reading copies its entries and changes nothing. Its
-functions have no public names, so each one is looked up; a recorder without functions has no entries.
-There are two ways to read: with the Python stack of each entry, while torch holds the interpreter lock; and without
-stacks and without the lock. A recorder that fails is reported, and the others are returned all the same.
+functions are private, so each one is looked up by name; a recorder without functions has no entries.
+There are two methods: with the Python stack of each entry, while torch holds the GIL; or without stacks and without the
+GIL. A recorder that cannot be read is reported, and the entries of the others are returned.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import torch.distributed as dist
 from rankscope_exporter.monitors.flight_recorder.worker_server import register_handler, worker_server
 
 Raw = Mapping[str, Any]
-"""An entry as torch writes it."""
+"""One entry of a flight record, as torch writes it."""
 
 Report = Callable[[str, BaseException], None]
-"""Takes what failed and its error, as `Guard.report` does."""
+"""Reports the operation that failed and its error, as `Guard.report` does."""
 
 ANSWER_SECONDS: Final = 1.5
-"""How long a reading waits for a recorder that asks the device. Less than the 2 s that a hang waits for all of them."""
+"""Timeout for a recorder that queries the device. It is below the 2 s that the diagnosis of a hang waits in total."""
 
 log = logging.getLogger("rankscope")
 
@@ -44,17 +44,17 @@ class Recorder:
 
     name: str
     with_stacks: str
-    """Function of `torch._C._distributed_c10d`; returns a pickle. Holds the interpreter lock."""
+    """Function of `torch._C._distributed_c10d` that returns a pickle with stacks. Holds the GIL."""
     plain: str
-    """The same as JSON, without stacks. Holds the interpreter lock as well."""
+    """Function that returns JSON without stacks. Holds the GIL."""
     handler: str
-    """Handler of torch's worker server; answers with the JSON. Runs without the interpreter lock."""
+    """Handler of torch's worker server that returns the same JSON. Runs without the GIL."""
     asks_device: bool = False
-    """Whether torch asks the device for the state of entries, and so may wait for a device that hangs."""
+    """True if torch queries the device for the state of entries, so that a device that hangs blocks the reading."""
 
 
 CPU: Final = Recorder(name="cpu", with_stacks="_dump_fr_trace", plain="_dump_fr_trace_json", handler="fr_trace_json")
-"""Gloo's. The handler does not read its request, so it can be called with a request that is a Python object."""
+"""The recorder of Gloo. Its handler does not read the request, so a Python object can be passed as the request."""
 
 NCCL: Final = Recorder(
     name="nccl",
@@ -63,7 +63,7 @@ NCCL: Final = Recorder(
     handler="dump_nccl_trace_json",
     asks_device=True,
 )
-"""NCCL's, and RCCL's under the same names. Only a torch with NCCL has it."""
+"""The recorder of NCCL, and of RCCL under the same names. Only a torch with NCCL has it."""
 
 _RELAY: Final = "rankscope_"
 _URGENT: Final = "urgent"
@@ -75,20 +75,19 @@ _RELAXED: Final = 2
 """cudaStreamCaptureModeRelaxed."""
 
 _NEEDED: Final = ("record_id", "time_created_ns", "profiling_name", "process_group", "collective_seq_id", "p2p_seq_id")
-"""Fields without which nothing can be made of an entry."""
+"""Fields that an entry must have; other entries are skipped."""
 
 
 def has_groups() -> bool:
-    """Return whether this process has joined a process group: without one there are no collectives."""
+    """Return whether this process has a process group; without one there are no collectives."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def prepare_stacks() -> bool:
-    """Import what torch needs when it writes stacks for the first time; return whether stacks can be read.
+    """Import the module that torch needs to write stacks; return whether stacks can be read.
 
-    That is the part of the compiler that knows stacks of compiled code. It takes 0.2 s where the compiler is loaded,
-    as it is after the first step of any of torch's optimizers. A process without the compiler would take 2 s for it,
-    and is read without stacks.
+    It is the part of the compiler that handles stacks of compiled code. The import takes 0.2 s if the compiler is
+    loaded, as after the first step of each torch optimizer. Otherwise it would take 2 s, so the stacks are omitted.
     """
     if _COMPILER not in sys.modules:
         return False
@@ -101,9 +100,9 @@ def prepare_stacks() -> bool:
 
 
 def read_with_stacks(report: Report, recorders: Sequence[Recorder] | None = None) -> dict[str, Sequence[Raw]]:
-    """Return the entries of each recorder that has some, oldest first, each with its `frames`.
+    """Return the entries of each recorder with entries, oldest first, each with its `frames`.
 
-    Torch holds the interpreter lock for about 25 µs an entry. `recorders` are those of this process by default.
+    torch holds the GIL for about 25 µs per entry. `recorders` defaults to the recorders of this process.
     """
     return _read(_recorders() if recorders is None else recorders, _pickled, report)
 
@@ -115,17 +114,17 @@ def read_without_stacks(
     seconds: float = ANSWER_SECONDS,
     recorders: Sequence[Recorder] | None = None,
 ) -> dict[str, Sequence[Raw]]:
-    """Return the same without `frames`; other threads run while torch writes it.
+    """Return the entries of each recorder without `frames`, oldest first; torch does not hold the GIL.
 
-    A recorder that asks the device is left out after `seconds`. With `is_urgent` the device is asked even where its
-    runtime has no mode that spares the captures of graphs by other threads.
+    A recorder that queries the device is skipped after `seconds`. With `is_urgent`, the device is queried even if its
+    runtime has no mode that protects graph captures of other threads.
     """
     read = functools.partial(_json, is_urgent=is_urgent, seconds=seconds)
     return _read(_recorders() if recorders is None else recorders, read, report)
 
 
 def _recorders() -> list[Recorder]:
-    """Return the recorders that may hold entries. NCCL records nothing in a process that has not used a device."""
+    """Return the recorders that may have entries. NCCL has none in a process that has not used a device."""
     return [CPU, NCCL] if torch.cuda.is_initialized() else [CPU]  # type: ignore[no-untyped-call]  # untyped in torch
 
 
@@ -136,8 +135,8 @@ def _read(recorders: Sequence[Recorder], read: Callable[[Recorder], Any], report
         where = f"reading the flight record of {recorder.name}"
         try:
             document = read(recorder)
-            entries = () if document is None else _whole(document.get("entries", ()), where, report)
-        except Exception as error:  # noqa: BLE001 - a recorder that fails must not take the others with it
+            entries = () if document is None else _complete(document.get("entries", ()), where, report)
+        except Exception as error:  # noqa: BLE001 - the other recorders are read after an error of one
             report(where, error)
             continue
         if entries:
@@ -145,12 +144,12 @@ def _read(recorders: Sequence[Recorder], read: Callable[[Recorder], Any], report
     return found
 
 
-def _whole(entries: Sequence[Raw], where: str, report: Report) -> Sequence[Raw]:
-    """Return the entries that have all needed fields, oldest first; report how many have not."""
-    whole = [entry for entry in entries if all(entry.get(name) is not None for name in _NEEDED)]
-    if len(whole) < len(entries):
-        report(where, ValueError(f"{len(entries) - len(whole)} of {len(entries)} entries lack a field of {_NEEDED}"))
-    return sorted(whole, key=lambda entry: int(entry["record_id"]))
+def _complete(entries: Sequence[Raw], where: str, report: Report) -> Sequence[Raw]:
+    """Return the entries that have all needed fields, oldest first; report the number of other entries."""
+    complete = [entry for entry in entries if all(entry.get(name) is not None for name in _NEEDED)]
+    if missing := len(entries) - len(complete):
+        report(where, ValueError(f"{missing} of {len(entries)} entries lack a field of {_NEEDED}"))
+    return sorted(complete, key=lambda entry: int(entry["record_id"]))
 
 
 def _pickled(recorder: Recorder) -> Any:
@@ -169,11 +168,11 @@ def _json(recorder: Recorder, *, is_urgent: bool, seconds: float) -> Any:
         try:
             return json.loads(ask(recorder.handler, is_urgent=is_urgent, seconds=seconds))
         except TimeoutError:
-            raise  # the function would wait for the same device, with the interpreter lock
+            raise  # the function would wait for the same device and hold the GIL
         except Exception as error:
             if function is None:
                 raise
-            log.debug("the handler %s of torch failed, its function is called: %r", recorder.handler, error)
+            log.debug("torch's handler %s failed, calling its function instead: %r", recorder.handler, error)
     if function is None:
         return None
     with _while_others_capture(is_urgent=is_urgent) if recorder.asks_device else contextlib.nullcontext():
@@ -181,7 +180,7 @@ def _json(recorder: Recorder, *, is_urgent: bool, seconds: float) -> Any:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads numbers, texts, lists and dicts. Refuses everything that asks for a class or a function: none is called."""
+    """Reads numbers, strings, lists and dicts. Raises UnpicklingError for any class or function, and calls none."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"a flight record holds no {module}.{name}")
@@ -191,7 +190,7 @@ def _c10d() -> Any:
     return getattr(torch._C, "_distributed_c10d", None)  # noqa: SLF001 - torch has no public name for it
 
 
-# Handlers of torch's worker server: the one way to a record that does not hold the interpreter lock.
+# Handlers of torch's worker server: the only functions that write the record without the GIL.
 
 
 def _handler_names() -> Sequence[str]:
@@ -211,7 +210,7 @@ def _ask(handler: str, *, is_urgent: bool, seconds: float) -> str:  # noqa: ARG0
 
 
 def _ask_device(handler: str, *, is_urgent: bool, seconds: float) -> bytes:
-    """Have a handler called on a thread of torch's worker server, which asks the device, and wait for its answer."""
+    """Call a handler on a thread of torch's worker server, because it queries the device, and wait for its answer."""
     if not hasattr(_c10d(), "_WorkerServer"):
         raise RuntimeError("this torch has no worker server")
     relay = f"{_RELAY}{handler}"
@@ -220,17 +219,17 @@ def _ask_device(handler: str, *, is_urgent: bool, seconds: float) -> bytes:
 
 
 def _relay(handler: str, request: Any, response: Any) -> None:
-    """Call the handler with torch's own request and response, in the capture mode of a thread that asks the device."""
+    """Call the handler with torch's request and response objects, in a capture mode that permits device queries."""
     with _while_others_capture(is_urgent=request.body() == _URGENT):
         _c10d()._get_handler(handler)(request, response)  # noqa: SLF001 - see above
 
 
 @contextlib.contextmanager
 def _while_others_capture(*, is_urgent: bool = False) -> Iterator[None]:
-    """Let this thread ask for events of the device while another thread captures a graph, which it would spoil.
+    """Permit this thread to query events of the device without invalidating a graph capture of another thread.
 
-    Raises RuntimeError where the runtime of the device has no such mode, unless it is urgent: a rank that hangs does
-    not capture.
+    Raises RuntimeError if the runtime of the device has no such mode. With `is_urgent` it does not raise, because a
+    rank that hangs captures no graph.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
         yield
@@ -239,7 +238,7 @@ def _while_others_capture(*, is_urgent: bool = False) -> Iterator[None]:
     exchange = _exchange_of_modes()
     is_relaxed = exchange is not None and exchange(ctypes.byref(mode)) == 0
     if not is_relaxed and not is_urgent:
-        raise RuntimeError("the device's runtime does not let the flight record be read beside captures of graphs")
+        raise RuntimeError("the runtime of the device cannot read the flight record during graph captures")
     try:
         yield
     finally:
@@ -258,16 +257,16 @@ def _exchange_of_modes() -> Any:
 
 
 def ranks_by_group(report: Report) -> dict[str, tuple[int, ...]]:
-    """Return the global ranks of every group that this rank is in; torch has no public list of them.
+    """Return the global ranks of each process group of this rank, by group id. torch has no public list of them.
 
-    An error is reported and not raised: a flight record without the ranks of its groups is still of use.
+    An error is reported and not raised, because a flight record without the ranks of its groups is still useful.
     """
     found: dict[str, tuple[int, ...]] = {}
     try:
         world = getattr(dist.distributed_c10d, "_world", None)
         for group, name in list((getattr(world, "pg_names", None) or {}).items()):
-            with contextlib.suppress(ValueError, RuntimeError):  # destroyed meanwhile
+            with contextlib.suppress(ValueError, RuntimeError):  # the group was destroyed in the meantime
                 found[str(name)] = tuple(sorted(dist.get_process_group_ranks(group)))
-    except Exception as error:  # noqa: BLE001 - a structure of torch's own, which may change
+    except Exception as error:  # noqa: BLE001 - reads a private structure of torch, which may change
         report("looking up the ranks of process groups", error)
     return found

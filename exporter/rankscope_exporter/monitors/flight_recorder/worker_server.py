@@ -1,9 +1,8 @@
-"""Torch's worker server on a private Unix socket: runs a handler of torch on a C++ thread and returns its answer.
+"""torch's worker server on a private Unix socket: runs a handler of torch on a C++ thread and returns its answer.
 
-Torch releases the interpreter lock only while a handler runs. `dump_nccl_trace_json` needs a request of torch's own C++
-type, which no Python object can replace; the server makes one for each HTTP request. It is started at the first
-request and runs until the process ends: torch holds the interpreter lock while the server shuts down, and would wait
-for a handler that does not return. Linux only, as NCCL is.
+torch releases the GIL only while a handler runs. `dump_nccl_trace_json` needs a request object of torch's C++ type,
+which Python cannot create; the server creates one for each HTTP request. It starts at the first request and runs until
+the process exits, because its shutdown holds the GIL and waits for a handler that may not return. Linux only, as NCCL.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from typing import Any, Final
 import torch
 
 SPARE_THREADS: Final = 16
-"""Threads that must be free beyond those of the server: other processes start threads at the same time."""
+"""Threads that must be available in addition to those of the server: other processes start threads, too."""
 
 _LEAST_THREADS: Final = 8  # cpp-httplib starts max(8, processors - 1) threads, and torch one that accepts connections
 
 
 class WorkerServer:
-    """The worker server of this process. Thread-safe; one request at a time."""
+    """The worker server of this process. Thread-safe; it handles one request at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,14 +36,14 @@ class WorkerServer:
         self._unanswered: _Connection | None = None
 
     def ask(self, handler: str, seconds: float, body: str = "") -> bytes:
-        """Return the answer of the handler called `handler`.
+        """Return the answer of the handler with the name `handler`.
 
-        Raises TimeoutError after `seconds`. While a handler has not returned, no other request is sent, so that a
-        device that hangs takes one thread of the server and not all of them.
+        Raises TimeoutError after `seconds`. No other request is sent before a handler has returned, so that a device
+        that hangs blocks one thread of the server and not all of them.
         """
         deadline = time.monotonic() + seconds
         if not self._lock.acquire(timeout=seconds):
-            raise TimeoutError(f"another request has waited for {seconds:g} s")
+            raise TimeoutError(f"timed out after {seconds:g} s: another request is still waiting for its answer")
         try:
             if self._address is None:
                 self._address = _start()
@@ -64,26 +63,26 @@ class WorkerServer:
 
     def _wait(self, connection: _Connection, deadline: float, seconds: float) -> None:
         self._unanswered = connection
-        poll = select.poll()  # select.select() refuses descriptors from 1024 on
+        poll = select.poll()  # select.select() does not support descriptors above 1023
         poll.register(connection.sock, select.POLLIN)
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError(f"no answer within {seconds:g} s")
+            raise TimeoutError(f"no answer within {seconds:g} s from torch's worker server")
         self._unanswered = None
 
 
 _servers: Final[dict[int, WorkerServer]] = {}
-"""By process: a forked child has a copy of this table, and none of the threads of its parent's server."""
+"""Servers by process id: a forked child has a copy of this table, but no thread of its parent's server."""
 
 
 def worker_server() -> WorkerServer:
-    """Return the server of this process; it is started by its first request."""
+    """Return the server of this process; its first request starts it."""
     return _servers.setdefault(os.getpid(), WorkerServer())
 
 
 def register_handler(name: str, function: Callable[[Any, Any], None]) -> None:
-    """Have `function(request, response)` called for requests to `name`, with torch's own C++ objects.
+    """Register `function(request, response)` for requests to `name`; its arguments are torch's C++ objects.
 
-    A name that exists is left as it is: torch has no way to remove or replace a handler.
+    An existing name is not changed, because torch can neither remove nor replace a handler.
     """
     c10d: Any = torch._C._distributed_c10d  # noqa: SLF001 - torch has no public name for it
     if name not in c10d._get_handler_names():  # noqa: SLF001 - see above
@@ -103,13 +102,13 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _start() -> str:
-    """Start the server and return the path under which this process reaches its socket, which has no other name."""
+    """Start the server and return a path of its socket in /proc, since its file name is deleted afterwards."""
     if not has_room_for(1 + max(_LEAST_THREADS, os.cpu_count() or 1) + SPARE_THREADS):
-        raise RuntimeError("the process may not start the threads of torch's worker server")
+        raise RuntimeError("the process cannot start the threads of torch's worker server")
     folder = tempfile.mkdtemp(prefix="rankscope-")  # mode 0700
     inside = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
-        name = f"/proc/self/fd/{inside}/worker"  # a path of sockets has at most 107 bytes, a temporary folder may not
+        name = f"/proc/self/fd/{inside}/worker"  # the temporary folder may exceed the 107 bytes of a socket path
         _keep_for_ever(torch._C._distributed_c10d._WorkerServer(name))  # noqa: SLF001 - torch has no public name for it
         descriptor = os.open(name, os.O_PATH)
     finally:
@@ -119,15 +118,15 @@ def _start() -> str:
 
 
 def _keep_for_ever(thing: object) -> None:
-    """Keep `thing` from being destroyed when the interpreter ends: the threads and tables of torch go on using it."""
+    """Prevent that `thing` is destroyed when the interpreter exits, since threads and tables of torch still use it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def has_room_for(threads: int) -> bool:
-    """Return whether this process may start so many threads more.
+    """Return whether this process can start `threads` more threads.
 
-    Torch's server ends the whole process where it cannot start one of its own. The threads that are started here sleep
-    for a moment in C, so they do not compete for the interpreter lock.
+    torch's server terminates the process if it cannot start one of its threads. The threads that are started here for
+    the test sleep for 20 ms in C and do not compete for the GIL.
     """
     c = ctypes.CDLL(None)
     sleep, microseconds = ctypes.cast(c.usleep, ctypes.c_void_p), ctypes.c_void_p(20_000)

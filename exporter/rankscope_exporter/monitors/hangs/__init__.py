@@ -1,1 +1,1 @@
-"""Detection of a training that hangs, and the stacks and collectives that explain it."""
+"""Detection of hangs, and the stacks and collectives that explain them."""

@@ -1,6 +1,6 @@
-"""What is done when somebody wants to know where this rank stands: take stacks and flight record, publish them.
+"""Takes and publishes the stacks of all threads and the flight record: for a hang, a request, a signal or a capture.
 
-Events go straight to the channel: the publisher may be waiting for the very device that does not answer.
+Events are published directly, without the publisher thread: that thread may be waiting for a device that hangs.
 """
 
 from __future__ import annotations
@@ -23,32 +23,35 @@ from rankscope_exporter.records.pending_step import now_microseconds
 from rankscope_exporter.records.step_record import StepRecord
 
 MIN_SECONDS: Final = 2.0
-"""Asked again within this time, one is given what was taken before, and nothing new is recorded."""
+"""A request within this time after the last one gets its result, and nothing new is published."""
 
 LOCK_SECONDS: Final = 5.0
-"""Training may ask, and does not wait longer than this for another thread that a disk or a device holds up."""
+"""Longest wait of the training thread for another thread that takes stacks and may be blocked by a disk or device."""
 
 FLIGHT_SECONDS: Final = 2.0
-"""Torch asks the device when it reads the flight record, and a device that hangs may not answer."""
+"""Timeout for the flight record: torch queries the device, and a device that hangs may not respond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedStacks:
-    """Stacks and flight record of one moment."""
+    """Stacks and flight record of this process at one time."""
 
     ts: int  # UTC microseconds
-    step: int | None  # the last one published
+    step: int | None  # the last published step
     stacks: StackDump
     flight: FlightRecord | None
 
     def document(self, rank: int) -> dict[str, Any]:
-        """Return what POST /stacks answers."""
+        """Return the answer to POST /stacks as a JSON object."""
         flight = None if self.flight is None else self.flight.document()
         return {"rank": rank, "ts": self.ts, "step": self.step, "stacks": self.stacks.document(), "flight": flight}
 
 
 class Diagnosis:
-    """Takes and publishes; from any thread, and one at a time. The thread that made it is the one that trains."""
+    """Takes and publishes stacks and flight records. Any thread may call it; one call runs at a time.
+
+    The thread that creates the object counts as the training thread.
+    """
 
     def __init__(
         self,
@@ -66,22 +69,21 @@ class Diagnosis:
         self._clock = clock
         self._training_thread = threading.get_ident()
         self._lock = threading.Lock()
-        self._taking: int | None = None  # the thread that does
+        self._taking: int | None = None  # id of the thread that takes stacks now
         self._latest: CapturedStacks | None = None
         self._taken_at = float("-inf")
-        self._asking: threading.Thread | None = None
+        self._reader: threading.Thread | None = None
 
     def take(self, reason: str, *, severity: Severity = Severity.INFO, first: Event | None = None) -> CapturedStacks:
-        """Take, publish and return both; what was taken a moment ago is returned again.
+        """Take, publish and return stacks and flight record; a result of the last MIN_SECONDS is returned again.
 
-        `first` is published before them, and has them taken afresh. Where publishing is held up, or a signal handler
-        asks in the middle of it, stacks are taken and returned all the same, and nothing is recorded.
+        The event `first` is published before them; they are then always taken again. If publishing is blocked, or a
+        signal handler calls this during a call, stacks are taken and returned, but nothing is published.
         """
-        # The thread that holds the lock would wait for itself for ever: a handler runs on top of what it interrupts.
+        # A signal handler runs on the thread that it interrupts: if that thread holds the lock, waiting would deadlock.
         if self._taking == threading.get_ident() or not self._lock.acquire(timeout=LOCK_SECONDS):
-            return CapturedStacks(
-                ts=now_microseconds(), step=self._last_step(), stacks=self._stacks(reason), flight=None
-            )
+            stacks = self._stacks(reason)
+            return CapturedStacks(ts=now_microseconds(), step=self._last_step(), stacks=stacks, flight=None)
         try:
             self._taking = threading.get_ident()
             return self._take(reason, severity, first)
@@ -90,49 +92,46 @@ class Diagnosis:
             self._lock.release()
 
     def take_written(self, text: str, reason: str) -> None:
-        """Publish stacks that the handler of a signal wrote, of the moment when it came."""
+        """Publish the stacks that the handler of the signal wrote when the signal arrived."""
         with self._lock:
-            self._record(self._stacks_event(read_stacks(text, reason, self._training_thread), Severity.INFO))
+            self._publish_stacks(read_stacks(text, reason, self._training_thread), Severity.INFO)
 
     def take_flight(self, reason: str) -> None:
-        """Take and publish the flight record alone, where there is one."""
+        """Take and publish only the flight record, if there is one."""
         with self._lock:
             flight = self._flight(reason)
             if flight is not None:
-                self._record_flight(flight, Severity.INFO)
+                self._publish_flight(flight, Severity.INFO)
 
-    def tell(self, event: Event) -> None:
-        """Publish an event past the publisher."""
+    def publish(self, event: Event) -> None:
+        """Publish an event directly, without the publisher thread."""
         with self._lock:
-            self._record(event)
+            self._publish_event(event)
 
     def _take(self, reason: str, severity: Severity, first: Event | None) -> CapturedStacks:
         if first is not None:
-            self._guard.call(f"recording an event ({first.type})", self._record, first)
+            self._guard.call(f"recording an event ({first.type})", self._publish_event, first)
         elif self._latest is not None and self._clock() - self._taken_at < MIN_SECONDS:
             return self._latest
         ts, step = now_microseconds(), self._last_step()
         stacks = self._stacks(reason)
-        # Stacks are published before the flight record is read, which may take seconds or never come.
+        # Stacks are published before the flight record is read: the reading may take seconds or not return.
         if stacks.threads:
-            self._guard.call("recording stacks", lambda: self._record(self._stacks_event(stacks, severity)))
+            self._guard.call("recording stacks", self._publish_stacks, stacks, severity)
         flight: FlightRecord | None = self._guard.call("the flight record", self._flight, reason)
         if flight is not None:
-            self._guard.call("recording the flight record", self._record_flight, flight, severity)
+            self._guard.call("recording the flight record", self._publish_flight, flight, severity)
         self._latest, self._taken_at = CapturedStacks(ts=ts, step=step, stacks=stacks, flight=flight), self._clock()
         return self._latest
 
     def _stacks(self, reason: str) -> StackDump:
-        """Return the stacks, empty where they cannot be taken: the flight record is of use without them."""
+        """Return the stacks; empty if they cannot be taken, because the flight record is useful without them."""
         stacks: StackDump | None = self._guard.call("taking stacks", take_stacks, reason, self._training_thread)
         return StackDump(reason=reason, threads=()) if stacks is None else stacks
 
-    def _record_flight(self, flight: FlightRecord, severity: Severity) -> None:
-        self._record(_event(EventType.FLIGHT_RECORD, severity, _flight_text(flight), flight.to_json()))
-
     def _flight(self, reason: str) -> FlightRecord | None:
-        if self._asking is not None and self._asking.is_alive():
-            return None  # the device has not answered the last time, and one thread is enough to wait for it
+        if self._reader is not None and self._reader.is_alive():
+            return None  # the device has not responded to the last reading; one waiting thread is enough
         found: list[FlightRecord | None] = []
         is_read = threading.Event()
 
@@ -140,31 +139,33 @@ class Diagnosis:
             failures: list[tuple[str, BaseException]] = []
             try:
                 found.append(take_flight_record(reason, lambda *failure: failures.append(failure)))
-            except Exception as error:  # noqa: BLE001 - the edge of the thread
+            except Exception as error:  # noqa: BLE001 - top of the thread
                 failures.append(("the flight record", error))
             is_read.set()
-            # Reported last: a report takes locks that a training that hangs may hold.
+            # Reported after `is_read`: a report takes locks that a hanging training thread may hold.
             for failure in failures:
                 self._guard.report(*failure)
 
-        self._asking = OwnThread(target=read, name="rankscope-flight-record")
-        self._asking.start()
+        self._reader = OwnThread(target=read, name="rankscope-flight-record")
+        self._reader.start()
         is_read.wait(FLIGHT_SECONDS)
         return found[0] if found else None
 
-    def _stacks_event(self, stacks: StackDump, severity: Severity) -> Event:
-        where = str(Standing.of(self.rank, stacks, None))
-        return _event(EventType.STACKS, severity, f"rank {self.rank} {where}", stacks.to_json())
+    def _publish_stacks(self, stacks: StackDump, severity: Severity) -> None:
+        message = f"rank {self.rank} {Standing.of(self.rank, stacks, None)}"
+        self._publish_event(_event(EventType.STACKS, severity, message, stacks.to_json()))
 
-    def _record(self, event: Event) -> None:
+    def _publish_flight(self, flight: FlightRecord, severity: Severity) -> None:
+        pending = flight.pending
+        if pending is not None:
+            message = f"waits in {pending} for {pending.age_seconds:.0f} s"
+        else:
+            message = f"waits in no collective; the last was {flight.latest}"
+        self._publish_event(_event(EventType.FLIGHT_RECORD, severity, message, flight.to_json()))
+
+    def _publish_event(self, event: Event) -> None:
         self._publish(StepRecord(ts=now_microseconds(), step=self._last_step(), events=(event,)))
 
 
 def _event(kind: EventType, severity: Severity, message: str, details: str) -> Event:
     return Event(type=kind, severity=severity, message=encodable(message), details=encodable(details))
-
-
-def _flight_text(flight: FlightRecord) -> str:
-    if flight.pending is not None:
-        return f"waits in {flight.pending} for {flight.pending.age_seconds:.0f} s"
-    return f"waits in no collective; the last was {flight.latest}"

@@ -1,12 +1,11 @@
-"""The stacks of all threads of this process, taken by faulthandler: files, lines and functions; no values.
+"""The stacks of all threads of this process, taken by faulthandler: files, lines and functions, but no values.
 
-faulthandler walks the frames in C and takes no lock of any thread, so it does not matter what they are waiting for.
-Called from Python it still needs the interpreter lock, as everything in Python does: while C code holds that, only the
-handler of a configured signal can look (`stack_signal`).
+faulthandler walks the frames in C and takes no lock, so it works whatever the threads wait for. A call from Python
+needs the GIL. While C code holds the GIL, only the handler of a configured signal can take stacks (`stack_signal`).
 
-A stack ends at a line of Python code. The name of the C function in which a thread is comes from the bytecode: the
-instruction that is under way, and the names that were loaded for it. No value, argument or local variable is read, and
-no attribute of an object other than a module, since both could run code of the training.
+A stack ends at a line of Python code. The name of the C function that a thread executes is derived from the bytecode:
+from the current instruction and the names that were loaded for it. No value, argument or local variable is read, and no
+attribute of any object except modules, because both could run code of the training.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
 from rankscope_contract.diagnostics.stacks import MAX_DETAILS_BYTES, Frame, StackDump, ThreadStack
+from rankscope_exporter.monitors.flight_recorder.entry import OUR_CODE
 
 EXECUTES_PYTHON: Final = ""
 
 MOST_BYTES: Final = 16_384
-"""Of bytecode that is read, some 450 lines of Python: reading it takes 7 ms of the interpreter."""
+"""Largest bytecode that is analyzed, about 450 lines of Python: the analysis holds the GIL for 7 ms."""
 
 _BASES: Final = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTES: Final = ("LOAD_ATTR", "LOAD_METHOD")
 _CALLS: Final = ("CALL", "PRECALL")
 _PARTS_OF_A_CALL: Final = ("PRECALL", "PUSH_NULL", "KW_NAMES", "CACHE", "LOAD_CONST")
 _OF_THE_INTERPRETER: Final = ("JUMP_BACKWARD", "RESUME", "NOP")
-"""Instructions that call nothing; a thread that executes Python code gives the interpreter lock away at these."""
+"""Instructions at which a thread that executes Python code releases the GIL; they call no function."""
 
 
 def innermost_call(thread: int) -> tuple[Frame, str | None] | None:
-    """Return the innermost frame of a thread and its `ThreadStack.calls`; None without such a thread."""
-    frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, in spite of its name
+    """Return the innermost frame of a thread and its `ThreadStack.calls`; None if the thread does not exist."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, despite its name
     if frame is None:
         return None
     code = frame.f_code
@@ -52,7 +51,10 @@ def innermost_call(thread: int) -> tuple[Frame, str | None] | None:
 
 
 def called(code: CodeType, offset: int, global_names: Mapping[str, Any]) -> str | None:
-    """Return the function that the instruction at `offset` calls; None where it is unknown, or the code very long."""
+    """Return the name of the function that the instruction at `offset` calls.
+
+    Empty if it calls none; None if the name is unknown or the bytecode is longer than MOST_BYTES.
+    """
     if len(code.co_code) > MOST_BYTES:
         return None
     instructions = list(dis.get_instructions(code))
@@ -67,9 +69,9 @@ def called(code: CodeType, offset: int, global_names: Mapping[str, Any]) -> str 
 
 
 def _callee(instructions: Sequence[dis.Instruction]) -> list[dis.Instruction]:
-    """Return the instructions that loaded the function of the last instruction, a call: its names, outermost first.
+    """Return the instructions that loaded the function of a call, which is the last of `instructions`, in order.
 
-    The function begins where the call begins in the source: `time` in `time.sleep(1)`, whose argument begins later.
+    They have the same source position as the call: `time` in `time.sleep(1)`, whose argument starts later.
     """
     start = _start(instructions[-1])
     found: list[dis.Instruction] = []
@@ -79,7 +81,7 @@ def _callee(instructions: Sequence[dis.Instruction]) -> list[dis.Instruction]:
                 break
         elif one.opname not in _PARTS_OF_A_CALL:
             if not one.opname.startswith("LOAD_"):
-                break  # what an earlier call or a subscript returned
+                break  # the function is the result of a call or a subscript
             found.insert(0, one)
             if not one.opname.startswith(_ATTRIBUTES):
                 break
@@ -106,7 +108,7 @@ def _name(loaded: Sequence[dis.Instruction], global_names: Mapping[str, Any]) ->
 
 
 def _resolved(names: Sequence[str], global_names: Mapping[str, Any]) -> Any:
-    """Return the object of a dotted name, as far as modules lead to it."""
+    """Return the object of a dotted name, looked up only in modules; None if another object is on the path."""
     found = global_names.get(names[0], vars(builtins).get(names[0]))
     for name in names[1:]:
         if not isinstance(found, ModuleType):
@@ -116,32 +118,25 @@ def _resolved(names: Sequence[str], global_names: Mapping[str, Any]) -> Any:
 
 
 OUR_THREADS: Final = "rankscope-"
-_OUR_CODE: Final = str(Path(__file__).parents[2])
 _CURRENT: Final = "Current thread"
 _THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*\(most recent call first\):$")
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-_FRAME_CAPS: Final = (100, 40, 15, 5)  # of threads beside the training one, until the dump fits
+_FRAME_LIMITS: Final = (100, 40, 15, 5)  # frames of each thread except the training thread; tried until the dump fits
 
 
 def take_stacks(reason: str, training_thread: int) -> StackDump:
-    """Return where every thread stands now; of the calling thread, without the calls that lead here."""
+    """Return the current stacks of all threads; for the calling thread without the frames of this package."""
     dump = read_stacks(_dumped(), reason, training_thread, _names())
-    if training_thread == threading.get_ident():
-        return dump
-    return _with_call(dump, innermost_call(training_thread))
-
-
-def _with_call(dump: StackDump, found: tuple[Frame, str | None] | None) -> StackDump:
-    """Return `dump` with the call of the training thread, unless the thread has moved on since the dump."""
+    found = None if training_thread == threading.get_ident() else innermost_call(training_thread)
     thread = dump.training_thread
     if thread is None or found is None or thread.frames[:1] != found[:1]:
-        return dump
+        return dump  # the training thread has continued since the dump
     called = replace(thread, calls=found[1])
     return replace(dump, threads=tuple(called if other is thread else other for other in dump.threads))
 
 
 def read_stacks(text: str, reason: str, training_thread: int, names: dict[int, str] | None = None) -> StackDump:
-    """Return what faulthandler wrote. Lines that are none of its own are passed over."""
+    """Return the stacks in faulthandler's output `text`; other lines are skipped."""
     threads: list[ThreadStack] = []
     names = _names() if names is None else names
     for ident, is_current, frames in _threads(text):
@@ -159,11 +154,14 @@ def read_stacks(text: str, reason: str, training_thread: int, names: dict[int, s
 
 
 def within(dump: StackDump, max_bytes: int) -> StackDump:
-    """Return `dump`, or as much of it as has room: other threads lose their outermost calls first, then go."""
-    for cap in _FRAME_CAPS:
+    """Return `dump` shortened to `max_bytes` of JSON.
+
+    First the other threads lose their outermost frames, then they are removed; the training thread is shortened last.
+    """
+    for limit in _FRAME_LIMITS:
         if _size(dump) <= max_bytes:
             return dump
-        dump = _with_others_cut(dump, cap)
+        dump = replace(dump, threads=tuple(t if t.is_training else _cut(t, limit) for t in dump.threads))
     while _size(dump) > max_bytes and len(dump.threads) > 1:
         dump = replace(dump, threads=dump.threads[:-1], left_out=dump.left_out + 1)
     return dump if _size(dump) <= max_bytes else replace(dump, threads=tuple(_cut(t, 5) for t in dump.threads))
@@ -195,18 +193,13 @@ def _threads(text: str) -> list[tuple[int, bool, tuple[Frame, ...]]]:
 
 
 def _without_our_calls(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Return `frames` without the innermost ones that are ours; a thread that is all ours keeps them."""
-    own = next((i for i, frame in enumerate(frames) if not frame.file.startswith(_OUR_CODE)), 0)
+    """Return `frames` without the innermost frames of this package; a thread with no other frames keeps them."""
+    own = next((i for i, frame in enumerate(frames) if not frame.file.startswith(OUR_CODE)), 0)
     return tuple(frames[own:])
 
 
 def _size(dump: StackDump) -> int:
     return len(dump.to_json().encode())
-
-
-def _with_others_cut(dump: StackDump, frames: int) -> StackDump:
-    cut = (thread if thread.is_training else _cut(thread, frames) for thread in dump.threads)
-    return replace(dump, threads=tuple(cut))
 
 
 def _cut(thread: ThreadStack, frames: int) -> ThreadStack:

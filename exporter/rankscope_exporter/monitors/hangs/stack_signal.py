@@ -1,7 +1,7 @@
-"""A signal that has the stacks written, where the configuration names one: it works while C code holds the interpreter.
+"""Handler of the signal `stacks_signal`: it writes the stacks of all threads, also while C code holds the GIL.
 
-faulthandler's handler runs in C, at once, whatever the process does. It writes to a file of ours, which a thread picks
-up as soon as Python runs again; until then, and should that never come, the file can be read where it lies.
+faulthandler's handler runs in C immediately when the signal arrives. It writes to a file, which the watchdog thread
+reads when Python code runs again. If that never happens, an operator can read the file.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from typing import Final
 from rankscope_exporter.base.errors import ConfigError
 
 STACK_SIGNALS: Final = ("SIGUSR1", "SIGUSR2", "SIGQUIT")
-"""Signals that mean nothing to Python itself. Others end a process or report a fault."""
+"""Signals that Python does not use. Other signals terminate a process or report a fault."""
 
 
 class StackSignal:
-    """Registers at construction; `restore` puts everything back. A handler that was there is called as before."""
+    """The registered handler of a signal: construction registers it, `restore` removes it.
+
+    A Python handler that was registered before is still called.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -38,7 +41,7 @@ class StackSignal:
         faulthandler.register(self._number, file=self._descriptor, all_threads=True, chain=chain)
 
     def written(self) -> str | None:
-        """Return what a handler wrote since the last call, once it is whole: when the file has stopped growing."""
+        """Return the stacks written since the last call, when the file has not grown between two calls; else None."""
         size = os.fstat(self._descriptor).st_size
         if size == 0 or size != self._seen:
             self._seen = size
@@ -49,32 +52,32 @@ class StackSignal:
         return text
 
     def restore(self) -> None:
-        """Put back the handler that was there, keep one that was set since, and remove the file."""
+        """Restore the previous handler, or keep a handler that was set since, and delete the file."""
         since = signal.getsignal(self._number)
         faulthandler.unregister(self._number)
         if since is not self._before and since is not None:
-            with contextlib.suppress(ValueError):  # only the main thread may, and only it can have set that handler
+            with contextlib.suppress(ValueError):  # only the main thread may set a handler
                 signal.signal(self._number, since)
         os.close(self._descriptor)
         self.path.unlink(missing_ok=True)
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: what it does with the signal is its own business, and the file is its parent's."""
+        """Unregister the handler in a forked child. The file belongs to the parent and is not deleted."""
         faulthandler.unregister(self._number)
         os.close(self._descriptor)
 
 
 def _refuse_foreign(number: signal.Signals, handler: object) -> None:
-    """Raise ConfigError when C code has the signal: faulthandler holds one file for each and forgets the other."""
+    """Raise ConfigError if C code handles the signal: faulthandler has one file per signal and would replace it."""
     if handler is None or (handler in (signal.SIG_DFL, signal.SIG_IGN) and _is_caught(number)):
         others = " or ".join(name for name in STACK_SIGNALS if name != number.name)
-        raise ConfigError(f"stacks_signal: {number.name} has a handler in C already (faulthandler?); name {others}")
+        raise ConfigError(f"stacks_signal: {number.name} has a handler in C already (faulthandler?); use {others}")
 
 
 def _is_caught(number: signal.Signals) -> bool:
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:  # not Linux: nothing tells
+    except OSError:  # not Linux: unknown
         return False
     caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (number - 1) & 1)

@@ -1,8 +1,8 @@
-"""A thread that checks about once a second for signs of training and for stacks that a signal left.
+"""Thread that checks about once per second for activity of the training, and for stacks that a signal handler wrote.
 
-A sign is any call into the monitor: a forward pass (also one of an evaluation), a backward pass, an optimizer, `log()`,
-`event()`, the begin or end of a phase. So a long accumulation of gradients or an evaluation that was not announced is
-no hang, and a rank that waits in a collective is one. The detector is pure: the clock is an argument.
+Activity is any call into the monitor: a forward pass (also of an evaluation), a backward pass, an optimizer step,
+`log()`, `event()`, or the begin or end of a phase. A long gradient accumulation or an unannounced evaluation is
+therefore not a hang, but a rank that waits in a collective is one. The detector is pure: the time is an argument.
 """
 
 from __future__ import annotations
@@ -25,74 +25,72 @@ from rankscope_exporter.process.threads import OwnThread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangLimits:
-    """How long training may give no sign of life, in seconds; 0 for ever."""
+    """Seconds without activity of the training after which it counts as a hang; 0 disables the detection."""
 
     training: float
     in_phase: float
 
     @property
     def is_on(self) -> bool:
-        """Return whether anything is watched at all."""
+        """Return whether hangs are detected."""
         return self.training > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sign:
-    """What is known of training at one moment."""
+class TrainingState:
+    """State of the training at one check."""
 
-    heard_at: float  # monotonic seconds of the last sign of life
-    has_stepped: bool  # a first step was finished: until then compilers and file systems may take their time
-    is_done: bool  # all planned steps were made
-    phase: str | None  # announced, such as an evaluation
+    active_at: float  # monotonic seconds of the last activity
+    has_stepped: bool  # whether the first step has ended; before it, compilers and file systems may need long
+    is_done: bool  # whether all planned steps have ended
+    phase: str | None  # the announced phase, such as an evaluation
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Training gave no sign of life for `seconds`."""
+    """The training has had no activity for `seconds`."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Training goes on, after `seconds` without a sign of life."""
+    """The training has continued after `seconds` without activity."""
 
     seconds: float
 
 
 class HangDetector:
-    """Tells a hang once, and its end once."""
+    """Reports each hang once, and its end once."""
 
     def __init__(self, limits: HangLimits) -> None:
         self._limits = limits
-        self._hung_at: float | None = None  # when the silence that was told of had begun
+        self._hung_since: float | None = None  # last activity before the reported hang
 
-    def look(self, sign: Sign, now: float) -> Hang | Resumed | None:
-        """Return what is new at this moment."""
-        if self._hung_at is not None:
-            if sign.heard_at <= self._hung_at:
+    def check(self, state: TrainingState, now: float) -> Hang | Resumed | None:
+        """Return a hang that begins or ends at `now`, in monotonic seconds; None if nothing has changed."""
+        if self._hung_since is not None:
+            if state.active_at <= self._hung_since:
                 return None
-            began, self._hung_at = self._hung_at, None
-            return Resumed(sign.heard_at - began)
-        if sign.is_done or now - sign.heard_at < self._limit(sign):
+            since, self._hung_since = self._hung_since, None
+            return Resumed(state.active_at - since)
+        limits = self._limits
+        is_stepping = state.has_stepped and state.phase is None
+        limit = limits.training if is_stepping else max(limits.training, limits.in_phase)
+        if not limits.is_on or state.is_done or now - state.active_at < limit:
             return None
-        self._hung_at = sign.heard_at
-        return Hang(now - sign.heard_at)
-
-    def _limit(self, sign: Sign) -> float:
-        is_calm = sign.has_stepped and sign.phase is None
-        seconds = self._limits.training if is_calm else max(self._limits.training, self._limits.in_phase)
-        return seconds if self._limits.is_on else float("inf")
+        self._hung_since = state.active_at
+        return Hang(now - state.active_at)
 
 
 _MOST_SECONDS: Final = 1.0
-_LOOKS_PER_LIMIT: Final = 8.0
+_CHECKS_PER_LIMIT: Final = 8.0
 _GIL_SHARE: Final = 0.5
-"""When this thread itself could not run for so much of a silence, something held the interpreter lock."""
+"""If the watchdog thread could not run for this share of a hang, C code held the GIL or the process was stopped."""
 
 
 class Watchdog:
-    """`beat` is called by training, all else happens on a daemon thread of its own."""
+    """Detects hangs on a daemon thread. Training threads call only `beat`."""
 
     def __init__(
         self,
@@ -101,34 +99,37 @@ class Watchdog:
         diagnosis: Diagnosis,
         guard: Guard,
         *,
-        standing: Callable[[], tuple[int | None, str | None]],
+        progress: Callable[[], tuple[int | None, str | None]],
         planned_steps: int | None,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
-        """`standing` gives the last step published and the announced phase; `say` prints a line on the console."""
-        # At a prompt, minutes without a step are somebody thinking.
+        """`progress` returns the last published step and the announced phase; `print_line` writes to the console."""
+        # At an interactive prompt, minutes without a step are normal.
         self._limits = HangLimits(training=0, in_phase=0) if hasattr(sys, "ps1") else limits
         self._signal_name = stack_signal
         self._signal: StackSignal | None = None
-        self._watch = HangDetector(self._limits)
+        self._detector = HangDetector(self._limits)
         self._diagnosis = diagnosis
         self._guard = guard
-        self._standing = standing
+        self._progress = progress
         self._planned_steps = planned_steps
-        self._say = say
-        self._heard_at = time.monotonic()
+        self._print_line = print_line
+        self._active_at = time.monotonic()
         self._stopped = threading.Event()
         self._thread = OwnThread(target=self._run, name="rankscope-watchdog")
-        self._seconds = min(_MOST_SECONDS, limits.training / _LOOKS_PER_LIMIT) if limits.is_on else _MOST_SECONDS
+        self._seconds = min(_MOST_SECONDS, limits.training / _CHECKS_PER_LIMIT) if limits.is_on else _MOST_SECONDS
         self.cpu_seconds = 0.0
         """CPU time of the thread so far."""
 
     def beat(self) -> None:
-        """Note a sign of life. One store, and from any thread."""
-        self._heard_at = time.monotonic()
+        """Store the time of an activity of the training. One assignment, from any thread."""
+        self._active_at = time.monotonic()
 
     def start(self) -> None:
-        """Take the signal where one is named, and begin to look. A signal that is taken is said, and left alone."""
+        """Register the handler of the configured signal and start the thread.
+
+        A signal that another handler in C uses is reported and not changed.
+        """
         if self._signal_name is not None:
             self._signal = self._guard.call("stacks_signal", StackSignal, self._signal_name)
         self.beat()
@@ -136,7 +137,7 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and give the signal back."""
+        """End the thread and restore the previous handler of the signal."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join(1.0)
@@ -145,65 +146,65 @@ class Watchdog:
             found.restore()
 
     def abandon_after_fork(self) -> None:
-        """In a forked child, where the thread does not exist."""
+        """Unregister the signal handler in a forked child, in which the thread does not exist."""
         if self._signal is not None:
             self._signal.abandon_after_fork()
             self._signal = None
 
     def signal_note(self) -> str | None:
-        """Return what the banner says of the signal."""
+        """Return the line of the banner about the signal; None without a signal."""
         if self._signal is None:
             return None
-        return f"{self._signal.name} writes stacks, also while C code holds the interpreter, to {self._signal.path}"
+        return f"{self._signal.name} writes stacks, also while C code holds the GIL, to {self._signal.path}"
 
     def _run(self) -> None:
         before = time.monotonic()
         while not self._stopped.wait(self._seconds):
             now = time.monotonic()
             late, before = now - before - self._seconds, now
-            self._guard.call("the watchdog", self._look, now, late)
+            self._guard.call("the watchdog", self._check, now, late)
             self.cpu_seconds = time.thread_time()
 
-    def _look(self, now: float, late: float) -> None:
+    def _check(self, now: float, late: float) -> None:
         if self._signal is not None:
-            self._guard.call("stacks_signal", self._look_at_signal, self._signal)
-        step, phase = self._standing()
+            self._guard.call("stacks_signal", self._publish_written, self._signal)
+        step, phase = self._progress()
         is_done = self._planned_steps is not None and step is not None and step >= self._planned_steps
-        sign = Sign(heard_at=self._heard_at, has_stepped=step is not None, is_done=is_done, phase=phase)
-        match self._watch.look(sign, now):
+        state = TrainingState(active_at=self._active_at, has_stepped=step is not None, is_done=is_done, phase=phase)
+        match self._detector.check(state, now):
             case Hang(seconds):
-                self._tell_hang(seconds, late, step, phase)
+                self._report_hang(seconds, late, step, phase)
             case Resumed(seconds):
-                self._tell_end(seconds)
+                self._report_end(seconds)
             case None:
                 pass
 
-    def _look_at_signal(self, signal: StackSignal) -> None:
+    def _publish_written(self, signal: StackSignal) -> None:
         text = signal.written()
         if text is not None:
             self._diagnosis.take_written(text, "signal")
 
-    def _tell_hang(self, seconds: float, late: float, step: int | None, phase: str | None) -> None:
+    def _report_hang(self, seconds: float, late: float, step: int | None, phase: str | None) -> None:
         held = late if late > _GIL_SHARE * seconds else None
         text = f"no sign of training for {seconds:.0f} s" + (f" in phase {phase}" if phase else "")
         text += "" if step is None else f", after step {step}"
         if held is not None:
-            text += f"; for {held:.0f} s no Python ran: C code held the interpreter lock, or the process was stopped"
+            text += f"; no Python code ran for {held:.0f} s: C code held the GIL, or the process was stopped"
         details = json.dumps({"state": "began", "seconds": seconds, "phase": phase, "interpreter_held_seconds": held})
         event = Event(type=EventType.HANG, severity=Severity.CRITICAL, value=seconds, message=text, details=details)
         where = self._guard.call("the place of a hang", self._place, event)
-        self._say(f"rank {self._diagnosis.rank}: {text}" + (f": {where}" if where else ""))
+        self._print_line(f"rank {self._diagnosis.rank}: {text}" + (f": {where}" if where else ""))
 
     def _place(self, event: Event) -> str | None:
-        """Record the event with stacks and flight record; return where this rank is, None where neither was read."""
+        """Publish the event, stacks and flight record; return the place of this rank, None if neither was read."""
         taken = self._diagnosis.take("hang", severity=Severity.CRITICAL, first=event)
         if not taken.stacks.threads and taken.flight is None:
             return None
         return str(Standing.of(self._diagnosis.rank, taken.stacks, taken.flight))
 
-    def _tell_end(self, seconds: float) -> None:
+    def _report_end(self, seconds: float) -> None:
         details = json.dumps({"state": "ended", "seconds": seconds})
-        text = f"training goes on after {seconds:.0f} s without a sign"
+        text = f"training continues after {seconds:.0f} s without a sign"
         event = Event(type=EventType.HANG, value=seconds, message=text, details=details)
-        self._guard.call("recording the end of a hang", self._diagnosis.tell, event)
-        self._say(f"rank {self._diagnosis.rank}: {text}")
+        self._guard.call("recording the end of a hang", self._diagnosis.publish, event)
+        self._print_line(f"rank {self._diagnosis.rank}: {text}")

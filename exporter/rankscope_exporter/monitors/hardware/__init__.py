@@ -1,1 +1,1 @@
-"""A thread that reads the GPU, the process and the host."""
+"""Hardware metrics: a thread that reads the GPU, the process and the machine."""

@@ -1,6 +1,6 @@
-"""One GPU through NVML: the one this rank trains on, found by its UUID, since CUDA_VISIBLE_DEVICES renumbers.
+"""The GPU of this rank through NVML, found by its UUID, because CUDA_VISIBLE_DEVICES changes the device numbers.
 
-`nvidia-ml-py` is looked for at run time. Without it, or without a driver, there is no GPU to read: that is no error.
+`nvidia-ml-py` is imported at run time. Without it, or without a driver, there are no GPU metrics; that is not an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rankscope_exporter.records.step_record import Scalar
 log = logging.getLogger("rankscope")
 
 Report = Callable[[str, BaseException], None]
-"""Takes what failed and its error, as `Guard.report` does."""
+"""Reports the operation that failed and its error, as `Guard.report` does."""
 
 _MEANINGS: Final = {
     13: "graphics engine exception, mostly of the application",
@@ -40,21 +40,21 @@ _MEANINGS: Final = {
     119: "the GPU's system processor does not answer",
     120: "error of the GPU's system processor",
 }
-"""XIDs that training meets, after NVIDIA's list."""
+"""Meaning of XIDs that occur during training, from NVIDIA's list."""
 
-# An answer of the driver that no later call will change: the quantity is left out from then on.
+# Errors of the driver that will not change later: the metric is not read again.
 _FINAL: Final = ("NOT_SUPPORTED", "FUNCTION_NOT_FOUND", "NO_PERMISSION", "INVALID_ARGUMENT")
 
 
 def uuid_of(device: torch.device) -> str | None:
-    """Return the UUID of a CUDA device as torch has it, without NVML's prefix; None for any other device."""
+    """Return torch's UUID of a CUDA device, without the prefix of NVML; None for any other device."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def load_nvml() -> Any:
-    """Return the module `pynvml` of nvidia-ml-py; None where it is not installed."""
+    """Return the module `pynvml` of nvidia-ml-py; None if it is not installed."""
     try:
         return importlib.import_module("pynvml")
     except ImportError:
@@ -63,7 +63,7 @@ def load_nvml() -> Any:
 
 
 class Gpu:
-    """An open handle of one GPU, or of a MIG slice of one. For one thread."""
+    """An open handle of one GPU or MIG slice. Only one thread may use it."""
 
     def __init__(self, nvml: Any, handle: Any, uuid: str) -> None:
         self._nvml = nvml
@@ -76,25 +76,25 @@ class Gpu:
 
     @classmethod
     def open(cls, nvml: Any, uuid: str) -> Gpu | None:
-        """Return the GPU that torch calls `uuid`; None where NVML cannot be had or does not know it."""
+        """Return the GPU with torch's `uuid`; None if NVML cannot be initialized or does not find the GPU."""
         try:
             nvml.nvmlInit()
         except nvml.NVMLError as error:
-            log.debug("no GPU metrics, NVML says: %s", error)
+            log.debug("no GPU metrics: NVML failed to initialize: %s", error)
             return None
-        # A MIG slice has another prefix. Those of its own that torch may have put there stay.
+        # The prefix differs for a MIG slice. A UUID that already has a prefix is not changed.
         for name in (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"GPU-{uuid}", f"MIG-{uuid}"):
             try:
                 return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(name), name)
             except nvml.NVMLError as error:
-                log.debug("NVML does not know %s: %s", name, error)
+                log.debug("NVML has no device %s: %s", name, error)
         _quietly(nvml, nvml.nvmlShutdown)
         return None
 
     def read(self, report: Report) -> list[Scalar]:
-        """Return the quantities that the board has at this moment; those that it does not know are absent.
+        """Return the current values of all metrics that the board supports.
 
-        Each is read by itself; an error that is not NVML's is reported.
+        Each metric is read independently; an error other than NVMLError is reported.
         """
         found = [scalar for reading in list(self._readings) for scalar in self._read(reading, report)]
         if self._events is not None:
@@ -102,16 +102,16 @@ class Gpu:
         return [Scalar(item.name, item.value, item.unit, {**item.labels, "gpu": self.uuid}) for item in found]
 
     def xids(self, report: Report) -> list[Event]:
-        """Return the critical errors that the driver has reported since the last call."""
+        """Return one event for each critical error (XID) that the driver has reported since the last call."""
         found: list[Event] = []
         while self._events is not None:
             try:
                 data = self._nvml.nvmlEventSetWait_v2(self._events, 0)
             except self._nvml.NVMLError as error:
-                if error.value != self._nvml.NVML_ERROR_TIMEOUT:  # which says that there are no more
-                    self._say("XID events", error)
+                if error.value != self._nvml.NVML_ERROR_TIMEOUT:  # timeout: there are no more events
+                    self._log_once("XID events", error)
                 return found
-            except Exception as error:  # noqa: BLE001 - those that were found before are returned
+            except Exception as error:  # noqa: BLE001 - the events that were found are returned
                 report("reading XIDs", error)
                 return found
             self._xids += 1
@@ -119,7 +119,7 @@ class Gpu:
         return found
 
     def close(self) -> None:
-        """Let go of NVML, which other code of the process may still use."""
+        """Release NVML. Other code of the process can still use it, because NVML counts its users."""
         if self._events is not None:
             _quietly(self._nvml, self._nvml.nvmlEventSetFree, self._events)
         _quietly(self._nvml, self._nvml.nvmlShutdown)
@@ -128,23 +128,23 @@ class Gpu:
         try:
             return list(reading.read(self._nvml, self._handle))
         except self._nvml.NVMLError as error:
-            self._say(reading.name, error)
+            self._log_once(reading.name, error)
             if error.value in {getattr(self._nvml, f"NVML_ERROR_{name}") for name in _FINAL}:
                 self._readings.remove(reading)
-        except AttributeError as error:  # an older nvidia-ml-py does not know the function
-            self._say(reading.name, error)
+        except AttributeError as error:  # an older nvidia-ml-py does not have the function
+            self._log_once(reading.name, error)
             self._readings.remove(reading)
-        except Exception as error:  # noqa: BLE001 - the other quantities are read all the same
+        except Exception as error:  # noqa: BLE001 - the other metrics are read after an error of one
             report(f"reading {reading.name} of the GPU", error)
         return ()
 
-    def _say(self, what: str, error: Exception) -> None:
-        if what not in self._failed:
-            self._failed.add(what)
-            log.debug("%s of %s is left out, NVML says: %s", what, self.uuid, error)
+    def _log_once(self, metric: str, error: Exception) -> None:
+        if metric not in self._failed:
+            self._failed.add(metric)
+            log.debug("%s of %s is not available: NVML error: %s", metric, self.uuid, error)
 
     def _event_set(self) -> Any:
-        """Return where the driver reports XIDs; None where it does not, as for MIG slices and without permission."""
+        """Return the NVML event set that receives XIDs; None for MIG slices and without permission."""
         nvml = self._nvml
         try:
             events = nvml.nvmlEventSetCreate()
@@ -154,7 +154,7 @@ class Gpu:
                 _quietly(nvml, nvml.nvmlEventSetFree, events)
                 raise
         except (nvml.NVMLError, AttributeError) as error:
-            self._say("XID events", error)
+            self._log_once("XID events", error)
             return None
         return events
 
@@ -174,4 +174,4 @@ def _quietly(nvml: Any, function: Any, *args: Any) -> None:
     try:
         function(*args)
     except nvml.NVMLError as error:
-        log.debug("NVML says: %s", error)
+        log.debug("NVML error: %s", error)

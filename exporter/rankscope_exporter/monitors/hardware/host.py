@@ -1,4 +1,4 @@
-"""This process and its machine: processor, memory, faults, disk. By psutil where it is installed, else from /proc."""
+"""CPU, memory, page faults and disk I/O of this process and its machine, from psutil if installed, else from /proc."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KIB: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostState:
-    """Counters and levels at one moment, by the names of their scalars; None for what is not known."""
+    """Counters and levels at one time, under the names of their scalars; None if a value is unknown."""
 
     process_cpu_seconds_total: float | None = None
     process_threads: float | None = None
@@ -29,8 +29,9 @@ class HostState:
     host_memory_total_bytes: float | None = None
     host_swap_used_bytes: float | None = None
     busy_seconds: float = 0.0
-    """Of all processors together, and their seconds in all; no scalars of their own."""
+    """Busy seconds of all CPUs together. Not published; used for the utilization."""
     all_seconds: float = 0.0
+    """Busy and idle seconds of all CPUs together. Not published."""
 
 
 _UNITS: Final = {"bytes": "bytes", "seconds": "seconds"}
@@ -38,37 +39,37 @@ _NOT_SHOWN: Final = frozenset({"busy_seconds", "all_seconds"})
 
 
 def host_scalars(before: HostState, now: HostState) -> Iterator[Scalar]:
-    """Yield what is known of a moment, and how busy the machine was since the one before."""
+    """Yield the known values of `now`, and the CPU utilization of the machine since `before`."""
     for item in fields(HostState):
         value = getattr(now, item.name)
         if value is not None and item.name not in _NOT_SHOWN:
             unit = next((unit for part, unit in _UNITS.items() if part in item.name), None)
             yield Scalar(item.name, value, unit)
     passed = now.all_seconds - before.all_seconds
-    if passed > 0 and before.all_seconds > 0:  # 0 where they could not be read
+    if passed > 0 and before.all_seconds > 0:  # 0 if the values could not be read
         busy = min(1.0, max(0.0, (now.busy_seconds - before.busy_seconds) / passed))
         yield Scalar("host_cpu_utilization", busy, "ratio")
 
 
 class Host:
-    """Reads the state of this process and of its machine. For one thread.
+    """Reads the state of this process and its machine. Only one thread may use it.
 
-    A function of psutil that fails is reported once and left out, as in a container that hides a file of the kernel.
+    A psutil function that fails, for example because a container hides a file of /proc, is reported once and skipped.
     """
 
     def __init__(self, report: Callable[[str, BaseException], None], psutil: Any = None) -> None:
         self._report = report
         self._reported: set[str] = set()
         self._psutil = psutil if psutil is not None else _installed()
-        self._process = None if self._psutil is None else self._asked("Process", self._psutil.Process)
+        self._process = None if self._psutil is None else self._call("Process", self._psutil.Process)
 
     def state(self) -> HostState:
-        """Return the state at this moment."""
-        return from_proc() if self._process is None else from_psutil(self._psutil, self._process, self._asked)
+        """Return the current state."""
+        return from_proc() if self._process is None else from_psutil(self._psutil, self._process, self._call)
 
-    def _asked(self, name: str, ask: Callable[[], Any]) -> Any:
+    def _call(self, name: str, function: Callable[[], Any]) -> Any:
         try:
-            return ask()
+            return function()
         except Exception as error:  # noqa: BLE001 - psutil raises its own errors, OSError, NotImplementedError and more
             if name not in self._reported:
                 self._reported.add(name)
@@ -79,25 +80,25 @@ class Host:
 def _installed() -> Any:
     try:
         return importlib.import_module("psutil")
-    except Exception:  # noqa: BLE001 - not installed, or not for this system: the kernel is asked
+    except Exception:  # noqa: BLE001 - not installed, or not for this system: /proc is read instead
         return None
 
 
-def from_psutil(psutil: Any, process: Any, asked: Callable[[str, Callable[[], Any]], Any]) -> HostState:
-    """Return the state by psutil, which does not know everything on some systems.
+def from_psutil(psutil: Any, process: Any, call: Callable[[str, Callable[[], Any]], Any]) -> HostState:
+    """Return the state from psutil, which lacks some values on some systems.
 
-    `asked(name, function)` returns what the function returns, None where it raises.
+    `call(name, function)` returns the result of the function, or None if it raises.
     """
-    usage = resource.getrusage(resource.RUSAGE_SELF)  # page faults, which psutil has for Windows alone
-    spent, threads = asked("cpu_times", process.cpu_times), asked("num_threads", process.num_threads)
-    switches = asked("num_ctx_switches", process.num_ctx_switches)
-    io = asked("io_counters", process.io_counters) if hasattr(process, "io_counters") else None
-    memory, swap = asked("virtual_memory", psutil.virtual_memory), asked("swap_memory", psutil.swap_memory)
-    machine = asked("cpu_times of the machine", psutil.cpu_times)
+    usage = resource.getrusage(resource.RUSAGE_SELF)  # for page faults, which psutil has only on Windows
+    spent, threads = call("cpu_times", process.cpu_times), call("num_threads", process.num_threads)
+    switches = call("num_ctx_switches", process.num_ctx_switches)
+    io = call("io_counters", process.io_counters) if hasattr(process, "io_counters") else None
+    memory, swap = call("virtual_memory", psutil.virtual_memory), call("swap_memory", psutil.swap_memory)
+    machine = call("cpu_times of the machine", psutil.cpu_times)
     idle = everything = 0.0
     if machine is not None:
         idle = machine.idle + getattr(machine, "iowait", 0.0)
-        # Time of guests is in that of users already.
+        # The time of guests is already part of the user time.
         everything = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
     return HostState(
         process_cpu_seconds_total=None if spent is None else spent.user + spent.system,
@@ -115,7 +116,7 @@ def from_psutil(psutil: Any, process: Any, asked: Callable[[str, Callable[[], An
 
 
 def from_proc() -> HostState:
-    """Return what the kernel says; without /proc, as on a Mac, little more than the time that was spent."""
+    """Return the state from the files of /proc; on systems without /proc, such as macOS, mainly the CPU time."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     memory, io, status = (_table(name) for name in ("meminfo", "self/io", "self/status"))
     used = [memory[name] for name in ("SwapTotal", "SwapFree") if name in memory]
@@ -140,7 +141,7 @@ def _bytes(kibibytes: float | None) -> float | None:
 
 
 def _table(name: str) -> dict[str, float]:
-    """Return the lines `name: number …` of a file of the kernel's; none where it may not be read."""
+    """Return the lines `name: number …` of a file in /proc; empty if the file cannot be read."""
     try:
         lines = (_PROC / name).read_text().splitlines()
     except OSError:
@@ -150,7 +151,7 @@ def _table(name: str) -> dict[str, float]:
 
 
 def _processor_ticks() -> list[float]:
-    """Return user, nice, system, idle, iowait, irq, softirq and steal of all processors, in a unit of the kernel's."""
+    """Return user, nice, system, idle, iowait, irq, softirq and steal time of all CPUs in clock ticks; or nothing."""
     try:
         return [float(word) for word in (_PROC / "stat").read_text().splitlines()[0].split()[1:9]]
     except (OSError, IndexError):

@@ -1,12 +1,12 @@
-"""What NVML says of one GPU, quantity by quantity, in base units. Each is a function of the module and a handle.
+"""Hardware metrics of one GPU from NVML, in base units. Each reading is a function of the NVML module and a handle.
 
-A function raises the module's NVMLError where the board, its driver or a MIG slice of it has no such quantity.
+A function raises the module's NVMLError if the board, its driver or a MIG slice does not support the metric.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ THROTTLE_REASONS: Final = {
     "display_clocks": "DisplayClockSetting",
     "idle": "GpuIdle",
 }
-"""Why clocks are below their highest, by our names: NVML's constants are nvmlClocksThrottleReason<value>."""
+"""Reasons for reduced clocks: label value -> suffix of NVML's constant nvmlClocksThrottleReason<suffix>."""
 
 
 def utilization(nvml: Any, handle: Any) -> Iterator[Scalar]:
@@ -37,25 +37,10 @@ def utilization(nvml: Any, handle: Any) -> Iterator[Scalar]:
 
 
 def memory(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the memory of the device, as all processes together have it."""
+    """Yield the used and the total memory of the device, over all processes."""
     info = nvml.nvmlDeviceGetMemoryInfo(handle)
     yield Scalar("gpu_memory_used_bytes", float(info.used), "bytes")
     yield Scalar("gpu_memory_total_bytes", float(info.total), "bytes")
-
-
-def power(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield what the board draws."""
-    yield Scalar("gpu_power_watts", nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, "watts")
-
-
-def power_limit(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield what it may draw."""
-    yield Scalar("gpu_power_limit_watts", nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3, "watts")
-
-
-def energy(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield what it has used since its driver was loaded."""
-    yield Scalar("gpu_energy_joules_total", nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, "joules")
 
 
 def temperature(nvml: Any, handle: Any) -> Iterator[Scalar]:
@@ -71,19 +56,19 @@ def memory_temperature(nvml: Any, handle: Any) -> Iterator[Scalar]:
 
 
 def clock(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield a clock: of the multiprocessors or of the memory."""
+    """Yield the current clock of the multiprocessors or of the memory."""
     hertz = nvml.nvmlDeviceGetClockInfo(handle, getattr(nvml, constant)) * 1e6
     yield Scalar("gpu_clock_hertz", hertz, "hertz", {"clock": name})
 
 
 def highest_clock(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the highest value of a clock."""
+    """Yield the highest possible value of a clock."""
     hertz = nvml.nvmlDeviceGetMaxClockInfo(handle, getattr(nvml, constant)) * 1e6
     yield Scalar("gpu_clock_limit_hertz", hertz, "hertz", {"clock": name})
 
 
 def throttling(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield 1 for each reason that keeps the clocks down now, 0 for the others."""
+    """Yield 1 for each reason that currently reduces the clocks, 0 for each other reason."""
     mask = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     for name, constant in THROTTLE_REASONS.items():
         bit = getattr(nvml, f"nvmlClocksThrottleReason{constant}")
@@ -91,13 +76,13 @@ def throttling(nvml: Any, handle: Any) -> Iterator[Scalar]:
 
 
 def ecc(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield errors of the memory since the driver was loaded, corrected or uncorrected ones."""
+    """Yield the number of corrected or uncorrected memory errors since the driver was loaded."""
     count = nvml.nvmlDeviceGetTotalEccErrors(handle, getattr(nvml, constant), nvml.NVML_VOLATILE_ECC)
     yield Scalar("gpu_ecc_errors_total", float(count), "errors", {"type": name})
 
 
 def remapped_rows(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield rows of the memory that were replaced, and whether that failed or waits for a reset of the GPU."""
+    """Yield the number of remapped memory rows, and whether a remapping has failed or waits for a GPU reset."""
     corrected, uncorrected, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
     states = {"corrected": corrected, "uncorrected": uncorrected, "pending": pending, "failed": failed}
     for name, count in states.items():
@@ -105,28 +90,23 @@ def remapped_rows(nvml: Any, handle: Any) -> Iterator[Scalar]:
 
 
 def pcie(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield bytes per second over PCIe in one direction; NVML counts for 20 ms each."""
+    """Yield bytes per second over PCIe in one direction, measured by NVML over 20 ms."""
     rate = nvml.nvmlDeviceGetPcieThroughput(handle, getattr(nvml, constant)) * _KIB
     yield Scalar("gpu_pcie_bytes_per_second", float(rate), "bytes per second", {"direction": name})
 
 
-def pcie_replays(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield packets that PCIe had to send again."""
-    yield Scalar("gpu_pcie_replays_total", float(nvml.nvmlDeviceGetPcieReplayCounter(handle)), "packets")
-
-
 def nvlink(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the bytes that all links together have carried in one direction."""
+    """Yield the bytes that all links together have transferred in one direction."""
     carried = _field(nvml, handle, (getattr(nvml, constant), _ALL_LINKS)) * _KIB
     yield Scalar("gpu_nvlink_bytes_total", carried, "bytes", {"direction": name})
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One quantity, read independently of the others: a board that does not have it may have them."""
+    """One metric, read independently of the others, because a board may support only some of them."""
 
     name: str
-    read: Callable[[Any, Any], Iterator[Scalar]]
+    read: Callable[[Any, Any], Iterable[Scalar]]
 
 
 def _whole(function: Callable[[Any, Any], Iterator[Scalar]]) -> Reading:
@@ -134,19 +114,24 @@ def _whole(function: Callable[[Any, Any], Iterator[Scalar]]) -> Reading:
 
 
 def _parts(function: Callable[[str, str, Any, Any], Iterator[Scalar]], **constants: str) -> list[Reading]:
-    """Return a reading for each label, with the name of NVML's constant for it."""
+    """Return one reading per label; `constants` contains the name of NVML's constant for each label."""
     return [
         Reading(f"{function.__name__} ({name})", functools.partial(function, name, constant))
         for name, constant in constants.items()
     ]
 
 
+def _scaled(name: str, scalar: str, unit: str, function: str, divisor: float) -> Reading:
+    """Return the reading of a single number: the result of NVML's `function`, divided by `divisor`."""
+    return Reading(name, lambda nvml, handle: [Scalar(scalar, float(getattr(nvml, function)(handle) / divisor), unit)])
+
+
 READINGS: Final = (
     _whole(utilization),
     _whole(memory),
-    _whole(power),
-    _whole(power_limit),
-    _whole(energy),
+    _scaled("power", "gpu_power_watts", "watts", "nvmlDeviceGetPowerUsage", 1e3),
+    _scaled("power_limit", "gpu_power_limit_watts", "watts", "nvmlDeviceGetEnforcedPowerLimit", 1e3),
+    _scaled("energy", "gpu_energy_joules_total", "joules", "nvmlDeviceGetTotalEnergyConsumption", 1e3),
     _whole(temperature),
     _whole(memory_temperature),
     *_parts(clock, sm="NVML_CLOCK_SM", memory="NVML_CLOCK_MEM"),
@@ -155,7 +140,7 @@ READINGS: Final = (
     *_parts(ecc, corrected="NVML_MEMORY_ERROR_TYPE_CORRECTED", uncorrected="NVML_MEMORY_ERROR_TYPE_UNCORRECTED"),
     _whole(remapped_rows),
     *_parts(pcie, sent="NVML_PCIE_UTIL_TX_BYTES", received="NVML_PCIE_UTIL_RX_BYTES"),
-    _whole(pcie_replays),
+    _scaled("pcie_replays", "gpu_pcie_replays_total", "packets", "nvmlDeviceGetPcieReplayCounter", 1),
     *_parts(
         nvlink,
         sent="NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX",
@@ -164,7 +149,7 @@ READINGS: Final = (
 )
 
 _MEMBERS: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal")
-"""Where a field's value stands, by the number of its type."""
+"""Name of the union member that contains the value of a field, indexed by its value type."""
 
 
 def _field(nvml: Any, handle: Any, number: Any) -> float:

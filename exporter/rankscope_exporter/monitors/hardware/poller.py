@@ -1,6 +1,6 @@
-"""The thread that looks at a rank's GPU, process and machine every few seconds.
+"""Thread that reads the GPU, the process and the machine of a rank every few seconds.
 
-Each look is a record of its own with the time at which it was taken and no step: nothing is repeated at later steps.
+Each reading is a separate record with its time and without a step, so no value is repeated at later steps.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.records.pending_step import PendingStep, now_microseconds
 
 _STOP_SECONDS: Final = 2.0
-"""How long the end of training waits for a look that is under way."""
+"""Longest wait for a reading in progress at the end of training."""
 
 
 class HardwarePoller:
-    """One daemon thread, from `start` to `stop`. A forked child has none, and touches nothing of its parent's."""
+    """Reads and publishes hardware metrics on one daemon thread, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class HardwarePoller:
         """CPU time of the thread so far."""
 
     def start(self) -> None:
-        """Start the thread, unless no look is to be taken."""
+        """Start the thread, unless the interval is 0."""
         if self._every_seconds > 0:
             self._thread.start()
 
@@ -60,7 +60,7 @@ class HardwarePoller:
         host = Host(self._guard.report)
         before = self._guard.call("reading the machine", host.state)
         while not self._stopped.wait(self._every_seconds):
-            before = self._guard.call("publishing the hardware", self._look, gpu, host, before) or before
+            before = self._guard.call("publishing the hardware", self._publish, gpu, host, before) or before
             self.cpu_seconds = time.thread_time()
         if gpu is not None:
             self._guard.call("closing the GPU", gpu.close)
@@ -70,10 +70,10 @@ class HardwarePoller:
         nvml = None if uuid is None else self._load_nvml()
         return None if uuid is None or nvml is None else Gpu.open(nvml, uuid)
 
-    def _look(self, gpu: Gpu | None, host: Host, before: Any) -> Any:
-        """Publish the readings of this moment, and return the state of the machine for the next call.
+    def _publish(self, gpu: Gpu | None, host: Host, before: Any) -> Any:
+        """Publish the current readings, and return the state of the machine for the next call.
 
-        GPU, process and machine are read independently of each other.
+        GPU and machine are read independently: an error of one does not affect the other.
         """
         call, report = self._guard.call, self._guard.report
         events = [] if gpu is None else call("reading XIDs", gpu.xids, report) or []

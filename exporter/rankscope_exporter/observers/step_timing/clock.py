@@ -1,7 +1,7 @@
-"""When something happened: by the host's clock, or by the device's own where work is only queued there.
+"""Times of events: by the clock of the host, or by events of the device if work is only queued there.
 
-A mark on a device is an event in its stream, which passes long after the host went on. Its time is asked for later, on
-another thread, and only once the event says that it has passed: nobody waits inside the driver.
+A time on a device is an event in its stream, which the device reaches long after the host has queued it. Another thread
+reads it, and only after the event reports that it was reached, so no thread blocks in the driver.
 """
 
 from __future__ import annotations
@@ -9,107 +9,84 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 
-PATIENCE_SECONDS: Final = 30.0
-"""How long the publisher waits for a device that is behind; then a step has no phases rather than wrong ones."""
+TIMEOUT_SECONDS: Final = 30.0
+"""Longest wait of the publisher for a slow device; after it, the step has no phases instead of wrong ones."""
 
-_FIRST_NAP_SECONDS: Final = 0.0005
-_LONGEST_NAP_SECONDS: Final = 0.02
+_FIRST_SLEEP_SECONDS: Final = 0.0005
+_LONGEST_SLEEP_SECONDS: Final = 0.02
 
 
 Time = Any
-"""One moment: seconds of the host's clock or an event of the device, as the clock has it that was asked."""
-
-
-class Clock(Protocol):
-    """Marks moments on the training thread, and tells what lay between them on another one."""
-
-    def now(self) -> Time:
-        """Return this moment. Waits for nothing."""
-        ...
-
-    def at(self, seconds: float) -> Time:
-        """Return the moment `seconds`, by the host's clock a moment ago, or the nearest to it."""
-        ...
-
-    def reached(self, time: Time) -> bool:
-        """Return whether `time` has come; waits for it, yet not for ever."""
-        ...
-
-    def seconds(self, begin: Time, end: Time) -> float:
-        """Return the seconds between two moments that were reached."""
-        ...
-
-    def give_back(self, time: Time) -> None:
-        """Say that nobody asks for `time` any more."""
-        ...
+"""A time as the clock represents it: seconds of the host's clock, or an event of the device."""
 
 
 class HostClock:
-    """The monotonic clock of the host: right where the host itself does the work."""
+    """The monotonic clock of the host, for devices on which the host does the work. Base class of `DeviceClock`.
 
-    now = staticmethod(time.monotonic)
+    The training thread calls `now` and `at`, which do not block. Another thread calls `reached` and `seconds`.
+    """
+
+    now: Callable[..., Time] = staticmethod(time.monotonic)
+    """Returns the current time. No Python call: it runs at each event of each step."""
 
     def at(self, seconds: float) -> Time:
-        """Return just that."""
+        """Return the time `seconds` of the host's monotonic clock, which is in the recent past."""
         return seconds
 
-    def reached(self, time: Time) -> bool:  # noqa: ARG002 - the host is where it is
-        """Return True."""
+    def reached(self, time: Time) -> bool:  # noqa: ARG002 - the signature of DeviceClock
+        """Return whether `time` was reached; may wait for it, but not indefinitely."""
         return True
 
     def seconds(self, begin: Time, end: Time) -> float:
-        """Return the seconds from `begin` to `end`."""
+        """Return the seconds between two times that were reached."""
         seconds: float = end - begin
         return seconds
 
-    def give_back(self, time: Time) -> None:
-        """Do nothing."""
+    def release(self, time: Time) -> None:
+        """Release `time`, which is no longer needed. The host clock has nothing to release."""
 
 
-class DeviceClock:
-    """Events in the current stream. They are kept in a pool, since making one costs more than recording it."""
+@dataclass(eq=False)
+class DeviceClock(HostClock):
+    """Events in the current stream of a device, kept in a pool because creating one costs more than recording it."""
 
-    def __init__(
-        self,
-        make: Callable[[], Any],
-        *,
-        is_capturing: Callable[[], bool] = lambda: False,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._make = make
-        self._is_capturing = is_capturing
-        self._sleep = sleep
-        self._pool: deque[Any] = deque()  # appended to by the publisher, popped by training
+    make: Callable[[], Any]
+    """Creates an event with timing."""
+    is_capturing: Callable[[], bool] = lambda: False
+    """Returns whether the current stream captures a graph."""
+    sleep: Callable[[float], None] = time.sleep
+    pool: deque[Any] = field(default_factory=deque, init=False)  # the publisher appends, the training thread pops
 
     def now(self) -> Time:
-        """Queue an event. In a graph that is being captured it would become part of the graph: there it is none."""
-        if self._is_capturing():
+        """Queue an event and return it; None while a graph is captured, since the event would become part of it."""
+        if self.is_capturing():
             return None
         try:
-            event = self._pool.pop()
+            event = self.pool.pop()
         except IndexError:
-            event = self._make()
+            event = self.make()
         event.record()
         return event
 
-    def at(self, seconds: float) -> Time:  # noqa: ARG002 - nothing can be queued into the past
-        """Queue an event."""
+    def at(self, seconds: float) -> Time:  # noqa: ARG002 - no event can be queued in the past
+        """Queue an event now, the nearest possible time."""
         return self.now()
 
     def reached(self, time: Time) -> bool:
-        """Return whether the device came by; False where it never will, or not within the patience for it."""
+        """Return whether the device has reached `time`; False after TIMEOUT_SECONDS, and for None."""
         if time is None:
             return False
-        waited, nap = 0.0, _FIRST_NAP_SECONDS
+        waited, pause = 0.0, _FIRST_SLEEP_SECONDS
         while not time.query():
-            if waited >= PATIENCE_SECONDS:
+            if waited >= TIMEOUT_SECONDS:
                 return False
-            self._sleep(nap)
-            waited, nap = waited + nap, min(2 * nap, _LONGEST_NAP_SECONDS)
+            self.sleep(pause)
+            waited, pause = waited + pause, min(2 * pause, _LONGEST_SLEEP_SECONDS)
         return True
 
     def seconds(self, begin: Time, end: Time) -> float:
@@ -117,14 +94,14 @@ class DeviceClock:
         milliseconds: float = begin.elapsed_time(end)
         return milliseconds / 1e3
 
-    def give_back(self, time: Time) -> None:
-        """Use its event again."""
+    def release(self, time: Time) -> None:
+        """Return the event to the pool."""
         if time is not None:
-            self._pool.append(time)
+            self.pool.append(time)
 
 
-def clock_of(device: torch.device) -> Clock:
-    """Return the clock by which work on `device` is timed."""
+def clock_of(device: torch.device) -> HostClock:
+    """Return the clock that measures work on `device`."""
     if device.type != "cuda":
         return HostClock()
     return DeviceClock(

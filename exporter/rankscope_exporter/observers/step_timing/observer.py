@@ -1,7 +1,7 @@
-"""Observer of the steps of one model: it notes the time of each event; the publisher thread computes the phases.
+"""Observer of the steps of one model: it stores the time of each event; the publisher thread computes the phases.
 
-Seconds by phase are counted since the process attached. Every number is read on the publisher thread at the moment it
-is published: a counter must never seem to fall.
+Seconds by phase are counted since the process attached. Each counter is read on the publisher thread when it is
+published, because a counter must not decrease.
 """
 
 from __future__ import annotations
@@ -23,20 +23,27 @@ from rankscope_contract.model.phases import (
     STEP_PHASE_SECONDS,
 )
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.observers.step_timing.clock import Clock, Time, clock_of
-from rankscope_exporter.observers.step_timing.timeline import LoopTraits, Mark, RawMark, segments, sum_by_phase
+from rankscope_exporter.observers.step_timing.clock import HostClock, Time, clock_of
+from rankscope_exporter.observers.step_timing.timeline import (
+    Kind,
+    LoopTraits,
+    Mark,
+    RawMark,
+    segments,
+    sum_by_phase,
+)
 from rankscope_exporter.records.pending_step import PendingStep, now_microseconds
 from rankscope_exporter.records.step_events import Cause, StepObserver
 from rankscope_exporter.records.step_record import Scalar
 
 EVERY_SECONDS: Final = 1.0
-"""Totals are for those who look every few seconds; what single steps were made of has rows of its own."""
+"""Interval at which counters are published. Phases of single steps have their own rows."""
 
 UNIT: Final = "seconds"
 
 
 class PhaseCounters:
-    """Grows on the training and on the publisher's thread, and is read on the latter."""
+    """Seconds by phase since the process attached. The training and publisher threads add; the publisher reads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -44,10 +51,10 @@ class PhaseCounters:
         self._seconds: dict[str, float] = {}
         self._pre_collective = 0.0
         self._changed: set[str] = set()
-        self._told_at = float("-inf")
+        self._published_at = float("-inf")
 
     def add(self, phases: Mapping[str, float], pre_collective: float | None = None) -> None:
-        """Add seconds to phases, and to what is computed before ranks meet."""
+        """Add seconds to phases, and to the computing time before the ranks wait for each other."""
         with self._lock:
             for phase, seconds in phases.items():
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + max(0.0, seconds)
@@ -55,30 +62,30 @@ class PhaseCounters:
             self._pre_collective += pre_collective or 0.0
 
     def of(self, phase: str) -> list[Scalar]:
-        """Return the total of one phase."""
+        """Return the counter of one phase; empty if the phase has not occurred."""
         with self._lock:
             self._changed.discard(phase)
             return [self._scalar(phase)] if phase in self._seconds else []
 
     def due(self, *, is_last: bool = False) -> list[Scalar]:
-        """Return all totals that have grown, if they were not told a moment ago."""
+        """Return the counters that have changed; none if the last call was less than EVERY_SECONDS ago."""
         now = self._clock()
         with self._lock:
-            if now - self._told_at < EVERY_SECONDS and not is_last:
+            if now - self._published_at < EVERY_SECONDS and not is_last:
                 return []
-            self._told_at = now
+            self._published_at = now
             changed, self._changed = sorted(self._changed), set()
-            told = [self._scalar(phase) for phase in changed]
+            scalars = [self._scalar(phase) for phase in changed]
             if self._pre_collective:
-                told.append(Scalar(PRE_COLLECTIVE_TOTAL, self._pre_collective, UNIT))
-            return told
+                scalars.append(Scalar(PRE_COLLECTIVE_TOTAL, self._pre_collective, UNIT))
+            return scalars
 
     def _scalar(self, phase: str) -> Scalar:
         return Scalar(PHASE_SECONDS, self._seconds[phase], UNIT, {LABEL: phase})
 
 
 MOST_MARKS: Final = 10_000
-"""Of one step. What a step of thousands of micro-batches does behind them is "other"."""
+"""Largest number of marks of one step. In a step with thousands of micro-batches, the time after it is "other"."""
 
 _BEGINNING_A_STEP: Final = frozenset({"step_begins", "reading_begins", "reading_ended"})
 
@@ -87,30 +94,48 @@ _BEGINNING_A_STEP: Final = frozenset({"step_begins", "reading_begins", "reading_
 class _Announced:
     name: str
     began: float
-    within: float = 0.0  # seconds of phases inside of it
+    within: float = 0.0  # seconds of nested phases
+
+
+def _marking(kind: Kind, *, limited: bool = False) -> Callable[[StepTimingObserver], None]:
+    """Return a method that stores the time of an event of `kind`; with `limited` it also limits the number of marks."""
+
+    def note(self: StepTimingObserver) -> None:
+        self._note((kind, self._now(), ""))
+
+    def note_and_limit(self: StepTimingObserver) -> None:
+        self._note((kind, self._now(), ""))
+        self._limit_marks()
+
+    return note_and_limit if limited else note
 
 
 class StepTimingObserver(StepObserver):
-    """Notes moments on the training thread: a clock is read, or an event queued, and a tuple kept."""
+    """Stores the time of each event on the training thread, read from a clock or as a queued device event."""
 
     def __init__(
-        self, clock: Clock, traits: LoopTraits, hand_over: Callable[[PendingStep], None], *, times_steps: bool = True
+        self,
+        clock: HostClock,
+        traits: LoopTraits,
+        hand_over: Callable[[PendingStep], None],
+        *,
+        times_steps: bool = True,
     ) -> None:
         self._clock = clock
         self._now = clock.now if times_steps else time.monotonic
         self._traits = traits
         self._hand_over = hand_over
         self._times_steps = times_steps
-        self._totals = PhaseCounters()
-        self._of_phase: dict[str, Callable[[], list[Scalar]]] = {}
+        self._counters = PhaseCounters()
+        self._counter_readers: dict[str, Callable[[], list[Scalar]]] = {}
         self._announced: list[_Announced] = []
         self._thread: int | None = None
         self._is_first = True
         self._has_step = False
         self._is_last = False
-        self._shown: Mapping[str, float] = {}  # of the last step; used by the publisher's thread only
+        self._published: Mapping[str, float] = {}  # phases of the last step; used only by the publisher thread
         self.left_out = 0
-        """Steps whose marks the device never passed."""
+        """Number of steps whose marks the device did not reach in time."""
         self._open(self._now())
 
     @classmethod
@@ -122,7 +147,7 @@ class StepTimingObserver(StepObserver):
         *,
         times_steps: bool,
     ) -> StepTimingObserver:
-        """Return what follows the steps of a model on `device`."""
+        """Return the observer for the steps of a model on `device`."""
         traits = LoopTraits(
             shows_reductions=monitored.framework.traits.waits_for_reductions,
             interleaves=monitored.framework.traits.interleaves_micro_batches,
@@ -130,100 +155,78 @@ class StepTimingObserver(StepObserver):
         )
         return cls(clock_of(device), traits, hand_over, times_steps=times_steps)
 
-    # What happens in a step.
+    # Events of a step.
 
-    def step_begins(self, step: int) -> None:  # noqa: ARG002 - it is known in the end
-        """Note it."""
+    forward_begins = _marking("forward_begins")
+    forward_ended = _marking("forward_ended", limited=True)
+    evaluation_ended = _marking("evaluation_ended")
+    backward_ends = _marking("backward_ends")
+    backward_ended = _marking("backward_ended", limited=True)
+    updated = _marking("updated")
+    reading_begins = _marking("reading_begins")
+    reading_ended = _marking("reading_ended")
+
+    def step_begins(self, step: int) -> None:  # noqa: ARG002 - the number may still change
+        """Store the begin of a step."""
         self._has_step = True
         self._note(("step_begins", self._now(), ""))
 
-    def forward_begins(self) -> None:
-        """Note it."""
-        self._note(("forward_begins", self._now(), ""))
-
-    def forward_ended(self) -> None:
-        """Note it."""
-        self._note(("forward_ended", self._now(), ""))
-        self._keep_short()
-
     def evaluation_begins(self) -> None:
-        """Note it; of many forwards in a row the first begins the evaluation and the last ends it."""
+        """Store the begin of an evaluation forward; consecutive ones count as one evaluation."""
         if self._marks[-1][0] == "evaluation_ended":
-            self._clock.give_back(self._marks.pop()[1])
+            self._clock.release(self._marks.pop()[1])
         else:
             self._note(("evaluation_begins", self._now(), ""))
 
-    def evaluation_ended(self) -> None:
-        """Note it."""
-        self._note(("evaluation_ended", self._now(), ""))
-
     def backward_begins(self) -> None:
-        """Note it."""
-        self._it_was_training()
+        """Store the begin of a backward pass; the forward pass before it was a training forward."""
+        self._correct_evaluation()
         self._note(("backward_begins", self._now(), ""))
 
-    def backward_ends(self) -> None:
-        """Note it."""
-        self._note(("backward_ends", self._now(), ""))
-
-    def backward_ended(self) -> None:
-        """Note it."""
-        self._note(("backward_ended", self._now(), ""))
-        self._keep_short()
-
     def update_begins(self) -> None:
-        """Note it, and whose thread is that of the training: a checkpoint may be written on another one."""
-        self._thread = threading.get_ident()  # not of a forward or backward pass, which torch may run on its own
+        """Store the begin of an optimizer update, and the id of the training thread.
+
+        Phases that another thread announces, such as a checkpoint, do not belong to the step.
+        """
+        self._thread = threading.get_ident()  # not set in a forward or backward pass, which may run on a torch thread
         self._note(("update_begins", self._now(), ""))
 
-    def updated(self) -> None:
-        """Note it."""
-        self._note(("updated", self._now(), ""))
-
-    def reading_begins(self) -> None:
-        """Note it."""
-        self._note(("reading_begins", self._now(), ""))
-
-    def reading_ended(self) -> None:
-        """Note it."""
-        self._note(("reading_ended", self._now(), ""))
-
-    # What the script says.
+    # Phases that the script announces.
 
     def phase_begins(self, name: str) -> None:
-        """Note it, unless another thread than that of the training says so."""
-        if self._is_training():
+        """Store the begin of the phase `name`; announcements on other threads than the training thread are ignored."""
+        if self._is_training_thread():
             self._announced.append(_Announced(name, time.monotonic()))
             self._note(("phase_begins", self._now(), name))
 
     def phase_ended(self, name: str) -> None:
-        """Add to the total of the phase what no inner phase has taken."""
-        if not self._is_training() or not self._announced or self._announced[-1].name != name:
+        """Add the duration of the phase, without its nested phases, to its counter."""
+        if not self._is_training_thread() or not self._announced or self._announced[-1].name != name:
             return
         ended = self._announced.pop()
-        took = time.monotonic() - ended.began
+        duration = time.monotonic() - ended.began
         if self._announced:
-            self._announced[-1].within += took
-        self._totals.add({name: took - ended.within})
+            self._announced[-1].within += duration
+        self._counters.add({name: duration - ended.within})
         self._note(("phase_ended", self._now(), name))
-        self._keep_short()
+        self._limit_marks()
 
     def total(self, name: str) -> Callable[[], list[Scalar]]:
-        """Return what tells, on another thread, how long the phase `name` has lasted in all; each time the same."""
-        return self._of_phase.setdefault(name, partial(self._totals.of, name))
+        """Return the function that reads the counter of the phase `name`; the same function for each call."""
+        return self._counter_readers.setdefault(name, partial(self._counters.of, name))
 
-    # What becomes of it.
+    # End of a step.
 
     def step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
-        """Let the publisher find out what the step was made of."""
+        """Schedule the computation of the step's phases on the publisher thread."""
         if cause == "backward":
-            self._it_was_training()
+            self._correct_evaluation()
         if self._times_steps:
             self._close(pending_step, cause)
             self._is_first = False
 
     def training_ends(self) -> None:
-        """Tell the totals with the last step; what came after it is of none."""
+        """Publish the counters with the last step; later time belongs to no step."""
         self._is_last = True
         if self._times_steps and not self._has_step:
             pending_step = PendingStep(None, now_microseconds())
@@ -239,42 +242,42 @@ class StepTimingObserver(StepObserver):
         pending_step.later.append(partial(self._read, marks, is_first=self._is_first, of_step=has_step))
 
     def _open(self, now: Time) -> None:
-        """Begin a timeline, in what is announced at this moment."""
+        """Start a new timeline, within the currently announced phases."""
         self._marks: list[RawMark] = [("opens", now, "")]
         self._marks += [("phase_begins", now, item.name) for item in self._announced]
         self._note = self._marks.append if self._times_steps else lambda _mark: None
 
     def _read(self, raw: Sequence[RawMark], *, is_first: bool, of_step: bool) -> list[Scalar]:
-        """Return the phases of a timeline as they are published; on the publisher's thread."""
+        """Return the phases of a timeline for publication. Runs on the publisher thread."""
         marks = [Mark(*mark) for mark in raw]
         times = list(dict.fromkeys(mark.at for mark in marks))
         if not all(self._clock.reached(time) for time in reversed(times)):
             self.left_out += 1
             return []
-        made = sum_by_phase(list(segments(marks, self._traits)), self._clock.seconds, is_first=is_first)
-        for passed in times[:-1]:  # the last one is the first of the next timeline
-            self._clock.give_back(passed)
-        own = {phase: seconds - made.announced.get(phase, 0.0) for phase, seconds in made.phases.items()}
-        self._totals.add(own, made.pre_collective)
-        told = self._totals.due(is_last=self._is_last)
+        found = sum_by_phase(list(segments(marks, self._traits)), self._clock.seconds, is_first=is_first)
+        for passed in times[:-1]:  # the last time is also the first one of the next timeline
+            self._clock.release(passed)
+        own = {phase: seconds - found.announced.get(phase, 0.0) for phase, seconds in found.phases.items()}
+        self._counters.add(own, found.pre_collective)
+        counters = self._counters.due(is_last=self._is_last)
         if not of_step:
-            return told
-        # What the last step had and this one has not took no time, and must not stay on the page.
-        shown = {**dict.fromkeys(self._shown, 0.0), **made.phases}
-        self._shown = made.phases
-        steps = [Scalar(STEP_PHASE_SECONDS, seconds, UNIT, {LABEL: phase}) for phase, seconds in shown.items()]
-        if made.pre_collective is not None:
-            steps.append(Scalar(PRE_COLLECTIVE_SECONDS, made.pre_collective, UNIT))
-        return [*steps, *told]
+            return counters
+        # A phase of the last step that this step does not have is published as 0, so that the page does not keep it.
+        phases = {**dict.fromkeys(self._published, 0.0), **found.phases}
+        self._published = found.phases
+        steps = [Scalar(STEP_PHASE_SECONDS, seconds, UNIT, {LABEL: phase}) for phase, seconds in phases.items()]
+        if found.pre_collective is not None:
+            steps.append(Scalar(PRE_COLLECTIVE_SECONDS, found.pre_collective, UNIT))
+        return [*steps, *counters]
 
-    def _keep_short(self) -> None:
-        """Beyond so many marks tell nothing apart any more until the step has ended."""
+    def _limit_marks(self) -> None:
+        """Stop to distinguish phases above MOST_MARKS marks, until the step has ended."""
         if len(self._marks) > MOST_MARKS:
             self._note(("gives_up", self._now(), ""))
             self._note = lambda mark: self._marks.append(mark) if mark[0] == "closes" else None
 
-    def _it_was_training(self) -> None:
-        """A backward pass follows: what looked like an evaluation was a training forward in evaluation mode."""
+    def _correct_evaluation(self) -> None:
+        """Turn the last evaluation into a forward pass: a backward pass follows, so it was training in eval mode."""
         position = len(self._marks) - 1
         while self._marks[position][0] in _BEGINNING_A_STEP:
             position -= 1
@@ -282,5 +285,5 @@ class StepTimingObserver(StepObserver):
             self._marks[position - 1] = ("forward_begins", *self._marks[position - 1][1:])
             self._marks[position] = ("forward_ended", *self._marks[position][1:])
 
-    def _is_training(self) -> bool:
+    def _is_training_thread(self) -> bool:
         return self._thread in (None, threading.get_ident())

@@ -1,7 +1,7 @@
-"""From marks to phases: what the time between two marks was spent on. Pure: marks are given, and so is the clock.
+"""Compute phases from marks: assign the time between two marks to a phase. Pure: marks and clock are arguments.
 
-Some stretches say by themselves what they are, as between the begin and the end of a forward. The gaps between them are
-told by what lies on both sides: before a forward, with nothing of the last step left to do, training waits for data.
+Some intervals have a known phase, for example from the begin to the end of a forward pass. The phase of a gap follows
+from the marks on both sides: a gap before a forward pass, after all work of the last step, is a wait for data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rankscope_contract.model.phases import COMPUTING, Phase
 from rankscope_exporter.observers.step_timing.clock import Time
 
 Kind = Literal[
-    "opens",  # of a timeline: what went before is another one's
+    "opens",  # start of a timeline
     "step_begins",
     "forward_begins",
     "forward_ended",
@@ -31,21 +31,21 @@ Kind = Literal[
     "reading_ended",
     "phase_begins",
     "phase_ended",
-    "gives_up",  # of telling apart what follows
+    "gives_up",  # the time after it is not divided into phases
     "closes",
 ]
 
 _STRUCTURE: Final = frozenset(
     {"opens", "step_begins", "forward_ended", "evaluation_ended", "backward_ended", "updated"}
 )
-"""Marks behind which a gap may begin."""
+"""Marks after which a gap may begin."""
 
 _COMING: Final = frozenset({"forward_begins", "evaluation_begins", "backward_begins", "update_begins", "closes"})
-"""Marks that say what a gap before them was."""
+"""Marks that determine the phase of the gap before them."""
 
 
 class Mark(NamedTuple):
-    """Something happened at a moment. `name` is that of a phase, or the cause by which a timeline closes."""
+    """An event at a time. `name` is the name of an announced phase, or the cause of the end of a timeline."""
 
     kind: Kind
     at: Time
@@ -53,23 +53,23 @@ class Mark(NamedTuple):
 
 
 RawMark = tuple[Kind, Time, str]
-"""A mark as it is taken: made for each of them, the tuple with names would cost as much as all the rest."""
+"""A mark as the training thread stores it. Creating a named tuple would double the cost of a mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopTraits:
-    """What is known of the training, without which its marks would say less."""
+    """Properties of the training loop that are needed to interpret its marks."""
 
     shows_reductions: bool = False
-    """Between "backward_ends" and "backward_ended" the framework waits for its reductions and does little else."""
+    """True if the framework waits for its reductions between "backward_ends" and "backward_ended"."""
     interleaves: bool = False
-    """Micro-batches overlap as in a pipeline: a gap between two of them is no wait for data."""
+    """True if micro-batches overlap, as in a pipeline: a gap between two of them is then not a wait for data."""
     has_optimizer: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What one stretch of time was spent on."""
+    """One interval between two marks, and its phase."""
 
     phase: str
     begin: Time
@@ -79,51 +79,54 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTotals:
-    """What a timeline is made of, in seconds. `announced` is the part of `phases` that the script itself named."""
+    """Seconds of a timeline by phase. `announced` contains the part of `phases` that the script announced."""
 
     phases: Mapping[str, float]
     announced: Mapping[str, float]
     pre_collective: float | None
-    """Computing from the begin of the step until it last met the other ranks; None where that cannot be told."""
+    """Computing time from the begin of the step to its last wait for other ranks; None if it is unknown."""
 
 
 def sum_by_phase(
     stretches: Sequence[Stretch], seconds: Callable[[Time, Time], float], *, is_first: bool = False
 ) -> PhaseTotals:
-    """Add the stretches up; of a process's first step only what was announced, evaluated or ours is told apart."""
+    """Return the seconds by phase.
+
+    For the first step of a process, all time is "first_step" except announced phases, evaluation and the monitor.
+    """
     phases: dict[str, float] = defaultdict(float)
     announced: dict[str, float] = defaultdict(float)
-    computed, met = 0.0, None
+    computed, pre_collective = 0.0, None
     for stretch in stretches:
-        took = seconds(stretch.begin, stretch.end)
+        duration = seconds(stretch.begin, stretch.end)
         if stretch.phase == Phase.COLLECTIVE:
-            met = computed
+            pre_collective = computed
         elif stretch.phase in COMPUTING:
-            computed += took
-        is_apart = stretch.is_announced or stretch.phase in (Phase.EVALUATION, Phase.MONITOR) or not is_first
-        phases[str(stretch.phase if is_apart else Phase.FIRST_STEP)] += took
+            computed += duration
+        keeps_phase = stretch.is_announced or stretch.phase in (Phase.EVALUATION, Phase.MONITOR) or not is_first
+        phases[str(stretch.phase if keeps_phase else Phase.FIRST_STEP)] += duration
         if stretch.is_announced:
-            announced[stretch.phase] += took
-    return PhaseTotals(phases, announced, None if is_first else met)
+            announced[stretch.phase] += duration
+    return PhaseTotals(phases, announced, None if is_first else pre_collective)
 
 
 def segments(marks: Sequence[Mark], traits: LoopTraits) -> Iterator[Stretch]:
-    """Yield what lies between each mark and the next."""
+    """Yield the interval between each mark and the next one, with its phase."""
     coming = _coming(marks)
     state = _State(traits)
     for position, (mark, following) in enumerate(itertools.pairwise(marks)):
-        state.take(mark)
+        state.apply(mark)
         phase = state.phase() or state.gap(*coming[position + 1])
         yield Stretch(phase, mark.at, following.at, state.is_announced)
 
 
 def _coming(marks: Sequence[Mark]) -> list[tuple[str, str]]:
-    """Return for each mark the next one from there on that explains a gap, with its name."""
+    """Return for each mark the kind and name of the next mark, itself included, that explains a gap before it."""
     found: list[tuple[str, str]] = []
     after = outside = ("closes", "")
     for mark in reversed(marks):
         if mark.kind == "phase_begins":
-            after = outside  # the evaluation in an announced phase explains no gap before the phase
+            after = outside  # an evaluation inside an announced phase does not explain a gap before the phase
         elif mark.kind in _COMING:
             after = (mark.kind, mark.name)
             outside = outside if mark.kind == "evaluation_begins" else after
@@ -132,7 +135,7 @@ def _coming(marks: Sequence[Mark]) -> list[tuple[str, str]]:
 
 
 class _State:
-    """What is under way behind a mark."""
+    """The activities in progress after a mark."""
 
     def __init__(self, traits: LoopTraits) -> None:
         self._traits = traits
@@ -143,11 +146,11 @@ class _State:
 
     @property
     def is_announced(self) -> bool:
-        """Return whether the script said what is under way."""
+        """Return whether the script has announced the current phase."""
         return bool(self._announced) and "reading" not in self._open and not self._has_given_up
 
-    def take(self, mark: Mark) -> None:
-        """Go past a mark."""
+    def apply(self, mark: Mark) -> None:
+        """Update the state with the next mark."""
         if mark.kind == "phase_begins":
             self._announced.append(mark.name)
         elif mark.kind == "phase_ended":
@@ -161,32 +164,32 @@ class _State:
         elif mark.kind == "gives_up":
             self._has_given_up = True
         else:
-            what, _, how = mark.kind.rpartition("_")
-            if how == "begins":
-                self._open.add(what)
-            elif how == "ended":
-                self._open.discard(what)
+            activity, _, event = mark.kind.rpartition("_")
+            if event == "begins":
+                self._open.add(activity)
+            elif event == "ended":
+                self._open.discard(activity)
         if mark.kind in _STRUCTURE:
             self._since = mark.kind
 
     def phase(self) -> str | None:
-        """Return what is under way by its own word, None in a gap."""
+        """Return the phase of the activity in progress, None in a gap."""
         if self._has_given_up:
             return Phase.OTHER
         if "reading" in self._open:
             return Phase.MONITOR
         if self._announced:
             return self._announced[-1]
-        for what, phase in _OWN_WORD:
-            if what in self._open:
-                return phase if what != "reduction" or self._traits.shows_reductions else Phase.BACKWARD
+        for activity, phase in _PHASE_OF_ACTIVITY:
+            if activity in self._open:
+                return phase if activity != "reduction" or self._traits.shows_reductions else Phase.BACKWARD
         return None
 
     def gap(self, coming: str, cause: str) -> Phase:
-        """Return what a gap before `coming` is; `cause` is what closes the timeline, if that is what comes."""
+        """Return the phase of a gap before the mark `coming`; `cause` is the cause of the end if that is "closes"."""
         if coming == "evaluation_begins":
             return Phase.EVALUATION
-        if self._since == "step_begins":  # the hook that begins a step is the one that comes next
+        if self._since == "step_begins":  # still in the hook that started the step
             return Phase.MONITOR
         if coming == "backward_begins" or cause == "backward":
             is_loss = self._since in ("forward_ended", "evaluation_ended")
@@ -199,7 +202,7 @@ class _State:
         return Phase.DATA_WAIT
 
 
-_OWN_WORD: Final = (
+_PHASE_OF_ACTIVITY: Final = (
     ("evaluation", Phase.EVALUATION),
     ("forward", Phase.FORWARD),
     ("reduction", Phase.COLLECTIVE),

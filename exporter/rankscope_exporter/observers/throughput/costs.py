@@ -1,6 +1,6 @@
 """FLOPs of a token, a sample or a forward pass on this rank, by formula; and the shapes of the arguments of a pass.
 
-No code of the user runs.
+It runs no code of the user.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from rankscope_exporter.observers.throughput.parameter_counts import (
 
 _IDS: Final = "input_ids"
 _MOST_LEVELS: Final = 4
-"""Depth of nested arguments that is searched: a structure may contain itself."""
+"""Depth to which nested arguments are searched. It is limited, because a structure may contain itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The tensor that determines the amount of work: token ids where there are some, otherwise the first tensor."""
+    """Shape of the argument that determines the amount of work: the token ids if there are any, or the first tensor."""
 
     shape: tuple[int, ...] = ()
-    """Empty where no tensor was passed."""
+    """Empty if no tensor was passed."""
     is_integer: bool = False
     dtype: torch.dtype | None = None
-    """Type in which autocast computes matrix products; None without autocast."""
+    """Data type in which autocast computes matrix products; None without autocast."""
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype | None = None) -> Inputs:
@@ -58,12 +58,12 @@ class Inputs:
 
     @property
     def samples(self) -> int | None:
-        """Return the size of the batch."""
+        """Return the batch size; None if no tensor was passed."""
         return self.shape[0] if self.shape else None
 
     @property
     def tokens(self) -> int | None:
-        """Return the number of token ids; None where the forward pass takes no ids."""
+        """Return the number of token ids; None if the forward pass takes no ids."""
         return math.prod(self.shape) if self.is_integer and len(self.shape) in (1, 2) else None
 
     @property
@@ -78,7 +78,7 @@ class Inputs:
 
 
 def _named(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the token ids of a dictionary that names them."""
+    """Yield the tensors under the key `input_ids` of a dictionary."""
     if isinstance(value, dict | UserDict) and _IDS in value:
         yield from _tensors(value[_IDS])
 
@@ -102,7 +102,7 @@ class NoFormulaError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """FLOPs on this rank's device, forward and backward; None where they are not known."""
+    """FLOPs on this rank's device, forward and backward pass together; None if they are unknown."""
 
     method: str
     per_token: float | None = None
@@ -111,33 +111,36 @@ class Cost:
 
 
 def cost_of(framework: Framework, parallel: Parallel, inputs: Inputs | None, method: str) -> Cost:
-    """Return the cost by the formula for the model's configuration, otherwise by 6 N. Raises NoFormulaError.
+    """Return the cost by the formula for the model's configuration, otherwise by 6 N (six FLOPs per parameter).
 
-    `inputs` is None where no training forward of the whole model was seen. "formula" and "6n" as `method` allow only
-    this one.
+    `inputs` is None if no training forward of the whole model was observed. The methods "formula" and "6n" allow only
+    the formula of this name. Raises NoFormulaError, with the reason, if no allowed formula fits the model.
     """
     convolution = convolution_in(framework.module)
     if convolution is not None:
         raise NoFormulaError(f"{convolution} is a convolution")
     if has_two_sequences(framework.module):
-        raise NoFormulaError("an encoder and a decoder have tokens of their own")
-    if inputs is not None and not inputs.tokens and not inputs.are_embeddings:
+        raise NoFormulaError("the encoder and the decoder have different tokens")
+    has_tokens = inputs is not None and bool(inputs.tokens)
+    if inputs is not None and not has_tokens and not inputs.are_embeddings:
         raise NoFormulaError("its forward pass takes no tokens")
-    cost = None if method == SIX_N else _by_formula(framework, parallel, inputs)
+    cost = _by_formula(framework, parallel, inputs) if method != SIX_N and inputs is not None and has_tokens else None
     if cost is not None:
         return cost
     if method == FORMULA:
-        seen = inputs is not None and inputs.tokens
-        raise NoFormulaError("its configuration names no decoder" if seen else "the length of a sequence is not known")
+        reason = "its configuration describes no decoder" if has_tokens else "the length of a sequence is unknown"
+        raise NoFormulaError(reason)
     misfit = why_not_six_n(framework.module)
     if misfit is not None:
         raise NoFormulaError(misfit)
-    return _by_parameters(framework, parallel, inputs)
+    met = parameters_met(framework, parallel)
+    per_token = parameter_flops(met.trained, met.frozen)
+    if inputs is None or not has_tokens:  # FLOPs are known only for steps that log their number of tokens
+        return Cost(method=SIX_N, per_token=per_token)
+    return _of_forward(SIX_N, per_token, inputs, chunks=len(framework.chunks))
 
 
-def _by_formula(framework: Framework, parallel: Parallel, inputs: Inputs | None) -> Cost | None:
-    if inputs is None or not inputs.tokens:
-        return None
+def _by_formula(framework: Framework, parallel: Parallel, inputs: Inputs) -> Cost | None:
     decoder, sizes = decoder_of(framework.module), sizes_of(framework.module)
     if decoder is not None:
         met = parameters_met(framework, parallel)
@@ -153,16 +156,8 @@ def _by_formula(framework: Framework, parallel: Parallel, inputs: Inputs | None)
     return _of_forward(FORMULA, per_token, inputs, chunks=len(framework.chunks))
 
 
-def _by_parameters(framework: Framework, parallel: Parallel, inputs: Inputs | None) -> Cost:
-    met = parameters_met(framework, parallel)
-    per_token = parameter_flops(met.trained, met.frozen)
-    if inputs is None or not inputs.tokens:  # only steps that log their tokens have an amount
-        return Cost(method=SIX_N, per_token=per_token)
-    return _of_forward(SIX_N, per_token, inputs, chunks=len(framework.chunks))
-
-
 def _of_forward(method: str, per_token: float, inputs: Inputs, *, chunks: int) -> Cost:
-    """Return the cost of a forward pass with `inputs`; each of the chunks of a rank has a forward pass of its own."""
+    """Return the cost of a forward pass with `inputs`, of which a rank runs one for each of its model chunks."""
     flops = per_token * (inputs.tokens or 0)
     per_sample = flops / inputs.samples if inputs.samples else None
     return Cost(method=method, per_token=per_token, per_sample=per_sample, per_forward=flops / chunks)

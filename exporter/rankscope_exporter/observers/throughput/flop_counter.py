@@ -1,16 +1,19 @@
-"""Counts the FLOPs of one forward and backward pass of a model, where the user asks for it before training.
+"""Count the FLOPs of one forward and backward pass of a model, when the user calls `count_flops` before training.
 
-Nothing else in Rankscope runs code of the user: TFLOP/s and MFU use a number that is given, or a formula.
+The state of the model and of the random generators is restored afterwards. No other part of Rankscope runs code of the
+user: TFLOP/s and MFU use a number of the settings, or a formula.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
+import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final, Self
 
 import torch
@@ -23,50 +26,159 @@ from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.base.errors import CountError
 from rankscope_exporter.model.parameter_names import plain_name
 from rankscope_exporter.observers.throughput.costs import Inputs
-from rankscope_exporter.observers.throughput.restoring import restored
+
+Undo = Callable[[], object]
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore random states, buffers, gradients and training modes at the end of the block, also after an error.
+
+    At the begin of the block all gradients are None, so that a backward pass does not add to existing ones.
+    """
+    with contextlib.ExitStack() as undo:
+        for keep in (_random_states, _modes, _buffers, _gradients):
+            for step in keep(model):
+                undo.callback(step)
+        undo.callback(torch.clear_autocast_cache)  # it contains casts of weights with a freed graph
+        yield
+
+
+def _random_states(model: nn.Module) -> Iterator[Undo]:
+    """Yield functions that restore the default generators of Python, numpy and torch, also of the devices in use."""
+    python = random.getstate()
+    yield lambda: random.setstate(python)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        state = numpy.get_state()
+        yield lambda: numpy.set_state(state)
+    on_cpu = torch.get_rng_state()
+    yield lambda: torch.set_rng_state(on_cpu)
+    for kind in _devices(model):
+        yield _of_device(torch.get_device_module(kind))
+
+
+def _of_device(module: object) -> Undo:
+    for get, put in (("get_rng_state_all", "set_rng_state_all"), ("get_rng_state", "set_rng_state")):
+        if hasattr(module, get):
+            state = getattr(module, get)()
+            return lambda: getattr(module, put)(state)
+    return lambda: None
+
+
+def _devices(model: nn.Module) -> set[str]:
+    found = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
+        found.add("cuda")
+    return found - {"cpu", "meta"}
+
+
+def _modes(model: nn.Module) -> Iterator[Undo]:
+    modes = [(module, module.training) for module in model.modules()]
+
+    def undo() -> None:
+        for module, training in modes:
+            if module.training != training:
+                module.training = training
+
+    yield undo
+
+
+def _gradients(model: nn.Module) -> Iterator[Undo]:
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+
+    def undo() -> None:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+    yield undo
+
+
+def _buffers(model: nn.Module) -> Iterator[Undo]:
+    tables = [(module, dict(module._buffers)) for module in model.modules()]  # noqa: SLF001 - includes None entries
+    kept = [_Kept(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
+
+    def undo() -> None:
+        for module, table in tables:
+            now = module._buffers  # noqa: SLF001 - as above
+            is_table = isinstance(now, dict)  # a scripted module has another table and replaces no tensors
+            if is_table and (now.keys() != table.keys() or any(now[name] is not table[name] for name in table)):
+                now.clear()
+                now.update(table)
+        with torch.no_grad():
+            for buffer in kept:
+                buffer.restore()
+
+    yield undo
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A buffer and a copy of its values."""
+
+    buffer: torch.Tensor
+    values: torch.Tensor
+
+    def restore(self) -> None:
+        """Write the values back if the buffer has changed: an unchanged buffer may be read-only."""
+        if self.buffer.shape != self.values.shape:
+            self.buffer.data = self.values
+        elif not _have_same_bits(self.buffer, self.values):
+            self.buffer.copy_(self.values)
+
+
+def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.layout is not torch.strided:
+        return False
+    one, other = (tensor.detach().clone().reshape(-1).view(torch.uint8) for tensor in (first, second))
+    return torch.equal(one, other)
+
 
 _WRAPPERS: Final = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class FlopCount(float):
-    """FLOPs of one forward pass and its backward pass; a number, which knows for how many tokens and samples."""
+    """FLOPs of one forward pass and its backward pass: a float with its number of tokens and samples."""
 
     tokens: int | None
-    """Token ids of the arguments; None where they have none."""
+    """Number of token ids in the arguments; None if they contain none."""
     samples: int | None
+    """Batch size of the arguments; None if they contain no tensor."""
     unknown: tuple[str, ...]
-    """Operations that ran and are not in the count, because no formula for them is registered."""
+    """Names of operations that ran and are not in the count, because no formula for them is registered."""
 
     def __new__(
         cls, flops: float, tokens: int | None = None, samples: int | None = None, unknown: tuple[str, ...] = ()
     ) -> Self:
-        """Return a number with its amounts."""
+        """Return a float with its number of tokens and samples."""
         made = super().__new__(cls, flops)
         made.tokens, made.samples, made.unknown = tokens, samples, unknown
         return made
 
     def per_token(self, tokens: int | None = None) -> float:
-        """Return the value for `throughput.flops_per_token`; without `tokens`, those of the arguments count.
+        """Return the value for `throughput.flops_per_token`; `tokens` is by default the number in the arguments.
 
-        Raises CountError where their number is not known.
+        Raises CountError if that number is unknown.
         """
         return self._per("tokens", self.tokens if tokens is None else tokens)
 
     def per_sample(self, samples: int | None = None) -> float:
-        """Return the value for `throughput.flops_per_sample`; without `samples`, those of the arguments count.
+        """Return the value for `throughput.flops_per_sample`; `samples` is by default the number in the arguments.
 
-        Raises CountError where their number is not known.
+        Raises CountError if that number is unknown.
         """
         return self._per("samples", self.samples if samples is None else samples)
 
     def _per(self, name: str, amount: int | None) -> float:
         if amount is None or amount < 1:
-            raise CountError(f"the number of {name} is a whole number from 1 on, not {amount!r}: pass it")
+            raise CountError(f"the number of {name} must be a whole number of at least 1, not {amount!r}: pass it")
         return float(self) / amount
 
 
 def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
-    """Run `model(*args, **kwargs)` and its backward pass once, and return the FLOPs that they needed.
+    """Run `model(*args, **kwargs)` and its backward pass once, and return their FLOPs.
 
     Call it before `Monitor.attach()` and before the model is wrapped (DDP, FSDP, …), with a batch as in training:
 
@@ -74,26 +186,26 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
         monitor = rankscope.Monitor({"throughput": {"flops_per_token": counted.per_token()}})
 
     The result is a float; `per_token()` and `per_sample()` divide it for `flops_per_token` and `flops_per_sample`.
-    Operations count by the formulas of `torch.utils.flop_counter`, a multiplication with its addition as two FLOPs.
-    Frozen parameters need no gradients and count less; activations that are computed a second time to save memory do
-    not count. An operation without a formula, such as a custom kernel, is named in a warning and in `unknown`; a kernel
-    that does not pass torch's dispatcher is not seen at all. `register_flop_formula` of torch adds a formula.
+    The count uses the formulas of `torch.utils.flop_counter`; a multiplication with its addition counts as two FLOPs.
+    Frozen parameters need no gradients and count less. Recomputed activations do not count. An operation without a
+    formula, such as a custom kernel, is named in a warning and in `unknown`. A kernel that torch does not dispatch is
+    not counted. torch's `register_flop_formula` adds a formula.
 
     The backward pass begins at `loss` if the output has one, otherwise at all outputs that need a gradient. A loss that
-    multiplies matrices outside of the model is not counted: pass a module that computes it. A model on the meta device
-    with inputs there is counted without memory and without computing anything.
+    multiplies matrices outside of the model is not counted: pass a module that computes it. A model on the meta device,
+    with inputs on that device, is counted without memory and without computation.
 
     Restored afterwards, also after an error: the random states of Python, numpy and torch (all devices in use), the
-    buffers, their values and which tensors they are, the gradients of the parameters, and the training mode of every
-    module. The model runs in training mode, without compilation, on copies of the tensors among the arguments.
+    buffers and their values, the gradients of the parameters, and the training mode of every module. The model runs in
+    training mode, without compilation, on copies of the tensors in the arguments.
 
-    Not restored, because nobody can know of it: lists, counters, queues, caches, files and other objects that the
-    forward pass changes outside of the model's buffers, plain attributes of modules, parameters that the forward pass
-    itself changes, generators other than the default ones, and what hooks of others do.
+    Not restored: Python objects and files that the forward pass changes outside of the model's buffers, plain
+    attributes of modules, parameters that the forward pass itself changes, generators other than the default ones, and
+    effects of registered hooks.
 
-    Raises CountError for a model that is wrapped, divided, monitored or communicates with other ranks, that has lazy
-    parameters or hooks which update it in the backward pass, or without an output that needs a gradient. Errors of the
-    model pass through.
+    Raises CountError for a model that is wrapped, divided, monitored or communicates with other ranks. Also for lazy
+    parameters, hooks that update the model in the backward pass, and outputs of which none needs a gradient. Errors of
+    the model are not caught.
     """
     _check(model)
     counter = _counter()
@@ -118,7 +230,7 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
 
 
 def _check(model: Any) -> None:
-    """Raise CountError for a model that cannot be counted, or not without an effect on training."""
+    """Raise CountError for a model that cannot be counted, or whose training the count would change."""
     if not isinstance(model, nn.Module):
         raise CountError(f"count_flops takes a torch.nn.Module and its arguments, not a {type(model).__name__}")
     if type(torch.empty(0)) is not torch.Tensor:
@@ -128,7 +240,8 @@ def _check(model: Any) -> None:
             "the model is wrapped or divided, and its passes communicate: count it before that on one rank, on the "
             "meta device if it is too large"
         )
-    lazy = next((name for name, tensor in _tensors_of(model) if is_lazy(tensor)), None)
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if lazy is not None:
         raise CountError(f"{plain_name(lazy)} has no shape yet: run a forward pass before count_flops()")
     after_gradient = {name: _hooks_after_gradient(parameter) for name, parameter in model.named_parameters()}
@@ -138,8 +251,8 @@ def _check(model: Any) -> None:
     hooked = next((name for name, hooks in after_gradient.items() if hooks), None)
     if hooked is not None:
         raise CountError(
-            f"{plain_name(hooked)} has a hook that runs when its gradient is complete, as an optimizer in the backward "
-            "pass has: call count_flops() before it is registered"
+            f"{plain_name(hooked)} has a hook that runs when its gradient is complete, for example of an optimizer in "
+            "the backward pass: call count_flops() before the hook is registered"
         )
 
 
@@ -148,18 +261,13 @@ def _hooks_after_gradient(parameter: nn.Parameter) -> list[Any]:
     return [] if hooks is None else list(hooks.values())
 
 
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 def _is_ours(hook: Any) -> bool:
     own = __name__.partition(".")[0]
     return any(str(getattr(item, "__module__", "")).partition(".")[0] == own for item in (hook, type(hook)))
 
 
 def _counter() -> Any:
-    # torch's formulas take a fifth of a second to import, and most programs never count.
+    # Imported only here: torch's formulas take 0.2 s to import, and most programs do not count.
     operations = importlib.import_module("rankscope_exporter.observers.throughput.operations")
     dist = torch.distributed
     in_group = dist.is_available() and dist.is_initialized()
@@ -168,8 +276,8 @@ def _counter() -> Any:
 
 @contextlib.contextmanager
 def _without_compilation() -> Iterator[None]:
-    """Run compiled code as it is written within the block, so that each of its operations is seen."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes seconds
+    """Run compiled code without compilation inside the block, so that each of its operations is dispatched."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
         yield
     else:
         with torch.compiler.set_stance("force_eager"):
@@ -177,14 +285,14 @@ def _without_compilation() -> Iterator[None]:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a tensor that needs a gradient where it does, and belongs to no graph; others as they are."""
+    """Return a copy of a tensor, without its graph and with the same `requires_grad`; other values are unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _ends(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors at which the backward pass begins: the loss if there is one, otherwise all."""
+    """Yield the tensors at which the backward pass begins: the loss if there is one, otherwise all tensors."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, list | tuple):

@@ -1,8 +1,8 @@
-"""TFLOP/s of this rank's device and their share of its peak, for each step that was timed; off the training thread.
+"""TFLOP/s of this rank's device and its share of the peak (MFU), computed on the publisher thread for each timed step.
 
-The cost of a step is the cost of one token, sample or forward pass, times their number in the step. It is given or
-follows from a formula: no code of the user runs for it. Recomputed activations do not count: this is MFU, not the use
-of the hardware. Nothing is published where an amount, a cost or a peak is not known.
+The FLOPs of a step are those of one token, sample or forward pass, times their number in the step. They come from the
+settings or from a formula; no code of the user runs. Recomputed activations do not count: the result is the model FLOPs
+utilization (MFU), not that of the hardware. Without a known number, cost or peak, nothing is published.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _COUNT: Final = (
     "call rankscope.count_flops() before attach() and set throughput.flops_per_token or throughput.flops_per_sample to "
     "the result, or set throughput.method to 'off'"
 )
-_LOG_GIVEN: Final = "call monitor.log(tokens=…) or monitor.log(samples=…), by which the given number is multiplied"
+_LOG_GIVEN: Final = (
+    "call monitor.log(tokens=…) or monitor.log(samples=…): the number in the settings is multiplied by it"
+)
 _LOG: Final = (
     "call monitor.log(tokens=…) at each step, or set throughput.flops_per_sample to a result of "
     "rankscope.count_flops() and call monitor.log(samples=…)"
@@ -39,19 +41,22 @@ _LOG: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one step of this rank went through: forwards that were seen, and numbers that were logged."""
+    """Amount of work of one step on this rank: the number of forward passes, and the logged scalars."""
 
     forwards: int
     logged: Sequence[Pending]
 
     def amount(self, name: str) -> float | None:
-        """Return what was logged under `name`, in all its parts; waits for a tensor's copy. None for nothing."""
+        """Return the sum of the scalars logged as `name`, None without any. Waits for the host copy of a tensor."""
         parts = [item.scalar().value for item in self.logged if item.name == name]
         return sum(parts) if parts else None
 
 
 class Throughput(StepObserver):
-    """Watches the first training forward, then makes scalars of each step's duration and amounts."""
+    """Computes TFLOP/s and MFU from the duration and the amount of work of each step.
+
+    A hook on the first training forward reads the shapes of its arguments.
+    """
 
     def __init__(
         self,
@@ -60,25 +65,22 @@ class Throughput(StepObserver):
         parallel: Parallel,
         *,
         device: torch.device,
-        tell: Callable[[str], None],
-        mention: Callable[[str], None] = lambda _message: None,
+        report: Callable[[str], None],
+        print_line: Callable[[str], None] = lambda _message: None,
         is_first: bool = True,
     ) -> None:
-        """Take the parts that the cost of a step depends on.
-
-        `tell` writes an event and a line on the console, `mention` the line alone. `is_first` is true on rank 0.
-        """
+        """`report` writes an event and a console line, `print_line` only the line. `is_first` is true on rank 0."""
         self._framework = framework
         self._config = config
         self._parallel = replace(parallel, ranks=config.model_parallel or parallel.ranks)
         self._device = device
-        self._tell = tell
-        self._mention = mention
-        self._reports_absence = is_first or parallel.pipeline > 1  # otherwise the reason is the same on all ranks
+        self._report = report
+        self._print_line = print_line
+        self._reports_absence = is_first or parallel.pipeline > 1  # without pipeline, all ranks have the same reason
         self._inputs: Inputs | None = None
         self._cost: Cost | None = None
         self._cost_is_known = False
-        self._absence = f"the step logs no tokens, and its forward pass does not show their number; {_LOG}"
+        self._absence = f"the step logs no tokens, and its forward pass has no token ids; {_LOG}"
         self._has_reported = False
         self._peak: float | None = config.peak_tflops
         self._peak_is_known = self._peak is not None
@@ -86,7 +88,7 @@ class Throughput(StepObserver):
         self._work = Work(0, ())
 
     def install(self, hooking: Hooking) -> None:
-        """Read the shapes of the arguments of the first training forward."""
+        """Install the hook that reads the shapes of the arguments of the first training forward."""
         if self._config.method == "off" or self._framework.announced is not None:
             return
 
@@ -102,15 +104,15 @@ class Throughput(StepObserver):
     # On the training thread.
 
     def forward_begins(self) -> None:
-        """One forward more."""
+        """Count a forward pass."""
         self._forwards += 1
 
     def step_ends(self, pending_step: PendingStep) -> None:
-        """What the step went through is known, its duration not always."""
+        """Store the amount of work of the step; its duration may not be known yet."""
         self._work, self._forwards = Work(self._forwards, pending_step.pending), 0
 
-    def step_timed(self, pending_step: PendingStep, cause: Cause) -> None:  # noqa: ARG002 - whatever ended it
-        """Have the scalars made on the publisher's thread."""
+    def step_timed(self, pending_step: PendingStep, cause: Cause) -> None:  # noqa: ARG002 - independent of the cause
+        """Schedule the computation on the publisher thread."""
         if self._config.method != "off":
             seconds = next((item.value for item in pending_step.pending if item.name == "step_seconds"), 0.0)
             if isinstance(seconds, float) and seconds > 0:
@@ -123,7 +125,7 @@ class Throughput(StepObserver):
         if found is None:
             return []
         flops, method = found
-        if not 0 < flops < math.inf:  # as when no token or NaN was logged
+        if not 0 < flops < math.inf:  # for example 0 tokens or NaN was logged
             return []
         tflops, peak = flops / seconds / 1e12, self._known_peak()
         scalars = [Scalar("tflops_per_gpu", tflops, "TFLOP/s", {"method": method})]
@@ -132,7 +134,7 @@ class Throughput(StepObserver):
         return scalars
 
     def _flops(self, work: Work) -> tuple[float, str] | None:
-        """Return the FLOPs of the step on this rank's device, and by which method; None where they are not known."""
+        """Return the FLOPs of the step on this rank's device, and the method; None if they are unknown."""
         config, ranks = self._config, self._parallel.ranks
         logged, tokens, samples = (work.amount(name) for name in ("flops", "tokens", "samples"))
         if logged is not None:
@@ -145,7 +147,7 @@ class Throughput(StepObserver):
             return None
         try:
             self._find_cost()
-        except ReferenceError:  # the script has dropped its model
+        except ReferenceError:  # the script has deleted its model
             return None
         flops = None if self._cost is None else _flops_of(self._cost, work.forwards, tokens, samples)
         if self._cost is None or flops is None:
@@ -164,12 +166,12 @@ class Throughput(StepObserver):
             self._absence = f"no formula fits the model ({error}); {_LOG_GIVEN if given else _COUNT}"
 
     def _report_absence(self, *, is_expected: bool) -> None:
-        """Report once why there are no numbers; as an event too, where the script or the machine lets expect them."""
+        """Report once why there are no values; also as an event, if the script or the device makes them expected."""
         if self._has_reported or not self._reports_absence:
             return
         self._has_reported = True
         is_expected = is_expected or self._device.type != "cpu" or self._config != ThroughputConfig()
-        report = self._tell if is_expected else self._mention
+        report = self._report if is_expected else self._print_line
         report(f"TFLOP/s and MFU are absent: {self._absence}")
 
     def _known_peak(self) -> float | None:
@@ -180,7 +182,9 @@ class Throughput(StepObserver):
                 dtype = compute_dtype(self._framework, None if self._inputs is None else self._inputs.dtype)
                 self._peak = peak_tflops(name, dtype, tf32=multiplies_in_tf32())
                 if self._peak is None:
-                    self._tell(f"no peak FLOP/s of {name!r} in {dtype} is known, so no MFU: set throughput.peak_tflops")
+                    self._report(
+                        f"the peak FLOP/s of {name!r} in {dtype} is unknown: set throughput.peak_tflops for MFU"
+                    )
         return self._peak
 
 
@@ -193,11 +197,11 @@ def _flops_of(cost: Cost, forwards: int, tokens: float | None, samples: float | 
 
 
 def device_name(device: torch.device) -> str | None:
-    """Return what torch calls an accelerator; None for a CPU, and for one that does not say."""
+    """Return torch's name of an accelerator; None for a CPU, and for a device module without names."""
     if device.type == "cpu":
         return None
-    ask = getattr(torch.get_device_module(device), "get_device_name", None)
-    return None if ask is None else str(ask(device))
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return None if name is None else str(name(device))
 
 
 def _autocast(device: torch.device) -> torch.dtype | None:

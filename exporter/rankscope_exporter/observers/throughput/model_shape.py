@@ -1,8 +1,8 @@
 """The sizes of a decoder from its configuration (Hugging Face, Megatron-Core, nanoGPT), and FLOPs by formula. Pure.
 
-A multiplication with its addition is two FLOPs, the backward pass is twice the forward. Attention counts whole, as if
-no mask made half of it needless, and nothing is counted that is computed a second time: the conventions of Narayanan et
-al. 2021 ("Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM") without recomputation.
+A multiplication with its addition is two FLOPs, and the backward pass counts twice the forward pass. Attention counts
+without a causal mask, and recomputed activations do not count. These are the conventions of Narayanan et al. 2021
+("Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM") without recomputation.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rankscope_exporter.model.parameter_names import entry
 
 FLOPS_PER_MULTIPLICATION: Final = 2
 TRAINING: Final = 3
-"""Forward once, backward twice."""
+"""Factor of the forward FLOPs: the forward pass counts once, the backward pass twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """The sizes that decide what a decoder computes for a token."""
+    """The sizes of a decoder that determine its FLOPs per token."""
 
     layers: int
     hidden: int
@@ -31,14 +31,14 @@ class Decoder:
     feed_forward: int
     """Width between the matrices of one MLP, or of one expert."""
     gated: bool
-    """Whether an MLP has a third matrix, as SwiGLU has."""
+    """True if an MLP has a third matrix, as SwiGLU has."""
     vocabulary: int
     active_experts: int = 1
-    """How many experts a token goes to; 1 for a dense MLP."""
+    """Number of experts that process a token; 1 for a dense MLP."""
     experts: int = 0
-    """How many a router chooses from; 0 without one."""
+    """Number of experts that the router chooses from; 0 without a router."""
     shared_feed_forward: int = 0
-    """Width of what every token goes through beside the experts."""
+    """Width of the shared expert, which processes every token; 0 without one."""
 
 
 def decoder_flops_per_token(decoder: Decoder, sequence: int, frozen: float = 0) -> float:
@@ -60,12 +60,12 @@ def decoder_flops_per_token(decoder: Decoder, sequence: int, frozen: float = 0) 
 
 
 def parameter_flops(trained: float, frozen: float = 0) -> float:
-    """Return the FLOPs of a token that meets each parameter once: 6 N, and 4 for what is frozen."""
+    """Return the FLOPs of a token that uses each parameter once: 6 per trained and 4 per frozen parameter."""
     return TRAINING * FLOPS_PER_MULTIPLICATION * trained + 2 * FLOPS_PER_MULTIPLICATION * frozen
 
 
 def parameter_and_attention_flops(trained: float, frozen: float, *, layers: int, hidden: int, sequence: int) -> float:
-    """Return 6 N + 12 L h s: what a token costs by its parameters, and by those it attends to."""
+    """Return the FLOPs of a token by its parameters and by attention: 6 N + 12 L h s."""
     return parameter_flops(trained, frozen) + 12 * layers * hidden * sequence
 
 
@@ -84,26 +84,25 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
 }
 _GATES: Final = ("gate_proj", "gate_up_proj", "w3")
 _HUGGING_FACE: Final = "model_type"
-"""Every configuration of Hugging Face has it; the same one serves models with an output layer and without."""
+"""Attribute of every Hugging Face configuration. The same configuration is used with and without an output layer."""
 
 
 def sizes_of(module: nn.Module) -> dict[str, int]:
-    """Return the sizes that the configuration of `module` names, by our names for them."""
+    """Return the sizes in the configuration of `module`, under the keys of `_NAMES`."""
     found: dict[str, int] = {}
-    for holder in (_config(module), module):  # Megatron's models have the vocabulary beside their configuration
+    for holder in (_config(module), module):  # Megatron's models have the vocabulary size as an attribute of the model
         for own, names in _NAMES.items():
-            values = (_plain(holder, name) for name in names)
-            value = next((value for value in values if value is not None), None)
-            if value is not None:
+            values = (value for name in names if (value := _plain(holder, name)) is not None)
+            if (value := next(values, None)) is not None:
                 found.setdefault(own, value)
     return found
 
 
 def decoder_of(module: nn.Module) -> Decoder | None:
-    """Return the decoder that the configuration of `module` describes; None where it names too little.
+    """Return the decoder that the configuration of `module` describes; None if a needed size is missing.
 
-    An encoder of tokens counts as a decoder: no mask makes attention cheaper here. The vocabulary is 0 where a model of
-    Hugging Face has no output layer, for example a classifier of sequences.
+    An encoder of tokens counts as a decoder, because the formula ignores the causal mask. The vocabulary is 0 if a
+    Hugging Face model has no output layer, for example a sequence classifier.
     """
     sizes = sizes_of(module)
     if not {"layers", "hidden", "heads", "vocabulary"} <= sizes.keys():
@@ -127,7 +126,7 @@ def decoder_of(module: nn.Module) -> Decoder | None:
 
 
 def has_two_sequences(module: nn.Module) -> bool:
-    """Return whether the configuration describes an encoder and a decoder, each with tokens of its own."""
+    """Return whether the configuration describes an encoder and a decoder, which have different tokens."""
     return getattr(_config(module), "is_encoder_decoder", False) is True
 
 
@@ -138,7 +137,7 @@ def _has_output_layer(module: nn.Module, vocabulary: int) -> bool:
 
 
 def _config(module: nn.Module) -> Any:
-    # Not getattr on the module alone: a wrapper's own `config` may be anything.
+    # A list of modules has no `config`, so the first module is used.
     inner = entry(module._modules, "0") if isinstance(module, nn.ModuleList) else module  # noqa: SLF001 - no code of the user's runs
     return getattr(inner, "config", None)
 
@@ -149,9 +148,9 @@ def _plain(holder: Any, name: str) -> int | None:
 
 
 def _is_gated(module: nn.Module) -> bool:
-    told = getattr(_config(module), "gated_linear_unit", None)
-    if isinstance(told, bool):
-        return told
-    # Experts that are computed together have their matrices as parameters of one module.
+    configured = getattr(_config(module), "gated_linear_unit", None)
+    if isinstance(configured, bool):
+        return configured
+    # Also parameters, because fused experts have their matrices as parameters of one module.
     named = (*module.named_modules(), *module.named_parameters())
     return any(name.rpartition(".")[2] in _GATES for name, _ in named)

@@ -1,8 +1,8 @@
-"""FLOPs of single operations while they run, by the formulas of `torch.utils.flop_counter` and by some of our own.
+"""Count the FLOPs of operations while they run, by the formulas of `torch.utils.flop_counter` and additional ones.
 
-`FlopCounterMode` of that module puts hooks on all modules of the process and counts repeated computations:
-checkpointed activations, and the scores in the backward pass of fused attention. It has no formula for fused attention
-on a CPU, for grouped products of experts and for recurrent layers.
+torch's `FlopCounterMode` is not used: it hooks all modules of the process and counts recomputed values, such as
+checkpointed activations and the scores in the backward pass of fused attention. It has no formula for fused attention
+on a CPU, grouped matrix products of experts, and recurrent layers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rankscope_exporter.base.errors import CountError
 Formula = Callable[..., float]
 
 _OF_TORCH: Final = frozenset({"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor"})
-"""Namespaces in which an operation without a formula multiplies no matrices."""
+"""Namespaces whose operations without a formula do not multiply matrices, so they count as 0."""
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Adds up what each operation costs, within a `with` block and on the threads of its backward pass.
+    """Sums the FLOPs of all operations in a `with` block, also on the threads of its backward pass.
 
-    Set `in_backward` before the backward pass: operations that then run with gradients enabled recompute activations,
-    and are not counted. Raises CountError before an operation that communicates, where there are other ranks.
+    Set `in_backward` before the backward pass. Operations that then run with gradients enabled recompute activations
+    and are not counted. With other ranks, an operation that communicates raises CountError before it runs.
     """
 
     supports_higher_order_operators = True
@@ -59,14 +59,14 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # u
             return self._counted(func, func, args, kwargs)
         if "c10d" in func.namespace and not self._alone:
             raise CountError(
-                f"the model communicates with other ranks ({func}): count a whole copy of it on one rank, before it is "
+                f"the model communicates with other ranks ({func}): count a full copy on one rank, before the model is "
                 "divided"
             )
         nested = loaded("torch.nested._internal.nested_tensor", "NestedTensor")
         if any(issubclass(kind, nested) for kind in types):
-            return NotImplemented  # then it computes with its parts, and that comes here again
+            return NotImplemented  # torch then dispatches the operations on its parts
         packet = func._overloadpacket  # noqa: SLF001 - the key of torch's registry
-        if packet not in _OWN and packet not in flop_registry and func.namespace != "prim":  # facts about a tensor
+        if packet not in _OWN and packet not in flop_registry and func.namespace != "prim":  # prim: tensor properties
             with self:
                 simpler = func.decompose(*args, **kwargs)
             if simpler is not NotImplemented:
@@ -95,13 +95,13 @@ def _attention_backward(_gradient: torch.Tensor, *args: Any, **_: Any) -> float:
 
 
 def _grouped_product(first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any) -> float:
-    """Return the FLOPs of a product for each group; rows or columns that groups divide among them count once."""
+    """Return the FLOPs of a grouped matrix product; rows or columns that the groups divide count once."""
     groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
     return 2.0 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
 def _recurrent(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> float:
-    """Return the FLOPs of a forward pass that meets each matrix once for every row of the input."""
+    """Return the FLOPs of a forward pass that multiplies each input row with each weight matrix once."""
     return 2.0 * math.prod(rows.shape[:-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
@@ -138,4 +138,4 @@ _OWN: Final[Mapping[Any, Formula]] = {
     **dict.fromkeys(_operations("mkldnn_rnn_layer"), _mkldnn),
     **dict.fromkeys(_operations("mkldnn_rnn_layer_backward"), _twice(_mkldnn)),
 }
-"""Used instead of torch's formula where there are both."""
+"""Additional formulas; they take precedence over those of torch."""

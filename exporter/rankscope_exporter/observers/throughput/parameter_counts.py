@@ -1,7 +1,7 @@
-"""Facts about the parameters of a model that FLOP formulas need: how many a token meets, in which type, on which ranks.
+"""Properties of a model's parameters for FLOP formulas: parameters used per token, compute dtype, ranks per copy.
 
-Parameters are read from the modules' own tables: a parametrized weight is a property, and reading it would run code of
-the user that may change buffers.
+Parameters are read from the tables of the modules. A parametrized weight is a property: reading the attribute would run
+code of the user, which may change buffers.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from rankscope_exporter.process.identity import place_in
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """How many ranks compute one copy of the model together."""
+    """Number of ranks that together compute one copy of the model."""
 
     tensor: int = 1
     pipeline: int = 1
     ranks: int = 1
-    """All of them, also those that divide sequences or experts."""
+    """All ranks of a copy, also those that divide sequences or experts."""
 
 
 ALONE: Final = Parallel()
-"""One rank computes a whole copy."""
+"""One rank computes a full copy of the model."""
 
 
 def parallel_of(framework: Framework, world_size: int, groups: Mapping[str, Any]) -> Parallel:
-    """Return how the model is divided, by the groups of `attach` and by what the framework knows."""
+    """Return how the model is divided, from the process groups passed to `attach` and the framework."""
     ranks = max(1, world_size // max(1, framework.copies(world_size)))
     stages = getattr(framework, "stages", ())  # of torch's pipeline
     pipeline = _size(groups.get("pp_group")) or (int(stages[0].group_size) if stages else 1)
@@ -62,14 +62,14 @@ def _mesh_size(module: nn.Module, name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """How many parameters a token meets: not those of lookup tables, and of experts those it is sent to."""
+    """Number of parameters that a token is multiplied with: no lookup tables, and only the experts of the token."""
 
     trained: float
     frozen: float
 
 
 def parameters_met(framework: Framework, parallel: Parallel) -> Met:
-    """Return them as this rank's part of the model: a copy divided over ranks counts once on all of them together."""
+    """Return the parameters of this rank's part of the model; the parts of all ranks of a copy sum up to the copy."""
     module = framework.module
     sizes = sizes_of(module)
     share = min(1.0, sizes["active_experts"] / sizes["experts"]) if {"active_experts", "experts"} <= sizes.keys() else 1
@@ -81,7 +81,7 @@ def parameters_met(framework: Framework, parallel: Parallel) -> Met:
 
 
 def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield name and whole size of the parameters that FSDP1 holds in flat ones, and whether they are frozen."""
+    """Yield name, full size and frozen flag of the parameters that FSDP1 keeps in flat parameters."""
     for child in model.modules():
         flat = getattr(vars(child).get("_handle"), "flat_param", None)
         if flat is None or not hasattr(flat, "_param_infos"):
@@ -93,7 +93,7 @@ def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def _multiplied(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield the same of the parameters that are multiplied, not looked up."""
+    """Yield name, full size and frozen flag of the parameters that are multiplied, not looked up."""
     tables = {
         id(parameter)
         for child in module.modules()
@@ -101,41 +101,41 @@ def _multiplied(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
         for parameter in child.parameters()
     }
     for named in named_parameters(module):
-        # A table that is tied to the last layer is multiplied there, as its other name tells.
+        # A table that is tied to the output layer has a second name and is multiplied there.
         parameter = named.parameter
         if parameter is not None and (id(parameter) not in tables or named.aliases):
             yield named.name, whole_shape(parameter).numel(), not parameter.requires_grad
 
 
 def why_not_six_n(module: nn.Module) -> str | None:
-    """Return why a token does not meet each parameter of `module` once, so that 6 N is wrong; None where it may."""
+    """Return why 6 N is wrong for `module`, in which a token does not use each parameter once; None if it may fit."""
     sizes = sizes_of(module)
     for name, child in module.named_modules():
         if isinstance(child, nn.EmbeddingBag):
-            return f"{plain_name(name)} makes one row of many tokens"
+            return f"{plain_name(name)} combines many tokens to one row"
     for named in named_parameters(module):
         parameter = named.parameter
         shape = [] if parameter is None else [size for size in whole_shape(parameter) if size > 1]
         if ".experts." in f".{named.name}.":
             if not {"active_experts", "experts"} <= sizes.keys():
-                return f"no configuration says how many experts a token is sent to ({named.name})"
-        elif len(shape) > 2:  # neither a matrix nor a vector: kernels of a convolution, or experts
+                return f"the configuration has no number of experts per token ({named.name})"
+        elif len(shape) > 2:  # neither a matrix nor a vector: kernels of a convolution, or fused experts
             return f"{named.name} has {len(shape)} dimensions"
     return None
 
 
 def convolution_in(module: nn.Module) -> str | None:
-    """Return the name of a convolution in `module`; None where there is none."""
+    """Return the name of a convolution in `module`; None if there is none."""
     return next((plain_name(name) for name, child in module.named_modules() if isinstance(child, _ConvNd)), None)
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
-    """Return the shape of a parameter over all ranks that hold shards of it, as far as the tensor knows it."""
+    """Return the full shape of a sharded parameter; the shape of the local tensor if the full one is unknown."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def compute_dtype(framework: Framework, autocast: torch.dtype | None) -> torch.dtype:
-    """Return what matrix products are computed in: autocast's type, FSDP's, else that of most parameters."""
+    """Return the dtype of matrix products: that of autocast, else that of FSDP, else that of most parameters."""
     if autocast is not None:
         return autocast
     for module in framework.model.modules():
@@ -157,6 +157,6 @@ def _policy(module: nn.Module) -> Any:
 
 
 def multiplies_in_tf32() -> bool:
-    """Return whether float32 matrices may be multiplied in TF32."""
-    # The older torch.get_float32_matmul_precision() raises where a script has used this newer name.
+    """Return whether torch may multiply float32 matrices in TF32."""
+    # Not torch.get_float32_matmul_precision(): it raises if a script has set this newer attribute.
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

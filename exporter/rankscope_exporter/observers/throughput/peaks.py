@@ -1,8 +1,8 @@
-"""Settings of TFLOP/s and MFU, and the peak of a device by the name torch gives it: dense TFLOP/s from data sheets.
+"""Settings of TFLOP/s and MFU, and a table of device peaks by torch's device names: dense TFLOP/s from data sheets.
 
-Data sheets print tensor core figures with sparsity, twice what dense matrices reach; the figures here are dense. For
-consumer cards the figure with float32 accumulation, which is what training uses. A device of two dies that torch shows
-as two devices is listed with one die.
+Data sheets print tensor core figures with sparsity, which are twice the figures for dense matrices; the table has dense
+figures. For consumer cards it has the figures with float32 accumulation, which training uses. A device with two dies
+that torch shows as two devices is listed per die.
 """
 
 from __future__ import annotations
@@ -20,45 +20,46 @@ from rankscope_exporter.base.validation import is_number
 METHODS: Final = ("auto", "given", "formula", "6n", "off")
 
 _COUNTED: Final = ("counted", "count")
-"""Not methods: FLOPs were counted automatically before, with the label `counted`."""
+"""Methods of earlier releases, which counted FLOPs automatically."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputConfig:
-    """FLOPs are those of the model, forward and backward, without recomputed activations."""
+    """Settings of TFLOP/s and MFU. FLOPs are those of forward and backward pass, without recomputed activations."""
 
     method: str = "auto"
-    """"auto" takes the first that is available: given, formula, 6n. "given" applies no formula; "formula" and "6n"
-    apply only this one where nothing is given; "off" publishes neither TFLOP/s nor MFU."""
+    """"auto" uses the first available of: given, formula, 6n. "given" uses no formula. "formula" and "6n" use only this
+    formula if no number is given. "off" publishes neither TFLOP/s nor MFU."""
     flops_per_token: float | None = None
-    """Of the whole model, also where ranks hold parts of it."""
+    """FLOPs of the full model, also if the ranks hold parts of it."""
     flops_per_sample: float | None = None
+    """FLOPs of the full model for one sample."""
     peak_tflops: float | None = None
-    """Of one device, dense; without it the table by the device's name."""
+    """Dense peak of one device; by default from the table of device names."""
     model_parallel: int | None = None
-    """How many ranks compute one copy of the model; without it what the framework and the groups of attach() say."""
+    """Number of ranks that compute one copy of the model; by default from the framework and the groups of attach()."""
 
     def __post_init__(self) -> None:
         if self.method in _COUNTED:
             raise ConfigError(
-                f"throughput.method is one of {', '.join(METHODS)}; {self.method!r} is none of them, because nothing "
-                "is counted during training: call rankscope.count_flops() before attach() and set "
+                f"throughput.method must be one of {', '.join(METHODS)}; {self.method!r} is not supported, because "
+                "FLOPs are not counted during training: call rankscope.count_flops() before attach() and set "
                 "throughput.flops_per_token or throughput.flops_per_sample to the result"
             )
         if self.method not in METHODS:
-            raise ConfigError(f"throughput.method is one of {', '.join(METHODS)}, not {self.method!r}")
+            raise ConfigError(f"throughput.method must be one of {', '.join(METHODS)}, not {self.method!r}")
         for name in ("flops_per_token", "flops_per_sample", "peak_tflops"):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and 0 < value < math.inf):
-                raise ConfigError(f"throughput.{name} is a number above 0, not {value!r}")
+                raise ConfigError(f"throughput.{name} must be a number above 0, not {value!r}")
         count = self.model_parallel
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise ConfigError(f"throughput.model_parallel is a number of ranks from 1 on, not {count!r}")
+            raise ConfigError(f"throughput.model_parallel must be a number of ranks of at least 1, not {count!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Dense TFLOP/s by the arithmetic of matrix products; None where the device has none of the kind."""
+    """Dense TFLOP/s of a device by the data type of matrix products; None if the device does not support the type."""
 
     half: float  # float16 and bfloat16
     tf32: float | None
@@ -67,9 +68,9 @@ class Peaks:
 
 
 _SLICES: Final = 7
-"""How many compute slices MIG makes of a GPU."""
+"""Number of compute slices into which MIG divides a GPU."""
 
-# The first pattern that is found in the name counts, so narrower ones stand first.
+# The first pattern that matches the name is used, so narrower patterns are listed first.
 TABLE: Final[tuple[tuple[str, Peaks], ...]] = (
     (r"\bGB200\b", Peaks(2500, 1250, 80)),  # NVIDIA GB200 NVL72 data sheet, a 72nd part
     (r"\bB200\b", Peaks(2250, 1125, 75)),  # NVIDIA HGX B200 data sheet, an eighth
@@ -106,9 +107,9 @@ TABLE: Final[tuple[tuple[str, Peaks], ...]] = (
 
 
 def peak_tflops(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
-    """Return the peak of the device that torch calls `name` for matrices of `dtype`; None where it is not known.
+    """Return the peak TFLOP/s of the device with torch's name `name` for matrices of `dtype`; None if it is unknown.
 
-    `tf32` says whether training lets float32 matrices be multiplied in TF32.
+    `tf32`: whether torch multiplies float32 matrices in TF32.
     """
     peaks = next((peaks for pattern, peaks in TABLE if re.search(pattern, name)), None)
     whole = None if peaks is None else _of_dtype(peaks, dtype, tf32=tf32)

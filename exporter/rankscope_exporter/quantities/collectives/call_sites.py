@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
 
-import torch
-
-from rankscope_exporter.monitors.flight_recorder.entry import short_file
+from rankscope_exporter.monitors.flight_recorder.entry import (
+    NOT_SCRIPT_CODE,
+    OUR_CODE,
+    TORCH_CODE,
+    short_file,
+    short_path,
+)
 
 MAX_FRAMES: Final = 128
 _MOST_STACKS: Final = 4096
 """Largest number of cached stacks; recursion can produce any number of different stacks."""
-
-_OUR_CODE: Final = f"{Path(__file__).parents[2]}{os.sep}"
-_TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"
-_LEFT_OUT: Final = (_OUR_CODE, _TORCH_CODE, "<frozen ")
 
 _Key = tuple[tuple[CodeType, int], ...]
 
@@ -47,7 +45,7 @@ class CallSites:
 
     def of(self, caller: FrameType) -> CallSite | None:
         """Return the call site of the frame `caller`; None for code of torch or Rankscope."""
-        if caller.f_code.co_filename.startswith((_OUR_CODE, _TORCH_CODE)):
+        if caller.f_code.co_filename.startswith((OUR_CODE, TORCH_CODE)):
             return None
         frames = _frames(caller)
         key = tuple((frame.f_code, frame.f_lineno) for frame in frames)
@@ -60,7 +58,7 @@ class CallSites:
 
     def of_record(self, frames: Iterable[Mapping[str, Any]], label: str) -> CallSite:
         """Return the call site of a call in torch's flight record; its `frames` are innermost first."""
-        own = [frame for frame in frames if not str(frame["filename"]).startswith(_LEFT_OUT)][::-1]
+        own = [frame for frame in frames if not str(frame["filename"]).startswith(NOT_SCRIPT_CODE)][::-1]
         return CallSite(
             label=label,
             stack=tuple(f"{short_file(str(frame['filename']))}[{frame['line']}] {frame['name']}" for frame in own),
@@ -89,7 +87,7 @@ def _frames(caller: FrameType) -> list[FrameType]:
     frames: list[FrameType] = []
     frame: FrameType | None = caller
     while frame is not None and len(frames) < MAX_FRAMES:
-        if not frame.f_code.co_filename.startswith(_LEFT_OUT):
+        if not frame.f_code.co_filename.startswith(NOT_SCRIPT_CODE):
             frames.append(frame)
         frame = frame.f_back
     return frames
@@ -97,10 +95,6 @@ def _frames(caller: FrameType) -> list[FrameType]:
 
 def _label(frame: FrameType) -> str:
     """Return file and line without the folders outside of the package, which differ between machines."""
-    path = Path(frame.f_code.co_filename)
-    module = frame.f_globals.get("__name__") or ""
-    package = frame.f_globals.get("__package__") or ""
-    levels = package.count(".") + 1 if package else 0
-    if not package and "." in module:
-        levels = module.count(".")
-    return f"{'/'.join(path.parts[-levels - 1 :])}[{frame.f_lineno}]"
+    names = frame.f_globals
+    package = names.get("__package__") or (names.get("__name__") or "").rpartition(".")[0]
+    return f"{short_path(frame.f_code.co_filename, package)}[{frame.f_lineno}]"

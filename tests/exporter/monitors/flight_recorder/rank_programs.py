@@ -1,6 +1,6 @@
-"""Programs of two real ranks on gloo that keep a diary of their own: a line before each call, and one behind it.
+"""Programs of two real ranks on gloo that log each call independently: a line before it and a line after it.
 
-Each runs in a process of its own that forks its ranks, and ends them by their process ids whatever happens.
+Each program runs in a separate process that forks its ranks, and always kills them by their process ids.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def wait_for(condition, seconds=80):
             raise SystemExit("waited too long")
         time.sleep(0.01)
 
-def say(name, value=""):
+def send_message(name, value=""):
     with open(path(name + ".part"), "w") as file:
         file.write(value)
     os.rename(path(name + ".part"), path(name))
 
-def heard(name):
+def wait_for_message(name):
     wait_for(lambda: os.path.exists(path(name)))
 
-def diary(rank, *words):
+def log_call(rank, *words):
     with open(path(f"diary-{rank}"), "a") as file:
         file.write(json.dumps([*words, time.time_ns() // 1000]) + "\\n")
 
@@ -87,7 +87,7 @@ def monitored(net):
 
 def left(monitor, session):
     wait_for(session.step_observers.collectives.totals.by_op)
-    page = b"".join(bytes(piece) for piece in session.channel.page()).decode()
+    page = b"".join(bytes(piece) for piece in session.channel.exposition.pieces()).decode()
     monitor.detach()
     records = session.channel.ring.after(-1, 1 << 40).records
     return {
@@ -106,13 +106,13 @@ def own_calls(rank, step):
         "barrier": lambda: dist.barrier(),  # barrier is here
     }.items():
         if (rank, step, name) == LATE:
-            heard("the other is about to enter")
+            wait_for_message("the other is about to enter")
             time.sleep(LATE_SECONDS)
         elif (step, name) == LATE[1:]:
-            say("the other is about to enter")
-        diary(rank, "enter", step, name)
+            send_message("the other is about to enter")
+        log_call(rank, "enter", step, name)
         call()
-        diary(rank, "leave", step, name)
+        log_call(rank, "leave", step, name)
 
 def script(rank):
     net = torch.nn.Linear(4, 2)
@@ -159,7 +159,7 @@ def work(rank):
     outcome["tensor parallelism"] = wrapped(parallel)
     dist.destroy_process_group()
     outcome["told_at"] = time.time_ns() // 1000
-    say(f"outcome-{rank}", json.dumps(outcome))
+    send_message(f"outcome-{rank}", json.dumps(outcome))
 
 run_ranks(work)
 """
@@ -174,20 +174,20 @@ def unexpected(where, error):
     raise error
 
 def enter(rank, case, call):
-    diary(rank, "enter", case)
+    log_call(rank, "enter", case)
     return call()
 
 def leave(rank, case, works):
     for work in works:
         work.wait()
-    diary(rank, "leave", case)
+    log_call(rank, "leave", case)
 
 def tell(rank, case, is_as_wanted=lambda record: True):
-    # Gloo retires an entry on a thread of its own, a moment after the call is over.
+    # A thread of gloo retires an entry shortly after the call has returned.
     wait_for(lambda: is_as_wanted(take_flight_record(case, unexpected)))
     record = take_flight_record(case, unexpected)
-    diary(rank, "tell", case)
-    say(f"{case}-{rank}", record.to_json())
+    log_call(rank, "tell", case)
+    send_message(f"{case}-{rank}", record.to_json())
 
 def pending(record):
     return [entry.is_pending for entry in record.collectives].count(True) == 1 and record.latest.is_pending
@@ -213,17 +213,17 @@ def first(rank):
     dist.barrier()
     work = enter(rank, case, lambda: dist.all_reduce(torch.ones(5), async_op=True))
     tell(rank, case, pending)
-    heard(f"{case}-1")
+    wait_for_message(f"{case}-1")
     leave(rank, case, [work])
     for case, call in CASES.items():
-        heard(f"{case} stopped")
+        wait_for_message(f"{case} stopped")
         if case == "mismatch":
             call = lambda: dist.all_reduce(torch.ones(4), async_op=True)
         work = enter(rank, case, call)
         if case == "never left":
             leave(rank, case, [work])
         tell(rank, case, pending if case != "never left" else lambda record: record.pending is None)
-        say(f"{case} done")
+        send_message(f"{case} done")
         if case == "all in":
             leave(rank, case, [work])
 
@@ -231,7 +231,7 @@ def second(rank):
     join(rank)
     case = "never entered"
     dist.barrier()
-    heard(f"{case}-0")
+    wait_for_message(f"{case}-0")
     tell(rank, case, lambda record: record.pending is None)
     leave(rank, "late", [enter(rank, "late", lambda: dist.all_reduce(torch.ones(5), async_op=True))])
     for case, call in CASES.items():
@@ -245,13 +245,13 @@ def second(rank):
 def conduct(pids):
     for case in CASES:
         os.waitpid(pids[1], os.WUNTRACED)
-        say(f"{case} stopped")
+        send_message(f"{case} stopped")
         while case == "never left" and not os.path.exists(path(f"{case} done")):
             time.sleep(0.1)
             os.kill(pids[1], signal.SIGCONT)
             os.waitpid(pids[1], os.WUNTRACED)
-        heard(f"{case} done")
-        say(f"{case} over")
+        wait_for_message(f"{case} done")
+        send_message(f"{case} over")
         if case == "mismatch":
             os.kill(pids[1], signal.SIGKILL)
         else:

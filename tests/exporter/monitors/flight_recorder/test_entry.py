@@ -1,4 +1,4 @@
-"""Entries of torch's record in the terms of the store: as gloo and as NCCL write them."""
+"""Entries of torch's flight record from gloo and NCCL, converted to rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def row(**changes: Any) -> dict[str, Any]:
     return Entry.of({**NCCL, **changes}, {"17": (0, 1, 4)}).row(7, 2)
 
 
-def test_an_entry_of_nccl_has_the_time_that_it_took_on_the_device():
+def test_nccl_entry_has_its_duration_on_the_device():
     assert {
         "step": 7, "call_seq": 2, "op": "_all_gather_base", "group": "mesh_dp", "group_size": 3, "bytes": 80,
         "dtype": "bfloat16", "call_site": None, "t_start": 1_700_000_000_123_456, "duration": 0.00125,
@@ -35,38 +35,38 @@ def test_an_entry_of_nccl_has_the_time_that_it_took_on_the_device():
     } == row()  # fmt: skip
 
 
-def test_a_message_is_numbered_among_those_of_its_two_ranks():
-    told = row(profiling_name="nccl:send 0->1", is_p2p=True, p2p_seq_id=6)
+def test_point_to_point_entry_has_the_number_of_its_pair():
+    result = row(profiling_name="nccl:send 0->1", is_p2p=True, p2p_seq_id=6)
 
-    assert ("send", 6, True) == (told["op"], told["collective_seq"], told["is_p2p"])
+    assert ("send", 6, True) == (result["op"], result["collective_seq"], result["is_p2p"])
 
 
 @pytest.mark.parametrize(
     ("changes", "state", "duration"),
     [
         ({"duration_ms": None}, "left", None),
-        ({"retired": False}, "left", 0.00125),  # NCCL says completed before its watchdog retires the entry
+        ({"retired": False}, "left", 0.00125),  # NCCL sets `completed` before its watchdog retires the entry
         ({"retired": False, "state": "started", "duration_ms": None}, "entered", None),
-        ({"state": "scheduled", "duration_ms": None}, "left", None),  # gloo never says more
+        ({"state": "scheduled", "duration_ms": None}, "left", None),  # gloo sets no other state
     ],
 )
-def test_what_is_not_said_is_null(changes, state, duration):
-    told = row(**changes)
+def test_missing_fields_are_null(changes, state, duration):
+    result = row(**changes)
 
-    assert (state, duration) == (told["state"], told["duration"])
+    assert (state, duration) == (result["state"], result["duration"])
 
 
-def test_a_group_that_torch_no_longer_knows_has_no_ranks():
-    told = Entry.of(NCCL, {}).row(None, None)
+def test_destroyed_group_has_no_ranks():
+    result = Entry.of(NCCL, {}).row(None, None)
 
-    assert (None, None, "mesh_dp") == (told["group_size"], told["group_ranks"], told["group"])
+    assert (None, None, "mesh_dp") == (result["group_size"], result["group_ranks"], result["group"])
 
 
 def frame(file: str, line: int) -> dict[str, Any]:
     return {"filename": file, "line": line, "name": "f"}
 
 
-def test_the_call_site_is_the_innermost_place_that_is_neither_torchs_nor_ours(monkeypatch):
+def test_call_site_is_the_innermost_frame_of_the_script(monkeypatch):
     torchs = frame(str(Path(torch.__file__).parent / "distributed" / "c10d_logger.py"), 83)
     ours = frame(torch_api.__file__, 3)
     module = type(sys)("model.parts.loss")

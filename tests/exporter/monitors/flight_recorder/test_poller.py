@@ -1,4 +1,4 @@
-"""The thread that reads: what it publishes, counts and leaves alone, without a process group of this process."""
+"""The thread that reads the flight record: its records and counters, without a real process group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rankscope_exporter.records.step_record import StepRecord
 
 
 class Torch:
-    """A double of torch's recorder. Counts how it was read."""
+    """A double of torch's recorder that counts the readings."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
@@ -61,8 +61,8 @@ def step(reading: FlightRecorderPoller, number: int) -> None:
     reading.step_ends(PendingStep(number, 0))
 
 
-def test_a_step_has_its_rows_in_a_record_of_no_step(torch_):
-    """A record that is late must not turn back what the page and the service take for the latest step."""
+def test_rows_are_published_in_a_record_without_step(torch_):
+    """A late record must not change the latest step of the page and of the service."""
     reading, records, _ = made()
     reading.step_begins(3)
     torch_.entries = [raw(0, reading._began_us)]
@@ -73,7 +73,7 @@ def test_a_step_has_its_rows_in_a_record_of_no_step(torch_):
     assert {None} == {record.step for record in records}
 
 
-def test_what_was_overwritten_is_counted_and_said_in_an_event(torch_):
+def test_overwritten_entries_are_counted_and_reported(torch_):
     reading, records, _ = made()
     torch_.entries = [raw(5, 0), raw(6, 0)]
     step(reading, 1)
@@ -84,7 +84,7 @@ def test_what_was_overwritten_is_counted_and_said_in_an_event(torch_):
     assert ("note", "collectives_overrun", 5.0) == (event.type, event.op, event.value)
 
 
-def test_thousands_of_entries_are_read_without_stacks_and_without_the_interpreter_lock(torch_, monkeypatch):
+def test_many_entries_are_read_without_stacks_and_without_the_gil(torch_, monkeypatch):
     monkeypatch.setattr(poller, "MOST_WITH_STACKS", 2)
     reading, _, _ = made()
     torch_.entries = [raw(number, 0) for number in range(3)]
@@ -95,8 +95,8 @@ def test_thousands_of_entries_are_read_without_stacks_and_without_the_interprete
     assert ["with", "without"] == torch_.asked
 
 
-def test_a_process_without_the_compiler_is_read_without_stacks(torch_):
-    """Torch would bring it in to write them."""
+def test_process_without_compiler_is_read_without_stacks(torch_):
+    """Torch would import the compiler to write stacks."""
     torch_.has_compiler = False
     reading, _, _ = made()
     step(reading, 1)
@@ -105,7 +105,7 @@ def test_a_process_without_the_compiler_is_read_without_stacks(torch_):
     assert {"without"} == set(torch_.asked)
 
 
-def test_a_record_that_cannot_be_read_costs_a_fault_and_no_training(torch_):
+def test_unreadable_record_is_a_fault_and_training_continues(torch_):
     reading, records, guard = made()
     torch_.entries = [{"record_id": 1}]
     step(reading, 1)
@@ -114,8 +114,8 @@ def test_a_record_that_cannot_be_read_costs_a_fault_and_no_training(torch_):
     assert ([], True) == (records, guard.count > 0)
 
 
-def test_at_the_end_what_is_just_over_is_looked_at_once_more(torch_, monkeypatch):
-    """Torch notes it a moment later; a call that is said to be never left must be one."""
+def test_last_reading_is_repeated_for_unfinished_entries(torch_, monkeypatch):
+    """Torch marks a call as finished with a delay; a call must not be reported as unfinished because of that."""
     reading, records, _ = made()
     torch_.entries = [raw(0, 0, over=False)]
     step(reading, 1)
@@ -126,7 +126,7 @@ def test_at_the_end_what_is_just_over_is_looked_at_once_more(torch_, monkeypatch
     assert ["left"] == [row["state"] for record in records for row in record.collectives]
 
 
-def test_a_process_without_groups_has_no_thread(monkeypatch):
+def test_process_without_groups_has_no_thread(monkeypatch):
     monkeypatch.setattr(poller, "has_groups", lambda: False)
     reading, records, _ = made()
     before = threading.active_count()
@@ -137,7 +137,7 @@ def test_a_process_without_groups_has_no_thread(monkeypatch):
     assert (before, [], 0) == (threading.active_count(), records, len(reading._ended))
 
 
-def test_a_share_of_nothing_reads_nothing(torch_):
+def test_share_of_zero_reads_nothing(torch_):
     reading, records, _ = made(0)
     step(reading, 1)
     reading.stop(60)
@@ -146,7 +146,7 @@ def test_a_share_of_nothing_reads_nothing(torch_):
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, "much", True])
-def test_a_share_that_is_none_is_refused(share):
+def test_invalid_share_is_refused(share):
     with pytest.raises(ConfigError, match="collectives_share"):
         MonitorConfig(collectives_share=share)
 
@@ -169,30 +169,30 @@ while not session.step_observers.collectives.totals.by_op():
     time.sleep(0.01)
 monitor.detach()
 records = session.channel.ring.after(-1, 1 << 40).records
-page = b"".join(bytes(piece) for piece in session.channel.page()).decode()
+page = b"".join(bytes(piece) for piece in session.channel.exposition.pieces()).decode()
 dist.destroy_process_group()
 print(json.dumps({
     "rows": [row["collective_seq"] for record in records for row in record.collectives],
     "places": [row["call_seq"] for record in records for row in record.collectives],
-    "said": [event.message for record in records for event in record.events if event.op == "collectives_overrun"],
+    "texts": [event.message for record in records for event in record.events if event.op == "collectives_overrun"],
     "dropped": [line for line in page.splitlines() if 'reason="collectives_overrun"' in line],
 }))
 """
 
 
-def test_a_ring_of_torch_that_is_too_small_leaves_a_gap_that_is_counted():
-    """Of twenty real collectives torch keeps the last eight."""
+def test_entries_lost_by_a_small_torch_ring_are_counted():
+    """Torch keeps the last 8 of 20 real collectives."""
     done = run_program(OVERRUN, TORCH_FR_BUFFER_SIZE="8")
 
     assert 0 == done.returncode, done.stderr
-    told = json.loads(done.stdout)
-    assert [*range(13, 21)] == told["rows"]
-    assert [None] * 8 == told["places"]
-    assert ["12 collectives have no row"] == [text.partition(":")[0] for text in told["said"]]
-    assert ["12.0"] == [line.rpartition(" ")[2] for line in told["dropped"]]
+    messages = json.loads(done.stdout)
+    assert [*range(13, 21)] == messages["rows"]
+    assert [None] * 8 == messages["places"]
+    assert ["12 collectives have no row"] == [text.partition(":")[0] for text in messages["texts"]]
+    assert ["12.0"] == [line.rpartition(" ")[2] for line in messages["dropped"]]
 
 
-def test_groups_that_cannot_be_looked_up_leave_the_rows(torch_, monkeypatch, caplog):
+def test_rows_are_published_if_groups_cannot_be_read(torch_, monkeypatch, caplog):
     class Changed:
         """The module of another release of torch."""
 
@@ -210,7 +210,7 @@ def test_groups_that_cannot_be_looked_up_leave_the_rows(torch_, monkeypatch, cap
     assert 1 == len([record for record in caplog.records if "ranks of process groups failed" in record.getMessage()])
 
 
-def test_a_compiler_that_cannot_be_imported_leaves_the_record_without_stacks(monkeypatch):
+def test_failed_compiler_import_reads_without_stacks(monkeypatch):
     def broken(_name):
         raise RuntimeError("no cache folder")
 

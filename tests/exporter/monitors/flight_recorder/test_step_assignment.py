@@ -1,4 +1,4 @@
-"""Which step a collective belongs to, and what was overwritten, against a record that is replayed call by call."""
+"""Assignment of collectives to steps and detection of lost entries, compared with a replay of each call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def raw(number: int, at_us: int, *, over: bool = True, **more: Any) -> dict[str,
     }  # fmt: skip
 
 
-def test_a_call_is_of_the_step_that_began_last_before_it():
+def test_call_belongs_to_the_last_step_that_began_before_it():
     timeline = StepAssignment()
     timeline.step_ended(7, 10, 20)
     timeline.step_ended(8, 25, 40)
@@ -30,8 +30,8 @@ def test_a_call_is_of_the_step_that_began_last_before_it():
     assert [(None, 0), (7, 0), (7, 1), (8, 0), (8, 1)] == [(row["step"], row["call_seq"]) for row in taken.rows]
 
 
-def test_a_call_waits_for_the_end_of_its_step():
-    """Until then it may turn out to be of the next one."""
+def test_call_becomes_a_row_after_the_end_of_its_step():
+    """Until then the call may belong to the next step."""
     timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
 
@@ -41,35 +41,35 @@ def test_a_call_waits_for_the_end_of_its_step():
     assert [] == timeline.take({"cpu": [raw(0, 15)]}, RANKS).rows
 
 
-def test_a_call_under_way_waits_until_it_is_over_and_keeps_its_place():
+def test_unfinished_call_waits_and_keeps_its_position():
     timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
     first = timeline.take({"cpu": [raw(0, 1, over=False), raw(1, 2)]}, RANKS).rows
     second = timeline.take({"cpu": [raw(0, 1, duration_ms=2.5), raw(1, 2)]}, RANKS).rows
 
-    assert [(2, 1, "left", None)] == [_told(row) for row in first]
-    assert [(1, 0, "left", 0.0025)] == [_told(row) for row in second]
+    assert [(2, 1, "left", None)] == [_summary(row) for row in first]
+    assert [(1, 0, "left", 0.0025)] == [_summary(row) for row in second]
 
 
 @pytest.mark.parametrize(("end", "state"), [("overwritten", None), ("last reading", "entered")])
-def test_of_what_is_never_seen_to_be_over_it_is_said_that_it_was_entered_unless_torch_forgot_it(end, state):
+def test_unfinished_call_is_entered_unless_it_was_overwritten(end, state):
     timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
     timeline.take({"cpu": [raw(0, 1, over=False)]}, RANKS)
     last = [raw(1, 2)] if end == "overwritten" else [raw(0, 1, over=False), raw(1, 2)]
 
     taken = timeline.take({"cpu": last}, RANKS, is_last=end == "last reading")
-    assert [(1, 0, state, None), (2, 1, "left", None)] == [_told(row) for row in taken.rows]
+    assert [(1, 0, state, None), (2, 1, "left", None)] == [_summary(row) for row in taken.rows]
 
 
-def test_the_last_reading_takes_what_is_behind_the_last_step():
+def test_last_reading_includes_calls_after_the_last_step():
     timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
 
     assert [1] == [row["step"] for row in timeline.take({"cpu": [raw(0, 99)]}, RANKS, is_last=True).rows]
 
 
-def test_calls_of_a_step_of_which_some_were_overwritten_have_no_place():
+def test_calls_of_a_step_with_lost_entries_have_no_position():
     timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
     timeline.take({"cpu": [raw(0, 1)]}, RANKS)
@@ -81,7 +81,7 @@ def test_calls_of_a_step_of_which_some_were_overwritten_have_no_place():
     assert [(2, None), (2, None), (3, 0)] == [(row["step"], row["call_seq"]) for row in taken.rows]
 
 
-def test_a_record_that_begins_anew_is_followed():
+def test_restarted_recorder_is_followed():
     timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
     timeline.take({"cpu": [raw(8, 1), raw(9, 2, over=False)]}, RANKS)
@@ -92,7 +92,7 @@ def test_a_record_that_begins_anew_is_followed():
     assert [(1, None), (2, "left"), (2, "left")] == [(row["step"], row["state"]) for row in taken.rows]
 
 
-def test_two_recorders_of_one_process_have_one_order():
+def test_two_recorders_of_a_process_share_one_order():
     timeline = StepAssignment()
     timeline.step_ended(1, 0, 10)
     taken = timeline.take({"cpu": [raw(0, 1), raw(1, 5)], "nccl": [raw(0, 3)]}, RANKS)
@@ -100,23 +100,23 @@ def test_two_recorders_of_one_process_have_one_order():
     assert [(1, 0), (3, 1), (5, 2)] == [(row["t_start"], row["call_seq"]) for row in taken.rows]
 
 
-def _told(row: dict[str, Any]) -> tuple[Any, ...]:
+def _summary(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["collective_seq"], row["call_seq"], row["state"], row["duration"]
 
 
 @st.composite
 def trainings(draw: st.DrawFn) -> tuple[int, list[tuple[str, int]]]:
-    """Return the size of the ring, and what happens: a call, a step that ends and the next that begins, a reading."""
+    """Return the size of the ring, and a list of events: a call, the end of a step, or a reading."""
     events = draw(st.lists(st.sampled_from(["call", "call", "call", "step", "read"]), max_size=60))
     return draw(st.integers(1, 8)), [(event, draw(st.integers(0, 2))) for event in events]
 
 
 @given(trainings())
-def test_every_call_has_one_row_or_was_counted_as_overwritten(training):
-    """Whatever the order of calls, steps and readings; calls last for any number of events."""
+def test_each_call_has_one_row_or_is_counted_as_overwritten(training):
+    """For any order of calls, steps and readings; a call may last for any number of events."""
     ring, events = training
     timeline, rows, overwritten = StepAssignment(), [], 0
-    calls: list[tuple[int, int, int]] = []  # when, its step, when it is over
+    calls: list[tuple[int, int, int]] = []  # time, step, end
     step, began = 1, 0
     for now, (event, length) in enumerate([*events, ("read", 0)], start=1):
         if event == "call":

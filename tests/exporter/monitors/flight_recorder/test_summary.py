@@ -1,4 +1,4 @@
-"""Torch's flight record in our terms: two real ranks on gloo, and entries as NCCL writes them."""
+"""The summary of torch's flight record: of two real ranks on gloo, and of NCCL entries."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def entry(seq: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_what_is_under_way_is_told_from_what_is_over():
-    """NCCL says completed before its watchdog retires the entry; gloo never says more than scheduled."""
+def test_summary_distinguishes_pending_and_finished_entries():
+    """NCCL sets `completed` before its watchdog retires the entry; gloo sets only `scheduled`."""
     record = read_flight_record(
         [
             entry(1),
@@ -56,14 +56,14 @@ def test_what_is_under_way_is_told_from_what_is_over():
     assert ("7", "send 0->1") == (record.collectives[4].group, record.collectives[5].op)
 
 
-def test_the_oldest_under_way_is_kept_however_much_came_after_it():
+def test_oldest_pending_entry_is_kept():
     record = read_flight_record([entry(0, retired=False, state="started"), *map(entry, range(1, 90))], "hang", NOW)
 
     assert (0, KEPT, 90) == (record.pending.seq, len(record.collectives), record.recorded)
     assert 89 == record.latest.seq
 
 
-def test_a_record_keeps_within_the_cap_of_an_event():
+def test_summary_fits_the_size_limit_of_an_event():
     wide = {"input_sizes": [[7] * 4] * 900, "input_dtypes": ["Float"] * 900}
     record = read_flight_record([entry(0, retired=False, **wide), *(entry(i, **wide) for i in range(1, 90))], "x", NOW)
 
@@ -74,12 +74,12 @@ def unexpected(where: str, error: BaseException) -> None:
     raise AssertionError(f"{where}: {error!r}")
 
 
-def test_without_a_process_group_there_is_no_record():
+def test_process_without_groups_has_no_flight_record():
     assert None is take_flight_record("call", unexpected)
 
 
 def record_once(is_as_wanted: Callable[[FlightRecord], bool]) -> FlightRecord | None:
-    """Return the first record that is as wanted, after a minute the one there is."""
+    """Return the first record that satisfies the condition, or the last one after 60 s."""
     deadline = time.monotonic() + 60
     while (record := take_flight_record("hang", unexpected)) is None or not is_as_wanted(record):
         if time.monotonic() > deadline:
@@ -102,7 +102,7 @@ def work(rank: int, store: str, results: Any, is_waiting: Any) -> None:
     looking = threading.Thread(target=tell)
     if rank == 0:
         looking.start()
-    else:  # what the other rank waits for
+    else:  # the other rank waits for this rank
         is_waiting.wait(90)
         results.put((1, record_once(lambda record: record.pending is None)))
     dist.all_reduce(tensor)
@@ -112,7 +112,7 @@ def work(rank: int, store: str, results: Any, is_waiting: Any) -> None:
     dist.destroy_process_group()
 
 
-def test_two_gloo_ranks_tell_who_waits_and_who_does_not(tmp_path):
+def test_records_of_two_gloo_ranks_show_the_waiting_rank(tmp_path):
     context = warm_processes()
     results, is_waiting = context.Queue(), context.Event()
     ranks = [

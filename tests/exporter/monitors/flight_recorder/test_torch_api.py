@@ -69,7 +69,7 @@ READINGS = {"with stacks": read_with_stacks, "without": read_without_stacks}
 
 @pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
 @pytest.mark.parametrize("order", [(BROKEN, GOOD), (GOOD, BROKEN)], ids=["broken first", "broken last"])
-def test_a_recorder_that_fails_is_reported_and_the_other_is_returned(read, order, functions, failures):
+def test_failed_recorder_is_reported_and_the_other_is_read(read, order, functions, failures):
     entries = read(failures.report, recorders=order)
 
     assert {"good": [entry(1), entry(2)]} == entries
@@ -78,13 +78,13 @@ def test_a_recorder_that_fails_is_reported_and_the_other_is_returned(read, order
 
 
 @pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
-def test_a_recorder_whose_functions_are_missing_has_no_entries(read, functions, failures):
+def test_recorder_without_functions_has_no_entries(read, functions, failures):
     assert {"good": [entry(1), entry(2)]} == read(failures.report, recorders=(ABSENT, GOOD))
     assert [] == failures
 
 
 @pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
-def test_a_torch_without_recorders_has_no_entries(read, failures, monkeypatch):
+def test_torch_without_recorders_has_no_entries(read, failures, monkeypatch):
     monkeypatch.setattr(torch_api, "_c10d", lambda: None)
 
     assert {} == read(failures.report, recorders=(CPU, NCCL))
@@ -92,8 +92,8 @@ def test_a_torch_without_recorders_has_no_entries(read, failures, monkeypatch):
 
 
 @pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
-def test_this_build_of_torch_is_read_without_a_process_group(read):
-    """In a process of its own: the record of this one has the groups of other tests."""
+def test_installed_torch_is_read_without_a_process_group(read):
+    """In a separate process, because the record of this process contains groups of other tests."""
     ended = run_program(
         f"from rankscope_exporter.monitors.flight_recorder.torch_api import {read.__name__}\n"
         f"failures = []\nprint({read.__name__}(lambda *failure: failures.append(failure)), failures)"
@@ -103,7 +103,7 @@ def test_this_build_of_torch_is_read_without_a_process_group(read):
 
 
 @pytest.mark.parametrize("missing", ["process_group", "record_id"])
-def test_an_entry_without_a_needed_field_is_left_out_and_reported(missing, functions, failures):
+def test_entry_without_a_needed_field_is_skipped_and_reported(missing, functions, failures):
     functions["entries"].append({name: value for name, value in entry(3).items() if name != missing})
 
     assert [1, 2] == [raw["record_id"] for raw in read_without_stacks(failures.report, recorders=[GOOD])["good"]]
@@ -116,7 +116,7 @@ class Harmful:
 
 
 @pytest.mark.parametrize("thing", [Harmful(), torch.float32, {1, 2, 3}.__class__])
-def test_nothing_that_a_pickled_record_names_is_called_or_imported(thing, functions, failures, capsys):
+def test_pickled_record_cannot_call_or_import_anything(thing, functions, failures, capsys):
     functions["entries"] = [thing]
 
     assert {} == read_with_stacks(failures.report, recorders=[GOOD])
@@ -124,7 +124,7 @@ def test_nothing_that_a_pickled_record_names_is_called_or_imported(thing, functi
     assert "" == capsys.readouterr().out
 
 
-def test_the_function_is_called_where_the_handler_answers_no_json(functions, failures):
+def test_function_is_called_if_the_handler_returns_no_json(functions, failures):
     """`ping` answers with `pong`."""
     recorder = Recorder(name="cpu", with_stacks="_test_none", plain=GOOD.plain, handler="ping")
 
@@ -136,7 +136,7 @@ def test_the_function_is_called_where_the_handler_answers_no_json(functions, fai
 
 
 class Runtime:
-    """A double of a device's runtime, which keeps the mode in which a thread meets captures of graphs."""
+    """A double of a device runtime that stores the capture mode of a thread."""
 
     def __init__(self) -> None:
         self.mode, self.modes = 0, []
@@ -158,8 +158,8 @@ def on_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 
 
-def test_the_device_is_asked_in_the_mode_that_spares_captures(on_a_device, failures, monkeypatch):
-    """The thread gets its own mode back."""
+def test_device_is_queried_in_the_relaxed_capture_mode(on_a_device, failures, monkeypatch):
+    """The previous mode of the thread is restored."""
     runtime, seen = Runtime(), []
     monkeypatch.setattr(torch_api, "_exchange_of_modes", lambda: runtime.exchange)
     monkeypatch.setattr(C10D, DEVICE.plain, lambda *_: seen.append(runtime.mode) or "{}", raising=False)
@@ -169,18 +169,18 @@ def test_the_device_is_asked_in_the_mode_that_spares_captures(on_a_device, failu
 
 
 @pytest.mark.parametrize(("is_urgent", "names"), [(True, {"device", "good"}), (False, {"good"})])
-def test_without_that_mode_the_device_is_asked_in_a_hang_alone(
+def test_device_without_that_mode_is_queried_only_for_a_hang(
     is_urgent, names, on_a_device, functions, failures, monkeypatch
 ):
-    """The other recorder is read in any case."""
+    """The other recorder is always read."""
     monkeypatch.setattr(torch_api, "_exchange_of_modes", lambda: None)
     monkeypatch.setattr(C10D, DEVICE.plain, getattr(C10D, GOOD.plain), raising=False)
 
     assert names == set(read_without_stacks(failures.report, is_urgent=is_urgent, recorders=[DEVICE, GOOD]))
-    assert [] == [where for where, error in failures if is_urgent or "captures of graphs" not in str(error)]
+    assert [] == [where for where, error in failures if is_urgent or "graph captures" not in str(error)]
 
 
-# A dump of NCCL.
+# NCCL dumps.
 
 NOW = 1_764_036_000.1
 
@@ -205,7 +205,7 @@ RECORD = {
 }
 
 
-def test_a_pickled_dump_of_nccl_is_read_with_its_stacks(failures, monkeypatch):
+def test_pickled_nccl_dump_is_read_with_stacks(failures, monkeypatch):
     monkeypatch.setattr(C10D, NCCL.with_stacks, lambda *_: (DATA / "nccl_dump.pickle").read_bytes(), raising=False)
     entries = read_with_stacks(failures.report, recorders=[NCCL])["nccl"]
 
@@ -214,7 +214,7 @@ def test_a_pickled_dump_of_nccl_is_read_with_its_stacks(failures, monkeypatch):
     assert [] == failures
 
 
-def test_rows_of_a_dump_of_nccl_have_what_the_store_needs(failures, monkeypatch):
+def test_rows_of_an_nccl_dump_have_all_columns(failures, monkeypatch):
     monkeypatch.setattr(C10D, NCCL.with_stacks, lambda *_: (DATA / "nccl_dump.pickle").read_bytes(), raising=False)
     entries = read_with_stacks(failures.report, recorders=[NCCL])["nccl"]
     rows = [Entry.of(raw, {"1": (0, 2)}).row(5, 0) for raw in entries]
@@ -280,25 +280,25 @@ WHERE = "reading the flight record of nccl"
 
 
 def run_server(code: str) -> Any:
-    """Run `code` in another process, as worker servers run until theirs ends; return the JSON that it prints."""
+    """Run `code` in another process, since a worker server runs until its process exits; return the printed JSON."""
     done = run_program(SERVER.replace("DUMP", repr(str(DATA / "nccl_dump.json"))) + code)
 
     assert 0 == done.returncode, done.stderr
     return json.loads(done.stdout)
 
 
-def test_a_dump_of_nccl_comes_through_the_worker_server():
-    told = run_server("""
+def test_nccl_dump_is_read_through_the_worker_server():
+    results = run_server("""
 found = read_without_stacks(lambda *what: failures.append(what), recorders=[device("answers")])
 print(json.dumps([found["nccl"], failed()]))
 """)
 
-    assert (RECORD, []) == (of_record(told[0]) | {"groups": RECORD["groups"]}, told[1])
+    assert (RECORD, []) == (of_record(results[0]) | {"groups": RECORD["groups"]}, results[1])
 
 
-def test_a_device_that_hangs_costs_its_own_record_alone():
-    """It is asked again once it has answered, and until then occupies no further thread of the server."""
-    told = run_server("""
+def test_hanging_device_blocks_only_its_own_record():
+    """The device is queried again after it has responded; until then it blocks only one thread of the server."""
+    results = run_server("""
 join()
 first = read(device("hangs"), CPU, seconds=0.1)
 threads = len(os.listdir("/proc/self/task"))
@@ -308,37 +308,37 @@ hung = failed()
 free.set()
 print(json.dumps([first, again, grown, hung, read(CPU, device("answers")), failed()]))
 """)
-    first, again, grown, hung, later, failed = told
+    first, again, grown, hung, later, failed = results
 
     assert (OF_GLOO, [OF_GLOO] * 20, 0) == (first, again, grown)
     assert {(WHERE, "TimeoutError")} == {(where, kind) for where, kind, _ in hung}
     assert (OF_BOTH, []) == (later, failed)
 
 
-def test_a_process_ends_while_a_device_hangs():
+def test_process_exits_while_a_device_hangs():
     assert [] == run_server("""
 read(device("hangs"), seconds=0.1)
 print("[]")
 """)
 
 
-def test_the_function_is_called_where_the_handler_fails():
-    told = run_server(
+def test_function_is_called_if_the_handler_fails():
+    results = run_server(
         """
 c10d._test_dump = lambda *_: open(DUMP).read()
 both = read(device("fails", "_test_dump")), failed()
 print(json.dumps([*both, read(device("fails")), failed()]))
 """.replace("DUMP", repr(str(DATA / "nccl_dump.json")))
     )
-    found, nothing, none, failures = told
+    found, nothing, none, failures = results
 
     assert ({"nccl": OF_BOTH["nccl"]}, [], {}) == (found, nothing, none)
     assert [[WHERE, "RuntimeError"]] == [failure[:2] for failure in failures]
     assert "ValueError: no such device" in failures[0][2]
 
 
-def test_a_forked_child_starts_a_server_of_its_own():
-    told = run_server("""
+def test_forked_child_starts_another_server():
+    results = run_server("""
 join()
 parent = read(device("answers"))
 pid = os.fork()
@@ -347,24 +347,24 @@ if pid == 0:
 print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), read(device("answers")) == parent]))
 """)
 
-    assert [0, True] == told
+    assert [0, True] == results
 
 
-def test_no_server_is_started_where_its_threads_have_no_room():
+def test_server_is_not_started_without_free_threads():
     """Torch would abort the process."""
-    told = run_server("""
+    results = run_server("""
 import resource
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + (64 << 20),) * 2)
 print(json.dumps([read(device("answers")), failed()]))
 """)
 
-    assert {} == told[0]
-    assert [[WHERE, "RuntimeError", "the process may not start the threads of torch's worker server"]] == told[1]
+    assert {} == results[0]
+    assert [[WHERE, "RuntimeError", "the process cannot start the threads of torch's worker server"]] == results[1]
 
 
-def test_the_dumps_written_by_hand_have_the_fields_that_torch_writes():
-    """Gloo's recorder is the same code of torch; only a timed device adds a duration."""
+def test_dumps_of_the_tests_have_the_fields_of_torch():
+    """Gloo's recorder uses the same code of torch; only entries of a timed device have a duration."""
     of_torch = run_server("""
 import pickle
 from rankscope_exporter.monitors.flight_recorder.torch_api import prepare_stacks

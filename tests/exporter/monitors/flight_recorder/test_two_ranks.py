@@ -1,4 +1,4 @@
-"""Two real ranks on gloo: the rows and the standing of their collectives against what they themselves wrote down."""
+"""Two real ranks on gloo: rows and positions of their collectives, compared with the log of the ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(trained: Path) -> list[dict[str, Any]]:
-    """The results of both ranks, rows by time: a call that torch retires late has its row in a later record."""
+    """Results of both ranks, rows sorted by time: a call that torch retires late is in a later record."""
     results = [json.loads((trained / f"outcome-{rank}").read_text()) for rank in RANKS]
     for result in results:
         for name in RUNS:
@@ -56,7 +56,7 @@ def outcomes(trained: Path) -> list[dict[str, Any]]:
     return results
 
 
-def test_rows_are_the_calls_of_the_rank_in_their_order_and_within_the_time_it_made_them(trained, outcomes):
+def test_rows_have_the_order_and_times_of_the_calls(trained, outcomes):
     for rank in RANKS:
         written = diary(trained, rank)
         rows = outcomes[rank]["script"]["rows"]
@@ -69,7 +69,7 @@ def test_rows_are_the_calls_of_the_rank_in_their_order_and_within_the_time_it_ma
         assert (0, 0) == (outcomes[rank]["script"]["faults"], outcomes[rank]["script"]["overwritten"])
 
 
-def test_rows_have_the_size_type_group_and_place_of_each_call(outcomes):
+def test_rows_have_size_type_group_and_call_site(outcomes):
     sizes = {"all_reduce": (12, "float32"), "all_gather": (32, "float32"), "barrier": (None, None)}
     for outcome in outcomes:
         for row in outcome["script"]["rows"]:
@@ -80,10 +80,10 @@ def test_rows_have_the_size_type_group_and_place_of_each_call(outcomes):
             assert ("default_pg", 2, "0-1", "left", "gloo", False) == tuple(
                 row[name] for name in ("group", "group_size", "group_ranks", "state", "backend", "is_p2p")
             )
-            assert None is row["duration"]  # which gloo does not say
+            assert None is row["duration"]  # gloo does not report it
 
 
-def test_the_groups_number_of_a_call_is_the_same_on_both_ranks(outcomes):
+def test_sequence_number_of_a_call_is_equal_on_both_ranks(outcomes):
     one, other = ([(row["collective_seq"], row["op"]) for row in outcome["script"]["rows"]] for outcome in outcomes)
 
     assert one == other
@@ -94,14 +94,14 @@ def test_the_groups_number_of_a_call_is_the_same_on_both_ranks(outcomes):
     ("framework", "operations"),
     [
         ("DDP", {"c10d.allreduce_": "all_reduce", "c10d.broadcast_": "broadcast"}),
-        # Gloo has no reduce-scatter of its own and records what it does in its place.
+        # Gloo has no reduce-scatter and records the operations that replace it.
         ("FSDP1", {"c10d.allgather_": "all_gather", "c10d._reduce_scatter_base_": "all_reduce"}),
         ("FSDP2", {"c10d._allgather_base_": "all_gather", "c10d._reduce_scatter_base_": "all_reduce"}),
         ("tensor parallelism", {"c10d_functional.all_reduce": "all_reduce"}),
     ],
 )
-def test_what_a_framework_of_torch_sends_has_rows_as_torchs_own_counter_counts_it(framework, operations, outcomes):
-    """CommDebugMode sees every operation as it is dispatched, by other means than the flight record."""
+def test_rows_of_a_framework_match_comm_debug_mode(framework, operations, outcomes):
+    """CommDebugMode counts operations when they are dispatched, independent of the flight record."""
     for outcome in outcomes:
         run = outcome[framework]
         found: dict[int | None, Counter[str]] = defaultdict(Counter)
@@ -118,21 +118,21 @@ def test_what_a_framework_of_torch_sends_has_rows_as_torchs_own_counter_counts_i
         assert 0 == run["faults"]
 
 
-def test_what_ddp_sends_before_the_first_step_is_of_no_step(outcomes):
+def test_ddp_calls_before_the_first_step_have_no_step(outcomes):
     ops = [row["op"] for row in outcomes[0]["DDP"]["rows"] if row["step"] is None]
 
     assert ["all_gather", "broadcast", "broadcast"] == ops
 
 
-def test_a_monitor_does_not_tell_again_what_one_before_it_told(outcomes):
+def test_second_monitor_does_not_publish_the_same_entries(outcomes):
     for outcome in outcomes:
         seen = [(row["group_id"], row["t_start"]) for name in RUNS for row in outcome[name]["rows"]]
 
         assert len(seen) == len(set(seen))
 
 
-def test_the_page_counts_calls_and_bytes_by_operation(outcomes):
-    """As far as they were read: at the last look at the page a step was still under way."""
+def test_page_counts_calls_and_bytes_by_operation(outcomes):
+    """Only calls that were read: at the last scrape a step had not ended."""
     lines = dict(line.rsplit(" ", 1) for line in outcomes[0]["script"]["page"])
     calls = {name: float(value) for name, value in lines.items() if "calls_total" in name}
 
@@ -140,8 +140,8 @@ def test_the_page_counts_calls_and_bytes_by_operation(outcomes):
     assert all(1 <= count <= 3 for count in calls.values())
 
 
-def test_in_the_store_the_rank_that_came_late_is_the_last_and_the_others_waited_as_long(outcomes, tmp_path):
-    """The one that slept before the call, through all that lies between a rank and an answer in SQL."""
+def test_store_shows_the_late_rank_and_the_waits_of_the_others(outcomes, tmp_path):
+    """The rank that slept before the call, checked with SQL on the store."""
     store = Store.open(tmp_path / "store", create=True)
     with store.claim(owner="test") as writer:
         for rank, outcome in enumerate(outcomes):
@@ -163,7 +163,7 @@ def test_in_the_store_the_rank_that_came_late_is_the_last_and_the_others_waited_
     assert (LATE[0], True) == (late["last_rank"], late["spread"] > LATE_SECONDS / 5)
 
 
-# Where they stand.
+# Positions of the ranks.
 
 
 @pytest.fixture(scope="module")
@@ -192,14 +192,14 @@ def only(folder: Path, case: str) -> Call:
         ("all in", CallState.ALL_IN, "ranks 0-1 are all in all_reduce 4 (3.9 KiB float32) of default_pg since "),
     ],
 )
-def test_how_far_two_ranks_are_is_told_apart(case, state, words, stood):
-    """A rank stops itself once it is in the call, so that what it said stays true."""
+def test_positions_of_two_ranks_are_distinguished(case, state, words, stood):
+    """A rank stops itself inside the call, so that its state does not change."""
     assert state is only(stood, case).state
     assert sentences(records(stood, case))[0].startswith(words)
 
 
 @pytest.mark.parametrize("case", ["never entered", "never left", "all in"])
-def test_it_is_what_the_ranks_wrote_down_before_and_behind_each_call(case, stood):
+def test_positions_match_the_log_of_the_ranks(case, stood):
     written = {rank: [(what, at) for what, of, at in diary(stood, rank) if of == case] for rank in RANKS}
     told_at = max(at for entries in written.values() for what, at in entries if what == "tell")
     done = {
@@ -212,7 +212,7 @@ def test_it_is_what_the_ranks_wrote_down_before_and_behind_each_call(case, stood
     assert {rank for rank in RANKS if done[rank] == ["enter", "leave"]} == set(call.left)
 
 
-def test_ranks_that_call_different_things_are_told_what_each_called(stood):
+def test_different_calls_of_ranks_are_named(stood):
     call = only(stood, "mismatch")
 
     assert call.is_mismatch

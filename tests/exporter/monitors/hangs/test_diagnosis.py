@@ -1,4 +1,4 @@
-"""Stacks are out before anything else is asked for, and a device that does not answer holds up nobody twice."""
+"""Stacks are published before the flight record is read, and a hanging device blocks only one thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rankscope_exporter.base.errors import Guard
 from rankscope_exporter.monitors.hangs import diagnosis
 
 
-def test_a_flight_record_that_never_comes_costs_one_thread_and_no_stacks(monkeypatch):
+def test_hanging_flight_record_blocks_one_thread(monkeypatch):
     never, asked = threading.Event(), []
 
     def hold(_reason, _report):
@@ -32,7 +32,7 @@ def test_a_flight_record_that_never_comes_costs_one_thread_and_no_stacks(monkeyp
     assert 1 == len(asked)
 
 
-def test_what_was_taken_a_moment_ago_is_given_again_and_recorded_once(monkeypatch):
+def test_recent_result_is_returned_and_published_once(monkeypatch):
     now = [100.0]
     published = []
     taking = diagnosis.Diagnosis(0, published.append, lambda: None, Guard(), clock=lambda: now[0])
@@ -47,8 +47,8 @@ def test_what_was_taken_a_moment_ago_is_given_again_and_recorded_once(monkeypatc
     assert 2 == len(published)
 
 
-def test_a_handler_that_asks_while_stacks_are_recorded_gets_them_and_does_not_wait_for_what_it_interrupted():
-    """Two signals in a row: the second handler runs on top of the first one, on the thread that trains."""
+def test_signal_handler_gets_stacks_during_a_publication():
+    """Two consecutive signals: the second handler interrupts the first one on the training thread."""
     published, asked = [], []
 
     def publish(record):
@@ -68,7 +68,7 @@ def test_a_handler_that_asks_while_stacks_are_recorded_gets_them_and_does_not_wa
     assert "interrupted" in stands
 
 
-def test_whoever_asks_does_not_wait_for_a_thread_that_a_disk_holds_up(monkeypatch):
+def test_caller_does_not_wait_for_a_blocked_thread(monkeypatch):
     monkeypatch.setattr(diagnosis, "LOCK_SECONDS", 0.05)
     held, freed = threading.Event(), threading.Event()
 
@@ -77,7 +77,7 @@ def test_whoever_asks_does_not_wait_for_a_thread_that_a_disk_holds_up(monkeypatc
         freed.wait(30)
 
     taking = diagnosis.Diagnosis(0, publish, lambda: 7, Guard())
-    watchdog = threading.Thread(target=taking.tell, args=(Event(type="hang"),), daemon=True)
+    watchdog = threading.Thread(target=taking.publish, args=(Event(type="hang"),), daemon=True)
     watchdog.start()
     held.wait(30)
     taken = taking.take("call")
@@ -103,25 +103,25 @@ def failing(*_args):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Play a process whose flight record can be read."""
+    """Simulate a process with a readable flight record."""
     monkeypatch.setattr(diagnosis, "take_flight_record", lambda _reason, _report: RECORD)
 
 
-def told(published):
+def event_types(published):
     return [event.type for record in published for event in record.events]
 
 
-def test_stacks_that_cannot_be_taken_leave_the_flight_record(recorded, monkeypatch):
+def test_flight_record_is_published_if_stacks_fail(recorded, monkeypatch):
     monkeypatch.setattr(diagnosis, "take_stacks", failing)
     published, guard = [], Guard()
     taken = diagnosis.Diagnosis(0, published.append, lambda: 7, guard).take("hang", first=Event(type="hang"))
 
     assert (RECORD, (), 1) == (taken.flight, taken.stacks.threads, guard.count)
-    assert ["hang", "flight_record"] == told(published)
+    assert ["hang", "flight_record"] == event_types(published)
 
 
 @pytest.mark.parametrize("refused", ["hang", "stacks", "flight_record"])
-def test_an_event_that_cannot_be_published_leaves_the_others(refused, recorded):
+def test_failed_event_does_not_stop_the_others(refused, recorded):
     published, guard = [], Guard()
 
     def publish(record):
@@ -131,12 +131,12 @@ def test_an_event_that_cannot_be_published_leaves_the_others(refused, recorded):
 
     taken = diagnosis.Diagnosis(0, publish, lambda: 7, guard).take("hang", first=Event(type="hang"))
 
-    assert [kind for kind in ("hang", "stacks", "flight_record") if kind != refused] == told(published)
+    assert [kind for kind in ("hang", "stacks", "flight_record") if kind != refused] == event_types(published)
     assert (RECORD, 1) == (taken.flight, guard.count)
 
 
-def test_a_recorder_that_fails_is_reported_behind_the_record_that_was_read(monkeypatch):
-    """A report takes locks that a training that hangs may hold, as one that waits for its device."""
+def test_failed_recorder_is_reported_after_the_reading(monkeypatch):
+    """A report takes locks that a hanging training thread may hold."""
     held, published, guard = threading.Event(), [], Guard()
 
     def take(_reason, report):
@@ -149,4 +149,4 @@ def test_a_recorder_that_fails_is_reported_behind_the_record_that_was_read(monke
     held.set()
 
     assert RECORD == taken.flight
-    assert ["stacks", "flight_record"] == told(published)
+    assert ["stacks", "flight_record"] == event_types(published)

@@ -65,7 +65,7 @@ HAS_ENDED = threading.Event()
 
 @contextmanager
 def in_a_thread(function: Callable[[int], None]) -> Iterator[int]:
-    """Give the ident of a thread that is in `function` until the end of the block."""
+    """Yield the id of a thread that executes `function` until the end of the block."""
     end, begin = os.pipe()
     HAS_ENDED.clear()
     with LOCK:
@@ -80,7 +80,7 @@ def in_a_thread(function: Callable[[int], None]) -> Iterator[int]:
 
 
 def seen(ident: int, function: Callable[..., Any], wanted: Callable[[str | None], bool]) -> str | None:
-    """Return what the thread calls, as soon as that is wanted, or after some seconds."""
+    """Return the current call of the thread when it equals the expected one, or after a timeout."""
     deadline = time.monotonic() + 10
     while True:
         found = innermost_call(ident)
@@ -101,14 +101,14 @@ def seen(ident: int, function: Callable[..., Any], wanted: Callable[[str | None]
         (loop_in_python, ""),
     ],
 )
-def test_the_call_under_way_has_the_name_of_its_function(function, name):
+def test_current_call_has_the_name_of_its_function(function, name):
     with in_a_thread(function) as ident:
         found = seen(ident, function, lambda found: found == name)
 
     assert name == found
 
 
-def test_the_name_is_in_the_stacks_of_the_training_thread_alone():
+def test_only_the_training_thread_has_a_call_name():
     with in_a_thread(read_by_module) as ident:
         seen(ident, read_by_module, lambda found: found is not None)
         dump = take_stacks("hang", ident)
@@ -118,13 +118,13 @@ def test_the_name_is_in_the_stacks_of_the_training_thread_alone():
     assert Place.OUTSIDE is place_of(dump)
 
 
-def test_a_thread_that_is_gone_or_that_asks_itself_has_no_name():
+def test_missing_and_calling_thread_have_no_call_name():
     assert None is innermost_call(1)
     assert None is take_stacks("call", threading.get_ident()).threads[0].calls
 
 
-def test_no_code_of_an_object_runs_while_its_call_is_named():
-    """Attributes are followed through modules alone: a lazy object may do anything when it is asked for one."""
+def test_naming_a_call_runs_no_code_of_objects():
+    """Only attributes of modules are read: attribute access of other objects may run any code."""
 
     class Lazy:
         def __getattr__(self, name: str) -> Any:
@@ -138,8 +138,8 @@ def test_no_code_of_an_object_runs_while_its_call_is_named():
     assert [] == asked
 
 
-def test_a_very_long_function_is_not_read():
-    """Training waits for the interpreter meanwhile."""
+def test_very_long_function_is_not_analyzed():
+    """The analysis would hold the GIL and delay the training."""
     code = compile("\n".join(["f(1)"] * MOST_BYTES), "<test>", "exec")
     call = next(place for place, opcode in enumerate(code.co_code) if dis.opname[opcode] == "CALL" and place % 2 == 0)
 
@@ -162,8 +162,8 @@ def test_a_very_long_function_is_not_read():
         ("time.unknown(1)", ".unknown"),
     ],
 )
-def test_the_name_is_that_of_the_function_and_of_nothing_before_it(source, name):
-    """The last call of a line is the one that begins first and ends last."""
+def test_name_belongs_to_the_last_call_of_the_line(source, name):
+    """In a chain of calls, the last call starts first and ends last in the source."""
     code = compile(source, "<test>", "exec")
     call = [one.offset for one in dis.get_instructions(code) if one.opname.startswith("CALL")][-1]
 

@@ -1,4 +1,4 @@
-"""Stacks of all threads: named, ours marked, bounded, and taken while others hold locks."""
+"""Stacks of all threads: with names, limited in size, and taken while other threads hold locks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Extension modules: torch._C (total: 1)
 """
 
 
-def test_what_faulthandler_writes_is_read_back():
+def test_output_of_faulthandler_is_parsed():
     dump = read_stacks(RECORDED, "signal", 0xFF, {0xFF: "MainThread", 1: "rankscope-http"})
 
     assert (
@@ -50,7 +50,7 @@ def test_what_faulthandler_writes_is_read_back():
     )
 
 
-def test_other_threads_are_seen_where_they_wait_also_with_locks_held():
+def test_waiting_threads_are_shown_with_their_frames():
     lock, waiting = threading.Lock(), threading.Event()
 
     def wait_for_the_lock():
@@ -68,11 +68,11 @@ def test_other_threads_are_seen_where_they_wait_also_with_locks_held():
 
     assert "wait_for_the_lock" in {frame.function for frame in by_name["blocked-worker"].frames}
     assert dump.threads[0].is_training
-    assert __name__.rpartition(".")[2] in dump.training[0].file  # none of the calls that take the stacks
-    assert "test_other_threads_are_seen_where_they_wait_also_with_locks_held" == dump.training[0].function
+    assert __name__.rpartition(".")[2] in dump.training[0].file  # without the frames that take the stacks
+    assert "test_waiting_threads_are_shown_with_their_frames" == dump.training[0].function
 
 
-def test_a_dump_keeps_within_its_cap_and_the_training_thread_to_the_last():
+def test_dump_fits_its_limit_and_keeps_the_training_thread():
     frames = tuple(Frame(f"/a/very/long/path/to/some/module_{i}.py", i, "function") for i in range(100))
     threads = [ThreadStack(ident=i, frames=frames, name=f"worker-{i}", is_training=i == 0) for i in range(100)]
     cut = within(StackDump(reason="hang", threads=tuple(threads)), MAX_DETAILS_BYTES)
@@ -83,7 +83,7 @@ def test_a_dump_keeps_within_its_cap_and_the_training_thread_to_the_last():
     assert len(cut.threads) > 50
 
 
-def test_even_a_hopeless_dump_keeps_within_its_cap():
+def test_dump_of_long_frames_fits_its_limit():
     monster = ThreadStack(ident=1, is_training=True, frames=tuple(Frame("x" * 2000, i, "y" * 400) for i in range(100)))
     cut = within(StackDump(reason="hang", threads=(monster,)), MAX_DETAILS_BYTES)
 

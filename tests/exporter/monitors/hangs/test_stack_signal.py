@@ -1,4 +1,4 @@
-"""A signal has the stacks recorded only where the configuration names one; a handler that was there goes on."""
+"""A configured signal publishes stacks; a previous handler is still called."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def run(body: str) -> str:
     return done.stdout
 
 
-def test_without_a_name_no_signal_handler_is_ours_and_with_one_the_default_action_is_held_back_and_given_back():
-    """Chained to its default action SIGUSR2 would end the process."""
+def test_handler_is_registered_only_if_configured_and_restored():
+    """The default action of SIGUSR2 would terminate the process."""
     assert "True\n1\nTrue True\n['later']\n" == run("""
         before = caught(), [signal.getsignal(number) for number in signal.valid_signals()]
         monitor = attached()
@@ -56,41 +56,41 @@ def test_without_a_name_no_signal_handler_is_ours_and_with_one_the_default_actio
         monitor.detach()
         print(before[0] == caught(), signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL)
 
-        # A handler that the script sets while we are attached stays its own.
-        heard = []
+        # A handler that the script sets after attach() is kept.
+        received = []
         monitor = attached(stacks_signal="SIGUSR2")
-        signal.signal(signal.SIGUSR2, lambda *_: heard.append("later"))
+        signal.signal(signal.SIGUSR2, lambda *_: received.append("later"))
         monitor.detach()
         os.kill(os.getpid(), signal.SIGUSR2)
-        print(heard)
+        print(received)
     """)
 
 
-def test_a_signal_records_stacks_calls_the_handler_that_was_there_and_is_given_back():
-    """Also in a forked child, which writes nothing into its parent's file."""
+def test_signal_publishes_stacks_and_calls_the_previous_handler():
+    """A forked child writes nothing into its parent's file."""
     assert "['before'] True True 0\n0 1\n['before', 'before'] True []\n" == run("""
-        heard = []
+        received = []
         def handler(number, frame):
-            heard.append("before")
+            received.append("before")
         signal.signal(signal.SIGUSR2, handler)
         monitor = attached(stacks_signal="SIGUSR2")
         os.kill(os.getpid(), signal.SIGUSR2)
         recorded = eventually(lambda: events(monitor, "stacks"))
         stacks = json.loads(recorded[0].details)
-        print(heard, "signal" == stacks["reason"], stacks["threads"][0].get("is_training"), monitor.faults)
+        print(received, "signal" == stacks["reason"], stacks["threads"][0].get("is_training"), monitor.faults)
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGUSR2)
-            os._exit(0 if heard == ["before", "before"] and os.path.getsize(files_of(os.getppid())[0]) == 0 else 1)
+            os._exit(0 if received == ["before", "before"] and os.path.getsize(files_of(os.getppid())[0]) == 0 else 1)
         print(os.waitpid(child, 0)[1], len(events(monitor, "stacks")))
         monitor.detach()
         os.kill(os.getpid(), signal.SIGUSR2)
-        print(heard, signal.getsignal(signal.SIGUSR2) is handler, files())
+        print(received, signal.getsignal(signal.SIGUSR2) is handler, files())
     """)
 
 
-def test_stacks_are_written_while_c_code_holds_the_interpreter_and_recorded_when_it_lets_go():
-    """Another process sends the signal and reads the file meanwhile: no Python of this one can run."""
+def test_stacks_are_written_while_c_code_holds_the_gil():
+    """Another process sends the signal and reads the file, because this process cannot run Python code."""
     assert "hold_the_interpreter in the file\nhold_the_interpreter recorded\n" == run("""
         import ctypes, subprocess
         def hold_the_interpreter(seconds):
@@ -102,7 +102,7 @@ def test_stacks_are_written_while_c_code_holds_the_interpreter_and_recorded_when
             "texts = (time.sleep(0.02) or open(sys.argv[2]).read() for _ in range(500));"
             "name = 'hold_the_interpreter'; print(name, 'in the file' if any(name in each for each in texts) else '')",
             str(os.getpid()), path])
-        # A sleep is cut short by a signal, so that more than one is needed to hold on.
+        # A signal interrupts a sleep, so several sleeps are needed.
         while helper.poll() is None:
             hold_the_interpreter(5)
         found = eventually(lambda: [e for e in events(monitor, "stacks") if "hold_the_interpreter" in e.details])
@@ -111,30 +111,30 @@ def test_stacks_are_written_while_c_code_holds_the_interpreter_and_recorded_when
     """)
 
 
-def test_a_signal_that_faulthandler_already_serves_is_refused_and_left_alone():
+def test_signal_used_by_faulthandler_is_refused():
     assert "True True True 1\n" == run("""
         import tempfile
         with tempfile.TemporaryFile() as file:
             faulthandler.register(signal.SIGUSR2, file=file)
-            said = []
+            messages = []
             import logging
             handler = logging.Handler()
-            handler.emit = lambda record: said.append(record.getMessage())
+            handler.emit = lambda record: messages.append(record.getMessage())
             logging.getLogger("rankscope").addHandler(handler)
             monitor = attached(stacks_signal="SIGUSR2")
             os.kill(os.getpid(), signal.SIGUSR2)
-            named = any("SIGUSR2 has a handler in C already" in text and "name SIGUSR1" in text for text in said)
+            named = any("SIGUSR2 has a handler in C already" in text and "use SIGUSR1" in text for text in messages)
             print(named, monitor.address is not None, os.fstat(file.fileno()).st_size > 0, monitor.faults)
     """)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", "SIGINT", "usr2", "SIGSEGV", ""])
-def test_a_signal_that_training_cannot_spare_is_refused_with_those_it_can(name):
+def test_unsupported_signal_is_refused_with_the_alternatives(name):
     with pytest.raises(ConfigError, match="SIGUSR1, SIGUSR2, SIGQUIT"):
         MonitorConfig(stacks_signal=name)
 
 
-def test_the_environment_may_name_the_signal_and_the_limit():
+def test_environment_sets_signal_and_limit():
     config = MonitorConfig().with_environment(
         {"RANKSCOPE_STACKS_SIGNAL": "SIGUSR1", "RANKSCOPE_HANG_AFTER_SECONDS": "7.5"}
     )

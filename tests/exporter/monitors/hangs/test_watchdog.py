@@ -1,4 +1,4 @@
-"""A training that stops tells where it stands, once; one that is only busy does not; nothing of it changes a bit."""
+"""The watchdog reports a hanging training once, reports no busy one, and does not change the training result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stand_still_at(here: threading.Event) -> None:
     here.wait(30)
 
 
-def test_a_hang_and_its_end_are_reported_once_with_stacks_and_console_line(reader, eventually, capfd):
+def test_hang_and_its_end_are_published_and_printed_once(reader, eventually, capfd):
     parts = made()
     resume = threading.Event()
     with Monitor(watching(console=True)).attach(parts["net"], parts["optimizer"]) as monitor:
@@ -49,23 +49,25 @@ def test_a_hang_and_its_end_are_reported_once_with_stacks_and_console_line(reade
         waker.join()
         train(monitor, 3, **parts)
         eventually(lambda: [e for e in events() if e["type"] == "hang" and '"ended"' in e["details"]])
-        told = [event for event in events() if event["type"] in ("hang", "stacks")]
+        reported = [event for event in events() if event["type"] in ("hang", "stacks")]
 
-        assert ["hang", "stacks", "hang"] == [event["type"] for event in told]
-        assert ["critical", "critical", "info"] == [event["severity"] for event in told]
-        assert {2, 3} >= {event["step"] for event in told[:2]}  # finished ones: a step begun is no progress
-        stacks = json.loads(told[1]["details"])
+        assert ["hang", "stacks", "hang"] == [event["type"] for event in reported]
+        assert ["critical", "critical", "info"] == [event["severity"] for event in reported]
+        assert {2, 3} >= {
+            event["step"] for event in reported[:2]
+        }  # finished steps: the begin of a step is not progress
+        stacks = json.loads(reported[1]["details"])
         assert "hang" == stacks["reason"]
         assert "stand_still_at" in [frame[2] for frame in stacks["threads"][0]["frames"]]
         assert 0 == monitor.faults
-    said = capfd.readouterr().err
+    output = capfd.readouterr().err
 
-    assert 1 == said.count("no sign of training for")
-    assert "called at test_watchdog.py:" in said
-    assert 1 == said.count("training goes on after")
+    assert 1 == output.count("no sign of training for")
+    assert "called at test_watchdog.py:" in output
+    assert 1 == output.count("training continues after")
 
 
-def test_an_announced_evaluation_and_an_unannounced_one_are_no_hang(reader, eventually):
+def test_evaluation_is_not_a_hang(reader, eventually):
     parts = made()
     settings = watching(hang_after_seconds=0.8, hang_in_phase_after_seconds=60)
     with Monitor(settings).attach(parts["net"], parts["optimizer"]) as monitor:
@@ -74,7 +76,7 @@ def test_an_announced_evaluation_and_an_unannounced_one_are_no_hang(reader, even
         with monitor.phase("evaluation"):
             threading.Event().wait(1.5)
         parts["net"].eval()
-        for _ in range(6):  # nobody says so, but the model is at work
+        for _ in range(6):  # not announced, but the model runs
             with torch.no_grad():
                 parts["net"](torch.rand(3, 4))
             threading.Event().wait(0.2)
@@ -82,7 +84,7 @@ def test_an_announced_evaluation_and_an_unannounced_one_are_no_hang(reader, even
         assert [] == [event for event in reader(monitor).events() if event["type"] == "hang"]
 
 
-def test_dump_stacks_returns_text_and_records_the_event(reader, eventually):
+def test_dump_stacks_returns_text_and_publishes_the_event(reader, eventually):
     parts = made()
     monitor = Monitor(watching())
 
@@ -92,8 +94,8 @@ def test_dump_stacks_returns_text_and_records_the_event(reader, eventually):
         first, second = monitor.dump_stacks(), monitor.dump_stacks()
         recorded = [event for event in reader(monitor).events() if event["type"] == "stacks"]
 
-        assert "test_dump_stacks_returns_text_and_records_the_event" in first.splitlines()[1]
-        assert first == second  # asked again within two seconds, one is given the same
+        assert "test_dump_stacks_returns_text_and_publishes_the_event" in first.splitlines()[1]
+        assert first == second  # a request within 2 s gets the same result
         assert ["call"] == [json.loads(event["details"])["reason"] for event in recorded]
 
 
@@ -116,18 +118,18 @@ def test_training_is_bit_identical_while_stacks_are_taken():
 
 
 @pytest.mark.parametrize("limit", [-1, float("nan"), float("inf"), "300", True])
-def test_a_limit_that_is_none_is_refused(limit):
+def test_invalid_limit_is_refused(limit):
     with pytest.raises(ConfigError, match="hang_after_seconds"):
         MonitorConfig(hang_after_seconds=limit)
 
 
-def test_with_0_no_thread_watches():
+def test_limit_of_zero_starts_no_thread():
     parts, before = made(), set(threading.enumerate())
     with Monitor(watching(hang_after_seconds=0)).attach(parts["net"], parts["optimizer"]):
         assert "rankscope-watchdog" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
-def test_a_signal_whose_file_cannot_be_read_leaves_hangs_watched(monkeypatch, reader, eventually):
+def test_unreadable_signal_file_leaves_the_hang_detection(monkeypatch, reader, eventually):
     def fail(_self):
         raise OSError("no such file")
 
@@ -138,15 +140,15 @@ def test_a_signal_whose_file_cannot_be_read_leaves_hangs_watched(monkeypatch, re
         eventually(lambda: [event for event in reader(monitor).events() if event["type"] == "stacks"])
 
 
-def test_a_hang_that_cannot_be_recorded_is_on_the_console(monkeypatch, eventually, capfd):
+def test_hang_that_cannot_be_published_is_printed(monkeypatch, eventually, capfd):
     def fail(*_args, **_more):
         raise OSError("no space left on device")
 
     monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.Diagnosis.take", fail)
-    monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.Diagnosis.tell", fail)
-    parts, said = made(), []
+    monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.Diagnosis.publish", fail)
+    parts, output = made(), []
     with Monitor(watching(console=True)).attach(parts["net"], parts["optimizer"]) as monitor:
         train(monitor, 3, **parts)
-        eventually(lambda: said.append(capfd.readouterr().err) or "no sign of training for" in "".join(said))
+        eventually(lambda: output.append(capfd.readouterr().err) or "no sign of training for" in "".join(output))
         train(monitor, 3, **parts)
-        eventually(lambda: said.append(capfd.readouterr().err) or "training goes on after" in "".join(said))
+        eventually(lambda: output.append(capfd.readouterr().err) or "training continues after" in "".join(output))

@@ -1,4 +1,4 @@
-"""RecordedNvml: a double of NVIDIA's module `pynvml` that answers from a recording.
+"""RecordedNvml: a double of NVIDIA's module `pynvml` that returns recorded answers.
 
 No GPU was at hand where this was written: the recording has the form of the real module's answers, and was put together
 from its documentation.
@@ -18,7 +18,7 @@ RECORDING = Path(__file__).with_name("recorded_nvml.json")
 
 
 class RecordedNvml:
-    """Answers like `pynvml` with what the recording has, one answer after another and then the last one for good.
+    """Returns the recorded answers of `pynvml` in order, and then always the last one.
 
     Constants, errors and the names of functions are the real module's. An answer may be the name of an error.
     """
@@ -32,7 +32,7 @@ class RecordedNvml:
         self.open_sessions = 0
 
     def __getattr__(self, name: str) -> Any:
-        real = getattr(pynvml, name)  # AttributeError for what the real module does not have
+        real = getattr(pynvml, name)  # AttributeError for names that the real module does not have
         if not name.startswith("nvmlDevice"):
             return real
 

@@ -1,4 +1,4 @@
-"""What is made of NVML's answers, played by the double RecordedNvml. No test here has run on a GPU."""
+"""Metrics from answers of NVML, simulated by RecordedNvml. None of these tests has run on a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unexpected(where: str, error: BaseException) -> None:
 
 
 def values(gpu: Gpu) -> dict[tuple[str, ...], float]:
-    """Return what a look has, by name and labels without the GPU's."""
+    """Return the values of a reading by name and labels, without the label of the GPU."""
     found = {}
     for scalar in gpu.read(unexpected):
         labels = dict(scalar.labels)
@@ -44,7 +44,7 @@ def values(gpu: Gpu) -> dict[tuple[str, ...], float]:
     return found
 
 
-def test_each_quantity_comes_in_its_base_unit():
+def test_each_metric_has_its_base_unit():
     throttled = {("gpu_throttled", reason): float(reason == "sw_power_cap") for reason in THROTTLE_REASONS}
 
     assert {
@@ -77,7 +77,7 @@ def test_each_quantity_comes_in_its_base_unit():
     } == values(opened(RecordedNvml(), BUSY))
 
 
-def test_each_look_has_what_is_there_then():
+def test_each_reading_has_the_current_values():
     gpu = opened(RecordedNvml(), BUSY)
     values(gpu)
 
@@ -92,14 +92,14 @@ def test_each_look_has_what_is_there_then():
     assert 1 == later["gpu_ecc_errors_total", "uncorrected"]
 
 
-def test_every_scalar_of_a_gpu_has_a_metric_of_its_own_with_its_labels():
+def test_each_gpu_scalar_has_a_metric_with_its_labels():
     for scalar in opened(RecordedNvml(), BUSY).read(unexpected):
         spec = SCALARS_WITH_OWN_METRIC[scalar.name]
         assert set(scalar.labels) == set(spec.labels)
         assert (spec.type == "counter") == scalar.name.endswith("_total")
 
 
-def test_what_a_board_does_not_know_is_absent_and_said_once(caplog):
+def test_unsupported_metric_is_absent_and_logged_once(caplog):
     caplog.set_level(logging.DEBUG, "rankscope")
     nvml = RecordedNvml()
     gpu = opened(nvml, PLAIN)
@@ -109,13 +109,13 @@ def test_what_a_board_does_not_know_is_absent_and_said_once(caplog):
     assert {"gpu_utilization", "gpu_memory_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"} == {
         name for name, *_ in first
     }
-    assert {("gpu_power_watts",)} == second.keys() - first.keys()  # an error that may pass is asked again
-    assert 2 == nvml.calls.count("nvmlDeviceGetTotalEccErrors")  # one that is final is not, for either kind
+    assert {("gpu_power_watts",)} == second.keys() - first.keys()  # a temporary error is tried again
+    assert 2 == nvml.calls.count("nvmlDeviceGetTotalEccErrors")  # a final error is not, for either kind
     assert 2 == len([record for record in caplog.records if record.getMessage().startswith("ecc (")])
 
 
 @pytest.mark.parametrize("uuid", [SLICE, SLICE.removeprefix("MIG-")])
-def test_a_slice_of_a_gpu_is_found_and_has_what_a_slice_has(uuid):
+def test_mig_slice_is_found_with_its_metrics(uuid):
     gpu = opened(RecordedNvml(), uuid)
 
     assert SLICE == gpu.uuid
@@ -123,8 +123,8 @@ def test_a_slice_of_a_gpu_is_found_and_has_what_a_slice_has(uuid):
     assert [] == gpu.xids(unexpected)
 
 
-def test_the_gpu_is_that_of_torch_whatever_number_it_has_there(monkeypatch):
-    """With CUDA_VISIBLE_DEVICES=1 the second GPU of the host is torch's cuda:0."""
+def test_gpu_is_found_by_uuid_not_by_number(monkeypatch):
+    """With CUDA_VISIBLE_DEVICES=1, the second GPU of the host is cuda:0 in torch."""
     visible = [BUSY.removeprefix("GPU-")]
     properties = lambda device: SimpleNamespace(uuid=visible[device.index])  # noqa: E731 - torch's signature
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
@@ -136,12 +136,12 @@ def test_the_gpu_is_that_of_torch_whatever_number_it_has_there(monkeypatch):
     assert 0.97 == values(opened(RecordedNvml(), uuid))["gpu_utilization",]
 
 
-def test_other_devices_have_no_uuid_of_nvidias():
+def test_other_devices_have_no_uuid():
     assert uuid_of(torch.device("cpu")) is None
     assert uuid_of(torch.device("meta")) is None
 
 
-def test_xids_are_events_each_told_once_and_counted():
+def test_xids_are_events_published_once_and_counted():
     gpu = opened(RecordedNvml(), BUSY)
 
     first = gpu.xids(unexpected)
@@ -155,21 +155,21 @@ def test_xids_are_events_each_told_once_and_counted():
     assert 2 == values(gpu)["gpu_xid_errors_total",]
 
 
-def test_without_a_driver_there_is_nothing_to_read():
+def test_no_gpu_metrics_without_a_driver():
     nvml = RecordedNvml()
     nvml.is_there = False
 
     assert Gpu.open(nvml, BUSY) is None
 
 
-def test_a_gpu_that_nvml_does_not_know_is_left_and_nvml_with_it():
+def test_unknown_gpu_releases_nvml():
     nvml = RecordedNvml()
 
     assert Gpu.open(nvml, "GPU-00000000") is None
     assert nvml.open_sessions == 0
 
 
-def test_nvml_is_let_go():
+def test_close_releases_nvml():
     nvml = RecordedNvml()
 
     opened(nvml, BUSY).close()
@@ -177,7 +177,7 @@ def test_nvml_is_let_go():
     assert nvml.open_sessions == 0
 
 
-def test_without_the_module_nothing_is_read(monkeypatch):
+def test_no_gpu_metrics_without_the_module(monkeypatch):
     def missing(_name):
         raise ModuleNotFoundError
 
@@ -189,7 +189,7 @@ def test_without_the_module_nothing_is_read(monkeypatch):
 # The double against the real module, which needs no GPU to be imported.
 
 
-def test_the_real_module_without_a_driver_is_no_error():
+def test_real_module_without_driver_is_not_an_error():
     nvml = gpu_module.load_nvml()
 
     assert nvml is pynvml
@@ -197,7 +197,7 @@ def test_the_real_module_without_a_driver_is_no_error():
         assert Gpu.open(nvml, BUSY) is None
 
 
-def test_all_that_is_asked_the_real_module_has_with_the_same_arguments():
+def test_real_module_has_all_called_functions():
     asked: dict[str, tuple] = {}
 
     class Listening:
@@ -223,7 +223,7 @@ def test_all_that_is_asked_the_real_module_has_with_the_same_arguments():
         assert inspect.isfunction(getattr(pynvml, name))
 
 
-def test_answers_of_the_double_have_the_fields_of_the_real_structures():
+def test_answers_of_the_double_have_the_real_fields():
     nvml = RecordedNvml()
     pairs = [
         (nvml.nvmlDeviceGetUtilizationRates(BUSY), pynvml.c_nvmlUtilization_t),
@@ -235,14 +235,14 @@ def test_answers_of_the_double_have_the_fields_of_the_real_structures():
         assert set(vars(answer)) <= {name for name, *_ in structure._fields_}
 
 
-def test_the_value_of_a_field_stands_where_the_real_module_has_it():
+def test_field_values_use_the_real_union_members():
     kinds = ("DOUBLE", "UNSIGNED_INT", "UNSIGNED_LONG", "UNSIGNED_LONG_LONG", "SIGNED_LONG_LONG", "SIGNED_INT")
 
     assert list(range(6)) == [getattr(pynvml, f"NVML_VALUE_TYPE_{kind}") for kind in kinds]
     assert set(_MEMBERS) <= {name for name, _ in pynvml.c_nvmlValue_t._fields_}
 
 
-# One quantity that fails takes no other one with it.
+# Errors of single metrics.
 
 PARTS = {
     "nvmlDeviceGetClockInfo/2": ("gpu_clock_hertz", "memory"),
@@ -260,7 +260,7 @@ ERRORS = {
 
 
 class Failing:
-    """The double, of which one call raises: that of a function, with these arguments behind the handle if given."""
+    """A double of which one function raises, optionally only for the given arguments after the handle."""
 
     def __init__(self, call, error):
         self._real, self._call, self._error = RecordedNvml(), call, error
@@ -284,7 +284,7 @@ def note(reported):
 
 @pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize(("call", "missing"), PARTS.items())
-def test_a_quantity_that_fails_leaves_all_others(call, missing, kind):
+def test_failed_metric_does_not_affect_the_others(call, missing, kind):
     reported = []
     scalars = opened(Failing(call, ERRORS[kind]), BUSY).read(note(reported))
     found = {(scalar.name, *(scalar.labels[name] for name in scalar.labels if name != "gpu")) for scalar in scalars}
@@ -293,14 +293,14 @@ def test_a_quantity_that_fails_leaves_all_others(call, missing, kind):
     assert ["the driver is gone"] * (kind == "anything") == reported
 
 
-def test_xids_that_cannot_be_asked_for_leave_the_quantities():
+def test_metrics_are_read_if_xids_cannot_be_read():
     gpu = opened(Failing("nvmlEventSetCreate", ERRORS["an older module"]), BUSY)
 
     assert {("gpu_xid_errors_total",)} == values(opened(RecordedNvml(), BUSY)).keys() - values(gpu).keys()
     assert [] == gpu.xids(unexpected)
 
 
-def test_an_error_behind_an_xid_does_not_take_it_back():
+def test_error_after_an_xid_keeps_the_xid():
     nvml, reported = RecordedNvml(), []
     gpu = opened(nvml, BUSY)
     answers = [nvml.nvmlEventSetWait_v2(gpu._events, 0), ERRORS["anything"]]

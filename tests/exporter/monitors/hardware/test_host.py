@@ -1,4 +1,4 @@
-"""What the machine and the process have: psutil and the kernel agree, and both with what the test does itself."""
+"""Metrics of the machine and the process: psutil and /proc agree with each other and with the test's own load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unexpected(where: str, error: BaseException) -> None:
     raise AssertionError(f"{where}: {error!r}")
 
 
-def test_psutil_and_the_kernel_agree():
+def test_psutil_and_proc_agree():
     by_psutil, by_kernel = READERS["psutil"](), READERS["proc"]()
 
     assert [item.name for item in fields(HostState)] == [
@@ -34,7 +34,7 @@ def test_psutil_and_the_kernel_agree():
     assert by_psutil.process_threads == by_kernel.process_threads
     assert by_psutil.process_major_faults_total == by_kernel.process_major_faults_total
     for name in ("host_memory_available_bytes", "host_swap_used_bytes"):
-        tolerance = 0.2 * by_kernel.host_memory_total_bytes  # others are at work meanwhile
+        tolerance = 0.2 * by_kernel.host_memory_total_bytes  # other processes run at the same time
         assert getattr(by_kernel, name) == pytest.approx(getattr(by_psutil, name), abs=tolerance)
     assert by_kernel.process_cpu_seconds_total == pytest.approx(by_psutil.process_cpu_seconds_total, abs=1)
     ticks = 100
@@ -42,7 +42,7 @@ def test_psutil_and_the_kernel_agree():
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_time_that_the_process_spends_is_counted(read):
+def test_cpu_time_of_the_process_is_counted(read):
     before, began = read(), time.process_time()
     while time.process_time() - began < 0.3:
         pass
@@ -68,7 +68,7 @@ def test_threads_are_counted(read):
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_bytes_that_the_process_writes_are_counted(read, tmp_path):
+def test_written_bytes_of_the_process_are_counted(read, tmp_path):
     before = read().process_written_bytes_total
     with (tmp_path / "file").open("wb") as file:
         file.write(b"x" * 1_000_000)
@@ -76,7 +76,7 @@ def test_bytes_that_the_process_writes_are_counted(read, tmp_path):
     assert read().process_written_bytes_total - before in (0, pytest.approx(1_000_000, abs=600_000))  # 0 on a tmpfs
 
 
-def test_the_machine_is_as_busy_as_its_processors_were_between_two_looks():
+def test_utilization_is_computed_between_two_readings():
     before, now = HostState(busy_seconds=10, all_seconds=100), HostState(busy_seconds=16, all_seconds=108)
 
     assert [("host_cpu_utilization", 0.75, "ratio")] == [
@@ -85,7 +85,7 @@ def test_the_machine_is_as_busy_as_its_processors_were_between_two_looks():
     assert [] == list(host_scalars(before, before))
 
 
-def test_without_psutil_the_kernel_is_asked(monkeypatch):
+def test_proc_is_read_without_psutil(monkeypatch):
     def missing(_name):
         raise ModuleNotFoundError
 
@@ -96,7 +96,7 @@ def test_without_psutil_the_kernel_is_asked(monkeypatch):
     assert host.state().process_threads == threading.active_count() or host.state().process_threads > 0
 
 
-def test_without_proc_little_is_known_and_nothing_invented(monkeypatch, tmp_path):
+def test_values_without_proc_are_absent(monkeypatch, tmp_path):
     monkeypatch.setattr(host_module, "_PROC", tmp_path)
 
     names = {scalar.name for scalar in host_scalars(HostState(), from_proc())}
@@ -121,8 +121,8 @@ STATS = {
 }
 
 
-def test_what_the_allocator_of_any_accelerator_says(monkeypatch):
-    """No accelerator is here: `torch.accelerator` is asked with the device, and answers from a double."""
+def test_memory_of_an_accelerator_is_read_from_its_allocator(monkeypatch):
+    """No accelerator is needed: `torch.accelerator` is replaced by a double."""
     asked = []
     monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: asked.append(device) or STATS)
     device = torch.device("xpu", 1)
@@ -143,13 +143,13 @@ def test_what_the_allocator_of_any_accelerator_says(monkeypatch):
     } == scalars
 
 
-def test_what_an_allocator_does_not_count_is_absent():
+def test_missing_allocator_statistic_is_absent():
     assert ["device_memory_allocated_bytes"] == [
         scalar.name for scalar in allocator_scalars({"allocated_bytes.all.current": 5})
     ]
 
 
-def test_a_step_that_is_not_measured_reads_nothing():
+def test_unsampled_step_reads_no_memory():
     pending_step = SimpleNamespace(sampled=False, later=[])
 
     MemoryObserver(torch.device("cpu")).step_ends(pending_step)
@@ -157,8 +157,8 @@ def test_a_step_that_is_not_measured_reads_nothing():
     assert [] == pending_step.later
 
 
-def test_what_torch_calls_the_numbers_of_its_allocator():
-    """The names of the double are those of torch's documentation."""
+def test_allocator_keys_match_the_documentation_of_torch():
+    """The keys of the double are those of torch's documentation."""
     text = torch.accelerator.memory_stats.__doc__ or ""
 
     assert "allocated_bytes.{all," in text
@@ -166,7 +166,7 @@ def test_what_torch_calls_the_numbers_of_its_allocator():
     assert all(name in text for name in ("current,peak", "num_alloc_retries", "num_ooms"))
 
 
-# One source that fails takes no other one with it.
+# Errors of single sources.
 
 OF_PSUTIL = {
     "cpu_times": {"process_cpu_seconds_total"},
@@ -180,7 +180,7 @@ NAMES = {item.name for item in fields(HostState)} - {"busy_seconds", "all_second
 
 
 class Hiding:
-    """Psutil, or a process of it, in a container that hides what one function reads."""
+    """A double of psutil or its process, in a container that hides the data of one function."""
 
     def __init__(self, real, name):
         self._real, self._name = real, name
@@ -196,7 +196,7 @@ class Hiding:
 
 
 @pytest.mark.parametrize(("hidden", "missing"), OF_PSUTIL.items())
-def test_a_function_of_psutil_that_fails_is_reported_once_and_costs_its_own_numbers(hidden, missing):
+def test_failed_psutil_function_is_reported_once(hidden, missing):
     reported = []
     host = Host(lambda where, error: reported.append((where, type(error))), Hiding(psutil, hidden))
     states = [host.state() for _ in range(3)]
@@ -206,7 +206,7 @@ def test_a_function_of_psutil_that_fails_is_reported_once_and_costs_its_own_numb
     assert len(set(reported)) == len(reported)
 
 
-def test_a_process_that_psutil_does_not_find_is_read_from_the_kernel():
+def test_process_unknown_to_psutil_is_read_from_proc():
     reported = []
     host = Host(lambda where, _error: reported.append(where), Hiding(psutil, "Process"))
 
@@ -214,7 +214,7 @@ def test_a_process_that_psutil_does_not_find_is_read_from_the_kernel():
     assert ["psutil.Process()"] == reported
 
 
-def test_a_psutil_that_cannot_be_imported_is_replaced_by_the_kernel(monkeypatch):
+def test_failed_psutil_import_is_replaced_by_proc(monkeypatch):
     def broken(_name):
         raise OSError("libpsutil.so: undefined symbol")
 
@@ -223,13 +223,13 @@ def test_a_psutil_that_cannot_be_imported_is_replaced_by_the_kernel(monkeypatch)
     assert Host(unexpected).state().process_threads > 0
 
 
-def test_utilization_is_unknown_where_one_of_two_looks_has_no_processor_times():
+def test_utilization_is_absent_without_both_readings():
     before, unknown, now = HostState(busy_seconds=10, all_seconds=100), HostState(), HostState(all_seconds=108)
 
     assert [] == [*host_scalars(before, unknown), *host_scalars(unknown, now)]
 
 
-def test_an_allocator_that_fails_leaves_the_memory_of_the_process(monkeypatch):
+def test_failed_allocator_leaves_the_memory_of_the_process(monkeypatch):
     def broken(_device):
         raise RuntimeError("no such device")
 

@@ -1,4 +1,4 @@
-"""The thread that looks at the hardware: its own, between steps, gone at detach, never in a forked child."""
+"""The hardware thread: separate records between steps, end at detach, and nothing in a forked child."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OFTEN = {"every_seconds": 0.01}
 
 @pytest.fixture
 def nvml(monkeypatch) -> RecordedNvml:
-    """Play a machine whose torch trains on the busy GPU of the recording."""
+    """Simulate a machine on which torch trains on the busy GPU of the recording."""
     double = RecordedNvml()
     monkeypatch.setattr(watch_module, "uuid_of", lambda _device: BUSY.removeprefix("GPU-"))
     monkeypatch.setattr(HardwarePoller.__init__, "__kwdefaults__", {"nvml": lambda: double})
@@ -40,7 +40,7 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "rankscope-hardware"]
 
 
-def test_looks_reach_store_and_page_as_records_of_their_own(nvml, reader, eventually):
+def test_readings_are_separate_records_in_store_and_page(nvml, reader, eventually):
     monitor, model, optimizer = attached(OFTEN)
     with monitor:
         model(torch.ones(1, 3)).sum().backward()
@@ -63,7 +63,7 @@ def test_looks_reach_store_and_page_as_records_of_their_own(nvml, reader, eventu
     assert "rankscope_host_memory_total_bytes{" in page
 
 
-def test_an_xid_is_an_event_of_the_run(nvml, reader, eventually):
+def test_xid_is_an_event_of_the_run(nvml, reader, eventually):
     monitor, *_ = attached(OFTEN)
     with monitor:
         events = eventually(lambda: [event for event in reader(monitor).events() if event["type"] == "xid"][1:])
@@ -71,7 +71,7 @@ def test_an_xid_is_an_event_of_the_run(nvml, reader, eventually):
     assert 79 == events[0]["value"]
 
 
-def test_no_call_is_made_on_the_thread_that_trains(nvml, eventually):
+def test_training_thread_does_not_call_nvml(nvml, eventually):
     callers = set()
     real = nvml._answer
     nvml._answer = lambda *args: callers.add(threading.current_thread().name) or real(*args)
@@ -84,7 +84,7 @@ def test_no_call_is_made_on_the_thread_that_trains(nvml, eventually):
     assert {"rankscope-hardware"} == callers
 
 
-def test_the_thread_ends_at_detach_and_lets_go_of_nvml(nvml, eventually):
+def test_detach_ends_the_thread_and_releases_nvml(nvml, eventually):
     monitor, *_ = attached(OFTEN)
     eventually(lambda: nvml.calls)
     assert ["rankscope-hardware"] == threads()
@@ -95,7 +95,7 @@ def test_the_thread_ends_at_detach_and_lets_go_of_nvml(nvml, eventually):
     assert nvml.open_sessions == 0
 
 
-def test_a_forked_child_asks_nothing(nvml, eventually):
+def test_forked_child_reads_nothing(nvml, eventually):
     monitor, *_ = attached(OFTEN)
     with monitor:
         eventually(lambda: nvml.calls)
@@ -107,13 +107,13 @@ def test_a_forked_child_asks_nothing(nvml, eventually):
         assert 0 == os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_no_look_at_all():
+def test_interval_of_zero_reads_nothing():
     monitor, *_ = attached({"every_seconds": 0})
     with monitor:
         assert [] == threads()
 
 
-def test_without_a_gpu_there_are_process_and_machine_alone(reader, eventually):
+def test_process_and_machine_are_read_without_a_gpu(reader, eventually):
     monitor, *_ = attached(OFTEN)
     with monitor:
         seen = reader(monitor)
@@ -123,7 +123,7 @@ def test_without_a_gpu_there_are_process_and_machine_alone(reader, eventually):
     assert not [name for name in names if name.startswith("gpu_")]
 
 
-def test_an_error_of_nvml_costs_a_fault_and_not_the_thread(nvml, eventually):
+def test_nvml_error_is_a_fault_and_the_thread_continues(nvml, eventually):
     def broken(*_args):
         raise OSError("what nobody expects")
 
@@ -140,7 +140,7 @@ def test_an_error_of_nvml_costs_a_fault_and_not_the_thread(nvml, eventually):
 
 
 @pytest.mark.parametrize("value", [-1, "5", True, float("inf")])
-def test_an_interval_that_means_nothing_is_refused(value):
+def test_invalid_interval_is_refused(value):
     with pytest.raises(ConfigError, match="every_seconds is a time"):
         Monitor({"hardware": {"every_seconds": value}})
 
@@ -168,7 +168,7 @@ def test_machine_and_gpu_are_read_independently(broken, kept, lost, nvml, monkey
     assert 1 == len([record for record in caplog.records if "no such device" in record.getMessage()])
 
 
-def test_xids_are_published_where_no_number_can_be_read(nvml, monkeypatch, eventually):
+def test_xids_are_published_if_no_metric_can_be_read(nvml, monkeypatch, eventually):
     def fail(*_args):
         raise OSError("no such device")
 

@@ -1,4 +1,4 @@
-"""What the stream of a rank says of the phases of its steps."""
+"""Phases of steps, read from the records of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock of a device, with a double that is called one: its events pass when the device comes by, no sooner."""
+"""The clock of a device, with a double of the device: its events complete only when the device reaches them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rankscope_exporter.observers.step_timing.clock import DeviceClock, HostCloc
 
 
 class DeviceDouble:
-    """Stands for a device and its stream: work and events queue up, and pass in order when `run` lets them."""
+    """A double of a device and its stream: `run` processes queued work and events in order."""
 
     def __init__(self) -> None:
         self.queue: list[EventDouble | float] = []
@@ -36,7 +36,7 @@ class DeviceDouble:
 
 
 class EventDouble:
-    """What torch.cuda.Event(enable_timing=True) is, as far as we use it; waiting for one is an error."""
+    """A double of torch.cuda.Event(enable_timing=True); a blocking wait is an error."""
 
     def __init__(self, device: DeviceDouble) -> None:
         self._device = device
@@ -63,7 +63,7 @@ def device() -> DeviceDouble:
     return DeviceDouble()
 
 
-def test_the_host_runs_ahead_and_the_device_is_what_is_timed(device):
+def test_times_are_those_of_the_device(device):
     clock = DeviceClock(device.event)
     begin = clock.now()
     device.work(0.25)
@@ -75,7 +75,7 @@ def test_the_host_runs_ahead_and_the_device_is_what_is_timed(device):
     assert 0.25 == clock.seconds(begin, end)
 
 
-def test_the_publisher_naps_until_the_device_came_by(device):
+def test_publisher_sleeps_until_the_device_reaches_an_event(device):
     naps: list[float] = []
     clock = DeviceClock(device.event, sleep=lambda seconds: (naps.append(seconds), device.run(1)))
     device.work(1.0)
@@ -85,22 +85,22 @@ def test_the_publisher_naps_until_the_device_came_by(device):
     assert 2 == len(naps)
 
 
-def test_a_device_that_never_comes_by_is_given_up(device, monkeypatch):
-    monkeypatch.setattr(clocks, "PATIENCE_SECONDS", 0.1)
+def test_wait_for_a_slow_device_times_out(device, monkeypatch):
+    monkeypatch.setattr(clocks, "TIMEOUT_SECONDS", 0.1)
     clock = DeviceClock(device.event, sleep=lambda _seconds: None)
 
     assert not clock.reached(clock.now())
 
 
-def test_events_are_used_again(device):
+def test_events_are_reused(device):
     clock = DeviceClock(device.event)
     for _ in range(5):
-        clock.give_back(clock.now())
+        clock.release(clock.now())
 
     assert 1 == device.made
 
 
-def test_nothing_is_queued_into_a_graph_that_is_captured(device):
+def test_no_event_is_queued_during_a_graph_capture(device):
     clock = DeviceClock(device.event, is_capturing=lambda: True)
 
     assert clock.now() is None
@@ -108,14 +108,14 @@ def test_nothing_is_queued_into_a_graph_that_is_captured(device):
     assert [] == device.queue
 
 
-def test_only_a_cuda_device_has_a_clock_of_its_own():
+def test_only_a_cuda_device_has_a_device_clock():
     assert isinstance(clock_of(torch.device("cpu")), HostClock)
     assert isinstance(clock_of(torch.device("meta")), HostClock)
     assert isinstance(clock_of(torch.device("cuda")), DeviceClock)
 
 
 class Queueing(nn.Module):
-    """Queues work on the device double: the host does nothing and goes on."""
+    """A module that queues work on the device double and returns immediately."""
 
     def __init__(self, device: DeviceDouble) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class Queueing(nn.Module):
         return self.linear(x)
 
 
-def test_a_step_is_timed_by_the_device_though_the_host_is_steps_ahead(device, quiet, monkeypatch, eventually):
-    """Three steps are queued before the device begins; each gets what it took there, and no event is waited for."""
+def test_steps_are_timed_by_the_device_while_the_host_is_ahead(device, quiet, monkeypatch, eventually):
+    """Three steps are queued before the device starts; each step gets its device time without a blocking wait."""
     monkeypatch.setattr(
         "rankscope_exporter.observers.step_timing.observer.clock_of", lambda _device: DeviceClock(device.event)
     )
@@ -143,7 +143,7 @@ def test_a_step_is_timed_by_the_device_though_the_host_is_steps_ahead(device, qu
             optimizer.step()
             device.work(2.0)  # a copy of the next batch
         monitor.end_step()
-        assert not published  # the publisher waits for the device, and training did not
+        assert not published  # the publisher waits for the device; the training did not
         device.run()
         eventually(lambda: len(published) >= 4)
         assert 0 == monitor.faults

@@ -1,4 +1,4 @@
-"""Two real ranks under DDP, one of them slowed in its forward: which one shows, although both steps take as long."""
+"""Two real DDP ranks, one with a slow forward pass: the phases identify it, although both steps take equally long."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def work(rank, store):
         monitor.end_step()
         faults = monitor.faults
     scalars = [scalar for record in published for scalar in record.scalars if (record.step or 0) > 1]
-    told = {{}}
+    seconds_of = {{}}
     for scalar in scalars:
         if scalar.name in ("step_phase_seconds", "pre_collective_seconds", "step_seconds"):
             key = scalar.labels.get("phase", scalar.name)
-            told[key] = told.get(key, 0.0) + scalar.value
+            seconds_of[key] = seconds_of.get(key, 0.0) + scalar.value
     with open(os.path.join({folder!r}, f"{{rank}}.json"), "w") as file:
-        json.dump({{"slept": net.slept, "faults": faults, **told}}, file)
+        json.dump({{"slept": net.slept, "faults": faults, **seconds_of}}, file)
     dist.destroy_process_group()
 
 store = os.path.join({folder!r}, "store")
@@ -70,7 +70,7 @@ sys.exit(max(rank.exitcode != 0 for rank in ranks))
 @pytest.mark.parametrize(
     ("options", "micro"), [({}, 1), ({"gradient_as_bucket_view": True}, 2)], ids=["plain", "bucket views, accumulated"]
 )
-def test_a_slow_rank_computes_for_long_and_the_other_one_waits(tmp_path, options, micro):
+def test_slow_rank_computes_longer_and_the_other_waits(tmp_path, options, micro):
     done = run_program(PROGRAM.format(folder=str(tmp_path), options=options, micro=micro))
     assert 0 == done.returncode, done.stderr
     fast, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
@@ -78,7 +78,7 @@ def test_a_slow_rank_computes_for_long_and_the_other_one_waits(tmp_path, options
     assert 0 == fast["faults"] == slow["faults"]
     assert slow["slept"] <= slow["pre_collective_seconds"]
     assert slow["slept"] <= slow["forward"]
-    # What one sleeps the other waits, but for the little that it does meanwhile, and what the machine takes from it.
+    # The other rank waits for the sleep, except for its own computing and the load of the machine.
     assert slow["slept"] / 2 <= fast["collective"]
     assert fast["pre_collective_seconds"] < slow["pre_collective_seconds"]
     assert slow["collective"] < fast["collective"]

@@ -1,4 +1,4 @@
-"""What real loops are made of, against what they slept where: their own stopwatch is the independent measurement."""
+"""Phases of real training loops, compared with the sleeps that the loops measure themselves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXACT = 1e-6
 
 
 class Stopwatch:
-    """Sleeps, and measures for itself how long that took."""
+    """Sleeps, and measures the duration of the sleeps."""
 
     def __init__(self) -> None:
         self.each: dict[str, list[float]] = defaultdict(list)
@@ -98,7 +98,7 @@ def slow_training(watch: Stopwatch) -> tuple[SlowNet, SlowSGD]:
 
 
 def train(net: SlowNet, optimizer: SlowSGD, monitor: Monitor | None, batches: int, per_step: int = 1) -> Iterator[int]:
-    """Train, and yield behind each update, where the script does what else it likes."""
+    """Train, and yield after each update, where the script may do other work."""
     for number, batch in enumerate(DataLoader(SlowData(net.watch, batches)), start=1):
         net(batch).sum().backward()
         if number % per_step == 0:
@@ -122,8 +122,8 @@ def run(config: MonitorConfig, watch: Stopwatch, between: Callable[[Monitor, Slo
     return records
 
 
-def told(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Return what steps 2 to 4 were made of."""
+def step_phases(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the phases of steps 2 to 4."""
     summed: dict[str, float] = defaultdict(float)
     for step, phases in phase_rows(records).items():
         for phase, seconds in phases.items():
@@ -132,9 +132,7 @@ def told(records: list[dict[str, Any]]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("every", [1, 100])
-def test_each_phase_has_at_least_what_was_slept_in_it_and_together_they_are_the_step(
-    every, quiet, watch, reader, eventually
-):
+def test_phases_contain_their_sleeps_and_sum_up_to_the_step(every, quiet, watch, reader, eventually):
     config = dataclasses.replace(quiet, every=every)
     records = run(config, watch, lambda *_: None, reader, eventually, per_step=2)
     seconds = {
@@ -143,18 +141,18 @@ def test_each_phase_has_at_least_what_was_slept_in_it_and_together_they_are_the_
         for scalar in record["scalars"] or ()
         if scalar["name"] == "step_seconds"
     }
-    found, phases = told(records), phase_rows(records)
+    found, phases = step_phases(records), phase_rows(records)
 
-    # The last step ends by the script's word: nobody waits for data behind it.
+    # The script ends the last step, so no data wait follows it.
     unseen = {"data_wait": sum(watch.each["data_wait"][-2:])}
     assert all(found[phase] >= slept - unseen.get(phase, 0) for phase, slept in watch.slept.items())
     assert {"data_wait", "forward", "backward", "optimizer"} == set(watch.slept)
     assert all(abs(seconds[step] - sum(phases[step].values())) < EXACT for step in (2, 3, 4))
     assert {"first_step", "monitor"} == set(phases[1])
-    assert phases[1]["first_step"] > seconds[1] - phases[1]["monitor"] - EXACT  # and what was before it
+    assert phases[1]["first_step"] > seconds[1] - phases[1]["monitor"] - EXACT  # and the time before it
 
 
-def test_evaluation_and_checkpoint_are_no_wait_for_data(quiet, watch, reader, eventually, monkeypatch):
+def test_evaluation_and_checkpoint_are_not_data_wait(quiet, watch, reader, eventually, monkeypatch):
     monkeypatch.setattr("rankscope_exporter.observers.step_timing.observer.EVERY_SECONDS", 0.0)
 
     def between(monitor: Monitor, net: SlowNet, step: int) -> None:
@@ -174,7 +172,7 @@ def test_evaluation_and_checkpoint_are_no_wait_for_data(quiet, watch, reader, ev
                     watch.sleep("checkpoint", 0.06)
 
     records = run(quiet, watch, between, reader, eventually)
-    found = told(records)
+    found = step_phases(records)
     gone = totals(records)
 
     assert 0.06 <= watch.slept["checkpoint"] <= found["checkpoint"]
@@ -186,7 +184,7 @@ def test_evaluation_and_checkpoint_are_no_wait_for_data(quiet, watch, reader, ev
     assert found["evaluation"] == pytest.approx(gone["evaluation"], abs=0.02)
 
 
-def test_totals_are_all_the_time_since_attach(quiet, watch, reader, eventually, monkeypatch):
+def test_totals_sum_up_to_the_time_since_attach(quiet, watch, reader, eventually, monkeypatch):
     monkeypatch.setattr("rankscope_exporter.observers.step_timing.observer.EVERY_SECONDS", 0.0)
     began = time.monotonic()
     records = run(quiet, watch, lambda *_: None, reader, eventually)
@@ -206,8 +204,8 @@ def pre_collective(records: list[dict[str, Any]]) -> dict[int, float]:
     }
 
 
-def test_the_script_may_say_what_was_only_concluded(quiet, watch, reader, eventually):
-    """A loop that logs for long behind the update: what is announced as waiting for data is no other thing."""
+def test_script_may_announce_an_inferred_phase(quiet, watch, reader, eventually):
+    """A loop with long logging after the update: the announced data wait has the announced phase."""
     net, optimizer = slow_training(watch)
     with Monitor(quiet).attach(net, optimizer) as monitor:
         for _ in range(3):
@@ -228,10 +226,10 @@ def test_the_script_may_say_what_was_only_concluded(quiet, watch, reader, eventu
 
     assert (0.02, 0.03, 0.04) <= (second["data_wait"], second["collective"], second["logging"])
     assert {"logging"} == names
-    assert 0.03 <= pre_collective(records)[2]  # computing and, before that, no wait for data
+    assert 0.03 <= pre_collective(records)[2]  # computing, without a data wait before it
 
 
-def test_nothing_is_noted_where_nobody_asks(quiet, watch, reader, eventually):
+def test_no_marks_are_kept_without_step_timing(quiet, watch, reader, eventually):
     net, optimizer = slow_training(watch)
     with Monitor(dataclasses.replace(quiet, phases=False)).attach(net, optimizer) as monitor:
         for _ in train(net, optimizer, monitor, 2):
@@ -245,8 +243,8 @@ def test_nothing_is_noted_where_nobody_asks(quiet, watch, reader, eventually):
     assert {"checkpoint"} == set(totals(records))
 
 
-def test_training_is_bit_for_bit_what_it_is_without(quiet):
-    """Dropout, so that a drawn random number would show, in the parameters and in the state behind."""
+def test_training_is_bit_identical_with_step_timing(quiet):
+    """The model has dropout, so a used random number would change the parameters."""
 
     def trained(**settings: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
         torch.manual_seed(3)
@@ -266,8 +264,8 @@ def test_training_is_bit_for_bit_what_it_is_without(quiet):
     assert torch.equal(seed, timed_seed)
 
 
-def test_a_step_whose_end_is_known_late_is_timed_all_the_same(quiet, watch, reader, eventually, monkeypatch):
-    """The record of a step does not wait for a long evaluation behind it; what the step was made of follows."""
+def test_step_with_a_late_end_is_timed(quiet, watch, reader, eventually, monkeypatch):
+    """The record of a step does not wait for a long evaluation after it; its phases follow in a later record."""
     monkeypatch.setattr("rankscope_exporter.publishing.publisher.IDLE_FLUSH_SECONDS", 0.1)
     net, optimizer = slow_training(watch)
     with Monitor(quiet).attach(net, optimizer) as monitor:
@@ -283,7 +281,7 @@ def test_a_step_whose_end_is_known_late_is_timed_all_the_same(quiet, watch, read
     assert watch.slept["evaluation"] <= phase_rows(records)[2]["evaluation"]
 
 
-def test_a_step_of_endless_passes_keeps_its_memory_and_all_of_its_time():
+def test_marks_of_a_long_step_are_limited_without_losing_time():
     handed: list[PendingStep] = []
     phases = StepTimingObserver(HostClock(), LoopTraits(), handed.append)
     for step in (1, 2):
@@ -296,14 +294,14 @@ def test_a_step_of_endless_passes_keeps_its_memory_and_all_of_its_time():
         pending_step = PendingStep(step, 0, ended_at=time.monotonic())
         phases.step_timed(pending_step, "forward")
     ((read,),) = (pending_step.later,)
-    told = {scalar.labels["phase"]: scalar.value for scalar in read() if scalar.name == "step_phase_seconds"}
+    shown = {scalar.labels["phase"]: scalar.value for scalar in read() if scalar.name == "step_phase_seconds"}
 
     assert kept <= MOST_MARKS + 3
-    assert told["other"] > told["forward"] > 0
-    assert sum(told.values()) >= pending_step.ended_at - began
+    assert shown["other"] > shown["forward"] > 0
+    assert sum(shown.values()) >= pending_step.ended_at - began
 
 
-def test_a_checkpoint_written_on_another_thread_is_no_time_of_the_step(quiet, watch, reader, eventually):
+def test_phase_on_another_thread_is_ignored(quiet, watch, reader, eventually):
     net, optimizer = slow_training(watch)
     with Monitor(quiet).attach(net, optimizer) as monitor:
         read = reader(monitor)
@@ -326,7 +324,7 @@ def test_a_checkpoint_written_on_another_thread_is_no_time_of_the_step(quiet, wa
     assert not any("checkpoint" in phases for phases in phase_rows(records).values())
 
 
-def test_a_model_trained_in_evaluation_mode_is_not_taken_for_evaluated(quiet, watch, reader, eventually):
+def test_training_in_eval_mode_is_not_an_evaluation(quiet, watch, reader, eventually):
     net, optimizer = slow_training(watch)
     net.eval()
     with Monitor(quiet).attach(net, optimizer) as monitor:
@@ -336,12 +334,12 @@ def test_a_model_trained_in_evaluation_mode_is_not_taken_for_evaluated(quiet, wa
         read = reader(monitor)
         records = eventually(lambda: (found := read.records()) and 4 in phase_rows(found) and found)
 
-    assert "evaluation" not in told(records)
-    assert told(records)["forward"] >= 0.06
+    assert "evaluation" not in step_phases(records)
+    assert step_phases(records)["forward"] >= 0.06
 
 
-def test_a_step_is_published_while_an_evaluation_behind_it_announces_its_batches(monkeypatch, quiet, eventually):
-    """Each batch is a phase of milliseconds; the step must not wait for the last of them, nor have a row for each."""
+def test_step_is_published_during_a_later_evaluation(monkeypatch, quiet, eventually):
+    """Each batch is a phase of milliseconds; the step must not wait for the last one, nor have a row for each."""
     monkeypatch.setattr("rankscope_exporter.publishing.publisher.IDLE_FLUSH_SECONDS", 0.2)
     monkeypatch.setattr("rankscope_exporter.training.recorder.LOGGING_SECONDS", 0.2)
     net = nn.Linear(4, 2)

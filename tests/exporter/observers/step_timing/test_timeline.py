@@ -1,4 +1,4 @@
-"""Marks become phases: stretches by their own word, gaps by what lies on both sides, and nothing is lost or made up."""
+"""Phases from marks: intervals with a known phase, gaps by the marks on both sides, and no time lost or added."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DDP = LoopTraits(shows_reductions=True)
 
 
 def made(text: str, traits: LoopTraits = ALONE, *, is_first: bool = False) -> PhaseTotals:
-    """Return what marks written as "0 opens, 1 forward_begins, …" are made of; "phase_begins:name" names a phase."""
+    """Return the phases of marks written as "0 opens, 1 forward_begins, …"; "phase_begins:name" names a phase."""
     marks = []
     for part in text.split(","):
         at, what = part.split()
@@ -39,22 +39,22 @@ PLAIN = (
 )
 
 
-def test_a_plain_step():
-    """The loss belongs to the backward pass, clipping to nothing, and what follows the update is the wait for data."""
+def test_phases_of_a_plain_step():
+    """The loss belongs to the backward pass, clipping is "other", and the time after the update is the data wait."""
     found = made(PLAIN)
 
     assert {"forward": 2, "backward": 6, "other": 1, "optimizer": 3, "data_wait": 8, "monitor": 0} == found.phases
     assert found.pre_collective is None
 
 
-def test_where_the_framework_reduces_at_the_end_waiting_is_told_from_computing():
+def test_wait_for_reductions_is_separated_from_computing():
     found = made(PLAIN, DDP)
 
     assert (5, 1) == (found.phases["backward"], found.phases["collective"])
     assert 7 == found.pre_collective
 
 
-def test_micro_batches_add_up_and_data_is_waited_for_between_them():
+def test_data_wait_between_micro_batches_is_counted():
     found = made(
         "0 opens, 0 step_begins, 0 forward_begins, 1 forward_ended, 1 backward_begins, 2 backward_ends,"
         "2 backward_ended, 5 forward_begins, 6 forward_ended, 6 backward_begins, 7 backward_ends, 9 backward_ended,"
@@ -63,10 +63,10 @@ def test_micro_batches_add_up_and_data_is_waited_for_between_them():
     )
 
     assert (2, 2, 3, 2) == operator.itemgetter("forward", "backward", "data_wait", "collective")(found.phases)
-    assert 4 == found.pre_collective  # without the wait for data, up to the reduction that matters
+    assert 4 == found.pre_collective  # without the data wait, up to the last reduction
 
 
-def test_between_micro_batches_of_a_pipeline_nobody_waits_for_data():
+def test_gap_between_pipeline_micro_batches_is_not_data_wait():
     text = (
         "0 opens, 0 forward_begins, 1 forward_ended, 2 forward_begins, 3 forward_ended, 4 backward_begins,"
         "5 backward_ends, 5 backward_ended, 7 forward_begins, 8 forward_ended, 8 backward_begins, 9 backward_ends,"
@@ -77,7 +77,7 @@ def test_between_micro_batches_of_a_pipeline_nobody_waits_for_data():
     assert 3 == made(text, LoopTraits(interleaves=True)).phases["other"]
 
 
-def test_announced_phases_are_neither_counted_twice_nor_taken_for_a_wait():
+def test_announced_phases_are_counted_once_and_are_not_data_wait():
     found = made(
         "0 opens, 0 forward_begins, 1 forward_ended, 1 backward_begins, 2 backward_ends, 2 backward_ended,"
         "2 update_begins, 3 updated, 4 phase_begins:evaluation, 5 evaluation_begins, 6 evaluation_ended,"
@@ -88,13 +88,13 @@ def test_announced_phases_are_neither_counted_twice_nor_taken_for_a_wait():
     assert {"evaluation": 4, "checkpoint": 2} == found.announced
 
 
-def test_an_evaluation_nobody_announced_shows_by_its_forwards():
+def test_unannounced_evaluation_is_detected_by_its_forwards():
     found = made("0 opens, 0 update_begins, 1 updated, 2 evaluation_begins, 8 evaluation_ended, 9 closes:forward")
 
-    assert (7, 1) == (found.phases["evaluation"], found.phases["data_wait"])  # with its own wait for data before it
+    assert (7, 1) == (found.phases["evaluation"], found.phases["data_wait"])  # with a data wait before it
 
 
-def test_a_closure_runs_the_passes_inside_of_the_update():
+def test_passes_of_a_closure_are_inside_the_update():
     found = made(
         "0 opens, 0 step_begins, 0 update_begins, 1 forward_begins, 3 forward_ended, 3 backward_begins,"
         "6 backward_ends, 6 backward_ended, 8 updated, 9 closes:update"
@@ -106,8 +106,11 @@ def test_a_closure_runs_the_passes_inside_of_the_update():
 @pytest.mark.parametrize(
     ("text", "traits"),
     [
-        ("0 opens, 0 update_begins, 1 updated, 5 closes:script", ALONE),  # nobody knows what the script did there
-        ("0 opens, 4 backward_begins, 4 backward_ends, 4 backward_ended, 4 closes:script", ALONE),  # forward unseen
+        ("0 opens, 0 update_begins, 1 updated, 5 closes:script", ALONE),  # the activity of the script is unknown there
+        (
+            "0 opens, 4 backward_begins, 4 backward_ends, 4 backward_ended, 4 closes:script",
+            ALONE,
+        ),  # forward pass not observed
         (
             "0 opens, 0 backward_begins, 0 backward_ends, 0 backward_ended, 4 closes:forward",
             LoopTraits(has_optimizer=False),
@@ -115,7 +118,7 @@ def test_a_closure_runs_the_passes_inside_of_the_update():
         ("0 opens, 4 gives_up, 8 closes:forward", ALONE),
     ],
 )
-def test_what_cannot_be_told_is_other_than_all_of_it(text, traits):
+def test_unknown_time_is_other(text, traits):
     found = made(text, traits)
 
     assert 4 <= found.phases["other"]
@@ -123,7 +126,7 @@ def test_what_cannot_be_told_is_other_than_all_of_it(text, traits):
     assert "forward" not in found.phases
 
 
-def test_reading_of_ours_is_nobody_elses():
+def test_reading_time_belongs_to_the_monitor():
     found = made(
         "0 opens, 0 step_begins, 0 reading_begins, 1 reading_ended, 1 forward_begins, 2 forward_ended,"
         "2 backward_begins, 3 backward_ends, 3 reading_begins, 5 reading_ended, 6 backward_ended, 6 update_begins,"
@@ -135,7 +138,7 @@ def test_reading_of_ours_is_nobody_elses():
     assert 2 == found.pre_collective
 
 
-def test_the_first_step_is_kept_apart():
+def test_first_step_is_a_separate_phase():
     found = made(PLAIN.replace("12 updated", "12 updated, 13 phase_begins:checkpoint, 15 phase_ended:checkpoint"),
                  DDP, is_first=True)  # fmt: skip
 
@@ -152,8 +155,8 @@ KINDS = [kind for kind in typing.get_args(Kind) if kind not in ("opens", "closes
     st.builds(LoopTraits, shows_reductions=st.booleans(), interleaves=st.booleans(), has_optimizer=st.booleans()),
     st.booleans(),
 )
-def test_phases_add_up_to_the_whole_whatever_the_marks(steps, cause, traits, is_first):
-    """Hooks come in any order where a training does something odd: an exception, a nested pass, a detach within."""
+def test_phases_sum_up_to_the_duration_for_any_marks(steps, cause, traits, is_first):
+    """Events may come in any order, for example after an exception, in a nested pass, or after a detach."""
     marks, now = [Mark("opens", 0)], 0
     for kind, later in steps:
         now += later

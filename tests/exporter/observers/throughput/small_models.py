@@ -1,4 +1,4 @@
-"""Small models of the kinds that people train, written with torch alone."""
+"""Small models of common kinds, written only with torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH, HEADS, VOCABULARY = 64, 4, 200
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trained product of low rank beside it."""
+    """A frozen layer with a trained low-rank product (LoRA)."""
 
     def __init__(self, base: nn.Linear, rank: int = 4) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Adapted(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention, with fewer heads for keys and values where asked for."""
+    """Causal attention, optionally with fewer heads for keys and values."""
 
     def __init__(self, kv_heads: int = HEADS) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder of tokens; `config` describes it where it is given."""
+    """A token decoder, optionally described by `config`."""
 
     def __init__(self, *layers: nn.Module, **config: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""FLOPs that the user has counted, against counts by hand and by torch, and what is as before afterwards."""
+"""count_flops compared with counts by hand and by torch, and the state that it restores."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-# How much is counted.
+# Counts.
 
 
 def by_torch(model: nn.Module, *args: Any) -> float:
-    """Return what FlopCounterMode counts of a copy; attention as single products, for which it has formulas."""
+    """Return the count of FlopCounterMode for a copy, with attention as single products, for which it has formulas."""
     model = copy.deepcopy(model)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(*args).sum().backward()
@@ -94,18 +94,18 @@ def test_vision_models_are_within_a_tenth_of_flop_counter_mode(make):
     assert by_torch(model, images) == pytest.approx(count_flops(model, images), rel=0.1)
 
 
-def test_linear_layer_by_hand():
+def test_linear_layer_matches_a_count_by_hand():
     assert 2 * 2 * BATCH * FIRST == count_flops(nn.Linear(8, 16), rows())
 
 
-def test_frozen_layer_needs_no_gradient_of_its_weight():
+def test_frozen_layer_does_not_count_its_weight_gradient():
     model = Mlp()
     model.last.requires_grad_(requires_grad=False)
 
     assert 2 * BATCH * (2 * FIRST + 2 * SECOND) == count_flops(model, rows())
 
 
-def test_input_that_needs_a_gradient_costs_one_product_more():
+def test_input_with_gradient_counts_one_more_product():
     assert 2 * 3 * BATCH * (FIRST + SECOND) == count_flops(Mlp(), rows(requires_grad=True))
 
 
@@ -118,7 +118,7 @@ def test_fused_attention_counts_its_backward_pass_as_twice_its_forward_pass():
     assert by_hand == count_flops(layer, torch.zeros(batch, sequence, hidden))
 
 
-def test_recurrent_layer_by_hand():
+def test_recurrent_layer_matches_a_count_by_hand():
     class Last(nn.LSTM):
         def forward(self, x):
             return super().forward(x)[0]
@@ -150,7 +150,7 @@ class Output:
 
 
 @pytest.mark.parametrize("form", [dict, Output])
-def test_backward_pass_begins_at_the_loss_where_there_is_one(form):
+def test_backward_pass_begins_at_the_loss(form):
     class WithLoss(Mlp):
         def forward(self, x, labels):
             loss = nn.functional.cross_entropy(super().forward(x), labels)
@@ -194,7 +194,7 @@ def test_recomputed_activations_count_once(options):
     assert count_flops(Mlp(), rows(requires_grad=True)) == count_flops(Checkpointing(), rows(requires_grad=True))
 
 
-def test_gradient_penalty_within_the_forward_pass_counts():
+def test_gradient_penalty_in_the_forward_pass_counts():
     class Penalty(nn.Module):
         def __init__(self):
             super().__init__()
@@ -208,7 +208,7 @@ def test_gradient_penalty_within_the_forward_pass_counts():
     assert 6 * 2 * BATCH * FIRST == count_flops(Penalty(), rows(requires_grad=True))
 
 
-def test_compiled_model_counts_as_it_is_written():
+def test_compiled_model_counts_like_the_uncompiled_one():
     model = torch.compile(Mlp())
     in_place = Mlp()
     in_place.compile()
@@ -253,7 +253,7 @@ def test_operation_without_a_formula_is_named():
     assert (MLP, ("rankscope_test.fused",)) == (count, count.unknown)
 
 
-# What the result is good for.
+# The result.
 
 
 def test_count_of_token_ids_is_divided_by_tokens_and_samples():
@@ -273,7 +273,7 @@ def test_count_of_images_has_no_tokens():
         count.per_token()
 
 
-def test_result_is_taken_by_the_configuration():
+def test_result_is_accepted_by_the_configuration():
     count = rankscope.count_flops(Mlp(), rows())
     config = MonitorConfig.from_mapping({"throughput": {"flops_per_sample": count}})
 
@@ -287,7 +287,7 @@ def test_result_can_be_copied_and_pickled():
         assert (12.0, 3, 2, ("a",)) == (other, other.tokens, other.samples, other.unknown)
 
 
-# What is as before afterwards.
+# Restored state.
 
 
 class Lively(nn.Module):
@@ -311,7 +311,7 @@ class Lively(nn.Module):
         return self.layer(self.drop(self.norm(x))) * scale
 
 
-def test_training_after_a_count_has_the_bits_of_one_without():
+def test_training_is_bit_identical_after_a_count():
     def trained(*, counts: bool) -> list[Any]:
         random.seed(1)
         np.random.seed(1)  # noqa: NPY002 - as above
@@ -355,7 +355,7 @@ def test_gradients_are_the_same_tensors_with_the_same_values():
     assert model.last.weight.grad is None
 
 
-def test_each_module_has_its_own_training_mode_again():
+def test_training_mode_of_each_module_is_restored():
     model = nn.Sequential(Lively(), nn.Dropout())
     model[1].eval()
     before = [module.training for module in model.modules()]
@@ -385,7 +385,7 @@ def test_state_is_restored_after_an_error_of_the_model():
 
 
 def test_random_states_of_all_devices_in_use_are_restored(monkeypatch):
-    """No accelerator is here: its generators are a double."""
+    """No accelerator is needed: its generators are a double."""
     states, put = [torch.ones(1), torch.zeros(1)], []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
@@ -396,7 +396,7 @@ def test_random_states_of_all_devices_in_use_are_restored(monkeypatch):
     assert [states] == put
 
 
-def test_arguments_and_their_graph_are_not_touched():
+def test_arguments_and_their_graph_are_unchanged():
     class InPlace(Mlp):
         def forward(self, x, more):
             more["mask"].zero_()
@@ -412,7 +412,7 @@ def test_arguments_and_their_graph_are_not_touched():
     assert torch.equal(torch.full((BATCH, 8), 2.0), leaf.grad)
 
 
-def test_count_within_no_grad_and_inference_mode():
+def test_count_works_in_no_grad_and_inference_mode():
     with torch.no_grad():
         first = count_flops(Mlp(), rows())
     with torch.inference_mode():
@@ -440,7 +440,7 @@ def test_no_hook_on_all_modules_is_used():
     assert [] == seen
 
 
-# What is refused.
+# Refused models.
 
 
 def test_wrapped_and_divided_models_are_refused(group):
@@ -525,7 +525,7 @@ def test_scripted_and_nested_tensors_are_counted():
     assert 0 == scripted[1].num_batches_tracked
 
 
-def test_method_that_counted_automatically_names_the_function():
+def test_error_for_the_old_method_names_count_flops():
     with pytest.raises(ConfigError, match=r"rankscope\.count_flops\(\)"):
         Monitor({"throughput": {"method": "counted"}})
 
@@ -533,7 +533,7 @@ def test_method_that_counted_automatically_names_the_function():
 # Amounts of a batch.
 
 
-def test_amounts_of_a_batch_follow_from_its_token_ids():
+def test_batch_of_token_ids_has_tokens_and_samples():
     ids = torch.zeros(3, 7, dtype=torch.long)
     inputs = Inputs.of((), {"attention_mask": ids.bool(), "input_ids": ids})
 
@@ -547,7 +547,7 @@ def test_images_have_samples_and_no_tokens():
     assert (4, None, False) == (inputs.samples, inputs.tokens, inputs.are_embeddings)
 
 
-def test_arguments_without_a_tensor_or_within_themselves_have_no_amount():
+def test_arguments_without_a_tensor_have_no_amount():
     endless: list[Any] = []
     endless.append(endless)
 

@@ -1,4 +1,4 @@
-"""The formulas against the published one, and against what a forward and backward of such a model multiplies."""
+"""The formulas compared with the published one, and with the matrix products of a forward and backward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEQUENCE, VOCABULARY = 2048, 51_200
 
 
 def megatron(batch: int, sequence: int, layers: int, hidden: int, vocabulary: int) -> float:
-    """Return the FLOPs of a batch as the paper has them, without recomputed activations: 72 B s l h² (…)."""
+    """Return the FLOPs of a batch by the formula of the paper, without recomputed activations: 72 B s l h² (…)."""
     return (
         72 * batch * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocabulary / (12 * layers * hidden))
     )
@@ -55,7 +55,7 @@ def gpt(heads: int, hidden: int, layers: int, vocabulary: int) -> Decoder:
 
 
 @pytest.mark.parametrize(("billions", "heads", "hidden", "layers"), PUBLISHED)
-def test_megatrons_formula_is_reproduced_at_its_published_configurations(billions, heads, hidden, layers):
+def test_formula_reproduces_the_published_megatron_figures(billions, heads, hidden, layers):
     batch = 512
     ours = batch * SEQUENCE * decoder_flops_per_token(gpt(heads, hidden, layers, VOCABULARY), SEQUENCE)
 
@@ -70,13 +70,13 @@ def test_megatrons_formula_is_reproduced_at_its_published_configurations(billion
     sequence=st.integers(1, 131_072),
     vocabulary=st.integers(1, 300_000),
 )
-def test_and_so_it_is_for_every_dense_gpt(heads, width, layers, sequence, vocabulary):
+def test_formula_equals_megatrons_for_any_dense_gpt(heads, width, layers, sequence, vocabulary):
     ours = sequence * decoder_flops_per_token(gpt(heads, heads * width, layers, vocabulary), sequence)
 
     assert megatron(1, sequence, layers, heads * width, vocabulary) == pytest.approx(ours, rel=1e-9)
 
 
-def test_grouped_queries_gates_and_experts_are_matrices_that_a_token_meets():
+def test_formula_counts_grouped_queries_gates_and_experts():
     decoder = Decoder(
         layers=2,
         hidden=64,
@@ -98,6 +98,6 @@ def test_grouped_queries_gates_and_experts_are_matrices_that_a_token_meets():
     assert by_hand == decoder_flops_per_token(decoder, 10)
 
 
-def test_six_for_each_parameter_and_four_for_a_frozen_one():
+def test_parameter_counts_six_flops_and_a_frozen_one_four():
     assert 6 * 7 + 4 * 3 == parameter_flops(7, 3)
     assert 6 * 7 + 12 * 5 * 11 * 13 == parameter_and_attention_flops(7, 0, layers=5, hidden=11, sequence=13)

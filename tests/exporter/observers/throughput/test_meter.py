@@ -1,4 +1,4 @@
-"""TFLOP/s and MFU of real training loops, against FLOPs computed by hand and clocks of the loop's own."""
+"""TFLOP/s and MFU of real training loops, compared with FLOPs computed by hand and times measured by the loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mlp() -> nn.Module:
 
 
 class Tokens(nn.Module):
-    """A model of tokens: a table, and a layer that gives each a score for every one."""
+    """A token model: an embedding table and an output layer."""
 
     def __init__(self, vocabulary: int = 50, width: int = 16, **config: Any) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Tokens(nn.Module):
 
 
 class Run:
-    """Three steps of `model` with the monitor, and what became of them."""
+    """Three steps of `model` with the monitor, and their results."""
 
     def __init__(
         self, reader, eventually, model, batch, *, forwards=1, sleep=0.0, logged=None, console=False, **throughput
@@ -102,7 +102,7 @@ def run(reader, eventually):
     return lambda *args, **kwargs: Run(reader, eventually, *args, **kwargs)
 
 
-def test_step_time_samples_tokens_and_flops_per_second_of_a_step_that_sleeps(run):
+def test_rates_of_a_step_with_known_duration(run):
     made = run(Tokens(), IDS, sleep=SLEEP, logged={"samples": BATCH, "tokens": 1000}, peak_tflops=0.001)
 
     for seconds, took in zip(made.values("step_seconds"), made.took, strict=True):
@@ -118,33 +118,33 @@ def test_step_time_samples_tokens_and_flops_per_second_of_a_step_that_sleeps(run
     assert [rate / 0.001 for rate in made.values("tflops_per_gpu")] == pytest.approx(made.values("mfu"))
 
 
-def test_a_step_that_sleeps_twice_as_long_is_half_as_fast(run):
+def test_step_of_double_duration_has_half_the_rate(run):
     slow, fast = (run(Tokens(), IDS, sleep=sleep) for sleep in (1.0, 0.1))
 
     ratio = min(fast.values("tflops_per_gpu")[1:]) / max(slow.values("tflops_per_gpu")[1:])
     assert 1 < ratio <= 10 * 1.5
 
 
-def test_forward_passes_of_a_step_count_where_it_logs_no_amounts(run):
+def test_forward_passes_count_if_no_amount_is_logged(run):
     made = run(Tokens(), IDS, forwards=3)
 
     assert [3 * 20 * TOKEN] * 4 == pytest.approx(made.flops())
     assert {"6n"} == made.methods("tflops_per_gpu")
 
 
-def test_samples_count_where_a_step_logs_no_tokens(run):
+def test_samples_count_if_no_tokens_are_logged(run):
     assert [5 * 10 * TOKEN] * 4 == pytest.approx(run(Tokens(), IDS, logged={"samples": 5}).flops())
 
 
-def test_steps_of_more_tokens_than_the_first_cost_more(run):
+def test_steps_with_more_tokens_have_more_flops(run):
     assert [30 * TOKEN] * 4 == pytest.approx(run(Tokens(), IDS, logged={"tokens": 30}).flops())
 
 
-def test_tokens_that_are_a_tensor_count_too(run):
+def test_tokens_may_be_a_tensor(run):
     assert [20 * TOKEN] * 4 == pytest.approx(run(Tokens(), IDS, logged={"tokens": torch.tensor(20)}).flops())
 
 
-def test_given_flops_of_a_token_precede_a_formula(run):
+def test_flops_per_token_setting_precedes_the_formula(run):
     made = run(Tokens(), IDS, logged={"tokens": 20}, flops_per_token=1e6)
 
     assert [20e6] * 4 == pytest.approx(made.flops())
@@ -152,7 +152,7 @@ def test_given_flops_of_a_token_precede_a_formula(run):
     assert [] == made.notes()
 
 
-def test_flops_that_were_counted_before_are_given(run):
+def test_counted_flops_have_the_method_given(run):
     model, images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 6 * 6, 2)), torch.zeros(2, 3, 8, 8)
     counted = count_flops(model, images)
     made = run(model, images, logged={"samples": 2}, flops_per_sample=counted.per_sample())
@@ -163,20 +163,20 @@ def test_flops_that_were_counted_before_are_given(run):
     assert ({"given"}, []) == (made.methods("tflops_per_gpu"), made.notes())
 
 
-def test_given_flops_of_a_sample(run):
+def test_flops_per_sample_setting_is_used(run):
     made = run(mlp(), torch.zeros(BATCH, 64), logged={"samples": BATCH}, flops_per_sample=5e5, method="given")
 
     assert [BATCH * 5e5] * 4 == pytest.approx(made.flops())
 
 
-def test_flops_that_training_logs_are_those_of_this_rank_in_this_step(run):
+def test_logged_flops_are_those_of_this_rank_and_step(run):
     made = run(mlp(), torch.zeros(BATCH, 64), logged={"flops": 7e9}, model_parallel=4)
 
     assert [7e9] * 4 == pytest.approx(made.flops())
     assert {"given"} == made.methods("tflops_per_gpu")
 
 
-def test_given_flops_of_the_whole_model_are_shared_by_the_ranks_that_compute_it(run):
+def test_flops_setting_is_divided_by_the_ranks_of_a_copy(run):
     made = run(Tokens(), IDS, logged={"tokens": 20}, flops_per_token=1e6, model_parallel=4)
 
     assert [20e6 / 4] * 4 == pytest.approx(made.flops())
@@ -192,7 +192,7 @@ DECODER = {
 }
 
 
-def test_formula_for_a_decoder_that_the_configuration_names(run):
+def test_formula_for_a_configured_decoder(run):
     made = run(Tokens(**DECODER), IDS, logged={"tokens": 20})
 
     layer = 2 * 16 * 16 + 2 * 16 * 8 + 2 * 10 * 16 + 2 * 16 * 40
@@ -200,7 +200,7 @@ def test_formula_for_a_decoder_that_the_configuration_names(run):
     assert ({"formula"}, []) == (made.methods("tflops_per_gpu"), made.notes())
 
 
-def test_frozen_weights_need_no_gradient_in_the_formula_for_a_decoder(run):
+def test_formula_for_a_decoder_with_frozen_weights(run):
     model = Tokens(**DECODER)
     model.head.requires_grad_(requires_grad=False)
     made = run(model, IDS, logged={"tokens": 20})
@@ -209,21 +209,21 @@ def test_frozen_weights_need_no_gradient_in_the_formula_for_a_decoder(run):
     assert [20 * (4 * (3 * layer + 16 * 50) + 6 * 3 * scores)] * 4 == pytest.approx(made.flops())
 
 
-def test_with_layers_and_width_alone_the_parameters_count_and_attention(run):
+def test_formula_for_a_model_with_only_layers_and_width(run):
     made = run(Tokens(n_layer=3, n_embd=16), IDS, logged={"tokens": 20}, method="formula")
 
     assert [20 * (TOKEN + 12 * 3 * 16 * 10)] * 4 == pytest.approx(made.flops())
     assert [] == made.notes()
 
 
-def test_without_a_configuration_six_for_each_parameter_that_a_token_meets(run):
+def test_six_n_is_used_without_a_configuration(run):
     made = run(Tokens(), IDS, logged={"tokens": 20})
 
     assert [20 * TOKEN] * 4 == pytest.approx(made.flops())
     assert ({"6n"}, []) == (made.methods("tflops_per_gpu"), made.notes())
 
 
-def test_a_table_that_is_the_last_layer_too_is_multiplied(run):
+def test_tied_embedding_counts_as_a_matrix(run):
     model = Tokens()
     model.head.weight = model.table.weight
 
@@ -244,7 +244,7 @@ class Classifier(nn.Module):
 
 
 class Bag(nn.Module):
-    """Makes one row of all tokens of a sample."""
+    """Combines all tokens of a sample to one row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Bag(nn.Module):
 
 
 class Kernels(Tokens):
-    """Has a parameter of three dimensions, as kernels of a convolution have."""
+    """Has a parameter of three dimensions, like a convolution kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Kernels(Tokens):
 
 
 class Routed(Tokens):
-    """Has experts, and no configuration that says how many a token is sent to."""
+    """Has experts, and no configuration with the number of experts per token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,10 +288,10 @@ IMAGES = torch.zeros(2, 3, 8, 8)
         (Classifier, IDS, {}, "layer is a convolution"),
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), IMAGES, {}, "takes no tokens"),
         (mlp, torch.zeros(BATCH, 64), {}, "takes no tokens"),
-        (Bag, IDS, {}, "makes one row of many tokens"),
+        (Bag, IDS, {}, "combines many tokens to one row"),
         (Kernels, IDS, {}, "kernels has 3 dimensions"),
-        (Routed, IDS, {}, "how many experts"),
-        (Tokens, IDS, {"method": "formula"}, "names no decoder"),
+        (Routed, IDS, {}, "number of experts per token"),
+        (Tokens, IDS, {"method": "formula"}, "describes no decoder"),
         (mlp, torch.zeros(2, 10, 64), {}, None),
         (lambda: nn.Conv2d(3, 4, 3), IMAGES, {"flops_per_token": 1e6}, None),
     ],
@@ -312,7 +312,7 @@ IMAGES = torch.zeros(2, 3, 8, 8)
 @pytest.mark.parametrize(
     ("logged", "peak_tflops"), [({}, 1.0), ({"samples": 2}, None)], ids=["a peak is set", "samples are logged"]
 )
-def test_without_a_fitting_formula_one_event_names_the_reason(run, make, batch, options, why, logged, peak_tflops):
+def test_missing_formula_is_reported_once_with_the_reason(run, make, batch, options, why, logged, peak_tflops):
     made = run(make(), batch, logged=logged, peak_tflops=peak_tflops, **options)
 
     (note,) = made.notes()
@@ -323,14 +323,14 @@ def test_without_a_fitting_formula_one_event_names_the_reason(run, make, batch, 
 
 
 @pytest.mark.parametrize(("make", "batch"), [(lambda: nn.Conv2d(3, 4, 3), IMAGES), (Classifier, IDS)], ids=["2d", "1d"])
-def test_six_n_is_not_applied_to_a_convolution_where_tokens_are_logged(run, make, batch):
+def test_six_n_is_not_used_for_a_convolution(run, make, batch):
     made = run(make(), batch, logged={"tokens": 20})
 
     assert [] == made.of("tflops_per_gpu")
     assert 1 == len(made.notes())
 
 
-def test_console_names_the_reason_where_no_numbers_are_expected(run, capfd):
+def test_reason_is_only_printed_if_no_values_are_expected(run, capfd):
     made = run(nn.Conv2d(3, 4, 3), IMAGES, console=True)
     lines = [line for line in capfd.readouterr().err.splitlines() if "TFLOP/s" in line]
 
@@ -338,13 +338,13 @@ def test_console_names_the_reason_where_no_numbers_are_expected(run, capfd):
     assert "rankscope.count_flops()" in lines[0]
 
 
-def test_embedded_tokens_are_known_where_they_are_logged(run):
+def test_logged_tokens_are_used_for_embedded_inputs(run):
     made = run(mlp(), torch.zeros(2, 10, 64), logged={"tokens": 20})
 
     assert [20 * 6 * (64 * 128 + 128 + 128 * 8 + 8)] * 4 == pytest.approx(made.flops())
 
 
-def test_on_a_cpu_there_is_no_mfu_without_a_peak(run):
+def test_cpu_without_a_peak_setting_has_no_mfu(run):
     made = run(Tokens(), IDS)
 
     assert [] == made.of("mfu")
@@ -354,11 +354,11 @@ def test_on_a_cpu_there_is_no_mfu_without_a_peak(run):
 
 
 @pytest.mark.parametrize("tokens", [0, math.nan])
-def test_a_step_without_tokens_says_nothing(run, tokens):
+def test_step_without_tokens_publishes_nothing(run, tokens):
     assert [] == run(Tokens(), IDS, logged={"tokens": tokens}).of("tflops_per_gpu")
 
 
-def test_float32_counts_as_tf32_where_training_lets_it():
+def test_float32_peak_is_tf32_if_it_is_enabled():
     before, found = torch.backends.cuda.matmul.fp32_precision, []
     try:
         for precision in ("tf32", "ieee"):
@@ -370,7 +370,7 @@ def test_float32_counts_as_tf32_where_training_lets_it():
     assert [True, False] == found
 
 
-def test_products_are_of_the_type_that_autocast_says_else_of_most_parameters():
+def test_compute_dtype_is_that_of_autocast_or_parameters():
     model = mlp().to(torch.bfloat16)
     model.register_parameter("scale", nn.Parameter(torch.ones(3)))
     framework = framework_of(model)
@@ -379,8 +379,8 @@ def test_products_are_of_the_type_that_autocast_says_else_of_most_parameters():
     assert torch.bfloat16 is compute_dtype(framework, None)
 
 
-def test_mfu_is_of_the_peak_of_the_device_by_its_name(monkeypatch, run):
-    """No accelerator is here: the name is that of a double."""
+def test_mfu_uses_the_peak_of_the_device_name(monkeypatch, run):
+    """No accelerator is needed: the device name is that of a double."""
     monkeypatch.setattr(meter, "device_name", lambda _device: "NVIDIA H100 80GB HBM3")
 
     made = run(Tokens(), IDS)
@@ -388,7 +388,7 @@ def test_mfu_is_of_the_peak_of_the_device_by_its_name(monkeypatch, run):
     assert [rate / 66.9 for rate in made.values("tflops_per_gpu")] == pytest.approx(made.values("mfu"))
 
 
-def test_a_device_that_is_not_in_the_table_is_named_once_and_has_no_mfu(monkeypatch, run):
+def test_unknown_device_is_named_once_and_has_no_mfu(monkeypatch, run):
     monkeypatch.setattr(meter, "device_name", lambda _device: "Abacus 3000")
 
     made = run(Tokens(), IDS)
@@ -403,7 +403,7 @@ def test_off_publishes_nothing(run):
     assert [] == made.of("tflops_per_gpu") == made.of("mfu") == made.notes()
 
 
-def test_training_is_bit_for_bit_the_same_with_and_without():
+def test_training_is_bit_identical_with_throughput():
     def train(method: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 4))
@@ -424,14 +424,14 @@ def test_training_is_bit_for_bit_the_same_with_and_without():
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
-        ({"method": "magic"}, "throughput.method is one of"),
-        ({"flops_per_token": 0}, "throughput.flops_per_token is a number above 0"),
+        ({"method": "magic"}, "throughput.method must be one of"),
+        ({"flops_per_token": 0}, "throughput.flops_per_token must be a number above 0"),
         ({"peak_tflops": math.inf}, "throughput.peak_tflops"),
         ({"peak_tflops": True}, "throughput.peak_tflops"),
-        ({"model_parallel": 0}, "throughput.model_parallel is a number of ranks"),
+        ({"model_parallel": 0}, "throughput.model_parallel must be a number of ranks"),
         ({"peak": 3}, "peak"),
     ],
 )
-def test_a_setting_that_means_nothing_is_refused(setting, why):
+def test_invalid_throughput_setting_is_refused(setting, why):
     with pytest.raises(ConfigError, match=why):
         Monitor({"throughput": setting})

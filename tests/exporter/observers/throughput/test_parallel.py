@@ -1,4 +1,4 @@
-"""FLOPs of each rank where a model is copied, sharded or divided, against 6 N by hand: a real group of two."""
+"""FLOPs of each rank for copied, sharded and divided models, compared with 6 N by hand, on two real ranks."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ WHOLE = 6 * (FIRST + LAST) * TOKENS
 
 # By kind: the method, and the FLOPs of each rank.
 EXPECTED = {
-    "ddp": ("6n", (WHOLE, WHOLE)),  # each has a batch of its own
+    "ddp": ("6n", (WHOLE, WHOLE)),  # each rank has a different batch
     "fsdp2": ("6n", (WHOLE, WHOLE)),
     "fsdp1": ("6n", (WHOLE, WHOLE)),
-    "tp": ("6n", (WHOLE / 2, WHOLE / 2)),  # both have the same batch, each half of the matrices
+    "tp": ("6n", (WHOLE / 2, WHOLE / 2)),  # both ranks have the same batch and half of the matrices
     "groups": ("given", (1000 * 2 / 2, 1000 * 2 / 2)),
-    "pp": ("6n", (6 * FIRST * TOKENS, 6 * LAST * TOKENS)),  # each has its stage
+    "pp": ("6n", (6 * FIRST * TOKENS, 6 * LAST * TOKENS)),  # each rank has one stage
 }
 
 
@@ -115,6 +115,6 @@ def test_each_rank_has_the_flops_of_its_own_device(kind, ranks):
         assert ([method], 0, []) == (methods, faults, notes)
 
 
-def test_the_first_rank_alone_reports_absent_numbers(ranks):
+def test_only_rank_0_reports_absent_values(ranks):
     assert [[], []] == [rank["images"][0] for rank in ranks]
     assert [1, 0] == [len(rank["images"][-1]) for rank in ranks]

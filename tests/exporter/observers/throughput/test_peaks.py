@@ -1,4 +1,4 @@
-"""The table is found by the names that torch gives devices, as drivers and forums have shown them."""
+"""The table of peaks is searched by torch's device names, as reported by drivers and forums."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("name", "expected"), NAMES.items())
-def test_a_device_is_found_by_the_name_torch_gives_it(name, expected):
+def test_device_is_found_by_the_name_of_torch(name, expected):
     assert expected == pytest.approx(peak_tflops(name, torch.bfloat16, tf32=False))
 
 
@@ -60,7 +60,7 @@ def test_older_devices_have_no_bfloat16_units(name, half):
     assert peak_tflops(name, torch.bfloat16, tf32=False) is None
 
 
-def test_float32_is_as_fast_as_training_allows():
+def test_float32_peak_depends_on_tf32():
     assert 494.7 == peak_tflops("NVIDIA H100 80GB HBM3", torch.float32, tf32=True)
     assert 66.9 == peak_tflops("NVIDIA H100 80GB HBM3", torch.float32, tf32=False)
     assert 15.7 == peak_tflops("Tesla V100-SXM2-16GB", torch.float32, tf32=True)
@@ -69,10 +69,10 @@ def test_float32_is_as_fast_as_training_allows():
 @pytest.mark.parametrize(
     "name", ["NVIDIA GeForce GTX 1080", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA T400", "A1000", "cpu", ""]
 )
-def test_of_another_device_nothing_is_claimed(name):
+def test_unknown_device_has_no_peak(name):
     assert peak_tflops(name, torch.bfloat16, tf32=True) is None
 
 
-def test_nobody_computes_faster_in_a_wider_type():
+def test_wider_type_is_never_faster():
     for pattern, peaks in TABLE:
         assert peaks.float32 <= (peaks.tf32 or peaks.half) <= peaks.half, pattern

@@ -1,4 +1,4 @@
-"""With the default configuration the forward pass of the user runs as often as without a monitor, and no more."""
+"""With the default configuration, the forward pass of the user runs as often as without a monitor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 4
 
 
 class Balanced(nn.Module):
-    """Leaves a loss in a list outside of the model, as mixtures of experts do; the loop adds it up."""
+    """Appends a loss to a list outside of the model, as mixtures of experts do; the loop sums it up."""
 
     losses: list[torch.Tensor] = []  # noqa: RUF012 - shared by all, as a list of a module file is
 
@@ -32,7 +32,7 @@ class Balanced(nn.Module):
 
 
 class Counting(nn.Module):
-    """Computes something else at each call."""
+    """Computes a different result at each call."""
 
     calls = [0]  # noqa: RUF012 - as above
 
@@ -46,7 +46,7 @@ class Counting(nn.Module):
 
 
 class Fed(nn.Module):
-    """Takes a factor out of a queue at each call."""
+    """Removes a factor from a queue at each call."""
 
     factors: queue.SimpleQueue[float] = queue.SimpleQueue()
 
@@ -59,7 +59,7 @@ class Fed(nn.Module):
 
 
 class Tokens(nn.Module):
-    """A model of tokens, for which there is a formula, with a table whose weight is computed from others."""
+    """A token model that fits a formula, with an embedding table whose weight is computed from other parameters."""
 
     calls = [0]  # noqa: RUF012 - as above
 
