@@ -29,9 +29,9 @@ class RecordSink:
         self._monitor = monitor
 
     @property
-    def room(self) -> PollBudget:
+    def poll_budget(self) -> PollBudget:
         """Return the limit on the bytes that all loops together may request."""
-        return self._monitor.room
+        return self._monitor.poll_budget
 
     def ordinals(self, count: int) -> int:
         """Return the first of `count` new arrival numbers."""
@@ -92,7 +92,7 @@ class RecordSink:
         self._monitor.batcher.add(tables, now)
         target.cursor, target.last_ts = body.last, body.last_ts
         target.uncommitted.append((body.last, body.rows))
-        self._monitor.room.learn(records=body.records, rows=body.rows, size=inflated)
+        self._monitor.poll_budget.learn(records=body.records, rows=body.rows, size=inflated)
         self._monitor.metrics.body_taken(body.records, size)
         self._monitor.metrics.fired(target.registration.run, target.registration.rank, firings(events))
         self._follow_run(target, body, now)

@@ -78,7 +78,7 @@ class RunMonitor:
         self.runs = runs
         self.incidents = incidents
         self.batcher = batcher
-        self.room = PollBudget(lambda: batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=max_bytes)
+        self.poll_budget = PollBudget(lambda: batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=max_bytes)
         self.metrics = metrics
         self.clock = clock
         self.wall = wall

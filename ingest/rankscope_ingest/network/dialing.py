@@ -5,20 +5,16 @@ Without the second check a name could point elsewhere after it was accepted.
 
 from __future__ import annotations
 
-import http.client
 import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
-import aiohttp
 from aiohttp import ThreadedResolver
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from rankscope_contract.security.tls import HUNG_UP
 from rankscope_ingest.base.config import Network
-from rankscope_ingest.base.errors import FetchError, RegistrationError
-from rankscope_ingest.base.tls import tls_trouble
+from rankscope_ingest.base.errors import RegistrationError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -63,28 +59,8 @@ def is_allowed(address: Address, networks: Sequence[Network]) -> bool:
     return any(address.version == network.version and address in network for network in networks)
 
 
-def dial_allowed(host: str, port: int, networks: Sequence[Network], *, timeout_seconds: float | None) -> socket.socket:
-    """Return a connection to the first address of `host` that may be dialled and answers. Blocks.
-
-    Raises OSError, and FetchError when `host` has no address that is allowed.
-    """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    allowed = [one for one in found if (address := address_of(str(one[4][0]))) and is_allowed(address, networks)]
-    if not allowed:
-        raise FetchError("forbidden", f"{host} resolves to an address outside [service] allowed_networks")
-    for number, (family, kind, protocol, _, place) in enumerate(allowed, 1):
-        dialled = socket.socket(family, kind, protocol)
-        try:
-            dialled.settimeout(timeout_seconds)
-            dialled.connect(place)
-            dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:
-            dialled.close()
-            if number == len(allowed):
-                raise
-        else:
-            return dialled
-    raise AssertionError("one of them has answered, or the last error was raised")
+class ForbiddenAddressError(OSError):
+    """A host name has addresses, but none inside the allowed networks."""
 
 
 class AllowedResolver(AbstractResolver):
@@ -101,7 +77,7 @@ class AllowedResolver(AbstractResolver):
         found = await self._system.resolve(host, port, family)
         allowed = [result for result in found if self._permits(result["host"])]
         if found and not allowed:
-            raise OSError(f"{host} resolves to an address outside [service] allowed_networks")
+            raise ForbiddenAddressError(f"{host} resolves to an address outside [service] allowed_networks")
         return allowed
 
     async def addresses(self, host: str) -> list[Address]:
@@ -117,21 +93,3 @@ class AllowedResolver(AbstractResolver):
     def _permits(self, text: str) -> bool:
         address = address_of(text)
         return address is not None and is_allowed(address, self._networks)
-
-
-def fetch_error(error: BaseException | None, url: str) -> FetchError | None:
-    """Return what aiohttp, http.client or the system raised as the failure of `url`; None when it is none of theirs."""
-    if (trouble := tls_trouble(error)) is not None:
-        return FetchError("tls", f"{url}: {trouble}")
-    match error:
-        case TimeoutError():
-            return FetchError("timeout", f"{url} did not answer in time")
-        case ConnectionRefusedError() | aiohttp.ClientConnectorError(os_error=ConnectionRefusedError()):
-            return FetchError("refused", f"nobody listens at {url}")
-        case http.client.IncompleteRead() | aiohttp.ClientPayloadError():
-            return FetchError("cut", f"{url} broke off in the middle of a body")
-        case http.client.RemoteDisconnected() | aiohttp.ServerDisconnectedError() if url.startswith("https:"):
-            return FetchError("tls", f"{url}: {HUNG_UP}")
-        case http.client.HTTPException() | aiohttp.ClientError() | OSError() | ValueError():
-            return FetchError("connection", f"{url}: {error or type(error).__name__}")
-    return None

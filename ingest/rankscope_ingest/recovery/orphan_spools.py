@@ -110,10 +110,10 @@ class Spools:
     def _read(self, orphan: Orphan, after: int, committed: int, max_bytes: int) -> Answer:
         orphan.commit(committed)
         stretch = orphan.after(after, max_bytes)
-        standing = RingStatus(head=orphan.head, ring_fill=1.0, is_draining=True)
+        ring = RingStatus(head=orphan.head, ring_fill=1.0, is_draining=True)
         if stretch is None:
-            return Drained() if orphan.is_done else NothingNew(standing)
-        return Body(data=stretch.data, first=stretch.first, last=stretch.last, rows=stretch.rows, standing=standing)
+            return Drained() if orphan.is_done else NothingNew(ring)
+        return Body(data=stretch.data, first=stretch.first, last=stretch.last, rows=stretch.rows, ring=ring)
 
     def _look(self, root: Path, room: int) -> list[Orphan]:
         if room <= 0:

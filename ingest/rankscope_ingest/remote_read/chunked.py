@@ -1,4 +1,4 @@
-"""Encode series as streamed XOR chunks (Prometheus' tsdb/chunkenc, after Facebook's Gorilla), byte for byte alike. Pure.
+"""Encode series as streamed XOR chunks (Prometheus' tsdb/chunkenc, after Facebook's Gorilla), with equal bytes. Pure.
 
 A chunk is a stream of bits; each sample is written as its difference from the previous one. All chunks of a group are
 encoded together as numpy columns. Only the window of significant bits depends on the previous samples; a loop follows

@@ -93,7 +93,7 @@ class WriteReader:
 
     @property
     def must_sweep(self) -> bool:
-        """Return whether the cache is full, so that the next `read` first removes inactive series, for up to a second."""
+        """Return whether the next `read` removes inactive series from the full cache, which takes up to a second."""
         return self._used >= self._max_known and self._generation > self._swept_in
 
     def read(self, data: bytes) -> DecodedRequest:

@@ -17,7 +17,7 @@ from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.scrape.discovery import ExporterList, configured
 from rankscope_ingest.scrape.http import PageFetcher
 from rankscope_ingest.scrape.sample_table import Scrape
-from rankscope_ingest.scrape.scraper import Scraper, described
+from rankscope_ingest.scrape.scraper import Scraper
 
 
 class ExternalExporters:
@@ -51,7 +51,7 @@ class ExternalExporters:
     def described(self) -> Iterable[Mapping[str, object]]:
         """Return how each exporter stands."""
         now = time.monotonic()
-        return [described(one, now) for one in self._scraper.followed]
+        return [one.described(now) for one in self._scraper.followed]
 
     def show(self) -> None:
         """Bring the service's page up to date."""
