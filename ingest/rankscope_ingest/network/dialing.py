@@ -1,6 +1,6 @@
-"""Which addresses the service may dial: checked when a rank registers, and again whenever a name is resolved.
+"""Addresses that the service may connect to: checked at registration, and again whenever a name is resolved.
 
-Without the second check a name could point elsewhere after it was accepted.
+Without the second check, a name could resolve to another address after it was accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_target_url(url: str) -> tuple[str, int]:
-    """Return (host, port) of a rank's advertised URL. Raises RegistrationError(400) unless it is http(s)://host:port."""
+    """Return (host, port) of the advertised URL of a rank. Raises RegistrationError(400) unless it is http(s)://host:port."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -29,12 +29,14 @@ def parse_target_url(url: str) -> tuple[str, int]:
         parts = urlsplit("")
     extra = parts.path.strip("/") or parts.query or parts.fragment or parts.username or parts.password
     if parts.scheme not in {"http", "https"} or not host or not port or extra:
-        raise RegistrationError(400, f"url {url!r} is not of the form http://host:port: advertise such an address")
+        raise RegistrationError(
+            400, f"url {url!r} is not of the form http://host:port: advertise an address of this form"
+        )
     return host, port
 
 
 def address_of(host: str) -> Address | None:
-    """Return the address that `host` spells out, IPv4-mapped ones as IPv4; None for a name."""
+    """Return `host` as an address, IPv4-mapped ones as IPv4, or None if it is a name."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -43,7 +45,7 @@ def address_of(host: str) -> Address | None:
 
 
 def check_allowed(url: str, addresses: Iterable[Address], networks: Sequence[Network]) -> None:
-    """Raise RegistrationError(403), naming the setting, when an address of the rank is not allowed."""
+    """Raise RegistrationError(403) with the setting if an address of the rank is not allowed."""
     for address in addresses:
         if not is_allowed(address, networks):
             allowed = ", ".join(map(str, networks)) or "none"
@@ -55,7 +57,7 @@ def check_allowed(url: str, addresses: Iterable[Address], networks: Sequence[Net
 
 
 def is_allowed(address: Address, networks: Sequence[Network]) -> bool:
-    """Return whether `address` lies in one of `networks`; an empty list allows nothing."""
+    """Return whether `address` is in one of `networks`. An empty list allows no address."""
     return any(address.version == network.version and address in network for network in networks)
 
 
@@ -64,7 +66,7 @@ class ForbiddenAddressError(OSError):
 
 
 class AllowedResolver(AbstractResolver):
-    """Resolves names as the system does, and hands over only addresses that may be dialled."""
+    """Resolves names like the system, and returns only allowed addresses."""
 
     def __init__(self, networks: Sequence[Network]) -> None:
         self._networks = networks
@@ -73,7 +75,7 @@ class AllowedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Return the allowed addresses of `host`. Raises OSError when none is."""
+        """Return the allowed addresses of `host`. Raises OSError if there are none."""
         found = await self._system.resolve(host, port, family)
         allowed = [result for result in found if self._permits(result["host"])]
         if found and not allowed:
@@ -81,14 +83,14 @@ class AllowedResolver(AbstractResolver):
         return allowed
 
     async def addresses(self, host: str) -> list[Address]:
-        """Return every address of `host`, a name or a spelt-out address. Raises OSError when there is none."""
+        """Return all addresses of `host`, a name or an address. Raises OSError if there are none."""
         if (address := address_of(host)) is not None:
             return [address]
         results = await self._system.resolve(host, 0, socket.AF_UNSPEC)
         return [address for result in results if (address := address_of(result["host"])) is not None]
 
     async def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no resource is held."""
 
     def _permits(self, text: str) -> bool:
         address = address_of(text)

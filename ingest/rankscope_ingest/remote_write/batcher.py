@@ -85,7 +85,7 @@ class SampleBatcher(FlushClock):
         """Return everything gathered; its rows count as pending until `release`."""
         batch = PendingSamples.of(tuple(self._requests), self._receipts)
         self._requests, self._receipts = [], []
-        self._handed_over()
+        self._taken()
         return batch
 
 
