@@ -1,6 +1,6 @@
 """HTTP client of the service for ranks and exporters: allowed networks only, no redirects, proxies or cookies.
 
-What is requested and how a response is checked is left to `record_channel.client` and `scrape.http`.
+The requests and the checks of responses are in `record_channel.client` and `scrape.http`.
 """
 
 from __future__ import annotations

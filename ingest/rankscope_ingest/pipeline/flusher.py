@@ -60,7 +60,7 @@ class BatchSource(Protocol):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the current batch is empty."""
+        """Return whether the current batch is empty."""
         ...
 
     def notify(self, flusher: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ COMPACT_EVERY_COMMITS: Final = 50
 MAINTAIN_SECONDS: Final = 1800.0
 FIRST_RETENTION_SECONDS: Final = 60.0
 """Delay of the first retention after the start, when the service reads the backlog of all ranks."""
-_CHECK_SECONDS: Final = 1.0
+CHECK_SECONDS: Final = 1.0
 _NICER: Final = 10
 """Nice value, about a tenth of a busy processor. It is not the maximum, because the thread holds the GIL at times."""
 
@@ -58,14 +58,20 @@ class MaintenanceSchedule:
     """The times of maintenance jobs. The clock, in seconds, is an argument."""
 
     def __init__(
-        self, store: MaintainableStore, now: float, *, retain: Retain | None = None, retain_seconds: float = 0
+        self,
+        store: MaintainableStore,
+        now: float,
+        *,
+        retain: Retain | None = None,
+        retain_seconds: float = 0,
+        first_retention_seconds: float = FIRST_RETENTION_SECONDS,
     ) -> None:
         self._store = store
         self._retain = retain
         self._retain_seconds = retain_seconds
         self._compacted_at = 0
         self._maintained_at = now
-        self._retain_at = now + FIRST_RETENTION_SECONDS
+        self._retain_at = now + first_retention_seconds
 
     def due(self, now: float, commits: int) -> Iterator[Callable[[], object]]:
         """Yield the jobs that are due at `now` after `commits`. A failed job is due again at its next time."""
@@ -111,17 +117,29 @@ def retention_job(config: ServiceConfig) -> Retain | None:
 
 
 async def run_maintenance(
-    store: MaintainableStore, commits: Callable[[], int], *, retain: Retain | None = None, retain_seconds: float = 0
+    store: MaintainableStore,
+    commits: Callable[[], int],
+    *,
+    retain: Retain | None = None,
+    retain_seconds: float = 0,
+    first_retention_seconds: float = FIRST_RETENTION_SECONDS,
+    check_seconds: float = CHECK_SECONDS,
 ) -> None:
     """Run due maintenance jobs of `store` until cancelled; `commits` returns the number of commits so far."""
-    schedule = MaintenanceSchedule(store, time.monotonic(), retain=retain, retain_seconds=retain_seconds)
+    schedule = MaintenanceSchedule(
+        store,
+        time.monotonic(),
+        retain=retain,
+        retain_seconds=retain_seconds,
+        first_retention_seconds=first_retention_seconds,
+    )
     loop, thread = (
         asyncio.get_running_loop(),
         ThreadPoolExecutor(1, "rankscope-maintenance", initializer=_lower_priority),
     )
     try:
         while True:
-            await asyncio.sleep(_CHECK_SECONDS)
+            await asyncio.sleep(check_seconds)
             for job in schedule.due(time.monotonic(), commits()):
                 before = resident_bytes()
                 try:
@@ -131,8 +149,8 @@ async def run_maintenance(
                 except Exception:  # a defect in a library must not stop the storing of rows
                     log.exception("unexpected error in maintenance of the store, retrying at its next time")
                 if resident_bytes() - before > MUCH_BYTES:
-                    # Not in the maintenance thread: malloc_trim holds the allocator's locks, and a thread of low priority
-                    # could hold them for a long time and block allocations of all threads.
+                    # Not in the maintenance thread: malloc_trim holds the allocator's locks, and a thread of low
+                    # priority could hold them for a long time and block allocations of all threads.
                     await asyncio.to_thread(trim)
     finally:
         thread.shutdown(wait=False)

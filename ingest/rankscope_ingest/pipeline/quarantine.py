@@ -59,8 +59,8 @@ class Quarantine:
         self._count(batch.rows)
         message = f"{batch.rows} rows cannot be stored and were moved to quarantine in {folder}: {why}"
         log.error(
-            "%s. The folder has one Arrow file for each dataset: read them with pyarrow.ipc.open_file, correct and import "
-            "them, or delete the folder. Please report the content of why.json",
+            "%s. The folder has one Arrow file for each dataset: read them with pyarrow.ipc.open_file, correct and "
+            "import them, or delete the folder. Please report the content of why.json",
             message,
             extra={"rows": batch.rows},
         )

@@ -58,12 +58,12 @@ class Sink(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether polls must wait for the next commit."""
+        """Return whether polls must wait for the next commit."""
         ...
 
     @property
     def poll_budget(self) -> PollBudget:
-        """Admission control of all polls."""
+        """Return the admission control of all polls."""
         ...
 
     def ordinals(self, count: int) -> int:

@@ -53,7 +53,7 @@ class Sink(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether scrapes must be skipped until the next commit."""
+        """Return whether scrapes must be skipped until the next commit."""
         ...
 
     def samples(self, table: pa.Table) -> None:

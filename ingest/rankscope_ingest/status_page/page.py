@@ -200,7 +200,7 @@ def _colour(progress: RunProgress) -> str:
 
 
 def _bar(progress: RunProgress) -> Iterator[str]:
-    """Yield how far the run is; a bar only where somebody said how far it is to go."""
+    """Yield the progress of the run, as a bar if the number of planned steps is known."""
     if progress.step is not None and progress.planned_steps:
         done = min(progress.step, progress.planned_steps)
         share = percent(min(1.0, progress.step / progress.planned_steps))
@@ -221,7 +221,7 @@ def _left(progress: RunProgress) -> str:
 
 
 def _facts(run: RunStatus) -> Iterator[tuple[str, str]]:
-    """Yield what is known; what is not is not mentioned."""
+    """Yield (name, HTML) of the known values of a run."""
     progress = run.progress
     missing = progress.world_size - progress.ranks_alive
     is_short = missing > 0 and progress.state not in ENDED

@@ -88,7 +88,7 @@ def test_rest_seconds_returns_the_time_until_a_batch_is_due():
         by_age.rest_seconds(7.0),
     ]
     by_age.add({"scalars": table(*range(10))}, 1.0)
-    assert 0.0 == by_age.rest_seconds(1.0)  # whoever was reasons of it may have had no time then
+    assert 0.0 == by_age.rest_seconds(1.0)  # the flusher may not have had time after the notification
     assert wanted.due(0.0) is None
     assert 0 < wanted.rest_seconds(0.0) < SOON_SECONDS
 

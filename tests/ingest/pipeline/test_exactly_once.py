@@ -239,7 +239,7 @@ def test_dead_rank_fails_the_run_and_lost_records_are_counted(make_service, tmp_
     stored = service.rows("SELECT max(seq) AS last, count(*) AS n FROM scalars")[0]
     gaps = service.rows("SELECT coalesce(sum(value), 0)::INT AS lost FROM events WHERE type = 'gap'")[0]["lost"]
 
-    assert took < 60  # what is promised; a closed port is evidence after ten seconds
+    assert took < 60  # the documented limit; a closed port is sufficient after ten seconds
     assert "rank 0 on h vanished without a word" == state["reason"]
     assert stored["n"] == stored["last"] + 1
     assert target["head"] - target["cursor"] == gaps == state["records_lost"]
@@ -284,7 +284,7 @@ async def test_each_incident_is_notified_once_also_across_kills(make_service, op
         for step in range(180):
             faulty = {60: "t3", 120: "t5"}.get(step)
             if faulty:
-                receiver.refuse = 1_000_000  # nobody is told before the kill, however soon the service tries
+                receiver.refuse = 1_000_000  # no notification is delivered before the kill
             for rank, channel in enumerate(channels):
                 events = [nan_event(f"t{n}", "grad_reduced") for n in range(TENSORS)] if faulty else []
                 if faulty and rank == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -29,10 +30,14 @@ class ListAppender:
     refuse: list[Exception] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
     watermarks: list[dict] = field(default_factory=list)
-    slow_seconds: float = 0.0
+    started: threading.Event = field(default_factory=threading.Event)
+    may_return: threading.Event = field(default_factory=threading.Event)
+    is_held: bool = False
 
     def append(self, batch):
-        time.sleep(self.slow_seconds)
+        self.started.set()
+        if self.is_held:
+            self.may_return.wait(10)
         if self.refuse:
             raise self.refuse.pop(0)
         self.values += batch.tables["scalars"]["x"].to_pylist() if "scalars" in batch.tables else []
@@ -77,26 +82,31 @@ async def test_commit_now_returns_after_all_gathered_rows_are_stored():
 
 
 async def test_commit_now_also_waits_for_a_batch_in_flight():
-    appender = ListAppender(slow_seconds=0.2)
+    appender = ListAppender(is_held=True)
     async with flushing(appender) as (batcher, flusher, _, _):
         add(batcher, 1)
         batcher.want_flush()
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(appender.started.wait, 10)
         assert batcher.is_empty
-        await flusher.commit_now()
+        waiting = asyncio.create_task(flusher.commit_now())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        appender.may_return.set()
+        await waiting
 
         assert [1] == appender.values
 
 
 async def test_commit_now_does_not_wait_for_later_rows():
-    appender = ListAppender(slow_seconds=0.2)
+    appender = ListAppender(is_held=True)
     async with flushing(appender) as (batcher, flusher, _, _):
         add(batcher, 1)
         batcher.want_flush()
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(appender.started.wait, 10)
         waiting = asyncio.create_task(flusher.commit_now())
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         add(batcher, 2)
+        appender.may_return.set()
         await asyncio.wait_for(waiting, 5)
 
         assert ([1], 1) == (appender.values, batcher.pending_rows)
@@ -106,7 +116,7 @@ async def test_commit_now_does_not_wait_for_later_rows():
 async def test_full_or_old_batch_is_stored_without_a_request(changes, eventually):
     appender = ListAppender()
     async with flushing(appender, **changes) as (batcher, _, _, _):
-        await asyncio.sleep(0.05)  # it waits already, for it knows not what
+        await asyncio.sleep(0)  # the flusher waits already
         add(batcher, 1)
         add(batcher, 2)
         await eventually(lambda: [1, 2] == appender.values)

@@ -14,13 +14,13 @@ import pytest
 
 from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.base.errors import ConfigError
-from rankscope_ingest.pipeline import maintenance_schedule
 from rankscope_ingest.pipeline.maintenance_schedule import (
     COMPACT_EVERY_COMMITS,
     FIRST_RETENTION_SECONDS,
     MAINTAIN_SECONDS,
     MaintenanceSchedule,
     retention_job,
+    run_maintenance,
 )
 from rankscope_storage.api.store import Batch
 from rankscope_storage.api.store import Store as StoreFolder
@@ -148,9 +148,7 @@ def test_invalid_retention_days_are_rejected(tmp_path, text, said):
     assert said in str(error.value)
 
 
-async def test_old_rows_are_rolled_up_while_a_service_appends(tmp_path, monkeypatch):
-    monkeypatch.setattr(maintenance_schedule, "_CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(maintenance_schedule, "FIRST_RETENTION_SECONDS", 0.0)
+async def test_old_rows_are_rolled_up_while_a_service_appends(tmp_path, eventually):
     config = configured(tmp_path, "[retention]\nraw_days = 30\nscalars_days = 30")
     now = dt.datetime.now(dt.UTC)
     with StoreFolder.open(config.store.path, create=True).claim(owner="service") as writer:
@@ -161,15 +159,13 @@ async def test_old_rows_are_rolled_up_while_a_service_appends(tmp_path, monkeypa
             ]
             table = pa.Table.from_pylist(rows, schema=dataset_schema(dataset))
             writer.append(Batch(tables={dataset: table}, watermarks={}))
-        upkeep = asyncio.create_task(
-            maintenance_schedule.run_maintenance(writer, lambda: 0, retain=retention_job(config), retain_seconds=3600)
-        )
+        times = {"retain_seconds": 3600, "first_retention_seconds": 0.0, "check_seconds": 0.01}
+        maintenance = asyncio.create_task(run_maintenance(writer, lambda: 0, retain=retention_job(config), **times))
         try:
-            while (found := tiers(config.store.path)) != expected_tiers():
-                assert not upkeep.done(), found
-                await asyncio.sleep(0.05)
+            await eventually(lambda: maintenance.done() or tiers(config.store.path) == expected_tiers())
+            assert not maintenance.done()
         finally:
-            upkeep.cancel()
+            maintenance.cancel()
 
 
 def expected_tiers() -> dict[str, tuple[int, int]]:
@@ -186,9 +182,8 @@ def tiers(root: str) -> dict[str, tuple[int, int]]:
         }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no niceness of its own")
-async def test_maintenance_thread_has_a_lower_priority(monkeypatch):
-    monkeypatch.setattr(maintenance_schedule, "_CHECK_SECONDS", 0.01)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux threads have separate nice values")
+async def test_maintenance_thread_has_a_lower_priority(eventually):
     seen = []
 
     class Watched(Store):
@@ -197,11 +192,9 @@ async def test_maintenance_thread_has_a_lower_priority(monkeypatch):
             return super().compact()
 
     commits = itertools.count(COMPACT_EVERY_COMMITS, COMPACT_EVERY_COMMITS)
-    keeping = asyncio.create_task(maintenance_schedule.run_maintenance(Watched(), lambda: next(commits)))
-    async with asyncio.timeout(5):
-        while len(seen) < 3:  # noqa: ASYNC110 - nobody tells when
-            await asyncio.sleep(0.01)
-    keeping.cancel()
+    maintenance = asyncio.create_task(run_maintenance(Watched(), lambda: next(commits), check_seconds=0.01))
+    await eventually(lambda: len(seen) >= 3)
+    maintenance.cancel()
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     assert {min(own + 10, 19)} == {niceness for _, niceness in seen}

@@ -52,7 +52,7 @@ async def test_rejected_rows_are_quarantined_and_all_others_are_stored_once(
             good.publish(step=step, scalars=[{"name": "loss", "value": 1.0}])
             bad.publish(step=step, scalars=[{"name": "loss", "value": float(step)}])
         await eventually(lambda: (good.committed, bad.committed) == (19, 19))
-        bad.publish(step=20, scalars=[{"name": "loss", "value": 20.0}])  # it goes on behind them
+        bad.publish(step=20, scalars=[{"name": "loss", "value": 20.0}])  # later records follow the rejected ones
         await eventually(lambda: bad.committed == 20)
         _, page = await service.get("/metrics")
     monkeypatch.undo()

@@ -77,7 +77,7 @@ async def test_record_larger_than_the_capacity_is_requested_alone():
 
 
 async def test_expected_response_is_limited_to_max_bytes():
-    """Of a ring with 256 records of 0.5 MB, a response contains two."""
+    """A response contains two records of a ring with 256 records of 0.5 MB."""
     store = Store(rows=100)
     store.budget.learn(records=1, rows=30, size=MEGABYTE // 2)
     async with store.budget.reserved(256):

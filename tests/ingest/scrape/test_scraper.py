@@ -167,7 +167,7 @@ async def test_series_that_leaves_its_page_gets_a_staleness_marker():
 
 
 async def test_exporter_that_leaves_all_lists_ends_with_all_its_series(eventually):
-    """It is scraped as long as another list names it."""
+    """The exporter is scraped as long as another list names it."""
     quick = configured(ExporterSection(url="http://a:1/metrics", every_seconds=0.001, timeout_seconds=0.001))
     fake = Fake(*[b"a 1\n"] * 100_000)
     scraper = Scraper(fake, fake, clock=asyncio.get_running_loop().time, wall=lambda: 1)
@@ -202,7 +202,7 @@ async def test_series_missing_at_the_new_address_of_an_exporter_end(eventually):
 
 
 async def test_hanging_exporters_do_not_delay_a_healthy_one(eventually):
-    """Of 200 failing exporters, 32 hang at the same time and the others wait; their missed scrapes are counted."""
+    """At most 32 of 200 failing exporters hang at the same time; missed scrapes of the others are counted."""
     released = asyncio.Event()
 
     class Hanging(Fake):
