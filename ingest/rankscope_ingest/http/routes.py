@@ -9,23 +9,8 @@ from typing import Any, Final, Protocol
 
 from aiohttp import web
 
-from rankscope_contract.protocol.channel import (
-    EXPORTERS_PATH,
-    HEALTH_PATH,
-    METRICS_PATH,
-    PAGE_PATH,
-    POKE_PATH,
-    REGISTER_PATH,
-    REMOTE_READ_PATH,
-    REMOTE_WRITE_PATH,
-    RUN_STACKS_PATH,
-    RUNS_PATH,
-    SERVICE_DISCOVERY_PATH,
-    STATUS_PATH,
-    TARGETS_PATH,
-    Registration,
-    RegistrationReply,
-)
+from rankscope_contract.protocol import channel
+from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.detect.stall_handler import RankAnswer, parse_stacks_request
 from rankscope_ingest.http.http_sd import per_node, per_rank
@@ -105,19 +90,19 @@ def make_application(backend: Backend, token: str | None, is_own_name: OwnName |
     application = web.Application(middlewares=guards, client_max_size=MAX_REQUEST_BYTES)
     application.add_routes(
         [
-            web.post(REGISTER_PATH, routes.register),
-            web.post(POKE_PATH, routes.poke),
-            web.post(RUN_STACKS_PATH, routes.stacks),
-            web.post(REMOTE_READ_PATH, backend.remote_read),
-            web.post(REMOTE_WRITE_PATH, backend.remote_write),
-            web.get(SERVICE_DISCOVERY_PATH, routes.discovery),
-            web.get(PAGE_PATH, routes.page),
-            web.get(STATUS_PATH, routes.status),
-            web.get(TARGETS_PATH, routes.targets),
-            web.get(RUNS_PATH, routes.runs),
-            web.get(EXPORTERS_PATH, routes.exporters),
-            web.get(HEALTH_PATH, routes.health),
-            web.get(METRICS_PATH, routes.metrics),
+            web.post(channel.REGISTER_PATH, routes.register),
+            web.post(channel.POKE_PATH, routes.poke),
+            web.post(channel.RUN_STACKS_PATH, routes.stacks),
+            web.post(channel.REMOTE_READ_PATH, backend.remote_read),
+            web.post(channel.REMOTE_WRITE_PATH, backend.remote_write),
+            web.get(channel.SERVICE_DISCOVERY_PATH, routes.discovery),
+            web.get(channel.PAGE_PATH, routes.page),
+            web.get(channel.STATUS_PATH, routes.status),
+            web.get(channel.TARGETS_PATH, routes.targets),
+            web.get(channel.RUNS_PATH, routes.runs),
+            web.get(channel.EXPORTERS_PATH, routes.exporters),
+            web.get(channel.HEALTH_PATH, routes.health),
+            web.get(channel.METRICS_PATH, routes.metrics),
         ]
     )
     return application

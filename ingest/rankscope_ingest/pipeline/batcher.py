@@ -129,6 +129,10 @@ class FlushClock:
             return 0.0
         return _CHECK_SECONDS if self._wanted else self._opened_at + self.flush_after_seconds - now
 
+    def take(self) -> PendingBatch:
+        """Return the current batch; its rows count as pending until `release`."""
+        raise NotImplementedError
+
     def release(self, batch: PendingBatch) -> None:
         """Remove the rows of a committed batch from the pending ones."""
         self._rows_in_flight -= batch.rows

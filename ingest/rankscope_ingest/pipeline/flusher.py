@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import pyarrow as pa
 
 from rankscope_ingest.base.background import WakeUp
-from rankscope_ingest.pipeline.batcher import PendingBatch
-from rankscope_ingest.pipeline.quarantine import halves
-from rankscope_storage.api.store import Batch
+from rankscope_ingest.pipeline.batcher import FlushClock, PendingBatch
+from rankscope_ingest.pipeline.quarantine import Quarantine, halves
+from rankscope_storage.api.store import Batch, Commit, Writer
 from rankscope_storage.base.errors import BatchError, ShardLostError, StoreError
 
 log = logging.getLogger(__name__)
@@ -29,75 +28,7 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 
-class Committed(Protocol):
-    """Result of one append."""
-
-    @property
-    def rows(self) -> Mapping[str, int]:
-        """Number of stored rows by dataset."""
-        ...
-
-    @property
-    def seconds(self) -> float:
-        """Duration of the append."""
-        ...
-
-
-class Appender(Protocol):
-    """Writer of the store. Every method blocks and may raise StoreError."""
-
-    def append(self, batch: Batch) -> Committed:
-        """Store the batch durably, without rows that are already stored."""
-        ...
-
-    def watermark(self, incarnation: str) -> int:
-        """Return the last stored seq of a process, or -1 if there is none."""
-        ...
-
-
-class BatchSource(Protocol):
-    """The batcher, as far as the flusher uses it."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether the current batch is empty."""
-        ...
-
-    def notify(self, flusher: Callable[[], None]) -> None:
-        """Call `flusher` whenever a batch may be due before the end of `rest_seconds`."""
-        ...
-
-    def want_flush(self) -> None:
-        """Request a flush."""
-        ...
-
-    def due(self, now: float) -> str | None:
-        """Return the reason why the batch is due, or None."""
-        ...
-
-    def rest_seconds(self, now: float) -> float:
-        """Return the time until the batch can be due, unless a notification comes first."""
-        ...
-
-    def take(self) -> PendingBatch:
-        """Return the current batch; its rows count as pending until `release`."""
-        ...
-
-    def release(self, batch: PendingBatch) -> None:
-        """Remove the rows of a committed batch from the pending ones."""
-        ...
-
-
-class QuarantineSink(Protocol):
-    """Keeper of rows that the store rejects."""
-
-    def keep(self, batch: PendingBatch, why: str) -> Path:
-        """Write the rows durably and return their folder. Blocks; may raise OSError."""
-        ...
-
-    def report(self, batch: PendingBatch, why: str, folder: Path) -> Mapping[str, pa.Table]:
-        """Log and count the rows; return the event for the store."""
-        ...
+Committed = Commit
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,13 +46,13 @@ class Flusher:
 
     def __init__(
         self,
-        appender: Appender,
-        batcher: BatchSource,
+        appender: Writer,
+        batcher: FlushClock,
         *,
         on_commit: Callable[[PendingBatch, Committed], None],
         clock: Callable[[], float],
         retry_seconds: tuple[float, ...] = RETRY_SECONDS,
-        aside: QuarantineSink | None = None,
+        aside: Quarantine | None = None,
         halves: Callable[[Any], tuple[PendingBatch, PendingBatch] | None] = halves,
     ) -> None:
         self._aside = aside

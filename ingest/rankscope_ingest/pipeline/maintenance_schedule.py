@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final
 
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.memory import MUCH_BYTES, resident_bytes, trim
+from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.maintenance.compaction import CompactionReport
 from rankscope_storage.maintenance.retention import RetentionReport, retain
 
 log = logging.getLogger(__name__)
@@ -42,24 +42,12 @@ Retain = Callable[[], RetentionReport]
 """Performs one commit of retention, and reports the number of remaining ones."""
 
 
-class MaintainableStore(Protocol):
-    """The store, as far as maintenance uses it. Both methods block; appends continue meanwhile."""
-
-    def compact(self) -> CompactionReport:
-        """Merge small files."""
-        ...
-
-    def maintain(self) -> Any:
-        """Write a checkpoint and delete files that are no longer needed."""
-        ...
-
-
 class MaintenanceSchedule:
     """The times of maintenance jobs. The clock, in seconds, is an argument."""
 
     def __init__(
         self,
-        store: MaintainableStore,
+        store: Writer,
         now: float,
         *,
         retain: Retain | None = None,
@@ -117,7 +105,7 @@ def retention_job(config: ServiceConfig) -> Retain | None:
 
 
 async def run_maintenance(
-    store: MaintainableStore,
+    store: Writer,
     commits: Callable[[], int],
     *,
     retain: Retain | None = None,

@@ -13,23 +13,7 @@ from typing import Any, Final
 import aiohttp
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_contract.protocol.channel import (
-    ARROW_STREAM,
-    FIRST_HEADER,
-    HEAD_HEADER,
-    INCARNATION_HEADER,
-    LAST_HEADER,
-    LEASE_HEADER,
-    NOTHING,
-    PLAN_PATH,
-    RECORDS_PATH,
-    RING_FILL_HEADER,
-    ROWS_HEADER,
-    SCHEMA_HEADER,
-    STACKS_PATH,
-    STATE_DRAINING,
-    STATE_HEADER,
-)
+from rankscope_contract.protocol import channel
 from rankscope_contract.security.tls import MakeContext
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import FetchError
@@ -103,20 +87,20 @@ class Fetcher(HttpClient):
         self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int
     ) -> Answer:
         """Request up to `max_bytes` of the records after `after`, at least one record. Raises FetchError."""
-        headers = {"Accept": ARROW_STREAM, SCHEMA_HEADER: str(SCHEMA_VERSION), **self._authorization}
+        headers = {"Accept": channel.ARROW_STREAM, channel.SCHEMA_HEADER: str(SCHEMA_VERSION), **self._authorization}
         query = {"incarnation": incarnation, "after": str(after), "max_bytes": str(max_bytes)}
         if lease is not None:
-            headers[LEASE_HEADER] = lease
+            headers[channel.LEASE_HEADER] = lease
             query["committed"] = str(committed)
         timeout = self._timeout_seconds
         async with self.request(
-            "GET", url + RECORDS_PATH, headers=headers, query=query, timeout_seconds=timeout
+            "GET", url + channel.RECORDS_PATH, headers=headers, query=query, timeout_seconds=timeout
         ) as response:
             return await self._read_records(response, incarnation)
 
     async def plan(self, url: str, plan_id: str) -> str:
         """Return the text of a plan; the caller checks its hash. Raises FetchError."""
-        data = await self._whole("GET", url + PLAN_PATH + plan_id, MAX_PLAN_BYTES)
+        data = await self._whole("GET", url + channel.PLAN_PATH + plan_id, MAX_PLAN_BYTES)
         try:
             return data.decode()
         except UnicodeDecodeError as error:
@@ -124,7 +108,7 @@ class Fetcher(HttpClient):
 
     async def stacks(self, url: str) -> dict[str, Any]:
         """Return the stacks that a rank takes on this request, as its JSON document. Raises FetchError."""
-        data = await self._whole("POST", url + STACKS_PATH, MAX_STACKS_BYTES)
+        data = await self._whole("POST", url + channel.STACKS_PATH, MAX_STACKS_BYTES)
         try:
             document = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -141,26 +125,26 @@ class Fetcher(HttpClient):
             return await _whole_body(response, max_bytes)
 
     async def _read_records(self, response: aiohttp.ClientResponse, incarnation: str) -> Answer:
-        if response.status == 503 and response.headers.get(STATE_HEADER) == STATE_DRAINING:
+        if response.status == 503 and response.headers.get(channel.STATE_HEADER) == channel.STATE_DRAINING:
             return Drained()
-        if response.status == 409 and INCARNATION_HEADER in response.headers:
-            return OtherProcess(response.headers[INCARNATION_HEADER])
+        if response.status == 409 and channel.INCARNATION_HEADER in response.headers:
+            return OtherProcess(response.headers[channel.INCARNATION_HEADER])
         if response.status not in {200, 204}:
             raise await _refusal(response)
-        if response.headers.get(INCARNATION_HEADER) != incarnation:
-            raise FetchError("garbage", f"{INCARNATION_HEADER} of the response is not the requested incarnation")
-        if response.headers.get(SCHEMA_HEADER, str(SCHEMA_VERSION)) != str(SCHEMA_VERSION):
+        if response.headers.get(channel.INCARNATION_HEADER) != incarnation:
+            raise FetchError("garbage", f"{channel.INCARNATION_HEADER} is not the requested incarnation")
+        if response.headers.get(channel.SCHEMA_HEADER, str(SCHEMA_VERSION)) != str(SCHEMA_VERSION):
             raise FetchError("schema", _schema_text(response))
         ring = _ring_status(response)
         if response.status == 204:
             return NothingNew(ring)
-        if response.content_type != ARROW_STREAM:
-            raise FetchError("garbage", f"Content-Type is {response.content_type!r}, not {ARROW_STREAM}")
+        if response.content_type != channel.ARROW_STREAM:
+            raise FetchError("garbage", f"Content-Type is {response.content_type!r}, not {channel.ARROW_STREAM}")
         return Body(
             data=await _whole_body(response, MAX_BODY_BYTES),
-            first=_integer(response, FIRST_HEADER),
-            last=_integer(response, LAST_HEADER),
-            rows=_integer(response, ROWS_HEADER),
+            first=_integer(response, channel.FIRST_HEADER),
+            last=_integer(response, channel.LAST_HEADER),
+            rows=_integer(response, channel.ROWS_HEADER),
             ring=ring,
         )
 
@@ -199,7 +183,7 @@ async def _refusal(response: aiohttp.ClientResponse) -> FetchError:
 
 
 def _schema_text(response: aiohttp.ClientResponse, text: str = "") -> str:
-    version = response.headers.get(SCHEMA_HEADER, "unknown")
+    version = response.headers.get(channel.SCHEMA_HEADER, "unknown")
     return (
         f"the rank has schema version {version}, the service {SCHEMA_VERSION}: "
         f"install the same Rankscope release on both. {text}"
@@ -207,16 +191,16 @@ def _schema_text(response: aiohttp.ClientResponse, text: str = "") -> str:
 
 
 def _ring_status(response: aiohttp.ClientResponse) -> RingStatus:
-    fill = response.headers.get(RING_FILL_HEADER, "0")
+    fill = response.headers.get(channel.RING_FILL_HEADER, "0")
     try:
         ring_fill = min(max(float(fill), 0.0), 1.0)
     except ValueError as error:
-        raise FetchError("garbage", f"{RING_FILL_HEADER} is {fill!r}") from error
-    head = _integer(response, HEAD_HEADER) if HEAD_HEADER in response.headers else None
+        raise FetchError("garbage", f"{channel.RING_FILL_HEADER} is {fill!r}") from error
+    head = _integer(response, channel.HEAD_HEADER) if channel.HEAD_HEADER in response.headers else None
     return RingStatus(
         head=head,
         ring_fill=ring_fill if ring_fill == ring_fill else 0.0,  # noqa: PLR0124 - only NaN differs from itself
-        is_draining=response.headers.get(STATE_HEADER) == STATE_DRAINING,
+        is_draining=response.headers.get(channel.STATE_HEADER) == channel.STATE_DRAINING,
     )
 
 
@@ -224,7 +208,7 @@ def _integer(response: aiohttp.ClientResponse, header: str) -> int:
     text = response.headers.get(header, "")
     if len(text) > 20 or not text.removeprefix("-").isascii() or not text.removeprefix("-").isdecimal():
         raise FetchError("garbage", f"{header} is {text!r}, not a number")
-    return max(int(text), NOTHING)
+    return max(int(text), channel.NOTHING)
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from aiohttp import web
 
@@ -19,9 +19,12 @@ from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError, RegistrationError
 from rankscope_ingest.base.protobuf import unpacked
 from rankscope_ingest.pipeline.batcher import PendingBatch
-from rankscope_ingest.pipeline.flusher import Appender, Committed, Flusher, QuarantineSink
+from rankscope_ingest.pipeline.flusher import Committed, Flusher
+from rankscope_ingest.pipeline.quarantine import Quarantine
 from rankscope_ingest.remote_write.batcher import RECEIPTS, SampleBatcher, halves
 from rankscope_ingest.remote_write.decoder import DecodedRequest, WriteReader
+from rankscope_ingest.reporting.service_metrics import ServiceMetrics
+from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import StoreError
 
 RETRY_AFTER_SECONDS: Final = 5
@@ -32,7 +35,7 @@ _SUPPORTED: Final = (
 )
 
 
-async def answer(receiver: RemoteWrite, counts: Counts, request: web.Request) -> web.Response:
+async def answer(receiver: RemoteWrite, counts: ServiceMetrics, request: web.Request) -> web.Response:
     """Return 204 after the samples are stored, or 503 for a retry. Raises RegistrationError for a bad request."""
     try:
         _check_form(request)
@@ -104,42 +107,18 @@ _MAX_INCOMING_BODIES: Final = 4
 """Limit of the bytes that are being received, in bodies of the largest size."""
 
 
-class Store(Appender, Protocol):
-    """The store, as far as the receiver uses it. Every method blocks and may raise StoreError."""
-
-    def commit_info(self, key: str, commits: int) -> list[str]:
-        """Return the values of `key` in the information of the newest `commits` commits, newest first."""
-        ...
-
-
-class Counts(Protocol):
-    """Counters of requests and samples that the receiver updates."""
-
-    def write_answered(self, outcome: str) -> None:
-        """Count a response."""
-        ...
-
-    def written(self, samples: int) -> None:
-        """Count accepted samples."""
-        ...
-
-    def write_dropped(self, reason: str, count: int) -> None:
-        """Count items that are not stored."""
-        ...
-
-
 class RemoteWrite:
     """Receiver of remote write requests, on the event loop. Threads decode large requests and store batches."""
 
     def __init__(
         self,
         section: RemoteWriteSection,
-        store: Store,
-        counts: Counts,
+        store: Writer,
+        counts: ServiceMetrics,
         *,
         on_commit: Callable[[PendingBatch, Committed], None],
         clock: Callable[[], float],
-        aside: QuarantineSink | None = None,
+        aside: Quarantine | None = None,
         reader: WriteReader | None = None,
         answer_seconds: float = ANSWER_SECONDS,
         inline_bytes: int = INLINE_BYTES,

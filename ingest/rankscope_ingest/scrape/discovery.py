@@ -11,10 +11,10 @@ import glob
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
 import yaml
@@ -108,21 +108,17 @@ MAX_LIST_BYTES: Final = 1 << 24
 _YAML: Final = (".yml", ".yaml")
 
 
-class TargetSink(Protocol):
-    """Receiver of target lists: the scraper."""
-
-    def show(self, source: str, exporters: list[ScrapeTarget]) -> None:
-        """Replace the exporters of `source`."""
-        ...
+ShowTargets = Callable[[str, list[ScrapeTarget]], None]
+"""Replaces the targets of a source: `Scraper.show`."""
 
 
 class ExporterList:
     """One [[exporter_lists]] section: reads its files or its URL repeatedly."""
 
-    def __init__(self, section: ExporterListSection, fetch: PageFetcher, sink: TargetSink) -> None:
+    def __init__(self, section: ExporterListSection, fetch: PageFetcher, show: ShowTargets) -> None:
         self._section = section
         self._fetch = fetch
-        self._sink = sink
+        self._show = show
         self._source = str(section.file or section.url)
         self._good: dict[str, list[ScrapeTarget]] = {}
         self._errors: dict[str, str] = {}  # the last logged error by place
@@ -148,7 +144,7 @@ class ExporterList:
                     self._errors[place] = str(error)
                     log.warning("exporter list %s cannot be read, using its last valid content: %s", place, error)
         if self._good != before:
-            self._sink.show(self._source, [one for found in self._good.values() for one in found])
+            self._show(self._source, [one for found in self._good.values() for one in found])
 
     async def _text(self, place: str) -> bytes:
         if self._section.url is None:

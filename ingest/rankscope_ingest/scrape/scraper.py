@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from rankscope_ingest.base.errors import DecodeError, FetchError
 from rankscope_ingest.scrape.discovery import ScrapeTarget
-from rankscope_ingest.scrape.http import TEXT, Document
+from rankscope_ingest.scrape.http import TEXT, PageFetcher
 from rankscope_ingest.scrape.parser import Page, PageReader, PageRows
 from rankscope_ingest.scrape.reference_parser import OPENMETRICS
 from rankscope_ingest.scrape.sample_table import Scrape
@@ -38,14 +38,6 @@ MAX_CONCURRENT: Final = 64
 MAX_CONCURRENT_FAILING: Final = 32
 
 log = logging.getLogger(__name__)
-
-
-class Fetch(Protocol):
-    """Source of pages: HTTP, or recorded pages in tests."""
-
-    async def get(self, url: str, *, accept: str, timeout_seconds: float, max_bytes: int) -> Document:
-        """Return a document. Raises FetchError."""
-        ...
 
 
 class Sink(Protocol):
@@ -115,7 +107,7 @@ class Followed:
 class Scraper:
     """Scrapes the exporters that the sources of targets name. `clock` is monotonic seconds, `wall` UTC µs."""
 
-    def __init__(self, fetch: Fetch, sink: Sink, *, clock: Callable[[], float], wall: Callable[[], int]) -> None:
+    def __init__(self, fetch: PageFetcher, sink: Sink, *, clock: Callable[[], float], wall: Callable[[], int]) -> None:
         self._fetch = fetch
         self._sink = sink
         self._clock = clock

@@ -62,7 +62,7 @@ class ExternalExporters:
         """Scrape while inside."""
         async with self._fetcher:
             self._scraper.show("[[exporters]]", map(configured, self._config.exporters))
-            lists = [ExporterList(one, self._fetcher, self._scraper) for one in self._config.exporter_lists]
+            lists = [ExporterList(one, self._fetcher, self._scraper.show) for one in self._config.exporter_lists]
             watching = [asyncio.create_task(one.run()) for one in lists]
             try:
                 yield
