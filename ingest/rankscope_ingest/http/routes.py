@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import Any, Final, Protocol
 
@@ -15,9 +15,8 @@ from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.detect.stall_handler import RankAnswer, parse_stacks_request
 from rankscope_ingest.http.http_sd import per_node, per_rank
 from rankscope_ingest.network.auth import OwnName, challenge, refuse_web_pages, token_guard
-from rankscope_ingest.reporting.progress import RunProgress
-from rankscope_ingest.runs.target import Target
 from rankscope_ingest.status_page.assets import PAGE_HEADERS
+from rankscope_ingest.status_page.collect import Parts
 from rankscope_ingest.status_page.model import Status
 from rankscope_ingest.status_page.page import page
 from rankscope_ingest.targets.registry import parse_registration
@@ -32,7 +31,7 @@ _STACKS_REFUSED: Final = (
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Backend(Protocol):
+class Backend(Parts, Protocol):
     """The service, as far as the routes use it."""
 
     async def register(self, registration: Registration) -> RegistrationReply:
@@ -55,28 +54,12 @@ class Backend(Protocol):
         """Respond to a remote write request. Raises RegistrationError."""
         ...
 
-    def targets(self) -> Iterable[Target]:
-        """Return all targets."""
-        ...
-
-    def exporters(self) -> Iterable[Mapping[str, object]]:
-        """Return the state of each external exporter."""
-        ...
-
     async def current_status(self) -> Status:
         """Return the status of service, runs, targets and exporters."""
         ...
 
-    def runs(self) -> Iterable[RunProgress]:
-        """Return the progress of each run."""
-        ...
-
     def metrics_page(self) -> bytes:
         """Return the metrics of the service in text format."""
-        ...
-
-    def degraded(self) -> str | None:
-        """Return why the service is degraded, or None."""
         ...
 
 

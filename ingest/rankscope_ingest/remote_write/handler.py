@@ -8,6 +8,7 @@ requests that this process remembers, and after a restart among the receipts of 
 from __future__ import annotations
 
 import asyncio
+import email.message
 import hashlib
 import logging
 from collections.abc import Callable
@@ -54,20 +55,14 @@ async def answer(receiver: RemoteWrite, counts: ServiceMetrics, request: web.Req
 
 
 def _check_form(request: web.Request) -> None:
-    message = _parameter(request.headers.get("Content-Type", ""), "proto")
+    header = email.message.Message()
+    header["Content-Type"] = request.headers.get("Content-Type", "")
+    message = header.get_param("proto")
     if request.content_type != "application/x-protobuf" or message not in {None, _MESSAGE}:
         raise RegistrationError(415, f"{message or request.content_type} is not supported: {_SUPPORTED}")
     encoding = request.headers.get("Content-Encoding", "snappy").lower()
     if encoding != "snappy":
         raise RegistrationError(415, f"Content-Encoding {encoding} is not supported: {_SUPPORTED}")
-
-
-def _parameter(content_type: str, name: str) -> str | None:
-    for part in content_type.split(";")[1:]:
-        key, _, value = part.partition("=")
-        if key.strip().lower() == name:
-            return value.strip().strip('"')
-    return None
 
 
 async def _body(receiver: RemoteWrite, request: web.Request) -> tuple[bytes, int]:

@@ -238,11 +238,8 @@ def check_registration(registration: Registration) -> None:
 
 
 def _wrong_fields(registration: Registration) -> Iterable[str]:
-    for name in _TEXTS:
-        if not isinstance(getattr(registration, name), str):
-            yield f"{name} must be text"
-    for name in _OPTIONAL_TEXTS:
-        if not isinstance(getattr(registration, name), str | None):
+    for name in _TEXTS + _OPTIONAL_TEXTS:
+        if not isinstance(getattr(registration, name), str | None if name in _OPTIONAL_TEXTS else str):
             yield f"{name} must be text"
     for name in _INTEGERS + _OPTIONAL_INTEGERS:
         value = getattr(registration, name)
