@@ -95,27 +95,15 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Poll intervals, in seconds. `targets` returns the number of targets that are polled with this pace."""
+    """Poll intervals, in seconds, of a service with this flush interval and number of targets.
+
+    A rank whose ring is nearly empty is polled less often, because the cost of a poll hardly depends on its records.
+    """
 
     poll_seconds: float
     max_backoff_seconds: float
-    calm_seconds: float = 0.0  # while the ring is nearly empty: the cost of a poll hardly depends on its records
+    flush_after_seconds: float = 0.0
     targets: Callable[[], int] = lambda: 1
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        poll_seconds: float,
-        max_backoff_seconds: float,
-        flush_after_seconds: float,
-        targets: Callable[[], int] = lambda: 1,
-    ) -> Pace:
-        """Return the pace for a service with this flush interval."""
-        calm = min(_CALM_POLLS * poll_seconds, _CALM_SHARE * flush_after_seconds)
-        return cls(
-            poll_seconds=poll_seconds, max_backoff_seconds=max_backoff_seconds, calm_seconds=calm, targets=targets
-        )
 
     def offset(self, incarnation: str, interval: float) -> float:
         """Return the offset of this target in the interval. Groups are spread evenly; a restart changes nothing."""
@@ -128,7 +116,9 @@ class Pace:
             return min(DRAINING_POLL_SECONDS, self.poll_seconds)  # before that, it waits for a commit, which pokes
         if target.ring_fill > 0.5:
             return self.poll_seconds * _FAST_SHARE
-        interval = max(self.calm_seconds, self.poll_seconds) if _is_calm(target) else self.poll_seconds
+        interval = self.poll_seconds
+        if target.health is Health.UP and target.cursor >= 0 and target.ring_fill <= _CALM_FILL:
+            interval = max(interval, min(_CALM_POLLS * interval, _CALM_SHARE * self.flush_after_seconds))
         return interval - (now - self.offset(target.incarnation, interval)) % interval
 
     def after_failure(self, failures_in_row: int, jitter: float, retry_after: float | None) -> float:
@@ -142,10 +132,6 @@ def _place(incarnation: str) -> float:
     """Return a pseudo-random number in [0, 1) that depends only on the process."""
     digest = hashlib.sha256(incarnation.encode()).digest()
     return int.from_bytes(digest[:4], "big") / (1 << 32)
-
-
-def _is_calm(target: Target) -> bool:
-    return target.health is Health.UP and target.cursor >= 0 and target.ring_fill <= _CALM_FILL
 
 
 class TargetLoop:

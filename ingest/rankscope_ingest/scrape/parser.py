@@ -6,7 +6,7 @@ Not thread-safe. Memory is bounded by the pages of the known targets: a layout i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -56,13 +56,15 @@ class PageRows:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The layout of a target's page, and the columns that are equal for all pages with this layout."""
+    """The layout of a target's page, and the samples of the page from which it was learnt."""
 
     layout: Layout
     target_labels: tuple[tuple[str, str], ...]
-    metrics: pa.Array
-    labels: pa.Array
-    doubled: int
+    rows: PageRows
+
+    def with_values(self, values: npt.NDArray[np.float64]) -> PageRows:
+        """Return the samples of another page with this layout."""
+        return replace(self.rows, values=pa.array(values), exact=False)
 
 
 @dataclass(slots=True)
@@ -89,7 +91,7 @@ class PageReader:
             chosen = [one for place in group if (one := known[place]) is not None]
             numbers = _numbers_of([pages[place].body for place in group], [one.layout for one in chosen])
             for place, one, values in zip(group, chosen, numbers, strict=True):
-                result[place] = None if values is None else _rows(one, values)
+                result[place] = None if values is None else one.with_values(values)
         return result
 
     def _layout_of(self, page: Page) -> _Known | None:
@@ -108,22 +110,20 @@ class PageReader:
         labels = [canonical_labels(_merged(sample.labels, own)) for sample in samples]
         taken = _first_ones(samples, labels)
         chosen = [samples[place] for place in taken]
-        metrics = pa.array([sample.metric for sample in chosen], pa.string()).dictionary_encode()
-        texts = pa.array([labels[place] for place in taken], pa.string()).dictionary_encode()
-        doubled = len(samples) - len(taken)
+        times = [sample.ts for sample in chosen]
+        rows = PageRows(
+            metrics=pa.array([sample.metric for sample in chosen], pa.string()).dictionary_encode(),
+            labels=pa.array([labels[place] for place in taken], pa.string()).dictionary_encode(),
+            values=pa.array([sample.value for sample in chosen], pa.float64()),
+            ts=None if all(ts is None for ts in times) else pa.array(times, pa.timestamp("us", "UTC")),
+            doubled=len(samples) - len(taken),
+            exact=True,
+        )
         self._known.pop(page.target, None)
         layout = None if page.openmetrics or page.body.startswith(_BOM) else learn(page.body, samples, taken)
         if layout is not None:
-            self._known[page.target] = _Known(layout, page.labels, metrics, texts, doubled)
-        times = [sample.ts for sample in chosen]
-        return PageRows(
-            metrics=metrics,
-            labels=texts,
-            values=pa.array([sample.value for sample in chosen], pa.float64()),
-            ts=None if all(ts is None for ts in times) else pa.array(times, pa.timestamp("us", "UTC")),
-            doubled=doubled,
-            exact=True,
-        )
+            self._known[page.target] = _Known(layout, page.labels, rows)
+        return rows
 
 
 def _has_lines_of(body: bytes, layout: Layout) -> bool:
@@ -153,17 +153,6 @@ def _numbers_of(bodies: Sequence[bytes], layouts: Sequence[Layout]) -> list[npt.
         return list(np.split(values, np.cumsum([len(layout.taken) for layout in layouts])[:-1]))
     middle = len(bodies) // 2
     return _numbers_of(bodies[:middle], layouts[:middle]) + _numbers_of(bodies[middle:], layouts[middle:])
-
-
-def _rows(known: _Known, values: npt.NDArray[np.float64]) -> PageRows:
-    return PageRows(
-        metrics=known.metrics,
-        labels=known.labels,
-        values=pa.array(values),
-        ts=None,
-        doubled=known.doubled,
-        exact=False,
-    )
 
 
 def _merged(labels: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:

@@ -37,7 +37,7 @@ class Polling:
         self._monitor = monitor
         self._sink = RecordSink(monitor)
         self._plans = PlanCache()
-        self._pace = Pace.of(
+        self._pace = Pace(
             poll_seconds=config.ingest.poll_seconds,
             max_backoff_seconds=config.ingest.max_backoff_seconds,
             flush_after_seconds=config.ingest.flush_after_seconds,

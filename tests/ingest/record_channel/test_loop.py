@@ -67,7 +67,7 @@ def test_filling_ring_and_draining_rank_are_polled_sooner():
     [(10.0, 0.1, 5.0), (60.0, 0.1, 5.0), (10.0, 0.26, 2.0), (5.0, 0.1, 2.5), (1.0, 0.1, 2.0)],
 )
 def test_nearly_empty_ring_is_polled_less_often_but_twice_per_flush(flush_after, ring_fill, interval):
-    pace = Pace.of(poll_seconds=2.0, max_backoff_seconds=30.0, flush_after_seconds=flush_after)
+    pace = Pace(poll_seconds=2.0, max_backoff_seconds=30.0, flush_after_seconds=flush_after)
     one = target(health=Health.UP, cursor=7, ring_fill=ring_fill)
     first = pace.after_answer(one, 100.0)
 
@@ -77,7 +77,7 @@ def test_nearly_empty_ring_is_polled_less_often_but_twice_per_flush(flush_after,
 
 
 def test_rank_without_received_records_is_polled_at_the_normal_interval():
-    pace = Pace.of(poll_seconds=2.0, max_backoff_seconds=30.0, flush_after_seconds=10.0)
+    pace = Pace(poll_seconds=2.0, max_backoff_seconds=30.0, flush_after_seconds=10.0)
 
     assert 2.0 >= max(pace.after_answer(target(health=Health.UP), now / 10) for now in range(50))
 
