@@ -111,19 +111,12 @@ def halves(batch: PendingBatch) -> tuple[PendingBatch, PendingBatch] | None:
 
 
 def _joined(listed: list[PendingBatch]) -> PendingBatch:
-    pieces: dict[str, tuple[pa.Table, ...]] = {}
+    pieces = [(dataset, table) for part in listed for dataset, tables in part.pieces.items() for table in tables]
+    bodies = tuple(body for part in listed for body in part.bodies)
     watermarks: dict[str, int] = {}
     for part in listed:
         watermarks |= part.watermarks  # in order: a later body of a process has a higher seq
-        for dataset, tables in part.pieces.items():
-            pieces[dataset] = pieces.get(dataset, ()) + tables
-    return PendingBatch(
-        pieces=pieces,
-        bodies=tuple(body for part in listed for body in part.bodies),
-        watermarks=watermarks,
-        rows=sum(part.rows for part in listed),
-        info=listed[0].info,
-    )
+    return _part(listed[0], pieces, bodies, watermarks)
 
 
 def _part(batch: PendingBatch, pieces: list[tuple[str, pa.Table]], bodies: Any, watermarks: Any) -> PendingBatch:

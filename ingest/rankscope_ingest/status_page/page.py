@@ -83,15 +83,15 @@ def _service(service: ServiceStatus, targets: Sequence[TargetStatus]) -> Iterato
     }
     facts |= {_remote_name(name): count(value) for name, value in service.remote.items()}
     yield "<dl>"
-    yield from _service_facts(facts)
+    yield from _facts_html(facts.items())
     yield "</dl>"
     yield '<dl class="wide">'
-    yield from _service_facts({"store": f"<code>{text(service.store)}</code>, shard {text(service.shard)}"})
+    yield from _facts_html([("store", f"<code>{text(service.store)}</code>, shard {text(service.shard)}")])
     yield "</dl>"
 
 
-def _service_facts(facts: Mapping[str, str]) -> Iterator[str]:
-    for name, value in facts.items():
+def _facts_html(facts: Iterable[tuple[str, str]]) -> Iterator[str]:
+    for name, value in facts:
         yield f"<div><dt>{text(name)}</dt><dd>{value}</dd></div>"
 
 
@@ -170,8 +170,7 @@ def article(run: RunStatus, targets: Sequence[TargetStatus], budget: Budget) -> 
     if run.note:
         yield f'<p class="note">{"<br>".join(map(text, run.note.splitlines()))}</p>'
     yield "<dl>"
-    for name, value in _facts(run):
-        yield f"<div><dt>{name}</dt><dd>{value}</dd></div>"
+    yield from _facts_html(_facts(run))
     yield "</dl>"
     yield from target_tables(progress.run, targets, budget, attempt=progress.attempt)
     yield "</article>"
