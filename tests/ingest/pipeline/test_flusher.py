@@ -230,7 +230,7 @@ async def test_unwritable_store_pauses_polls_and_loses_no_row(start_service, fak
 
         async def degraded():
             status, text = await service.get("/healthz")
-            return text if (status == 503 and "pulling waits" in text) or "takes nothing" in text else None
+            return text if (status == 503 and "pulling waits" in text) or "commits fail" in text else None
 
         await eventually(degraded)
         await eventually(lambda: service.snapshots and service.snapshots[-1].rows_pending >= 20)

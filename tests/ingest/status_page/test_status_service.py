@@ -156,7 +156,7 @@ async def test_expired_registration_is_gone_and_can_return(start_service, fake_r
 
     assert 409 == refused[0]
     assert "already has a live rank 0 of launch 'launch': process 1000 on here." in refused[1]
-    assert "Give this process its own rank or RANKSCOPE_RUN, or end the other one" in refused[1]
+    assert "Give this process another rank or RANKSCOPE_RUN, or end the other process" in refused[1]
     assert "1 gone</summary>" in page
     assert [] == discovered
     assert ("failed", True) == (failed["state"], "rank 0" in failed["reason"])

@@ -40,7 +40,7 @@ async def test_tags_are_refreshed_and_kept_while_the_store_cannot_be_read(root, 
             broken.setattr(tags_cache, "_LABELS", "no SQL")
             now[0] *= 2
             assert {"r": Labels({"a": "1"}, "n")} == await reader.fresh()
-        assert "labels of runs cannot be read, it is tried again" in caplog.text
+        assert "tags of runs cannot be read, retrying at the next request" in caplog.text
         now[0] *= 2
         assert {"r": Labels({"a": "1"}, None)} == await reader.fresh()
     finally:
