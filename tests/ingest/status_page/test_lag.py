@@ -56,7 +56,7 @@ def test_observations_are_bounded_and_keep_the_oldest_one():
         clock.look([rank], float(second))
 
     assert 20_000.0 == clock.seconds(rank, 20_000.0)
-    assert len(clock._looks["i"]) <= MAX_OBSERVATIONS
+    assert len(clock._observations["i"]) <= MAX_OBSERVATIONS
 
 
 @settings(max_examples=40)
