@@ -1,4 +1,4 @@
-"""Fetch of a large page over loopback: CPU time of the client, with our threads and with aiohttp."""
+"""CPU time of fetching a page over loopback with the HTTP client of the service."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 
-import aiohttp
 from _rows import Row, print_rows
 
 from rankscope_ingest.scrape.http import TEXT, PageFetcher
 
 BYTES = (20_000, 200_000, 1_800_000)
-"""Sizes of pages in bytes. The last one is the size for an exporter with 15,000 series."""
+"""The last is the size of a page with 15,000 series."""
 
 ROUNDS, PAUSE_SECONDS = 60, 0.01
 ANYWHERE_HERE = [ipaddress.ip_network("127.0.0.0/8")]
@@ -53,26 +52,15 @@ def run() -> list[Row]:
 
 async def _measure(url: str) -> list[Row]:
     rows = []
-    async with PageFetcher(networks=ANYWHERE_HERE) as fetcher, aiohttp.ClientSession() as session:
+    async with PageFetcher(networks=ANYWHERE_HERE) as fetcher:
 
-        async def by_threads(page: str, size: int) -> None:
+        async def get(page: str, size: int) -> None:
             await fetcher.get(page, accept=TEXT, timeout_seconds=5, max_bytes=size)
-
-        async def by_aiohttp(page: str, size: int) -> None:
-            async with session.get(page) as answer:
-                assert len(await answer.read()) == size
 
         idle = await _cpu_milliseconds(_nothing, url, 0)
         for size in BYTES:
-            ours, theirs = [], []
-            for _ in range(3):  # in turn: the machine is not always as fast
-                ours.append(await _cpu_milliseconds(by_threads, f"{url}/{size}", size) - idle)
-                theirs.append(await _cpu_milliseconds(by_aiohttp, f"{url}/{size}", size) - idle)
-            mine, other = statistics.median(ours), statistics.median(theirs)
-            rows += [
-                Row(f"{size / 1e6:g} MB, by threads", mine, "ms CPU", f"{other / mine:.2f} x less"),
-                Row(f"{size / 1e6:g} MB, aiohttp", other, "ms CPU", "median of three times 60"),
-            ]
+            found = [await _cpu_milliseconds(get, f"{url}/{size}", size) - idle for _ in range(3)]
+            rows.append(Row(f"{size / 1e6:g} MB", statistics.median(found), "ms CPU", "median of three times 60"))
     return rows
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import remote_write as pushing
 from _rows import Row
 
-from rankscope_ingest.base.protobuf import field, number_field, packed, unpacked
+from rankscope_ingest.base.protobuf import MESSAGES, packed, unpacked
 from rankscope_storage.connection import connect
 
 SECONDS = int(os.environ.get("RANKSCOPE_BENCH_SECONDS", "45"))
@@ -103,11 +103,13 @@ def _caught_up(port: int, end: int, theirs: dict[bytes, list[bytes]]) -> dict[by
 
 def _asked(port: int, end: int) -> dict[bytes, list[bytes]]:
     """Return the samples of each series as they came, by the labels as they came."""
-    matcher = number_field(1, REGEX) + field(2, b"__name__") + field(3, b"node_.*|up")
-    query = number_field(1, end - 86_400_000) + number_field(2, end) + field(3, matcher)
+    request = MESSAGES["ReadRequest"]()
+    query = request.queries.add(start_timestamp_ms=end - 86_400_000, end_timestamp_ms=end)
+    query.matchers.add(type=REGEX, name="__name__", value="node_.*|up")
+    body = packed(request.SerializeToString())
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
     address = f"http://127.0.0.1:{port}/api/v1/read"
-    with urllib.request.urlopen(urllib.request.Request(address, packed(field(1, query)), headers)) as answer:
+    with urllib.request.urlopen(urllib.request.Request(address, body, headers)) as answer:
         message = pushing.message_class("ReadResponse").FromString(unpacked(answer.read(), 1 << 30))
     return {
         b"".join(label.SerializeToString() for label in series.labels): [

@@ -1,126 +1,122 @@
-"""Protobuf's wire format and snappy's blocks, as far as Prometheus' few messages need them. Pure.
+"""Prometheus' remote read and remote write messages, parsed by google.protobuf, and snappy's block format.
 
-By hand, as the messages are few and do not change; who reads them says which fields they have.
+The schema follows prompb/remote.proto and prompb/types.proto. Fields that one caller only counts, copies or caches are
+declared as `bytes`: the wire format of `bytes` and of a nested message is the same. TimeSeries is divided for remote
+write: `TimeSeries` has the samples, and `SeriesHead` the other fields, which are unknown fields of `TimeSeries`. What a
+message means is left to `remote_read` and `remote_write`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import pyarrow as pa
+from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 
 from rankscope_ingest.base.errors import DecodeError
 
-VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 _SNAPPY: Final = "snappy"
-_MOST_PACKED: Final = 64
-"""Snappy's longest copy is 64 bytes in three: whoever claims more than this per byte lies about the length."""
+_MAX_COMPRESSION: Final = 64
+"""Largest ratio of a snappy block: its longest copy is 64 bytes, written in three."""
+
+_SCALARS: Final = {"double": 1, "int64": 3, "int32": 5, "string": 9, "bytes": 12}
+"""FieldDescriptorProto.Type by name; any other type is a message of this schema (type 11)."""
+
+_MESSAGES: Final = {
+    "WriteRequest": ("repeated TimeSeries timeseries = 1", "repeated bytes metadata = 3"),
+    "TimeSeries": ("repeated Sample samples = 2",),
+    "SeriesHead": ("repeated bytes labels = 1", "repeated bytes exemplars = 3", "repeated bytes histograms = 4"),
+    "Label": ("string name = 1", "string value = 2"),
+    "Sample": ("double value = 1", "int64 timestamp = 2"),
+    "ReadRequest": ("repeated Query queries = 1", "repeated int32 accepted_response_types = 2"),
+    "Query": (
+        "int64 start_timestamp_ms = 1",
+        "int64 end_timestamp_ms = 2",
+        "repeated LabelMatcher matchers = 3",
+        "ReadHints hints = 4",
+    ),
+    "LabelMatcher": ("int32 type = 1", "string name = 2", "string value = 3"),
+    "ReadHints": ("string func = 2",),
+    "ReadResponse": ("repeated QueryResult results = 1",),
+    "QueryResult": ("repeated bytes timeseries = 1",),
+    "ChunkedReadResponse": ("repeated ChunkedSeries chunked_series = 1", "int64 query_index = 2"),
+    "ChunkedSeries": ("repeated bytes labels = 1", "repeated Chunk chunks = 2"),
+    "Chunk": ("int64 min_time_ms = 1", "int64 max_time_ms = 2", "int32 type = 3", "bytes data = 4"),
+}
 
 
-def unpacked(body: bytes, max_bytes: int) -> bytes:
-    """Return what is in a snappy block. Raises DecodeError, before anything is inflated where that can be."""
-    length, place = varint(body, 0)
-    if length > max_bytes:
-        raise DecodeError(f"the request has {length} bytes; at most {max_bytes} are taken")
-    if length > _MOST_PACKED * (len(body) - place):
-        raise DecodeError(f"the body is no snappy block: {len(body)} bytes cannot hold {length}")
+def _message_classes() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="rankscope/remote.proto", package="prometheus", syntax="proto3")
+    for name, declarations in _MESSAGES.items():
+        fields = file.message_type.add(name=name).field
+        for declaration in declarations:
+            *repeated, kind, field, _, number = declaration.split()
+            one = fields.add(name=field, number=int(number), label=3 if repeated else 1, type=_SCALARS.get(kind, 11))
+            if kind not in _SCALARS:
+                one.type_name = f".prometheus.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"prometheus.{name}")) for name in _MESSAGES
+    }
+
+
+MESSAGES: Final = _message_classes()
+"""Message classes by name."""
+
+
+def parse(name: str, data: bytes) -> Any:
+    """Return the message `name` that is serialized in `data`. Raises DecodeError if `data` is malformed."""
     try:
-        data: bytes = pa.Codec(_SNAPPY).decompress(body, decompressed_size=length, asbytes=True)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DecodeError(f"the body is no snappy block: {error}") from error
+        return MESSAGES[name].FromString(data)
+    except message.DecodeError as error:
+        raise DecodeError(
+            f"not a valid prometheus.{name}: malformed or truncated protobuf, or invalid UTF-8"
+        ) from error
+
+
+def label_bytes(name: str, value: str) -> bytes:
+    """Return one serialized Label."""
+    data: bytes = MESSAGES["Label"](name=name, value=value).SerializeToString()
     return data
 
 
-def packed(message: bytes) -> bytes:
-    """Return `message` as a snappy block."""
-    block: bytes = pa.Codec(_SNAPPY).compress(message, asbytes=True)
+def unpacked(body: bytes, max_bytes: int) -> bytes:
+    """Return the content of a snappy block.
+
+    Raises DecodeError if the block is malformed or its content has more than `max_bytes`. The declared size is checked
+    before anything is decompressed.
+    """
+    size, place = _varint(body)
+    if size > max_bytes:
+        raise DecodeError(f"the uncompressed request has {size} bytes; the limit is {max_bytes} bytes")
+    if size > _MAX_COMPRESSION * (len(body) - place):
+        raise DecodeError(f"not a snappy block: {len(body)} bytes cannot contain {size} bytes")
+    try:
+        data: bytes = pa.Codec(_SNAPPY).decompress(body, decompressed_size=size, asbytes=True)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DecodeError(f"not a snappy block: {error}") from error
+    return data
+
+
+def packed(data: bytes) -> bytes:
+    """Return `data` as a snappy block."""
+    block: bytes = pa.Codec(_SNAPPY).compress(data, asbytes=True)
     return block
 
 
-def fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield (number, integer or bytes) of each field, known or not. Raises DecodeError."""
-    return ((tag >> 3, value) for tag, value in tagged_fields(data))
-
-
-def tagged_fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield (number and wire type, integer or bytes) of each field, known or not. Raises DecodeError."""
-    place = 0
-    while place < len(data):
-        tag, place = varint(data, place)
-        kind = tag & 7
-        if kind == VARINT:
-            value, place = varint(data, place)
-            yield tag, value
-            continue
-        if kind == LENGTH:
-            length, place = varint(data, place)
-        elif kind in {FIXED64, FIXED32}:
-            length = 8 if kind == FIXED64 else 4
-        else:
-            raise DecodeError(f"a field of wire type {kind} is none of protobuf's")
-        if place + length > len(data):
-            raise DecodeError("the message ends in the middle of a field")
-        yield tag, data[place : place + length]
-        place += length
-
-
-def varint(data: bytes, place: int) -> tuple[int, int]:
-    """Return the number at `place`, and the place behind it. Raises DecodeError."""
+def _varint(data: bytes) -> tuple[int, int]:
+    """Return the varint at the start of `data` and its length in bytes. Raises DecodeError if it is truncated."""
     value = 0
-    for shift in range(0, 70, 7):
-        if place >= len(data):
-            raise DecodeError("the message ends in the middle of a number")
-        octet = data[place]
-        place += 1
-        value |= (octet & 0x7F) << shift
+    for place, octet in enumerate(data[:10]):
+        value |= (octet & 0x7F) << 7 * place
         if octet < 0x80:
-            return value & 0xFFFF_FFFF_FFFF_FFFF, place
-    raise DecodeError("a number of the message is longer than 64 bits")
-
-
-def varints(data: bytes) -> Iterator[int]:
-    """Yield numbers that stand one behind the other."""
-    place = 0
-    while place < len(data):
-        value, place = varint(data, place)
-        yield value
-
-
-def signed(value: Any) -> int:
-    """Return a field as an int64."""
-    if not isinstance(value, int):
-        raise DecodeError("the message has bytes where a number belongs")
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def octets(value: Any) -> bytes:
-    """Return a field as bytes."""
-    if not isinstance(value, bytes):
-        raise DecodeError("the message has a number where a message belongs")
-    return value
-
-
-def text(value: Any) -> str:
-    """Return a field as text."""
-    try:
-        return octets(value).decode()
-    except UnicodeDecodeError as error:
-        raise DecodeError("a label of the message is not UTF-8") from error
-
-
-def field(number: int, data: bytes) -> bytes:
-    """Return a field of bytes as it is written."""
-    return bytes([number << 3 | LENGTH]) + as_varint(len(data)) + data
-
-
-def number_field(number: int, value: int) -> bytes:
-    """Return a field of an integer as it is written."""
-    return bytes([number << 3 | VARINT]) + as_varint(value & 0xFFFF_FFFF_FFFF_FFFF)
+            return value, place + 1
+    raise DecodeError("not a snappy block: the size at its start is truncated or longer than 64 bits")
 
 
 def as_varint(value: int) -> bytes:
-    """Return `value`, which is not negative, as a number of the wire."""
+    """Return a non-negative integer as a varint."""
     written = bytearray()
     while value > 0x7F:
         written.append(value & 0x7F | 0x80)

@@ -30,9 +30,9 @@ class RecordSink:
         self._monitor = monitor
 
     @property
-    def room(self) -> PollBudget:
+    def poll_budget(self) -> PollBudget:
         """Return the limit of the bytes that all loops together may request."""
-        return self._monitor.room
+        return self._monitor.poll_budget
 
     def ordinals(self, count: int) -> int:
         """Return the first of `count` new arrival numbers."""
@@ -99,7 +99,7 @@ class RecordSink:
         monitor.batcher.add(tables, now)
         target.cursor, target.last_ts = body.last, body.last_ts
         target.uncommitted.append((body.last, body.rows))
-        monitor.room.learn(records=body.records, rows=body.rows, size=inflated)
+        monitor.poll_budget.learn(records=body.records, rows=body.rows, size=inflated)
         monitor.metrics.count(RECORDS_INGESTED, body.records)
         monitor.metrics.count(BYTES_INGESTED, size)
         monitor.metrics.fired(key[0], rank, firings(events))

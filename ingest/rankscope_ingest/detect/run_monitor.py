@@ -84,7 +84,7 @@ class RunMonitor:
         self.replicas = DivergenceTracker(history.diverged)
         self.replicas.add(history.hashes, history.read_at)
         self.batcher = batcher
-        self.room = PollBudget(
+        self.poll_budget = PollBudget(
             lambda: batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=config.ingest.max_bytes
         )
         self.metrics = metrics

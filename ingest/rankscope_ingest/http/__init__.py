@@ -1,1 +1,1 @@
-"""The service's HTTP routes, and Prometheus' HTTP service discovery."""
+"""HTTP routes of the service, and HTTP service discovery for Prometheus."""

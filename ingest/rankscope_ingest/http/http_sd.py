@@ -1,4 +1,4 @@
-"""What Prometheus is told by http_sd: a target per rank, or one per node for ranks that show a page together. Pure."""
+"""Targets for Prometheus' http_sd: one per rank, or one per node for ranks with a common page. Pure."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from rankscope_contract.protocol.channel import NODE_METRICS_PATH
 from rankscope_ingest.runs.target import Health, Target
 
 _JOB: Final = "rankscope"
-_TRUST: Final = {Health.UP: 0, Health.DRAINING: 1, Health.PENDING: 2, Health.FAILING: 3}
-"""Which rank is asked for the node's page: one that answers the service is likely to answer Prometheus too."""
+_PREFERENCE: Final = {Health.UP: 0, Health.DRAINING: 1, Health.PENDING: 2, Health.FAILING: 3}
+"""Order of ranks for the page of a node: a rank that responds to the service is likely to respond to Prometheus."""
 
 
 def per_rank(targets: Iterable[Target]) -> list[dict[str, Any]]:
-    """Return every live rank's own page."""
+    """Return the page of every live rank."""
     return [_target(target, target.name) for target in targets if _has_page(target)]
 
 
 def per_node(targets: Iterable[Target]) -> list[dict[str, Any]]:
-    """Return one page per run and host, and the own pages of ranks that share none."""
+    """Return one page per run and host, and the separate pages of ranks without a node page."""
     nodes: dict[tuple[str, str], dict[tuple[str, str], list[Target]]] = defaultdict(lambda: defaultdict(list))
     found = []
     for target in targets:
-        who = target.registration
+        registration = target.registration
         if not _has_page(target):
             continue
-        if who.node:
-            nodes[who.run, who.host][who.launch_id, who.node].append(target)
+        if registration.node:
+            nodes[registration.run, registration.host][registration.launch_id, registration.node].append(target)
         else:
             found.append(_target(target, target.name))
     for (run, host), groups in nodes.items():
-        chosen = _speakers(groups.values())
+        chosen = _page_ranks(groups.values())
         for position, target in enumerate(chosen):
-            # Containers with one host name have a page each; the first keeps the plain name.
+            # Containers with the same host name have separate pages; the first one has the plain name.
             instance = f"{run}@{host}" + (f"/{position}" if position else "")
             found.append(_target(target, instance, __metrics_path__=NODE_METRICS_PATH))
     return found
 
 
 def _has_page(target: Target) -> bool:
-    """Return whether the process lives: of a dead one whose spool another reads out, the page is that other's."""
+    """Return whether the process is alive. A dead process has no page, although another process serves its spool."""
     return target.health is not Health.GONE and target.registration.served_by is None
 
 
-def _speakers(groups: Iterable[list[Target]]) -> list[Target]:
-    """Return one rank of each group; a group that fails as a whole beside one that does not is a launch that ended."""
-    best = [min(group, key=lambda target: (_TRUST[target.health], target.registration.rank)) for group in groups]
+def _page_ranks(groups: Iterable[list[Target]]) -> list[Target]:
+    """Return one rank of each group, without groups that fail completely if another one does not."""
+    best = [min(group, key=lambda target: (_PREFERENCE[target.health], target.registration.rank)) for group in groups]
     alive = [target for target in best if target.health is not Health.FAILING]
     return sorted(alive or best, key=lambda target: target.registration.rank)
 

@@ -1,137 +1,91 @@
-"""The service's HTTP side: registration and pokes of ranks, discovery for Prometheus, its state as page and JSON."""
+"""HTTP routes of the service: registration and pokes of ranks, discovery for Prometheus, status page and JSON API."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import Any, Final, Protocol
 
 from aiohttp import web
 
-from rankscope_contract.protocol.channel import (
-    EXPORTERS_PATH,
-    HEALTH_PATH,
-    METRICS_PATH,
-    PAGE_PATH,
-    POKE_PATH,
-    REGISTER_PATH,
-    REMOTE_READ_PATH,
-    REMOTE_WRITE_PATH,
-    RUN_STACKS_PATH,
-    RUNS_PATH,
-    SERVICE_DISCOVERY_PATH,
-    STATUS_PATH,
-    TARGETS_PATH,
-    Registration,
-    RegistrationReply,
-)
+from rankscope_contract.protocol import channel
+from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.detect.stall_handler import RankAnswer, parse_stacks_request
 from rankscope_ingest.http.http_sd import per_node, per_rank
 from rankscope_ingest.network.auth import OwnName, challenge, refuse_web_pages, token_guard
-from rankscope_ingest.reporting.progress import RunProgress
-from rankscope_ingest.runs.target import Target
 from rankscope_ingest.status_page.assets import PAGE_HEADERS
+from rankscope_ingest.status_page.collect import Parts
 from rankscope_ingest.status_page.model import Status
 from rankscope_ingest.status_page.page import page
 from rankscope_ingest.targets.registry import parse_registration
 
 MAX_REQUEST_BYTES: Final = 1 << 20
 _PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-_PATHS: Final = (
-    PAGE_PATH,
-    STATUS_PATH,
-    REGISTER_PATH,
-    POKE_PATH,
-    SERVICE_DISCOVERY_PATH,
-    TARGETS_PATH,
-    RUNS_PATH,
-    EXPORTERS_PATH,
-    REMOTE_READ_PATH,
-    REMOTE_WRITE_PATH,
-    HEALTH_PATH,
-    METRICS_PATH,
-)
 _STACKS_REFUSED: Final = (
-    "stacks show where processes stand, and are given only where a token is set: set [service] token, and"
+    "stacks show the code that processes execute and require a token: set [service] token, and"
     " RANKSCOPE_TOKEN for the ranks and for this command"
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Backend(Protocol):
-    """The service as its HTTP side sees it."""
+class Backend(Parts, Protocol):
+    """The service, as far as the routes use it."""
 
     async def register(self, registration: Registration) -> RegistrationReply:
-        """Take a registration. Raises RegistrationError."""
+        """Accept a registration. Raises RegistrationError."""
         ...
 
     def poke(self, incarnation: str) -> bool:
-        """Pull a target at once; False when it is unknown."""
+        """Poll a target immediately; return False if it is unknown."""
         ...
 
     async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
-        """Have the live ranks of an attempt, or those named, say where they stand."""
+        """Return the stacks of the live ranks of an attempt, or of `ranks`."""
         ...
 
     async def remote_read(self, request: web.Request) -> web.StreamResponse:
-        """Answer Prometheus' remote read. Raises RegistrationError."""
+        """Respond to a remote read request. Raises RegistrationError."""
         ...
 
     async def remote_write(self, request: web.Request) -> web.Response:
-        """Take what Prometheus' remote write pushes. Raises RegistrationError."""
+        """Respond to a remote write request. Raises RegistrationError."""
         ...
 
-    def targets(self) -> Iterable[Target]:
-        """Return all targets."""
-        ...
-
-    def exporters(self) -> Iterable[Mapping[str, object]]:
-        """Return how each exporter of others stands."""
-        ...
-
-    async def standing(self) -> Status:
-        """Return how everything stands."""
-        ...
-
-    def runs(self) -> Iterable[RunProgress]:
-        """Return where each run stands."""
+    async def current_status(self) -> Status:
+        """Return the status of service, runs, targets and exporters."""
         ...
 
     def metrics_page(self) -> bytes:
-        """Return the page for Prometheus."""
-        ...
-
-    def degraded(self) -> str | None:
-        """Return why the service cannot do its work, or None."""
+        """Return the metrics of the service in text format."""
         ...
 
 
 def make_application(backend: Backend, token: str | None, is_own_name: OwnName | None) -> web.Application:
-    """Return the application; with a token, everything but the health page asks for it.
+    """Return the application. With a token, every path except the health page requires it.
 
-    Where `is_own_name` is given, it says which hosts in a request are this service.
+    `is_own_name` returns whether a host name in a request is one of this service; None allows all names.
     """
     routes = _Routes(backend, has_token=token is not None)
-    guards = [_plain_errors, token_guard(token), refuse_web_pages(is_own_name)]
+    guards = [_errors_as_text, token_guard(token), refuse_web_pages(is_own_name)]
     application = web.Application(middlewares=guards, client_max_size=MAX_REQUEST_BYTES)
     application.add_routes(
         [
-            web.post(REGISTER_PATH, routes.register),
-            web.post(POKE_PATH, routes.poke),
-            web.post(RUN_STACKS_PATH, routes.stacks),
-            web.post(REMOTE_READ_PATH, backend.remote_read),
-            web.post(REMOTE_WRITE_PATH, backend.remote_write),
-            web.get(SERVICE_DISCOVERY_PATH, routes.discovery),
-            web.get(PAGE_PATH, routes.page),
-            web.get(STATUS_PATH, routes.status),
-            web.get(TARGETS_PATH, routes.targets),
-            web.get(RUNS_PATH, routes.runs),
-            web.get(EXPORTERS_PATH, routes.exporters),
-            web.get(HEALTH_PATH, routes.health),
-            web.get(METRICS_PATH, routes.metrics),
+            web.post(channel.REGISTER_PATH, routes.register),
+            web.post(channel.POKE_PATH, routes.poke),
+            web.post(channel.RUN_STACKS_PATH, routes.stacks),
+            web.post(channel.REMOTE_READ_PATH, backend.remote_read),
+            web.post(channel.REMOTE_WRITE_PATH, backend.remote_write),
+            web.get(channel.SERVICE_DISCOVERY_PATH, routes.discovery),
+            web.get(channel.PAGE_PATH, routes.page),
+            web.get(channel.STATUS_PATH, routes.status),
+            web.get(channel.TARGETS_PATH, routes.targets),
+            web.get(channel.RUNS_PATH, routes.runs),
+            web.get(channel.EXPORTERS_PATH, routes.exporters),
+            web.get(channel.HEALTH_PATH, routes.health),
+            web.get(channel.METRICS_PATH, routes.metrics),
         ]
     )
     return application
@@ -151,7 +105,7 @@ class _Routes:
         try:
             incarnation = json.loads(await request.read())["incarnation"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise RegistrationError(400, 'a poke is a JSON object such as {"incarnation": "…"}') from error
+            raise RegistrationError(400, 'a poke must be a JSON object such as {"incarnation": "…"}') from error
         if not self._backend.poke(str(incarnation)):
             raise RegistrationError(404, f"no process {incarnation!r} is registered: register first")
         return web.Response(status=204)
@@ -162,7 +116,7 @@ class _Routes:
         run, ranks = parse_stacks_request(await request.read())
         progress = {progress.run: progress for progress in self._backend.runs()}
         if run not in progress:
-            raise RegistrationError(404, f"no run {run!r} is known here; there are {', '.join(progress) or 'none'}")
+            raise RegistrationError(404, f"run {run!r} is unknown; known runs: {', '.join(progress) or 'none'}")
         known = progress[run]
         answers = await self._backend.ask_stacks(run, known.attempt, ranks)
         return _json(asdict(known) | {"ranks": [answer.to_document() for answer in answers]})
@@ -170,21 +124,21 @@ class _Routes:
     async def discovery(self, request: web.Request) -> web.Response:
         found = {"rank": per_rank, "node": per_node}.get(request.query.get("per", "rank"))
         if found is None:
-            raise RegistrationError(400, "per is rank or node: /sd?per=node lists one page per host")
+            raise RegistrationError(400, "per must be rank or node; /sd?per=node lists one page per host")
         return _json(found(self._backend.targets()))
 
     async def page(self, _: web.Request) -> web.Response:
-        text = page(await self._backend.standing())
+        text = page(await self._backend.current_status())
         return web.Response(text=text, content_type="text/html", headers=PAGE_HEADERS)
 
     async def status(self, _: web.Request) -> web.Response:
-        return _json(asdict((await self._backend.standing()).service))
+        return _json(asdict((await self._backend.current_status()).service))
 
     async def targets(self, _: web.Request) -> web.Response:
-        return _json([asdict(target) for target in (await self._backend.standing()).targets])
+        return _json([asdict(target) for target in (await self._backend.current_status()).targets])
 
     async def runs(self, _: web.Request) -> web.Response:
-        return _json([run.document() for run in (await self._backend.standing()).runs])
+        return _json([run.document() for run in (await self._backend.current_status()).runs])
 
     async def exporters(self, _: web.Request) -> web.Response:
         return _json(list(self._backend.exporters()))
@@ -203,7 +157,7 @@ def _json(document: Any, *, status: int = 200) -> web.Response:
 
 
 def _dumps(document: Any) -> str:
-    """Return JSON in which a NaN loss is the text "NaN": JSON has no such number, and null would mean absent."""
+    """Return JSON in which NaN is the text "NaN": JSON has no such number, and null means absent."""
     return json.dumps(_without_nonfinite(document), ensure_ascii=False, allow_nan=False)
 
 
@@ -216,20 +170,21 @@ def _without_nonfinite(value: Any) -> Any:
 
 
 @web.middleware
-async def _plain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer errors with what is wrong and how to mend it: as text to a rank, which prints it; else as JSON."""
+async def _errors_as_text(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Respond to errors with the reason and the fix: as text to a POST, which ranks print, otherwise as JSON."""
     try:
         return await handler(request)
     except RegistrationError as error:
         return _refusal(request, error.status, str(error))
     except web.HTTPNotFound:
-        return _refusal(request, 404, f"no such page; there are {', '.join(_PATHS)}")
+        paths = sorted({resource.canonical for resource in request.app.router.resources()})
+        return _refusal(request, 404, f"{request.path} does not exist; the paths are {', '.join(paths)}")
     except web.HTTPMethodNotAllowed as error:
-        return _refusal(request, 405, f"use {' or '.join(sorted(error.allowed_methods))} here")
+        return _refusal(request, 405, f"use {' or '.join(sorted(error.allowed_methods))} for {request.path}")
     except web.RequestPayloadError:
-        return _refusal(request, 400, "the body is not in the encoding that its Content-Encoding names, or was cut off")
+        return _refusal(request, 400, "the body does not have the format of its Content-Encoding, or it is truncated")
     except web.HTTPRequestEntityTooLarge:
-        return _refusal(request, 413, f"a request may have {MAX_REQUEST_BYTES} bytes; leave out configuration")
+        return _refusal(request, 413, f"the request exceeds {MAX_REQUEST_BYTES} bytes; send less configuration")
 
 
 def _refusal(request: web.Request, status: int, text: str) -> web.Response:

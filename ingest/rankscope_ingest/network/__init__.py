@@ -1,1 +1,1 @@
-"""Addresses that the service may connect to, sockets that it listens on, and authentication of requests."""
+"""Allowed addresses, the HTTP client, listening sockets, and authentication of requests."""

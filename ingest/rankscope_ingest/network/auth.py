@@ -1,8 +1,8 @@
-"""What keeps web pages out of a service without a token: a browser on this machine reaches loopback for any page.
+"""Authentication of requests, and protection against foreign web pages of a service without a token.
 
-A page may send a form or plain text anywhere, but JSON or protobuf only where it is let, so a POST must be one of them.
-A page whose name was made to resolve to this machine (DNS rebinding) comes with that name in its Host header, so names
-must be ours.
+A browser on this machine reaches loopback for any page. A page can send forms and plain text to any address, but JSON
+and protobuf only with permission, so a POST must have one of these types. With DNS rebinding, the name of a page
+resolves to this machine and is sent as the Host header, so the host must be a known name of the service.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def token_guard(token: str | None) -> Any:
-    """Return the middleware that lets through who shows `token`; the health page is for everybody."""
+    """Return the middleware that requires `token` for every path except the health page."""
 
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if token is not None and request.path != HEALTH_PATH and not _shows(request, token):
+        if token is not None and request.path != HEALTH_PATH and not _has_token(request, token):
             raise RegistrationError(401, "send Authorization: Bearer <token> with the [service] token")
         answer = await handler(request)
         answer.headers.setdefault("Cross-Origin-Resource-Policy", "same-origin")
@@ -45,12 +45,12 @@ def token_guard(token: str | None) -> Any:
 
 
 def challenge(request: web.Request) -> str:
-    """Return how to say who one is: a browser that shows a page is to ask the person before it."""
+    """Return the WWW-Authenticate header: Basic for browsers that request a page, which then show a dialog."""
     is_browser = request.method in _READS and "text/html" in request.headers.get("Accept", "")
     return BROWSER if is_browser else BEARER
 
 
-def _shows(request: web.Request, token: str) -> bool:
+def _has_token(request: web.Request, token: str) -> bool:
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "basic" and request.method in _READS:
         given = _password(given)
@@ -66,34 +66,34 @@ def _password(given: str) -> str:
         return ""
 
 
-_NOT_SENT_BY_PAGES: Final = frozenset({"application/json", "application/x-protobuf"})
+_SAFE_TYPES: Final = frozenset({"application/json", "application/x-protobuf"})
 
 OwnName = Callable[[str], bool]
 
 
 def own_names(section: ServiceSection, host_name: Callable[[], str] = socket.gethostname) -> OwnName | None:
-    """Return what tells whether the host of a request is this service, for one without a token.
+    """Return a predicate for host names of this service, or None if the check is not needed.
 
-    None where no name need be looked at: a page has no token, and no certificate for the name it lies about.
+    It is not needed with a token, which a page does not have, or with TLS: a page has no certificate for the name.
     """
     if section.token is not None or section.web is not None:
         return None
-    written = [address for address in (section.listen, section.advertise) if address is not None]
-    configured = {split_address(address)[0] for address in written} | set(section.allowed_hosts)
+    configured = [address for address in (section.listen, section.advertise) if address is not None]
+    hosts = {split_address(address)[0] for address in configured} | set(section.allowed_hosts)
     own = host_name().lower()
-    names = {"localhost", own, own.partition(".")[0]} | {_plain(name) for name in configured}
+    names = {"localhost", own, own.partition(".")[0]} | {_plain(name) for name in hosts}
 
     return lambda host: _is_address(host) or _plain(host) in names
 
 
 def refuse_web_pages(is_own_name: OwnName | None) -> Any:
-    """Return the middleware that demands of a POST what no page sends and, with `is_own_name`, a Host of ours."""
+    """Return the middleware that checks the content type of a POST and, with `is_own_name`, the Host header."""
 
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         if is_own_name is not None and request.path != HEALTH_PATH:
             _check_host(request.headers.get("Host", ""), is_own_name)
-        if request.method == "POST" and request.content_type not in _NOT_SENT_BY_PAGES:
+        if request.method == "POST" and request.content_type not in _SAFE_TYPES:
             raise RegistrationError(415, "send the body as JSON, with Content-Type: application/json")
         return await handler(request)
 
@@ -108,7 +108,7 @@ def _check_host(header: str, is_own_name: OwnName) -> None:
     if not is_own_name(host):
         raise RegistrationError(
             421,
-            f"{host[:200]!r} is no known name of this service, which has no token: dial its address, name it in"
+            f"{host[:200]!r} is not a known name of this service, which has no token: use its address, add the name to"
             " [service] allowed_hosts, or set a token on both sides",
         )
 

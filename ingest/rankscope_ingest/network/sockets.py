@@ -1,4 +1,4 @@
-"""Where the service listens, and under which address it is reached: any family, `[::]` for both at once."""
+"""The listening socket of the service, and the address under which ranks reach it: IPv4, IPv6, or `[::]` for both."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rankscope_contract.security.tls import MakeContext
 from rankscope_ingest.base.config import ServiceSection, split_address
 from rankscope_ingest.base.errors import ServiceError
 
-_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - what a user may have written, behind a token
+_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - a user may configure it, with a token
 
 
 async def bind(runner: web.AppRunner, section: ServiceSection, tls: MakeContext | None) -> str:
-    """Listen as configured and return the URL for ranks. Raises ServiceError when that is not possible."""
+    """Listen as configured and return the URL for ranks. Raises ServiceError if the address cannot be used."""
     try:
         listening = open_socket(section.listen)
     except OSError as error:
@@ -35,10 +35,10 @@ def open_socket(listen: str) -> socket.socket:
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:  # asyncio would make it deaf to IPv4
+        if family == socket.AF_INET6:  # asyncio would switch IPv4 off
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listening.bind(address)
-        listening.listen(1024)  # a large job registers all at once
+        listening.listen(1024)  # all ranks of a large job register at the same time
     except OSError:
         listening.close()
         raise
@@ -46,13 +46,13 @@ def open_socket(listen: str) -> socket.socket:
 
 
 def advertised(section: ServiceSection, bound: int, host_name: Callable[[], str] = socket.gethostname) -> str:
-    """Return host:port for RANKSCOPE_INGEST_URL: what `advertise` says, else the machine's name for a wildcard."""
+    """Return host:port for RANKSCOPE_INGEST_URL: `advertise`, or `listen` with the host name instead of a wildcard."""
     if section.advertise is not None:
         host, port = split_address(section.advertise)
-        return _written(host, port or bound)
+        return _host_port(host, port or bound)
     host, _ = split_address(section.listen)
-    return _written(host_name() if host in _WILDCARDS else host, bound)
+    return _host_port(host_name() if host in _WILDCARDS else host, bound)
 
 
-def _written(host: str, port: int) -> str:
+def _host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

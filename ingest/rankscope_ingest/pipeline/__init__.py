@@ -1,1 +1,1 @@
-"""The way of rows into the store: batches, flushes, quarantine, and scheduled maintenance of the store."""
+"""From received rows to commits: batches, flushes, quarantine, and scheduled maintenance of the store."""

@@ -1,8 +1,8 @@
-"""Gather decoded bodies into batches: when to flush, what goes into one, when to stop pulling. Pure, no I/O.
+"""Gather checked bodies, scrapes and rows into batches, and decide when to flush. Pure, no I/O.
 
-The clock is an argument. A batch that was taken stays counted until it is committed: whoever took it tries it again,
-unchanged and before the next one, so rows are never reordered within an incarnation and the watermark stays the last
-seq of an unbroken prefix.
+The clock is an argument. The rows of a taken batch count as pending until its commit. The flusher retries it unchanged
+and before the next batch, so that rows are never reordered within an incarnation, and the watermark is always the end
+of a sequence of records without a gap.
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ from rankscope_ingest.record_channel.validate import ValidBody
 from rankscope_ingest.scrape.sample_table import Grid, Scrape
 
 SAMPLES_A_ROW: Final = 3
-"""So many samples of exporters are due like one row of a rank: they are narrow, and each flush has the names of all
-series once more, so that a sample costs two thirds in a flush of five scrapes of what it costs in one of three."""
+"""Samples of exporters that count as one row for a flush: each flush stores the names of all their series again.
+
+A sample in a flush of five scrapes costs two thirds of a sample in a flush of three."""
 
 SOON_SECONDS: Final = 2.0
-"""Whoever wants a flush waits so long at most for one that comes anyway: where ranks come and go all the time, each
-would else cut a file short, and every row would be written twice, to merge what was cut."""
+"""Maximum delay of a requested flush if the batch is nearly full. If ranks start and exit often, each would otherwise
+cause a small file, and compaction would write every row again."""
 
-_LOOK_SECONDS: Final = 0.25  # how often it is seen whether such a wait is over
-_MOMENT: Final = 1e-3  # no batch fills faster
+_CHECK_SECONDS: Final = 0.25  # interval of checks during such a delay
+_MIN_FILL_SECONDS: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingBatch:
-    """What one commit will hold, as it came: decoding bodies and joining tables is work for the flush thread."""
+    """The content of one commit, as received. The flush thread decodes the bodies and builds the tables."""
 
     pieces: Mapping[str, tuple[pa.Table, ...]]
     bodies: tuple[ValidBody, ...] = ()
     scrapes: tuple[Scrape, ...] = ()
-    grid: Grid = field(default_factory=Grid)  # knows the names of what the batches before scraped
+    grid: Grid = field(default_factory=Grid)  # caches the series names of previous batches
     watermarks: Mapping[str, int]
     rows: int
-    info: Mapping[str, str] = field(default_factory=dict)  # for the log, beside the commit
+    info: Mapping[str, str] = field(default_factory=dict)  # stored in the information of the commit
 
     def as_it_came(self) -> object:
-        """Return what is worth keeping of a batch of which no tables can be made."""
+        """Return the content to keep in quarantine if `tables` fails."""
         return self
 
     def tables(self) -> dict[str, pa.Table]:
         """Return one table per dataset."""
         tables = decode(self.bodies) if self.bodies else {}
         for dataset, pieces in self.pieces.items():
-            others = [plain_text(tables[dataset])] if dataset in tables else []
-            tables[dataset] = pa.concat_tables([*others, *pieces])
+            decoded = [plain_text(tables[dataset])] if dataset in tables else []
+            tables[dataset] = pa.concat_tables([*decoded, *pieces])
         if self.scrapes:
             scraped = self.grid.table(self.scrapes)
             tables["samples"] = pa.concat_tables([scraped, tables["samples"]]) if "samples" in tables else scraped
@@ -61,57 +62,57 @@ class PendingBatch:
 
 @dataclass(slots=True, kw_only=True)
 class FlushClock:
-    """Rows on their way to the store: when they are due, and how many. They count until their commit is settled.
+    """Number of pending rows, and the time of the next flush. Rows are pending until their commit.
 
-    Age alone makes a batch due after `rest_seconds`; whoever flushes is told when anything else does: a batch begins,
-    is full, or is wanted.
+    A batch is due by its age after `rest_seconds`. The flusher is notified of everything that can make it due earlier:
+    a batch starts, is full, or a flush is requested.
     """
 
     flush_rows: int
     flush_after_seconds: float
     max_pending_rows: int
-    _tell: Callable[[], None] = field(default=lambda: None, repr=False)
+    _notify: Callable[[], None] = field(default=lambda: None, repr=False)
     _rows: int = 0
-    _samples: int = 0  # of the rows, those that exporters were scraped for
+    _samples: int = 0  # of the rows, the samples of exporters
     _rows_in_flight: int = 0
     _opened_at: float | None = None
     _wanted: bool = False
-    _wanted_at: float | None = None  # when `due` first saw that it is
-    _filled: tuple[float, int] | None = None  # when the batch before was opened, and what it held
-    _rate: float = 0.0  # how fast that one filled, a second
+    _wanted_at: float | None = None  # time of the first `due` after the request
+    _filled: tuple[float, int] | None = None  # start and weight of the previous batch
+    _rate: float = 0.0  # weight per second of the previous batch
 
     @property
     def pending_rows(self) -> int:
-        """Return rows that came and are not yet committed."""
+        """Return the number of rows that are received and not committed."""
         return self._rows + self._rows_in_flight
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing is gathered; a batch may be in flight all the same."""
+        """Return whether the current batch is empty; an earlier batch may still be in flight."""
         return self._opened_at is None
 
     @property
     def is_full(self) -> bool:
-        """Return whether whoever brings more has to wait for a commit."""
+        """Return whether polls and scrapes must wait for a commit."""
         return self.pending_rows >= self.max_pending_rows
 
     @property
     def free_rows(self) -> int:
-        """Return for how many rows there is room."""
+        """Return the number of rows up to the limit of pending rows."""
         return self.max_pending_rows - self.pending_rows
 
-    def tell(self, flusher: Callable[[], None]) -> None:
-        """Call `flusher` from now on when something may be due sooner than `rest_seconds` said."""
-        self._tell = flusher
+    def notify(self, flusher: Callable[[], None]) -> None:
+        """Call `flusher` whenever a batch may be due before the end of `rest_seconds`."""
+        self._notify = flusher
 
     def want_flush(self) -> None:
-        """Make the batch due at once, or when it is full anyway: a rank drains, or somebody is to be told of it."""
+        """Request a flush: immediately, or up to 2 s later if the batch is nearly full."""
         if not self.is_empty:
             self._wanted = True
-            self._tell()
+            self._notify()
 
     def due(self, now: float) -> str | None:
-        """Return why the batch should be flushed now ("rows", "age", "wanted"), or None."""
+        """Return the reason why the batch is due ("rows", "age", "wanted"), or None."""
         if self._opened_at is None:
             return None
         if self._is_filled:
@@ -121,15 +122,19 @@ class FlushClock:
         return "age" if now - self._opened_at >= self.flush_after_seconds else None
 
     def rest_seconds(self, now: float) -> float:
-        """Return for how long nothing will be due if nothing is told by then."""
+        """Return the time until the batch can be due, unless a notification comes first. Infinite without a batch."""
         if self._opened_at is None:
             return math.inf
         if self._is_filled:
             return 0.0
-        return _LOOK_SECONDS if self._wanted else self._opened_at + self.flush_after_seconds - now
+        return _CHECK_SECONDS if self._wanted else self._opened_at + self.flush_after_seconds - now
+
+    def take(self) -> PendingBatch:
+        """Return the current batch; its rows count as pending until `release`."""
+        raise NotImplementedError
 
     def release(self, batch: PendingBatch) -> None:
-        """Forget `batch`: it is committed."""
+        """Remove the rows of a committed batch from the pending ones."""
         self._rows_in_flight -= batch.rows
 
     @property
@@ -141,24 +146,24 @@ class FlushClock:
         return self._weight >= self.flush_rows or self._rows >= self.max_pending_rows
 
     def _is_worth_waiting(self, now: float) -> bool:
-        """Return whether the batch will be full at once, if it goes on to fill as the one before did."""
+        """Return whether the batch will soon be full, if it fills as fast as the previous one."""
         if self._wanted_at is None:
             self._wanted_at = now
         return now - self._wanted_at < SOON_SECONDS and self.flush_rows - self._weight <= self._rate * SOON_SECONDS
 
     def _opened(self, now: float) -> None:
-        """Note that something was gathered: it opens a batch, or fills one."""
+        """Start a batch if there is none; notify the flusher if this starts or fills a batch."""
         is_first = self._opened_at is None
         if is_first:
             self._opened_at = now
             if self._filled is not None:
                 since, weight = self._filled
-                self._rate = weight / max(now - since, _MOMENT)
+                self._rate = weight / max(now - since, _MIN_FILL_SECONDS)
         if is_first or self._is_filled:
-            self._tell()
+            self._notify()
 
-    def _handed_over(self) -> None:
-        """Count what was gathered as on its way; what comes next opens another batch."""
+    def _taken(self) -> None:
+        """Count the gathered rows as in flight; the next rows start another batch."""
         self._rows_in_flight += self._rows
         if self._opened_at is not None:
             self._filled = self._opened_at, self._weight
@@ -167,7 +172,7 @@ class FlushClock:
 
 @dataclass(slots=True, kw_only=True)
 class Batcher(FlushClock):
-    """What ranks, exporters and the service itself bring; rows in flight bound the pulls."""
+    """The current batch: bodies of ranks, scrapes of exporters, and rows of the service."""
 
     _pieces: dict[str, list[pa.Table]] = field(default_factory=lambda: defaultdict(list))
     _bodies: list[ValidBody] = field(default_factory=list)
@@ -176,31 +181,31 @@ class Batcher(FlushClock):
     _watermarks: dict[str, int] = field(default_factory=dict)
 
     def add_body(self, body: ValidBody, now: float) -> None:
-        """Take a body, and the last seq it brings its incarnation to."""
+        """Add a body, whose last seq becomes the watermark of its incarnation."""
         self._bodies.append(body)
         self._rows += body.rows
         self.add({}, now, watermarks={body.context.incarnation: body.last})
 
     def add_scrape(self, scrape: Scrape, now: float) -> None:
-        """Take what was scraped of an exporter."""
+        """Add the samples of one scrape."""
         self._scrapes.append(scrape)
         self._rows += scrape.rows
         self._samples += scrape.rows
         self.add({}, now)
 
     def add(self, tables: Mapping[str, pa.Table], now: float, *, watermarks: Mapping[str, int] | None = None) -> None:
-        """Take `tables`, and the last seq they bring each incarnation to."""
+        """Add rows by dataset, and the watermarks that they reach."""
         for dataset, table in tables.items():
             if table.num_rows:
                 self._pieces[dataset].append(table)
                 self._rows += table.num_rows
         self._watermarks.update(watermarks or {})
-        # A body without rows still moves a watermark, or its records would be asked for again after a restart.
+        # A body without rows still moves a watermark. Its records would otherwise be requested again after a restart.
         if self._pieces or self._watermarks or self._scrapes:
             self._opened(now)
 
     def take(self) -> PendingBatch:
-        """Return everything gathered; it stays counted until `settled`."""
+        """Return the current batch; its rows count as pending until `release`."""
         batch = PendingBatch(
             pieces={dataset: tuple(pieces) for dataset, pieces in self._pieces.items()},
             bodies=tuple(self._bodies),
@@ -210,5 +215,5 @@ class Batcher(FlushClock):
             rows=self._rows,
         )
         self._pieces, self._bodies, self._scrapes, self._watermarks = defaultdict(list), [], [], {}
-        self._handed_over()
+        self._taken()
         return batch

@@ -1,8 +1,8 @@
-"""Rows that no store takes, however often they are tried: kept in files of their own, so that all others go on.
+"""Move rows that the store rejects at every attempt into separate files, so that all others are stored.
 
-A batch that does not fit is halved until what does not fit stands alone: one body of one rank, or one table of the
-service's own. That is written to a folder beside the data, where no query looks, before the watermark passes it; an
-event in the store, a counter and a line in the log say so.
+A rejected batch is divided until the rejected part is one body of one rank, or one table of the service. This part is
+written to a folder next to the data, which no query reads, before the watermark moves past it. An event in the store, a
+counter and a log message report it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rankscope_storage.base.fsync import make_folders, sync_to_disk
 log = logging.getLogger(__name__)
 
 FOLDER: Final = "_quarantine"
-"""Begins as a name that readers of a Delta table, and our own sweeps, leave alone."""
+"""Readers of Delta tables, vacuum and retention ignore names that start with an underscore."""
 
 
 class Quarantine:
-    """The folder, and who is told. `keep` blocks and is for the flush thread; `told` is for the event loop."""
+    """Quarantine folder of a store. The flush thread calls `keep`, and the event loop `report`."""
 
     def __init__(self, store: Path, *, stamp: Callable[[], Stamp], count: Callable[[int], None]) -> None:
         self._store = store
@@ -42,42 +42,42 @@ class Quarantine:
         self._count = count
 
     def keep(self, batch: PendingBatch, why: str) -> Path:
-        """Write the rows durably and return their folder; the same rows again take the same place."""
+        """Write the rows durably and return their folder, which is the same for the same rows."""
         folder = self._store / FOLDER / _name(batch)
         make_folders(folder, self._store, sync_to_disk)
         for name, write in _files(batch):
             write(folder / name)
             sync_to_disk(folder / name)
-        told = {"error": why, "rows": batch.rows, "watermarks": dict(batch.watermarks), "info": dict(batch.info)}
-        (folder / "why.json").write_text(json.dumps(told, indent=2) + "\n")
+        report = {"error": why, "rows": batch.rows, "watermarks": dict(batch.watermarks), "info": dict(batch.info)}
+        (folder / "why.json").write_text(json.dumps(report, indent=2) + "\n")
         sync_to_disk(folder / "why.json")
         sync_to_disk(folder)
         return folder
 
-    def told(self, batch: PendingBatch, why: str, folder: Path) -> dict[str, pa.Table]:
-        """Tell of rows that were kept; return the event for the store, if the rows are of a run."""
+    def report(self, batch: PendingBatch, why: str, folder: Path) -> dict[str, pa.Table]:
+        """Count and log rows that were kept; return the event for the store, if the rows belong to a run."""
         self._count(batch.rows)
-        message = f"{batch.rows} rows can never be stored and were set aside in {folder}: {why}"
+        message = f"{batch.rows} rows cannot be stored and were moved to quarantine in {folder}: {why}"
         log.error(
-            "%s. They are Arrow files, one for each dataset: read them with pyarrow.ipc.open_file, correct and import "
-            "them, or remove the folder; please report what is in why.json",
+            "%s. The folder has one Arrow file for each dataset: read them with pyarrow.ipc.open_file, correct and "
+            "import them, or delete the folder. Please report the content of why.json",
             message,
             extra={"rows": batch.rows},
         )
-        who = _who(batch)
-        if who is None:
+        owner = _owner(batch)
+        if owner is None:
             return {}
-        row = who | self._stamp().columns()
+        row = owner | self._stamp().columns()
         row |= {"type": EventType.FAULT, "severity": Severity.CRITICAL, "value": float(batch.rows), "message": message}
         row["details"] = json.dumps({"folder": str(folder), "rows": batch.rows, "error": why}, sort_keys=True)
         return {"events": rows_table("events", [row])}
 
 
 def parts(batch: PendingBatch) -> list[PendingBatch]:
-    """Return the smallest batches that can be stored one after the other: each body with the rows made beside it.
+    """Return the smallest batches that can be stored one after another: each body with the rows that refer to it.
 
-    Rows that the service made with the seq of a record, as those of gaps are, stay with its body: behind it they would
-    be taken for stored.
+    Rows of the service with the seq of a record, such as gap events, remain with the body. After it, the store would
+    treat them as already stored.
     """
     found, pieces = [], [(dataset, table) for dataset, tables in batch.pieces.items() for table in tables]
     pieces += [("samples", scrape.table()) for scrape in batch.scrapes]
@@ -102,7 +102,7 @@ def parts(batch: PendingBatch) -> list[PendingBatch]:
 
 
 def halves(batch: PendingBatch) -> tuple[PendingBatch, PendingBatch] | None:
-    """Return two batches to be stored one after the other in the place of one, None where it cannot be divided."""
+    """Return two batches that together have the content of `batch`, or None if it cannot be divided."""
     listed = parts(batch)
     if len(listed) < 2:
         return None
@@ -111,19 +111,12 @@ def halves(batch: PendingBatch) -> tuple[PendingBatch, PendingBatch] | None:
 
 
 def _joined(listed: list[PendingBatch]) -> PendingBatch:
-    pieces: dict[str, tuple[pa.Table, ...]] = {}
+    pieces = [(dataset, table) for part in listed for dataset, tables in part.pieces.items() for table in tables]
+    bodies = tuple(body for part in listed for body in part.bodies)
     watermarks: dict[str, int] = {}
     for part in listed:
-        watermarks |= part.watermarks  # in order: the later body of a process has the higher seq
-        for dataset, tables in part.pieces.items():
-            pieces[dataset] = pieces.get(dataset, ()) + tables
-    return PendingBatch(
-        pieces=pieces,
-        bodies=tuple(body for part in listed for body in part.bodies),
-        watermarks=watermarks,
-        rows=sum(part.rows for part in listed),
-        info=listed[0].info,
-    )
+        watermarks |= part.watermarks  # in order: a later body of a process has a higher seq
+    return _part(listed[0], pieces, bodies, watermarks)
 
 
 def _part(batch: PendingBatch, pieces: list[tuple[str, pa.Table]], bodies: Any, watermarks: Any) -> PendingBatch:
@@ -136,7 +129,7 @@ def _part(batch: PendingBatch, pieces: list[tuple[str, pa.Table]], bodies: Any, 
 
 
 def _numbered(table: pa.Table) -> pa.ChunkedArray:
-    """Return which rows have a seq of some process."""
+    """Return which rows have a seq of a process."""
     if "seq" not in table.column_names or "incarnation" not in table.column_names:
         return pa.chunked_array([pa.repeat(pa.scalar(False), table.num_rows)])
     return pc.and_(pc.is_valid(table["seq"]), pc.is_valid(table["incarnation"]))
@@ -151,20 +144,20 @@ def _of(table: pa.Table, incarnation: str, last: int) -> pa.ChunkedArray:
 
 
 def _name(batch: PendingBatch) -> str:
-    """Return the same name when the same records come again after a restart."""
+    """Return the folder name, which is the same if the same records are received again after a restart."""
     for incarnation, last in batch.watermarks.items():
         return f"{path_segment(incarnation)}-{last}"
-    for told in batch.info.values():  # the receipts of what was pushed
-        return f"pushed-{hashlib.blake2b(told.encode(), digest_size=12).hexdigest()}"
+    for receipts in batch.info.values():  # of remote write requests
+        return f"pushed-{hashlib.blake2b(receipts.encode(), digest_size=12).hexdigest()}"
     return f"service-{uuid.uuid4().hex}"
 
 
 def _files(batch: PendingBatch) -> Iterator[tuple[str, Callable[[Path], object]]]:
-    """Return each file and what writes it."""
+    """Return each file name with the function that writes the file."""
     try:
         tables: Mapping[str, pa.Table] = batch.tables()
-    except Exception:  # that is what is the matter with these rows: they are kept as they came
-        log.exception("rows could not be made of what a rank sent")
+    except Exception:  # the reason for quarantine: keep the batch as received
+        log.exception("unexpected error in decoding a batch; it is kept as received")
         yield "as_it_came.pickle", lambda path: path.write_bytes(pickle.dumps(batch.as_it_came()))
         return
     for dataset, table in tables.items():
@@ -176,8 +169,8 @@ def _write(table: pa.Table, path: Path) -> None:
         file.write_table(table.unify_dictionaries())
 
 
-def _who(batch: PendingBatch) -> dict[str, Any] | None:
-    """Return whose rows they are, as columns of an event."""
+def _owner(batch: PendingBatch) -> dict[str, Any] | None:
+    """Return run, attempt, rank and incarnation of the rows, as far as known, as columns of an event."""
     for body in batch.bodies:
         where = body.context
         return {"run": where.run, "attempt": where.attempt, "rank": where.rank, "incarnation": where.incarnation}

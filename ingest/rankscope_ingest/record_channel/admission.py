@@ -1,11 +1,11 @@
-"""How much is asked for at once: no more than there is room for, though a thousand ranks have a full ring each.
+"""Admission control of polls: limit the bytes that are requested from all ranks together to the free memory.
 
-What waits for the store is counted when it arrives; a thousand answers may be on their way by then. So room is taken
-before a rank is asked, and it is asked for no more than that: what it was last known to have may be long ago. A rank
-for which there is none waits its turn.
+Received rows are counted when they arrive; up to then, thousands of responses may be on their way. A poll therefore
+reserves rows before its request, and the request is limited to them, because the last known backlog of a rank may be
+out of date. A poll waits if there is no capacity.
 
-A rank that hangs holds what it was given until its time is over. One that did not answer the last time is asked for one
-record alone, and all of these together have a quarter of the room: hundreds may hang, and the others are read on.
+A rank that hangs holds its reservation until the timeout. A rank that missed its last poll is asked for a single
+record, and all such ranks together have a quarter of the capacity, so that they do not block healthy ranks.
 """
 
 from __future__ import annotations
@@ -18,100 +18,100 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-_SHARE: Final = 16
-"""Each may fill a 16th of what is left of half the room: it may have more to say by now than it was known to have. The
-other half is for what they are known to have, so that some hundred that hang do not take all of it."""
+_SPARE_SHARE: Final = 16
+"""A poll may reserve a 16th of the free half in addition to the expected rows, because the rank may have more records
+by now. The other half is kept for expected rows, so that hundreds of hanging ranks cannot reserve everything."""
 
-_DOUBTFUL_SHARE: Final = 4
+_FAILING_SHARE: Final = 4
 
 
 @dataclass(slots=True, kw_only=True)
 class _Lane:
-    """Room that was taken by ranks of one kind, of `most` rows, and those of them that wait for more."""
+    """Reserved rows of one group of ranks, at most `max_rows`, and the polls that wait for capacity."""
 
-    most: float = math.inf
-    taken: int = 0
+    max_rows: float = math.inf
+    reserved: int = 0
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
 
 class PollBudget:
-    """Room for rows that were asked for. `free_rows` is what the rows that arrived have left of it."""
+    """Capacity for rows that polls request. `free_rows` returns the capacity that received rows leave."""
 
     def __init__(self, free_rows: Callable[[], int], *, max_rows: int, max_bytes: int) -> None:
         self._free_rows = free_rows
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._records = self._rows = self._bytes = 0  # of all bodies so far
-        self._trusted, self._doubtful = _Lane(), _Lane(most=max_rows / _DOUBTFUL_SHARE)
+        self._healthy, self._failing = _Lane(), _Lane(max_rows=max_rows / _FAILING_SHARE)
 
     def learn(self, *, records: int, rows: int, size: int) -> None:
-        """Note what a body had; `size` is its bytes before compression, in which a rank counts."""
+        """Update the average sizes from a body of `size` uncompressed bytes, the unit of `max_bytes` in requests."""
         self._records += records
         self._rows += rows
         self._bytes += size
 
     @contextlib.asynccontextmanager
-    async def taken(self, records: int, *, is_doubtful: bool = False) -> AsyncIterator[int]:
-        """Wait until there is room for what a rank that was `records` behind had; keep room for its answer meanwhile.
+    async def reserved(self, records: int, *, is_failing: bool = False) -> AsyncIterator[int]:
+        """Wait for capacity, reserve rows for a rank with a backlog of `records`, and yield the bytes to request.
 
-        One that `is_doubtful`, for it did not answer the last time, is asked for one record. Yields for how many bytes
-        to ask; 0 where the rows that arrived have filled all room: wait for a commit then.
+        A rank that `is_failing` missed its last poll and gets a reservation for one record. The limit is 0 if received
+        rows use all capacity; the caller then waits for a commit.
         """
-        lane = self._doubtful if is_doubtful else self._trusted
-        least = self._expected(1 if is_doubtful else records)
+        lane = self._failing if is_failing else self._healthy
+        least = self._expected(1 if is_failing else records)
         while self._must_wait(lane, least):
-            await self._turn(lane)
+            await self._wait_in(lane)
         if self._free_rows() <= 0:
-            self._next()
+            self._wake_next()
             yield 0
             return
-        spare = 0 if is_doubtful else (self._free_rows() // 2 - self._taken) // _SHARE
-        rows = max(least, min(spare, self._at_most()))
-        lane.taken += rows
-        self._next()
+        spare = 0 if is_failing else (self._free_rows() // 2 - self._reserved) // _SPARE_SHARE
+        rows = max(least, min(spare, self._max_response_rows()))
+        lane.reserved += rows
+        self._wake_next()
         try:
-            yield self._size(rows)
+            yield self._bytes_of(rows)
         finally:
-            lane.taken -= rows
-            self._next()
+            lane.reserved -= rows
+            self._wake_next()
 
     @property
-    def _taken(self) -> int:
-        return self._trusted.taken + self._doubtful.taken
+    def _reserved(self) -> int:
+        return self._healthy.reserved + self._failing.reserved
 
     def _must_wait(self, lane: _Lane, rows: int) -> bool:
-        """Whether somebody has to give room back before `rows` can be asked for; one alone may bring any number."""
-        if lane.taken and lane.taken + rows > lane.most:
+        """Return whether `rows` exceed the capacity; without other reservations any number is allowed."""
+        if lane.reserved and lane.reserved + rows > lane.max_rows:
             return True
-        return self._taken > 0 and self._taken + rows > self._free_rows() > 0
+        return self._reserved > 0 and self._reserved + rows > self._free_rows() > 0
 
     def _expected(self, records: int) -> int:
-        """Return how many rows an answer of `records` has: no more than those of a whole answer, or of one record."""
+        """Return the expected rows of `records`, at most those of a full response, at least those of one record."""
         if not self._records:
-            return self._max_rows // _SHARE
-        of_one = self._rows // self._records
-        return max(of_one, min(max(1, records) * self._rows // self._records, self._at_most()))
+            return self._max_rows // _SPARE_SHARE
+        per_record = self._rows // self._records
+        return max(per_record, min(max(1, records) * self._rows // self._records, self._max_response_rows()))
 
-    def _at_most(self) -> int:
-        """Return how many rows a whole answer has."""
+    def _max_response_rows(self) -> int:
+        """Return the number of rows of a response of `max_bytes`."""
         return self._max_bytes * self._rows // self._bytes if self._bytes else self._max_rows
 
-    def _size(self, rows: int) -> int:
-        """Return the bytes of so many rows."""
+    def _bytes_of(self, rows: int) -> int:
+        """Return the average bytes of `rows`, at most `max_bytes`."""
         return max(1, min(rows * self._bytes // self._rows, self._max_bytes)) if self._rows else self._max_bytes
 
-    async def _turn(self, lane: _Lane) -> None:
+    async def _wait_in(self, lane: _Lane) -> None:
         turn = asyncio.get_running_loop().create_future()
         lane.waiting.append(turn)
         try:
             await turn
         except asyncio.CancelledError:
-            self._next()  # the turn may have been given already
+            self._wake_next()  # this poll may have been woken already
             raise
 
-    def _next(self) -> None:
-        """Let those that have waited longest look again; when they are through, they let the next ones look."""
-        for lane in (self._trusted, self._doubtful):
+    def _wake_next(self) -> None:
+        """Wake the poll that has waited longest in each lane; it wakes the next one after its own check."""
+        for lane in (self._healthy, self._failing):
             while lane.waiting:
                 turn = lane.waiting.popleft()
                 if not turn.done():

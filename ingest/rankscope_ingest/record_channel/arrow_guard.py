@@ -1,8 +1,8 @@
-"""Is this body a whole, harmless Arrow stream? Answered before anything is inflated.
+"""Open an Arrow stream after checking that it is complete and does not decompress beyond a limit.
 
-A stream cut between two messages reads as a valid shorter one, and 8 MB of lz4 can claim to hold terabytes. So the
-end-of-stream mark is demanded, and the sizes that compressed buffers claim are summed from the message headers;
-pyarrow offers no limit of its own. The few flatbuffer fields needed are read by hand (Arrow format, Message.fbs).
+A stream that is truncated between two messages is a valid shorter stream, and 8 MB of lz4 can declare terabytes. So the
+end-of-stream marker is required, and the uncompressed sizes that compressed buffers declare are summed up before
+pyarrow, which has no such limit, decompresses them. The few flatbuffer fields are read by hand (Arrow's Message.fbs).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rankscope_ingest.base.errors import DecodeError
 END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 MAX_INFLATED_BYTES: Final = 1 << 29
 
-# Arrow's own threads cost more than they save: a spool has hundreds of small buffers, a poll inflates in milliseconds.
+# Without Arrow's thread pool, which costs more than it saves: buffers are small, and a poll takes milliseconds.
 _OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
-# Positions of fields in the tables of Message.fbs.
+# Numbers of fields in the tables of Message.fbs.
 _MESSAGE_HEADER: Final = 2
 _BATCH_BUFFERS: Final = 2
 _BATCH_COMPRESSION: Final = 3
@@ -29,25 +29,29 @@ _BUFFER: Final = np.dtype([("offset", "<i8"), ("length", "<i8")])
 
 
 def open_stream(body: bytes, *, max_inflated_bytes: int = MAX_INFLATED_BYTES) -> pa.Table:
-    """Return the table in `body`. Raises DecodeError when it is cut, malformed, or would inflate beyond the limit."""
+    """Return the table in `body`. Raises DecodeError if it is truncated, malformed, or exceeds the size limit."""
     if not body.endswith(END_OF_STREAM):
-        raise DecodeError("the body does not end with the end-of-stream mark: it was cut, or it is no Arrow stream")
+        raise DecodeError(
+            "the body does not end with the end-of-stream marker: it is truncated, or not an Arrow stream"
+        )
     try:
-        claimed = inflated_bytes(body)
-        if claimed > max_inflated_bytes:
-            raise DecodeError(f"the body would inflate to {claimed} bytes; the limit is {max_inflated_bytes}")
+        declared = inflated_bytes(body)
+        if declared > max_inflated_bytes:
+            raise DecodeError(f"the uncompressed body has {declared} bytes; the limit is {max_inflated_bytes} bytes")
         with pa.ipc.open_stream(body, options=_OPTIONS) as reader:
             table = reader.read_all()
         table.validate(full=True)
     except (pa.ArrowException, ArithmeticError, LookupError, OSError, ValueError, struct.error) as error:
-        raise DecodeError(f"not an Arrow record stream: {_first_line(error)}") from error
+        raise DecodeError(
+            f"not an Arrow record stream: {str(error).partition(chr(10))[0] or type(error).__name__}"
+        ) from error
     if len(set(table.column_names)) < table.num_columns:
-        raise DecodeError("the stream has two columns of one name")
+        raise DecodeError("the stream has two columns with the same name")
     return table
 
 
 def inflated_bytes(body: bytes) -> int:
-    """Return how many bytes the buffers of all record batches in `body` claim to hold once inflated."""
+    """Return the uncompressed size that the buffers of all record batches in `body` declare, in bytes."""
     total = 0
     reader = pa.ipc.MessageReader.open_stream(pa.py_buffer(body))
     while True:
@@ -58,12 +62,14 @@ def inflated_bytes(body: bytes) -> int:
         if message.type == "record batch":
             total += _batch_bytes(message.metadata.to_pybytes(), message.body)
         elif message.type != "schema":
-            raise DecodeError(f"a record stream holds no message of type {message.type!r}")
+            raise DecodeError(f"a record stream must not have messages of type {message.type!r}")
 
 
 def _batch_bytes(metadata: bytes, body: pa.Buffer) -> int:
-    message = _root(metadata)
-    header = _table_at(metadata, _field(metadata, message, _MESSAGE_HEADER))
+    header_field = _field(metadata, _uint32(metadata, 0), _MESSAGE_HEADER)
+    if header_field is None:
+        raise DecodeError("not an Arrow record stream: a message without a header")
+    header = header_field + _uint32(metadata, header_field)
     position = _field(metadata, header, _BATCH_BUFFERS)
     if position is None:
         return 0
@@ -74,36 +80,22 @@ def _batch_bytes(metadata: bytes, body: pa.Buffer) -> int:
     if not compressed:
         return int(buffers["length"].sum())
     if buffers["offset"].min(initial=0) < 0 or (buffers["offset"] & 7).any():
-        raise DecodeError("not an Arrow record stream: a buffer that does not begin at a multiple of 8 bytes")
-    # Each compressed buffer begins with its inflated size; -1 says that it was left as it is.
+        raise DecodeError("not an Arrow record stream: the position of a buffer is not a multiple of 8 bytes")
+    # Each compressed buffer starts with its uncompressed size; -1 means that it is not compressed.
     packed = buffers[buffers["length"] >= 8]
-    claims = np.frombuffer(body, "<i8", len(body) // 8)[packed["offset"] // 8]
-    return sum(np.where(claims < 0, packed["length"], claims).tolist())  # Python's integers do not wrap
+    declared = np.frombuffer(body, "<i8", len(body) // 8)[packed["offset"] // 8]
+    return sum(np.where(declared < 0, packed["length"], declared).tolist())  # Python integers do not overflow
 
 
 def _uint32(metadata: bytes, position: int) -> int:
     return int(struct.unpack_from("<I", metadata, position)[0])
 
 
-def _root(metadata: bytes) -> int:
-    return _uint32(metadata, 0)
-
-
-def _table_at(metadata: bytes, position: int | None) -> int:
-    if position is None:
-        raise DecodeError("not an Arrow record stream: a message without a header")
-    return position + _uint32(metadata, position)
-
-
 def _field(metadata: bytes, table: int, number: int) -> int | None:
-    """Return where field `number` of the flatbuffer table at `table` stands, or None when it was left out."""
+    """Return the position of field `number` in the flatbuffer table at `table`, or None if it is absent."""
     vtable = table - struct.unpack_from("<i", metadata, table)[0]
     slot = 4 + 2 * number
     if slot >= struct.unpack_from("<H", metadata, vtable)[0]:
         return None
     offset = struct.unpack_from("<H", metadata, vtable + slot)[0]
     return table + offset if offset else None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__

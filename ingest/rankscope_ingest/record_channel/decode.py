@@ -1,17 +1,17 @@
-"""Bodies of the record channel -> one table per dataset. Pure: they were fetched and checked, and cannot fail any more.
+"""Convert checked bodies of the record channel into one table per dataset. Pure.
 
-Hundreds of bodies are decoded at once, so that nothing is done per body that can be done per batch, and nothing per
-tensor at all. The statistics of ranks that share a plan become one grid, turned over while it is filled: the rows of a
-tensor lie together, rank by rank, in the order of the store. Null, NaN, Inf and 0 stay four things: in the statistics
-a NaN is never a value, so there it stands for null on the way through numpy; scalars and events never leave Arrow.
+Hundreds of bodies are decoded together: work is done per batch instead of per body where possible, and nothing is done
+per tensor. The statistics of ranks with the same plan form one grid, transposed while it is filled: the rows of a
+tensor are adjacent, rank by rank, in the order of the store. Null, NaN, Inf and 0 remain distinct. A statistic is never
+NaN as a value, so that numpy uses NaN for null there; scalars and events remain in Arrow.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,28 +27,35 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 def decode(bodies: Sequence[ValidBody]) -> dict[str, pa.Table]:
-    """Return the rows in `bodies` by dataset; text that repeats is coded."""
+    """Return the rows in `bodies` by dataset. Repeated text is dictionary-encoded."""
     records = _Records.of(bodies)
     tables = {}
     grids = [_grid(cells, records) for cells in _by_plan(bodies, records)]
     if grids := [table for table in grids if table.num_rows]:
         tables["tensor_stats"] = pa.concat_tables(grids)
     for dataset in NESTED:
-        if (table := _nested(bodies, dataset, records)) is not None:
-            tables[dataset] = table
+        parts = [body.tables[dataset] for body in bodies if dataset in body.tables]
+        if any(dataset in body.nested and dataset not in body.tables for body in bodies):
+            parts.append(_nested(bodies, dataset, records))
+        if parts:
+            tables[dataset] = pa.concat_tables(parts)
     return tables
 
 
 def decode_one(body: ValidBody, dataset: str) -> pa.Table | None:
-    """Return the rows of one dataset that travel inside the records of one body, with text as text; None without."""
+    """Return the rows of one nested dataset of one body, as plain text, or None if it has none.
+
+    `decode` uses the cached rows and does not decode them again.
+    """
     if dataset not in body.nested:
         return None
-    table = _nested([body], dataset, _Records.of([body]))
-    return None if table is None else plain_text(table)
+    if dataset not in body.tables:
+        body.tables[dataset] = _nested([body], dataset, _Records.of([body]))
+    return plain_text(body.tables[dataset])
 
 
 def plain_text(table: pa.Table) -> pa.Table:
-    """Return `table` with no text coded, as the tables are that the service makes itself."""
+    """Return `table` with dictionary-encoded text as plain text, like the tables that the service builds itself."""
     for number, field in enumerate(table.schema):
         if pa.types.is_dictionary(field.type):
             plain = field.with_type(field.type.value_type)
@@ -58,7 +65,7 @@ def plain_text(table: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """All records of a batch, one after another: what each says of all rows in it. `starts` is where a body begins."""
+    """All records of a batch: the columns that apply to all rows of a record, and the first record of each body."""
 
     columns: Mapping[str, pa.Array]
     starts: Positions
@@ -91,7 +98,7 @@ def _coded(texts: Sequence[str], repeats: Positions) -> pa.DictionaryArray:
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """What a run has of one plan: statistics by body, and where each record of them stands among all records."""
+    """The statistics of one run and plan: those of each body, and the positions of their records in the batch."""
 
     plan: PlanColumns
     parts: Sequence[Measured]
@@ -99,7 +106,7 @@ class _Cells:
 
 
 def _by_plan(bodies: Sequence[ValidBody], records: _Records) -> Iterator[_Cells]:
-    """Yield the statistics by run and plan, rank by rank: a series lies together, in the order it came."""
+    """Yield the statistics by run and plan, sorted by rank and then by arrival."""
     found: dict[tuple[str, str], list[tuple[int, int, Measured]]] = defaultdict(list)
     for number, body in enumerate(bodies):
         for part in body.statistics:
@@ -113,12 +120,12 @@ def _by_plan(bodies: Sequence[ValidBody], records: _Records) -> Iterator[_Cells]
 
 
 def _grid(cells: _Cells, records: _Records) -> pa.Table:
-    """Return the rows of all records that use the plan; a tensor with null counts was absent and gets no row."""
+    """Return the rows of all records with the plan. A tensor whose counts are null was absent and has no row."""
     plan, height = cells.plan, len(cells.records)
     chosen = pa.array(cells.records)
-    columns = {name: _of_record(column.take(chosen), len(plan)) for name, column in records.columns.items()}
+    columns = {name: _spread(column.take(chosen), len(plan), np.tile) for name, column in records.columns.items()}
     for name, names in plan.sorted_columns.items():
-        columns[name] = _over(_of_tensor(names, height), columns.get(name))
+        columns[name] = _over(_spread(names, height, np.repeat), columns.get(name))
     columns |= dict(zip(plan.value_ops, _values(cells), strict=True))
     present = _counts(cells, columns)
     schema = coded_schema("tensor_stats")
@@ -129,20 +136,20 @@ def _grid(cells: _Cells, records: _Records) -> pa.Table:
 
 
 def _values(cells: _Cells) -> Iterator[pa.Array]:
-    """Yield the columns of floats, tensor by tensor, in each of them record by record."""
+    """Yield the columns of floats, ordered by tensor and then by record."""
     shape = (len(cells.plan.value_ops), len(cells.plan))
     parts = [part.values.to_numpy(zero_copy_only=False).reshape(-1, *shape) for part in cells.parts]
     for number in range(len(cells.plan.value_ops)):
-        if all(np.isnan(part[:, number]).all() for part in parts):  # as baselines are where no rule judges
+        if all(np.isnan(part[:, number]).all() for part in parts):  # such as baselines without rules
             yield pa.nulls(len(cells.records) * len(cells.plan), pa.float32())
             continue
-        column = _turned(parts, cells.plan, number)
+        column = _transposed(parts, cells.plan, number)
         absent = np.isnan(column)
         yield pa.array(column, mask=absent if absent.any() else None)
 
 
 def _counts(cells: _Cells, columns: dict[str, pa.Array]) -> pa.Array | None:
-    """Put the count columns into `columns`; return which rows exist, or None when all do."""
+    """Add the count columns to `columns`; return which rows exist, or None if all do."""
     ops = cells.plan.count_ops
     shape = (len(ops), len(cells.plan))
     counts = [part.counts.fill_null(0) if part.counts.null_count else part.counts for part in cells.parts]
@@ -150,48 +157,37 @@ def _counts(cells: _Cells, columns: dict[str, pa.Array]) -> pa.Array | None:
     absent: list[npt.NDArray[np.bool_] | None] = [None] * len(ops)
     if any(part.counts.null_count for part in cells.parts):
         masks_of_parts = [absent_counts(part) for part in cells.parts]
-        absent = [_turned(masks_of_parts, cells.plan, number) for number in range(len(ops))]
+        absent = [_transposed(masks_of_parts, cells.plan, number) for number in range(len(ops))]
     for number, (op, mask) in enumerate(zip(ops, absent, strict=True)):
-        columns[op] = pa.array(_turned_counts(parts, cells.plan, number), mask=mask)
+        columns[op] = pa.array(_transposed_counts(parts, cells.plan, number), mask=mask)
     masks = [mask for mask in absent if mask is not None]
     return pa.array(~np.logical_and.reduce(masks)) if masks else None
 
 
-def _turned(parts: Sequence[npt.NDArray[Number]], plan: PlanColumns, number: int) -> npt.NDArray[Number]:
-    """Return a statistic that stood record by record as it stands tensor by tensor, in the order of the store."""
+def _transposed(parts: Sequence[npt.NDArray[Number]], plan: PlanColumns, number: int) -> npt.NDArray[Number]:
+    """Return one statistic ordered by tensor, in the order of the store, instead of by record."""
     by_record = np.concatenate([part[:, number] for part in parts])
     return by_record.T.take(plan.order, axis=0).reshape(-1)
 
 
-def _turned_counts(parts: Sequence[npt.NDArray[np.int64]], plan: PlanColumns, number: int) -> npt.NDArray[np.int64]:
-    """Return a count as `_turned` does: most are the same in all records, of elements, of NaN and of Inf."""
+def _transposed_counts(parts: Sequence[npt.NDArray[np.int64]], plan: PlanColumns, number: int) -> npt.NDArray[np.int64]:
+    """Return one count like `_transposed`, but faster if it is equal in all records, as most counts are."""
     first = parts[0][0, number]
     if any((part[:, number] != first).any() for part in parts):
-        return _turned(parts, plan, number)
+        return _transposed(parts, plan, number)
     height = sum(map(len, parts))
     return np.repeat(first[plan.order], height) if first.any() else np.zeros(height * len(plan), np.int64)
 
 
-def _of_record(column: pa.Array, tensors: int) -> pa.Array:
-    """Return a value per record for all tensors: the whole column again and again."""
+def _spread(column: pa.Array, times: int, repeat: Callable[..., npt.NDArray[Any]]) -> pa.Array:
+    """Return the values of `column` repeated `times`, by `np.tile` (the whole column) or `np.repeat` (each value)."""
     if pa.types.is_dictionary(column.type):
-        return pa.DictionaryArray.from_arrays(_of_record(column.indices, tensors), column.dictionary)
+        return pa.DictionaryArray.from_arrays(_spread(column.indices, times, repeat), column.dictionary)
     if column.null_count == len(column):
-        return pa.nulls(len(column) * tensors, column.type)
+        return pa.nulls(len(column) * times, column.type)
     if column.null_count:
-        return column.take(pa.array(np.tile(np.arange(len(column)), tensors)))
-    return pa.array(np.tile(_integers(column), tensors)).view(column.type)
-
-
-def _of_tensor(column: pa.Array, records: int) -> pa.Array:
-    """Return a value per tensor for all records: each value again and again."""
-    if pa.types.is_dictionary(column.type):
-        return pa.DictionaryArray.from_arrays(_of_tensor(column.indices, records), column.dictionary)
-    if column.null_count == len(column):
-        return pa.nulls(len(column) * records, column.type)
-    if column.null_count:
-        return column.take(pa.array(np.repeat(np.arange(len(column)), records)))
-    return pa.array(np.repeat(_integers(column), records)).view(column.type)
+        return column.take(pa.array(repeat(np.arange(len(column)), times)))
+    return pa.array(repeat(_integers(column), times)).view(column.type)
 
 
 def _integers(column: pa.Array) -> npt.NDArray[np.integer]:
@@ -201,22 +197,22 @@ def _integers(column: pa.Array) -> npt.NDArray[np.integer]:
 
 
 def _over(own: pa.Array, of_record: pa.Array | None) -> pa.Array:
-    """Return what a row says itself, and where it says nothing what its record does."""
+    """Return the values of the rows, and the values of their records for null ones."""
     if of_record is None or own.null_count == 0:
         return own
     return of_record if own.null_count == len(own) else pc.coalesce(own, of_record)
 
 
-def _nested(bodies: Sequence[ValidBody], dataset: str, records: _Records) -> pa.Table | None:
-    """Return the rows of a dataset that travels inside the records, or None when there are none."""
-    placed = zip(records.starts, bodies, strict=False)  # where the last one ends is no body's start
-    found = [(start, body.nested[dataset]) for start, body in placed if dataset in body.nested]
-    if not found:
-        return None
+def _nested(bodies: Sequence[ValidBody], dataset: str, records: _Records) -> pa.Table:
+    """Return the rows of a nested dataset, which at least one body has, without those that are decoded already."""
+    placed = zip(records.starts, bodies, strict=False)  # `starts` also has the end of the last body
+    found = [
+        (start, body.nested[dataset]) for start, body in placed if dataset in body.nested and dataset not in body.tables
+    ]
     parents = pa.array(np.concatenate([start + nested.records for start, nested in found]))
     columns = {name: column.take(parents) for name, column in records.columns.items()}
     for field in NESTED[dataset]:
-        own = _joined(nested.columns[field.name] for _, nested in found)
+        own = pa.concat_arrays([nested.columns[field.name] for _, nested in found])
         columns[field.name] = _over(own, columns.get(field.name))
     schema = pa.schema([_as_held(field, columns) for field in coded_schema(dataset)])
     arrays = [columns[field.name] if field.name in columns else pa.nulls(len(parents), field.type) for field in schema]
@@ -224,9 +220,5 @@ def _nested(bodies: Sequence[ValidBody], dataset: str, records: _Records) -> pa.
 
 
 def _as_held(field: pa.Field, columns: Mapping[str, pa.Array]) -> pa.Field:
-    """Return `field` with the type of its column: text of the rows themselves is not coded."""
+    """Return `field` with the type of its column: text of the rows themselves is not dictionary-encoded."""
     return field.with_type(columns[field.name].type) if field.name in columns else field
-
-
-def _joined(arrays: Iterable[pa.Array]) -> pa.Array:
-    return pa.concat_arrays(list(arrays))

@@ -1,6 +1,6 @@
-"""Read one rank: poll, check, hand over. One asyncio task per target, so a slow rank delays no other.
+"""Poll one target: request records, check them, pass them to the sink. One asyncio task per target.
 
-The cursor moves together with the rows into the batch, and `committed` is passed back only after the store has them.
+The cursor moves when the rows are added to the batch. `committed` is sent to the rank only after the commit.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from rankscope_ingest.record_channel.validate import RowContext, ValidBody, chec
 from rankscope_ingest.runs.target import Health, Target
 
 DRAINING_POLL_SECONDS: Final = 0.2
-POKE_SECONDS: Final = 0.25  # between two polls out of turn: whoever pokes without end does not get polls without end
+POKE_SECONDS: Final = 0.25  # shortest interval of polls that pokes cause
 _FAST_SHARE: Final = 0.25  # of the interval, while the ring is more than half full
-_CALM_FILL: Final = 0.25  # a ring that is no fuller may wait for longer
-_CALM_POLLS: Final = 2.5  # so many intervals
-_CALM_SHARE: Final = 0.5  # of the time until a flush, and no longer: a record is told of as durable one poll later
-_TOGETHER: Final = 32
-"""Targets that are polled in one go. All that is done for the second of them finds its code in the processor's caches:
-with 20 ranks, a poll of four steps costs 2.8 ms of CPU where each stands alone, and 1.5 where seven stand together. In
-other runs, with all else that the loop does, polls of five steps cost 1.3 ms in groups of seven, and 1.1 where all 20
-stand together."""
-_INLINE_BYTES: Final = 262_144  # a small body is inflated faster than a thread is woken
+_CALM_FILL: Final = 0.25  # up to this ring fill, the interval may be longer
+_CALM_POLLS: Final = 2.5  # factor of the longer interval
+_CALM_SHARE: Final = 0.5  # of the flush interval, its upper limit: ranks learn of a commit at their next poll
+_GROUP_SIZE: Final = 32
+"""Targets that are polled at the same time, so that the code is in the processor's caches from the second one on.
+
+With 20 ranks, a poll of four steps takes 2.8 ms of CPU time alone, and 1.5 ms in a group of seven. In other
+measurements, a poll of five steps takes 1.3 ms in groups of seven, and 1.1 ms in one group of 20."""
+_INLINE_BYTES: Final = 262_144  # decompressing a smaller body takes less time than waking a thread
 
 
 class Source(Protocol):
-    """Where records come from: ranks over HTTP, or what they left on a disk. Both raise FetchError."""
+    """Source of records: a rank over HTTP, or the spool of an ended process. All methods may raise FetchError."""
 
     async def records(
         self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int
     ) -> Answer:
-        """Return `max_bytes` of the records of a process after the cursor, or one; pass on what is committed."""
+        """Return up to `max_bytes` of the records after `after`, at least one; pass `committed` to the rank."""
         ...
 
     async def plan(self, url: str, plan_id: str) -> str:
@@ -54,102 +54,88 @@ class Source(Protocol):
 
 
 class Sink(Protocol):
-    """The service as a loop sees it. All methods are called on the event loop."""
+    """Receiver of checked bodies and poll results. All methods are called on the event loop."""
 
     @property
     def is_full(self) -> bool:
-        """Whether pulling has to wait for the store."""
+        """Return whether polls must wait for the next commit."""
         ...
 
     @property
-    def room(self) -> PollBudget:
-        """What bodies that are asked for may fill."""
+    def poll_budget(self) -> PollBudget:
+        """Return the admission control of all polls."""
         ...
 
     def ordinals(self, count: int) -> int:
-        """Return the first of `count` new arrival numbers."""
+        """Return the first of `count` new ordinals, which number all records in order of arrival."""
         ...
 
     def on_body(
         self, target: Target, body: ValidBody, plans: dict[str, PlanColumns], *, size: int, inflated: int
     ) -> None:
-        """Take the rows of one body, of `size` bytes on the wire, and move the cursor behind it, both or neither."""
+        """Add the rows of a body to the batch and move the cursor, both or neither. `size` is the bytes received."""
         ...
 
     def on_answer(self, target: Target) -> None:
-        """Note any usable answer."""
+        """Record a successful poll, with or without records."""
         ...
 
     def on_failure(self, target: Target, error: FetchError) -> None:
-        """Note a poll that brought nothing."""
+        """Record a failed poll."""
         ...
 
     def on_drained(self, target: Target) -> None:
-        """Note that the rank ends, with everything committed."""
+        """Record that the rank exits with all records committed."""
         ...
 
     def on_replaced(self, target: Target, incarnation: str) -> None:
-        """Note that another process answers at the target's address."""
+        """Record that another process responds at the address of the target."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How often to poll, in seconds."""
+    """Poll intervals, in seconds, of a service with this flush interval and number of targets.
+
+    A rank whose ring is nearly empty is polled less often, because the cost of a poll hardly depends on its records.
+    """
 
     poll_seconds: float
     max_backoff_seconds: float
-    calm_seconds: float = 0.0  # where the ring has room: a poll costs the same, however many records it brings
-    targets: Callable[[], int] = lambda: 1  # how many are polled at this pace
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        poll_seconds: float,
-        max_backoff_seconds: float,
-        flush_after_seconds: float,
-        targets: Callable[[], int] = lambda: 1,
-    ) -> Pace:
-        """Return the pace of a service that flushes after so long."""
-        calm = min(_CALM_POLLS * poll_seconds, _CALM_SHARE * flush_after_seconds)
-        return cls(
-            poll_seconds=poll_seconds, max_backoff_seconds=max_backoff_seconds, calm_seconds=calm, targets=targets
-        )
+    flush_after_seconds: float = 0.0
+    targets: Callable[[], int] = lambda: 1
 
     def offset(self, incarnation: str, interval: float) -> float:
-        """Return when within the interval this target is polled: in small groups, spread, and alike after a restart."""
-        groups = max(1, -(-self.targets() // _TOGETHER))
+        """Return the offset of this target in the interval. Groups are spread evenly; a restart changes nothing."""
+        groups = max(1, -(-self.targets() // _GROUP_SIZE))
         return int(_place(incarnation) * groups) / groups * interval
 
     def after_answer(self, target: Target, now: float) -> float:
-        """Return how long to wait after an answer without more to come: to the target's own tick, or less."""
+        """Return the delay after a response without further records: until the target's next poll time, or shorter."""
         if target.health is Health.DRAINING and target.committed >= target.cursor:
-            return min(DRAINING_POLL_SECONDS, self.poll_seconds)  # until then it waits for a commit, which pokes
+            return min(DRAINING_POLL_SECONDS, self.poll_seconds)  # before that, it waits for a commit, which pokes
         if target.ring_fill > 0.5:
             return self.poll_seconds * _FAST_SHARE
-        interval = max(self.calm_seconds, self.poll_seconds) if _is_calm(target) else self.poll_seconds
+        interval = self.poll_seconds
+        if target.health is Health.UP and target.cursor >= 0 and target.ring_fill <= _CALM_FILL:
+            interval = max(interval, min(_CALM_POLLS * interval, _CALM_SHARE * self.flush_after_seconds))
         return interval - (now - self.offset(target.incarnation, interval)) % interval
 
-    def after_failure(self, failures_in_row: int, jitter: float, asked_to_wait: float | None) -> float:
-        """Return how long to wait: doubling, capped, spread by `jitter` (0 … 1), at least what the rank asked for."""
+    def after_failure(self, failures_in_row: int, jitter: float, retry_after: float | None) -> float:
+        """Return the delay: doubled up to a limit, up to half shorter by `jitter` (0 to 1), at least `retry_after`."""
         longest = min(self.max_backoff_seconds, self.poll_seconds * 2.0 ** min(failures_in_row - 1, 16))
-        return max(longest * (0.5 + 0.5 * jitter), asked_to_wait or 0.0)
+        return max(longest * (0.5 + 0.5 * jitter), retry_after or 0.0)
 
 
 @functools.lru_cache(maxsize=4096)
 def _place(incarnation: str) -> float:
-    """Return a number from 0 up to 1, another one for each process."""
+    """Return a pseudo-random number in [0, 1) that depends only on the process."""
     digest = hashlib.sha256(incarnation.encode()).digest()
     return int.from_bytes(digest[:4], "big") / (1 << 32)
 
 
-def _is_calm(target: Target) -> bool:
-    return target.health is Health.UP and target.cursor >= 0 and target.ring_fill <= _CALM_FILL
-
-
 class TargetLoop:
-    """Polls one target until it is gone."""
+    """Polls one target until its health is GONE."""
 
     def __init__(
         self,
@@ -169,8 +155,8 @@ class TargetLoop:
         self._pace = pace
         self._clock = clock
         self._jitter = jitter
-        self._alarm = WakeUp()
-        self._extra_from = -math.inf  # no poll out of turn before this moment
+        self._wake_up = WakeUp()
+        self._extra_from = -math.inf  # earliest time of the next poll that a poke may cause
         self._context = RowContext(
             run=target.registration.run,
             attempt=target.attempt,
@@ -179,31 +165,31 @@ class TargetLoop:
         )
 
     def poke(self) -> None:
-        """Poll out of turn, at once unless that was done just before; also while the target is backed off from."""
-        self._alarm.set()
+        """Poll immediately, also during backoff, but not within 0.25 s of the last poll that a poke caused."""
+        self._wake_up.set()
 
     async def run(self) -> None:
-        """Poll until the target is gone."""
+        """Poll until the health of the target is GONE."""
         delay = self._pace.after_answer(self.target, self._clock())
         while not self.target.is_gone:
             await self._wait(delay)
-            if not self.target.is_gone:  # it may have been taken for dead while we waited
+            if not self.target.is_gone:  # it may have been declared dead during the wait
                 delay = await self.poll_once()
 
     async def poll_once(self) -> float:
-        """Poll once, and return after how many seconds to do so again."""
+        """Poll once, and return the delay until the next poll in seconds."""
         target = self.target
         if self._sink.is_full:
             return self._pace.poll_seconds
-        behind, is_doubtful = target.head - target.cursor, target.failures_in_row > 0
-        async with self._sink.room.taken(behind, is_doubtful=is_doubtful) as max_bytes:
-            return await self._ask(max_bytes) if max_bytes else 0.0
+        backlog, is_failing = target.head - target.cursor, target.failures_in_row > 0
+        async with self._sink.poll_budget.reserved(backlog, is_failing=is_failing) as max_bytes:
+            return await self._poll(max_bytes) if max_bytes else 0.0
 
-    async def _ask(self, max_bytes: int) -> float:
+    async def _poll(self, max_bytes: int) -> float:
         target = self.target
         started = self._clock()
         try:
-            more = await self._poll_once(max_bytes)
+            has_more = await self._request(max_bytes)
         except (FetchError, DecodeError, pa.ArrowException) as error:
             fault = error if isinstance(error, FetchError) else FetchError("garbage", str(error))
             target.failures_in_row += 1
@@ -216,19 +202,19 @@ class TargetLoop:
             target.last_scrape = self._clock()
             target.last_scrape_seconds = target.last_scrape - started
         target.failures_in_row, target.last_error = 0, None
-        return 0.0 if more else self._pace.after_answer(target, self._clock())
+        return 0.0 if has_more else self._pace.after_answer(target, self._clock())
 
     async def _wait(self, seconds: float) -> None:
         due = self._clock() + seconds
-        if await self._alarm.wait(seconds):
+        if await self._wake_up.wait(seconds):
             is_extra = self._extra_from < due
             await asyncio.sleep(max(0.0, min(self._extra_from, due) - self._clock()))
             if is_extra:
                 self._extra_from = self._clock() + POKE_SECONDS
-            self._alarm.clear()
+            self._wake_up.clear()
 
-    async def _poll_once(self, max_bytes: int) -> bool:
-        """Ask once and act on the answer; return whether more is waiting on the rank."""
+    async def _request(self, max_bytes: int) -> bool:
+        """Send one request and process the response; return whether the rank has more records."""
         target = self.target
         answer = await self._source.records(
             target.registration.url,
@@ -239,8 +225,8 @@ class TargetLoop:
             max_bytes=max_bytes,
         )
         match answer:
-            case NothingNew(standing):
-                self._note(standing)
+            case NothingNew(ring):
+                self._update(ring)
                 return False
             case Drained():
                 target.health = Health.GONE
@@ -248,7 +234,7 @@ class TargetLoop:
                 return False
             case OtherProcess(incarnation):
                 self._sink.on_replaced(target, incarnation)
-                raise FetchError("replaced", f"process {incarnation} answers at {target.registration.url} now")
+                raise FetchError("replaced", f"process {incarnation} now responds at {target.registration.url}")
             case Body():
                 await self._take(answer)
                 return target.head > target.cursor
@@ -260,31 +246,30 @@ class TargetLoop:
         else:
             wire = await asyncio.to_thread(open_stream, body.data)
         if wire.num_rows != body.rows:
-            raise FetchError("cut", f"{body.rows} records were promised, {wire.num_rows} arrived")
+            raise FetchError("cut", f"the headers announce {body.rows} records, the body has {wire.num_rows}")
         ordinal = self._sink.ordinals(wire.num_rows)
         plans = {plan_id: await self._plan(plan_id) for plan_id in plan_ids(wire)}
         checked = check(wire, plans, self._context, after=target.cursor, first_ordinal=ordinal)
         if (checked.first, checked.last) != (body.first, body.last):
             raise FetchError(
-                "cut", f"seq {body.first} to {body.last} was promised, {checked.first} to {checked.last} came"
+                "cut",
+                f"the headers announce seq {body.first} to {body.last}, the body has {checked.first} to {checked.last}",
             )
         self._sink.on_body(target, checked, plans, size=len(body.data), inflated=wire.get_total_buffer_size())
-        self._note(body.standing)
+        self._update(body.ring)
 
     async def _plan(self, plan_id: str) -> PlanColumns:
-        known = self._plans.get(plan_id)
-        if known is not None:
-            return known
-        async with self._plans.asking:
-            known = self._plans.get(plan_id)  # another rank may have given it meanwhile
-            if known is not None:
-                return known
+        if (plan := self._plans.get(plan_id)) is not None:
+            return plan
+        async with self._plans.requests:
+            if (plan := self._plans.get(plan_id)) is not None:  # received from another rank meanwhile
+                return plan
             text = await self._source.plan(self.target.registration.url, plan_id)
             return self._plans.add(plan_id, text)
 
-    def _note(self, standing: RingStatus) -> None:
+    def _update(self, ring: RingStatus) -> None:
         target = self.target
-        target.head = max(target.head, target.cursor, -1 if standing.head is None else standing.head)
-        target.ring_fill = standing.ring_fill
-        target.health = Health.DRAINING if standing.is_draining else Health.UP
+        target.head = max(target.head, target.cursor, -1 if ring.head is None else ring.head)
+        target.ring_fill = ring.ring_fill
+        target.health = Health.DRAINING if ring.is_draining else Health.UP
         self._sink.on_answer(target)

@@ -1,8 +1,9 @@
-"""The names behind a record's numbers, turned into Arrow columns once per plan and kept for all ranks that share it."""
+"""Plans as Arrow columns: converted once per plan, and shared by all ranks that use it."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
@@ -20,17 +21,19 @@ NAME_COLUMNS: Final = ("kind", "tensor", "index", "placement", "shard_group", "c
 
 KEPT_PLANS: Final = 256
 
-ASKED_AT_ONCE: Final = 4
-"""Ranks that are asked for a plan at the same time: a thousand that begin together mostly share theirs."""
+MAX_CONCURRENT_REQUESTS: Final = 4
+"""Plan requests at the same time. A thousand ranks that start together mostly use the same plan."""
 
 
 class PlanColumns:
-    """One plan as columns. `order` sorts its entries as the store does; `sorted_columns` are their names so sorted."""
+    """One plan as columns. `order` sorts its entries in the order of the store; `sorted_columns` are sorted by it."""
 
     def __init__(self, plan: Plan) -> None:
         self.entries: tuple[PlanEntry, ...] = plan.entries
         self.value_ops, self.count_ops = plan.value_ops, plan.count_ops
-        ordered = sorted(range(len(plan.entries)), key=lambda number: _sort_key(plan.entries[number]))
+        ordered = sorted(
+            range(len(plan.entries)), key=lambda number: (plan.entries[number].tensor, plan.entries[number].kind)
+        )
         self.order: npt.NDArray[np.intp] = np.array(ordered, np.intp)
         schema = coded_schema("tensor_stats")
         self.sorted_columns: dict[str, pa.Array] = {
@@ -42,12 +45,8 @@ class PlanColumns:
         return len(self.entries)
 
     def dimension_rows(self, common: Callable[[], dict[str, Any]]) -> pa.Table:
-        """Return the plan as rows of `tensors`; `common` gives run, attempt, rank and the like of the next row."""
+        """Return the plan as rows of `tensors`. `common` returns the other columns of the next row, such as the run."""
         return rows_table("tensors", (common() | _dimension(entry) for entry in self.entries))
-
-
-def _sort_key(entry: PlanEntry) -> tuple[str, str]:
-    return entry.tensor, entry.kind
 
 
 def _column(values: list[Any], arrow_type: pa.DataType) -> pa.Array:
@@ -57,9 +56,6 @@ def _column(values: list[Any], arrow_type: pa.DataType) -> pa.Array:
 
 
 def _dimension(entry: PlanEntry) -> dict[str, Any]:
-    numel = 1
-    for size in entry.shape:
-        numel *= size
     return {
         "kind": entry.kind,
         "tensor": entry.tensor,
@@ -67,30 +63,30 @@ def _dimension(entry: PlanEntry) -> dict[str, Any]:
         "vpp_stage": entry.vpp_stage,
         "shape": list(entry.shape),
         "dtype": entry.dtype or None,
-        "numel": numel if entry.dtype else None,  # a plan that tells no dtype tells no shape either
+        "numel": math.prod(entry.shape) if entry.dtype else None,  # without a dtype, a plan has no shape either
         "module": entry.module,
         "aliases": list(entry.aliases),
     }
 
 
 class PlanCache:
-    """Plans by hash, the longest unused leaving first. Plans never change, so a hit is always right."""
+    """Plans by hash; the least recently used plan is evicted first. A plan never changes: no entry becomes stale."""
 
     def __init__(self, size: int = KEPT_PLANS) -> None:
         self._size = size
         self._plans: OrderedDict[str, PlanColumns] = OrderedDict()
-        self.asking = asyncio.Semaphore(ASKED_AT_ONCE)
+        self.requests = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 
     def get(self, plan_id: str) -> PlanColumns | None:
-        """Return the plan, or None when it has to be fetched."""
+        """Return the plan, or None if it must be fetched."""
         if plan_id in self._plans:
             self._plans.move_to_end(plan_id)
         return self._plans.get(plan_id)
 
     def add(self, plan_id: str, text: str) -> PlanColumns:
-        """Keep and return the plan in `text`. Raises DecodeError when the text does not have this hash."""
+        """Add and return the plan in `text`. Raises DecodeError if the hash of the text is not `plan_id`."""
         if plan_hash(text) != plan_id:
-            raise DecodeError(f"plan {plan_id} does not have the hash under which the rank serves it")
+            raise DecodeError(f"plan {plan_id}: the hash of the received text is different")
         try:
             columns = PlanColumns(Plan.from_json(text))
         except (ValueError, pa.ArrowException, OverflowError, TypeError) as error:

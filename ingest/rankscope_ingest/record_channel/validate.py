@@ -1,14 +1,14 @@
-"""One body of the record channel, opened and checked: every promise holds, so that nothing in it can fail later.
+"""Check a body of the record channel completely, so that nothing in it can fail later.
 
-The cursor moves when a body was checked; its numbers become rows in the flush thread, with those of hundreds of other
-bodies at once (`decode`). Until then they stand here as they came, which is half of the memory of the rows. What the
-service itself must know at once (a step, an event) is read from here, record by record.
+The cursor moves when a body is checked. Its numbers become rows in the flush thread, together with hundreds of other
+bodies (`decode`). Until then they are kept as received, which takes half of the memory of the rows. Data that the
+service needs immediately, such as steps and events, is read from the checked body.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +24,7 @@ from rankscope_ingest.record_channel.plans import PlanColumns
 _FLAT: Final[Mapping[str, tuple[pa.DataType, bool]]] = {
     field.name: (arrow_field(pa, field).type, field.nullable) for field in WIRE_FIELDS if field.name not in NESTED
 }
-"""By column: its type, and whether it may be null."""
+"""Type of each column, and whether it may be null."""
 _MEMBERS: Final[dict[str, list[tuple[Field, pa.Field]]]] = {
     dataset: [(field, arrow_field(pa, field)) for field in fields] for dataset, fields in NESTED.items()
 }
@@ -35,7 +35,7 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowContext:
-    """What is the same in every row of one incarnation."""
+    """Columns that are equal in all rows of one incarnation."""
 
     run: str
     attempt: int
@@ -45,7 +45,10 @@ class RowContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The statistics of those records of a body that share a plan: flat, statistic-major within each record."""
+    """The statistics of the records of a body that have one plan.
+
+    `records` are their positions in the body. `values` and `counts` are flat, by record, statistic and tensor.
+    """
 
     plan_id: str
     plan: PlanColumns
@@ -56,7 +59,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nested:
-    """The rows of one dataset that travel inside the records: their columns, and the record of each."""
+    """The rows of one dataset that are nested in the records: their columns, and the record of each row."""
 
     columns: Mapping[str, pa.Array]
     records: Positions
@@ -67,10 +70,11 @@ class Nested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidBody:
-    """What one body holds. `missing` are the ranges of seq that the rank no longer had, each with both ends.
+    """One checked body.
 
-    `last_step` is the highest step, None where no record is of one; `last_ts` the latest time, in UTC µs by the rank's
-    clock.
+    `missing` are ranges of seq (first, last) that were no longer in the ring of the rank. `last_step` is the highest
+    step, or None if no record has a step. `last_ts` is the latest time in UTC µs by the clock of the rank. `tables`
+    caches nested datasets that are already decoded, so that each is decoded once.
     """
 
     context: RowContext
@@ -83,10 +87,11 @@ class ValidBody:
     missing: tuple[tuple[int, int], ...]
     last_step: int | None
     last_ts: int
+    tables: dict[str, pa.Table] = field(default_factory=dict)
 
     @property
     def records(self) -> int:
-        """Return how many records there are."""
+        """Return the number of records."""
         return len(self.seqs)
 
     @property
@@ -101,32 +106,33 @@ class ValidBody:
 
 
 def plan_ids(wire: pa.Table) -> tuple[str, ...]:
-    """Return the hashes of the plans that `wire` needs, each once."""
+    """Return the hashes of the plans that the records in `wire` refer to, each once."""
     if "plan" not in wire.column_names:
         return ()
-    return _each_once(wire.column("plan").to_pylist())
+    return _distinct(wire.column("plan").to_pylist())
 
 
-def _each_once(names: Sequence[str | None]) -> tuple[str, ...]:
+def _distinct(names: Sequence[str | None]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
 def check(
     wire: pa.Table, plans: Mapping[str, PlanColumns], context: RowContext, *, after: int, first_ordinal: int
 ) -> ValidBody:
-    """Return what `wire` holds, whose records must all be newer than `after` and in order.
+    """Return the body in `wire`, after checking it completely.
 
-    Record i gets `first_ordinal + i`. Raises DecodeError when the stream breaks its own promises.
+    All records must have a seq above `after` in increasing order. Record i gets the ordinal `first_ordinal + i`.
+    Raises DecodeError if the body violates the protocol.
     """
     if wire.num_rows == 0:
-        raise DecodeError("the stream holds no record; nothing new is said with status 204")
-    # Asking the table for each of them takes longer than all that is done with most.
+        raise DecodeError("the stream has no records; the response should have status 204")
+    # A lookup of each column in the table takes longer than the checks of most columns.
     columns = dict(zip(wire.column_names, wire.itercolumns(), strict=True))
-    flat = {name: _known(columns, name, wire.num_rows) for name in _FLAT}
+    flat = {name: _flat_column(columns, name, wire.num_rows) for name in _FLAT}
     seqs = flat["seq"].to_numpy()
     missing = _missing_ranges(seqs, after)
     used = flat["plan"].to_pylist()
-    statistics = tuple(_measured(flat, used, plan_id, plans[plan_id]) for plan_id in _each_once(used))
+    statistics = tuple(_measured(flat, used, plan_id, plans[plan_id]) for plan_id in _distinct(used))
     nested = {name: rows for name in NESTED if name in columns and (rows := _nested(columns, name)) is not None}
     return ValidBody(
         context=context,
@@ -144,13 +150,13 @@ def check(
 
 def _highest(steps: pa.Array) -> int | None:
     if not steps.null_count:
-        return int(steps.to_numpy().max())  # a kernel of Arrow takes ten times as long to be called
+        return int(steps.to_numpy().max())  # calling an Arrow kernel takes ten times as long
     highest: int | None = pc.max(steps).as_py()
     return highest
 
 
-def _known(columns: Mapping[str, pa.ChunkedArray], name: str, rows: int) -> pa.Array:
-    """Return a column as we know it. A newer sender may have more, an older one may lack what is nullable."""
+def _flat_column(columns: Mapping[str, pa.ChunkedArray], name: str, rows: int) -> pa.Array:
+    """Return a column with its type checked. An older sender may lack nullable columns, which are then null."""
     type_, nullable = _FLAT[name]
     if name not in columns:
         if not nullable:
@@ -158,9 +164,9 @@ def _known(columns: Mapping[str, pa.ChunkedArray], name: str, rows: int) -> pa.A
         return pa.nulls(rows, type_)
     column = _one(columns[name])
     if column.type != type_:
-        raise DecodeError(f"column {name} has type {column.type}, this service reads {type_}")
+        raise DecodeError(f"column {name} has type {column.type} instead of {type_}")
     if not nullable and column.null_count:
-        raise DecodeError(f"column {name} holds a null")
+        raise DecodeError(f"column {name} has a null")
     return column
 
 
@@ -174,9 +180,9 @@ def _missing_ranges(seqs: Positions, after: int) -> tuple[tuple[int, int], ...]:
     before = np.concatenate(([after], seqs[:-1]))
     steps = seqs - before
     if (steps <= 0).any():
-        raise DecodeError(f"seq does not rise from {after} on: the body repeats records or is out of order")
-    holes = np.flatnonzero(steps > 1)
-    return tuple((int(before[hole]) + 1, int(seqs[hole]) - 1) for hole in holes)
+        raise DecodeError(f"seq does not increase after {after}: the body repeats records or is out of order")
+    gaps = np.flatnonzero(steps > 1)
+    return tuple((int(before[gap]) + 1, int(seqs[gap]) - 1) for gap in gaps)
 
 
 def _measured(flat: Mapping[str, pa.Array], used: Sequence[str | None], plan_id: str, plan: PlanColumns) -> Measured:
@@ -191,34 +197,34 @@ def _measured(flat: Mapping[str, pa.Array], used: Sequence[str | None], plan_id:
 
 
 def _numbers(lists: pa.ListArray, name: str, records: Positions, ops: int, tensors: int) -> pa.Array:
-    """Return the flat numbers of the chosen records, after checking that each has `ops` for every tensor."""
+    """Return the flat numbers of these records, after checking that each has `ops` numbers for every tensor."""
     if len(records) != len(lists):
         lists = lists.take(pa.array(records))
     offsets = lists.offsets.to_numpy()
     if lists.null_count or (offsets[1:] - offsets[:-1] != ops * tensors).any():
-        raise DecodeError(f"{name} does not hold {ops} numbers for each of the {tensors} tensors of its plan")
+        raise DecodeError(f"{name} does not have {ops} numbers for each of the {tensors} tensors of its plan")
     return lists.values.slice(offsets[0], offsets[-1] - offsets[0])
 
 
 def _present(measured: Measured) -> int:
-    """Return how many rows there are: a tensor with null counts was absent and gets none."""
+    """Return the number of rows. A tensor whose counts are null was absent and has no row."""
     rows = len(measured.records) * len(measured.plan)
     return rows - int(absent_counts(measured).all(axis=1).sum()) if measured.counts.null_count else rows
 
 
 def absent_counts(measured: Measured) -> npt.NDArray[np.bool_]:
-    """Return which counts are null, by record, statistic and tensor."""
+    """Return which counts are null, with shape (records, statistics, tensors)."""
     shape = (len(measured.records), len(measured.plan.count_ops), len(measured.plan))
     absent: npt.NDArray[np.bool_] = measured.counts.is_null().to_numpy(zero_copy_only=False).reshape(shape)
     return absent
 
 
 def _nested(of: Mapping[str, pa.ChunkedArray], dataset: str) -> Nested | None:
-    """Return the rows that travel inside the records as a list of structs, or None when there are none."""
+    """Return the rows that are nested in the records as lists of structs, or None if there are none."""
     lists = _one(of[dataset])
     if not pa.types.is_list(lists.type) or not pa.types.is_struct(lists.type.value_type):
-        raise DecodeError(f"column {dataset} has type {lists.type}, this service reads a list of structs")
-    if len(lists.values) == 0:  # as it is in most bodies
+        raise DecodeError(f"column {dataset} has type {lists.type} instead of a list of structs")
+    if len(lists.values) == 0:  # true for most bodies
         return None
     structs = lists.flatten()
     if len(structs) == 0:
@@ -237,7 +243,7 @@ def _member(member: Any, rows: int, dataset: str, field: Field, wanted: pa.Field
     if member is None:
         raise DecodeError(f"{dataset} lacks the field {field.name}")
     if member.type != wanted.type:
-        raise DecodeError(f"{dataset}.{field.name} has type {member.type}, this service reads {wanted.type}")
+        raise DecodeError(f"{dataset}.{field.name} has type {member.type} instead of {wanted.type}")
     if not field.nullable and member.null_count:
-        raise DecodeError(f"{dataset}.{field.name} holds a null")
+        raise DecodeError(f"{dataset}.{field.name} has a null")
     return member

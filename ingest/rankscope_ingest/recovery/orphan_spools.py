@@ -169,7 +169,7 @@ def _read(orphan: Orphan, after: int, committed: int, max_bytes: int) -> Answer:
     status = RingStatus(head=orphan.head, ring_fill=1.0, is_draining=True)
     if records is None:
         return Drained() if orphan.is_done else NothingNew(status)
-    return Body(data=records.data, first=records.first, last=records.last, rows=records.rows, standing=status)
+    return Body(data=records.data, first=records.first, last=records.last, rows=records.rows, ring=status)
 
 
 def _needed_plans(stream: bytes) -> tuple[str, ...] | None:

@@ -1,1 +1,1 @@
-"""Prometheus' remote read protocol: decode requests, read the store, encode responses."""
+"""Prometheus remote read: decode requests, query the store, encode responses."""

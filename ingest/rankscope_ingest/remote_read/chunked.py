@@ -1,8 +1,8 @@
-"""Prometheus' XOR chunks (tsdb/chunkenc, after Facebook's Gorilla), bit for bit as it writes them. Pure.
+"""Encode series as streamed XOR chunks (Prometheus' tsdb/chunkenc, after Facebook's Gorilla), with equal bytes. Pure.
 
-A chunk is a stream of bits, each sample told by what differs from the one before it. All chunks are made at once, as
-columns: only the window of significant bits depends on what was written before, and is followed sample by sample
-through all chunks side by side.
+A chunk is a stream of bits; each sample is written as its difference from the previous one. All chunks of a group are
+encoded together as numpy columns. Only the window of significant bits depends on the previous samples; a loop follows
+it sample by sample, through all chunks at the same time.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from rankscope_ingest.base.protobuf import as_varint, field, number_field
-from rankscope_ingest.remote_read.codec import label_fields
+from rankscope_ingest.base.protobuf import MESSAGES, as_varint
+from rankscope_ingest.remote_read.codec import labels_of
 from rankscope_storage.prometheus.series import Series
 
 SAMPLES_PER_CHUNK: Final = 120
 
 _HEADER_BITS: Final = 16
 _NO_WINDOW: Final = 255
-_MOST_LEADING: Final = 31  # as many as five bits hold
+_MAX_LEADING: Final = 31  # largest value of five bits
+CONTENT_TYPE: Final = "application/x-streamed-protobuf; proto=prometheus.ChunkedReadResponse"
+FRAME_BYTES: Final = 1 << 20
+"""Size at which a frame ends, as in Prometheus, which rejects frames of 50 times this size."""
+
+SAMPLES_PER_GROUP: Final = 1 << 17
+_XOR: Final = 1  # encoding of a chunk
 
 Integers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -32,14 +38,17 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class _Bits:
-    """A number for each sample, and how many bits of it are written; 0 is none."""
+    """A number for each sample, and how many of its low bits are written (0 to 64)."""
 
     values: Words
     counts: Integers
 
 
 def chunks(times: Integers, values: npt.NDArray[np.float64], starts: Integers) -> list[bytes]:
-    """Return a chunk for each stretch that begins at one of `starts`, of at most 65,535 samples with rising times."""
+    """Return one chunk for each range of samples that begins at a position in `starts`.
+
+    A range has at most 65,535 samples. `times` are milliseconds and increase within a range.
+    """
     lengths = np.diff(starts, append=len(times))
     within = np.arange(len(times)) - np.repeat(starts, lengths)
     parts = (*_times(times, within), *_values(np.ascontiguousarray(values).view(np.uint64), within, starts, lengths))
@@ -60,9 +69,9 @@ def chunks(times: Integers, values: npt.NDArray[np.float64], starts: Integers) -
 
 
 def _byte_counts(bits: Integers, last: Integers) -> Integers:
-    """Return how many bytes Prometheus takes for so many bits, the `last` of them written at once.
+    """Return the number of bytes that Prometheus uses for `bits`, of which `last` are written by the last call.
 
-    Whole bytes are written as such, and the next one is opened with each, also where nothing follows.
+    Its writer appends the next byte together with each whole byte, even if no bits follow.
     """
     is_open = (bits % 8 == 0) & (last > 0) & (last % 8 == 0)
     counts: Integers = ((bits + 7) >> 3) + is_open
@@ -70,7 +79,7 @@ def _byte_counts(bits: Integers, last: Integers) -> Integers:
 
 
 def _times(times: Integers, within: Integers) -> tuple[_Bits, _Bits]:
-    """Return the bits of times: at first the time, then the distance, then by how much the distance changes."""
+    """Return the bits of the times: the first time, then the first difference, then changes of the difference."""
     distances = np.diff(times, prepend=times[:1])
     change = np.diff(distances, prepend=distances[:1])
     bits, first = change.view(np.uint64), np.zeros(len(times), np.uint64)
@@ -83,14 +92,14 @@ def _times(times: Integers, within: Integers) -> tuple[_Bits, _Bits]:
         is_wide &= ~fits
     first[is_wide], counts[is_wide], more[is_wide] = 0b1111, 4, 64
     rest = bits.copy()
-    for position, numbers in ((0, (times << 1) ^ (times >> 63)), (1, distances)):  # zigzag, as a varint of Go's
+    for position, numbers in ((0, (times << 1) ^ (times >> 63)), (1, distances)):  # zigzag, as Go's signed varint
         here = np.flatnonzero(within == position)
         first[here], counts[here], rest[here], more[here] = _varints(numbers[here].view(np.uint64))
     return _Bits(first, counts), _Bits(rest, more)
 
 
 def _varints(numbers: Words) -> tuple[Words, Integers, Words, Integers]:
-    """Return varints as bits: up to eight bytes, how many bits these are, and the same of what is behind them."""
+    """Return varints as bits: the first eight bytes and their number of bits, then the same for the last two bytes."""
     sizes = np.maximum(1, (_bit_lengths(numbers) + 6) // 7)
     halves = [(np.zeros(len(numbers), np.uint64), np.zeros(len(numbers), np.int64)) for _ in range(2)]
     for place in range(10):
@@ -105,10 +114,13 @@ def _varints(numbers: Words) -> tuple[Words, Integers, Words, Integers]:
 
 
 def _values(bits: Words, within: Integers, starts: Integers, lengths: Integers) -> tuple[_Bits, _Bits]:
-    """Return the bits of values: at first all 64, then those that changed, in the window before or in a new one."""
+    """Return the bits of the values: all 64 of the first value, then the XOR with the previous value.
+
+    Of the XOR only a window of significant bits is written: the previous window if it covers them, else a new one.
+    """
     changed = bits.copy()
     changed[1:] ^= bits[:-1]
-    leading = np.minimum(64 - _bit_lengths(changed), _MOST_LEADING)
+    leading = np.minimum(64 - _bit_lengths(changed), _MAX_LEADING)
     trailing = np.maximum(_bit_lengths(changed & (~changed + np.uint64(1))) - 1, 0)
     is_new, leading, trailing = _windows(changed != 0, leading, trailing, starts, lengths)
     significant = 64 - leading - trailing
@@ -126,7 +138,7 @@ def _values(bits: Words, within: Integers, starts: Integers, lengths: Integers) 
 def _windows(
     differs: npt.NDArray[np.bool_], leading: Integers, trailing: Integers, starts: Integers, lengths: Integers
 ) -> tuple[npt.NDArray[np.bool_], Integers, Integers]:
-    """Return at which samples a window opens, and how many bits it leaves out before and behind, at each sample."""
+    """Return which samples open a new window, and the leading and trailing bits that each sample leaves out."""
     is_new = np.zeros(len(differs), np.bool_)
     before, behind = leading.copy(), trailing.copy()
     order = np.argsort(-lengths, kind="stable")
@@ -144,7 +156,7 @@ def _windows(
 
 
 def _packed(values: Words, counts: Integers, offsets: Integers, words: int) -> Words:
-    """Return `words` words of 64 bits with the parts of each sample one behind the other, from its offset on."""
+    """Return `words` 64-bit words that contain the parts of each sample in order, from its offset in bits."""
     places = (offsets[:, None] + np.cumsum(counts, axis=1) - counts).ravel()
     kept = np.flatnonzero(counts.ravel())
     places, sizes = places[kept], counts.ravel()[kept]
@@ -159,36 +171,30 @@ def _packed(values: Words, counts: Integers, offsets: Integers, words: int) -> W
 
 
 def _bit_lengths(numbers: Words) -> Integers:
-    """Return how many bits each number has: a float of at most 32 bits is exact, and its exponent is that count."""
+    """Return the bit length of each number: the exponent of its halves as floats, which are exact for 32 bits."""
     high = (numbers >> np.uint64(32)).astype(np.float64)
     low = (numbers & np.uint64(0xFFFF_FFFF)).astype(np.float64)
     return np.where(high > 0, np.frexp(high)[1] + 32, np.frexp(low)[1]).astype(np.int64)
 
 
-CONTENT_TYPE: Final = "application/x-streamed-protobuf; proto=prometheus.ChunkedReadResponse"
-FRAME_BYTES: Final = 1 << 20
-"""A frame is closed when it has this many; Prometheus does it at the same size, and refuses to read 50 times that."""
-
-_SAMPLES_AT_ONCE: Final = 1 << 17
-_XOR: Final = 1
-
-
-def frames(answers: Sequence[Sequence[Series]], frame_bytes: int = FRAME_BYTES) -> Iterator[bytes]:
-    """Yield the answer in pieces of whole frames, series after series."""
+def frames(
+    answers: Sequence[Sequence[Series]], frame_bytes: int = FRAME_BYTES, group_samples: int = SAMPLES_PER_GROUP
+) -> Iterator[bytes]:
+    """Yield the response in pieces of whole frames, series by series. `answers` has the series of each query."""
     for query, series in enumerate(answers):
-        for some in _groups(series):
-            encoded = iter(_chunks_of(some))
-            yield b"".join(frame for one in some for frame in _frames_of(one, query, encoded, frame_bytes))
+        for group in _groups(series, group_samples):
+            encoded = iter(_chunks_of(group))
+            yield b"".join(frame for one in group for frame in _frames_of(one, query, encoded, frame_bytes))
 
 
-def _groups(series: Sequence[Series]) -> Iterator[list[Series]]:
-    """Yield series that are encoded together: many small ones cost little more than one."""
+def _groups(series: Sequence[Series], group_samples: int) -> Iterator[list[Series]]:
+    """Yield series that are encoded together: many small series cost little more than one."""
     group: list[Series] = []
     samples = 0
     for one in series:
         group.append(one)
         samples += len(one.times_ms)
-        if samples >= _SAMPLES_AT_ONCE:
+        if samples >= group_samples:
             yield group
             group, samples = [], 0
     if group:
@@ -204,22 +210,22 @@ def _chunks_of(series: Sequence[Series]) -> list[bytes]:
 
 
 def _frames_of(series: Series, query: int, encoded: Iterator[bytes], frame_bytes: int) -> Iterator[bytes]:
-    labels = label_fields(series)
-    message = bytearray(labels)
+    """Yield the frames of one series; each repeats the labels."""
+    labels = labels_of(series)
+    head_bytes = sum(map(len, labels))
+    message, size = MESSAGES["ChunkedSeries"](labels=labels), head_bytes
     for first in range(0, len(series.times_ms), SAMPLES_PER_CHUNK):
-        last = min(first + SAMPLES_PER_CHUNK, len(series.times_ms)) - 1
-        message += field(2, _chunk(int(series.times_ms[first]), int(series.times_ms[last]), next(encoded)))
-        if len(message) >= frame_bytes and last < len(series.times_ms) - 1:
-            yield _frame(bytes(message), query)
-            message = bytearray(labels)
-    yield _frame(bytes(message), query)
+        if size >= frame_bytes:
+            yield _frame(message, query)
+            message, size = MESSAGES["ChunkedSeries"](labels=labels), head_bytes
+        times = series.times_ms[first : first + SAMPLES_PER_CHUNK]
+        chunk = message.chunks.add(min_time_ms=times[0], max_time_ms=times[-1], type=_XOR, data=next(encoded))
+        size += chunk.ByteSize()
+    yield _frame(message, query)
 
 
-def _chunk(first_ms: int, last_ms: int, data: bytes) -> bytes:
-    return number_field(1, first_ms) + number_field(2, last_ms) + number_field(3, _XOR) + field(4, data)
-
-
-def _frame(chunked_series: bytes, query: int) -> bytes:
-    message = field(1, chunked_series) + (number_field(2, query) if query else b"")
+def _frame(series: object, query: int) -> bytes:
+    """Return a frame: length as varint, CRC-32C, message."""
+    message: bytes = MESSAGES["ChunkedReadResponse"](chunked_series=[series], query_index=query).SerializeToString()
     check_sum: int = google_crc32c.value(message)
     return as_varint(len(message)) + check_sum.to_bytes(4, "big") + message

@@ -1,30 +1,16 @@
-"""The few protobuf messages of Prometheus' remote read (prompb/remote.proto), in snappy's block format. Pure.
-
-By hand, as they are small and do not change; samples are written as columns, since there may be millions.
-"""
+"""Decode remote read requests, and encode responses of plain samples. Streamed chunks are left to `chunked`. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from rankscope_ingest.base.errors import DecodeError
-from rankscope_ingest.base.protobuf import (
-    FIXED64,
-    LENGTH,
-    VARINT,
-    field,
-    fields,
-    number_field,
-    octets,
-    signed,
-    text,
-    varints,
-)
+from rankscope_ingest.base.protobuf import MESSAGES, label_bytes, parse
 from rankscope_storage.prometheus.matchers import Matcher, MatchType
 from rankscope_storage.prometheus.query import SeriesQuery
 from rankscope_storage.prometheus.series import Series
@@ -32,91 +18,74 @@ from rankscope_storage.prometheus.series import Series
 SAMPLES, STREAMED_XOR_CHUNKS = 0, 1
 MAX_REQUEST_BYTES: Final = 1 << 20
 SERIES_ALONE: Final = "series"
-"""What Prometheus names in place of a function when it looks for series, as lists of Grafana do, not for samples."""
+"""Function name in the hints when Prometheus lists series, as Grafana does for its menus, and needs no samples."""
 
 _SIX_BYTES_FROM, _SIX_BYTES_BELOW = 1 << 35, 1 << 42  # ms since 1970: from 1971 to 2109
+_SAMPLE_HEAD: Final = (2 << 3 | 2, 16, 1 << 3 | 1)  # field 2 of 16 bytes; its field 1, a double
+_TIME_TAG: Final = 2 << 3
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """What is asked, and which forms of an answer are taken, best first; none named is samples."""
+    """The queries of a request, and the accepted response types, best first; without any, plain samples."""
 
     questions: tuple[SeriesQuery, ...]
     accepted: tuple[int, ...]
 
 
 def read_request(data: bytes) -> ReadRequest:
-    """Return the request. Raises DecodeError for what is none, QueryError for a bad expression."""
-    questions, accepted = [], []
-    for number, value in fields(data):
-        if number == 1:
-            questions.append(_question(octets(value)))
-        elif number == 2:
-            accepted += [value] if isinstance(value, int) else list(varints(octets(value)))
-    return ReadRequest(tuple(questions), tuple(accepted))
+    """Return the serialized request. Raises DecodeError if it is malformed, and QueryError for a bad expression."""
+    request = parse("ReadRequest", data)
+    return ReadRequest(tuple(map(_query, request.queries)), tuple(request.accepted_response_types))
+
+
+def _query(query: Any) -> SeriesQuery:
+    matchers = tuple(_matcher(one) for one in query.matchers)
+    only_series = query.hints.func == SERIES_ALONE
+    return SeriesQuery(matchers, query.start_timestamp_ms, query.end_timestamp_ms, series_alone=only_series)
+
+
+def _matcher(matcher: Any) -> Matcher:
+    if matcher.type not in set(MatchType):
+        raise DecodeError(f"matcher type {matcher.type} does not exist")
+    return Matcher(MatchType(matcher.type), matcher.name, matcher.value)
 
 
 def read_response(answers: Iterable[Sequence[Series]]) -> bytes:
-    """Return the answer of samples: one result for each question, in order."""
-    return b"".join(field(1, b"".join(field(1, _time_series(one)) for one in series)) for series in answers)
-
-
-def _question(data: bytes) -> SeriesQuery:
-    start = end = 0
-    matchers = []
-    function = ""
-    for number, value in fields(data):
-        if number == 1:
-            start = signed(value)
-        elif number == 2:
-            end = signed(value)
-        elif number == 3:
-            matchers.append(_matcher(octets(value)))
-        elif number == 4:
-            function = _function(octets(value))
-    return SeriesQuery(tuple(matchers), start, end, series_alone=function == SERIES_ALONE)
-
-
-def _function(hints: bytes) -> str:
-    """Return for which function of PromQL the answer is."""
-    return next((text(value) for number, value in fields(hints) if number == 2), "")
-
-
-def _matcher(data: bytes) -> Matcher:
-    kind, name, expected = 0, "", ""
-    for number, value in fields(data):
-        if number == 1:
-            kind = signed(value)
-        elif number == 2:
-            name = text(value)
-        elif number == 3:
-            expected = text(value)
-    if kind not in set(MatchType):
-        raise DecodeError(f"there is no matcher of type {kind}")
-    return Matcher(MatchType(kind), name, expected)
-
-
-def label_fields(series: Series) -> bytes:
-    """Return the labels of a series as they stand in its message."""
-    return b"".join(field(1, field(1, name.encode()) + field(2, value.encode())) for name, value in series.labels)
+    """Return the serialized response of plain samples: one result for each query, in the same order."""
+    response = MESSAGES["ReadResponse"]()
+    for series in answers:
+        response.results.add(timeseries=map(_time_series, series))
+    data: bytes = response.SerializeToString()
+    return data
 
 
 def _time_series(series: Series) -> bytes:
-    return label_fields(series) + _samples(series.times_ms, series.values)
+    # A concatenation of serialized messages is the message with the fields of both.
+    head: bytes = MESSAGES["SeriesHead"](labels=labels_of(series)).SerializeToString()
+    return head + _samples(series.times_ms, series.values)
+
+
+def labels_of(series: Series) -> list[bytes]:
+    """Return the serialized labels of a series."""
+    return [label_bytes(name, value) for name, value in series.labels]
 
 
 def _samples(times: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> bytes:
+    """Return the samples as serialized fields of a TimeSeries.
+
+    All samples with a time of six bytes have the same length, so that they are written as columns of one array.
+    """
     if len(times) and not _SIX_BYTES_FROM <= times.min() <= times.max() < _SIX_BYTES_BELOW:
-        return b"".join(_sample(int(ts), float(value)) for ts, value in zip(times, values, strict=True))
+        sample = MESSAGES["Sample"]
+        pairs = zip(times.tolist(), values.tolist(), strict=True)
+        samples = [sample(timestamp=ms, value=value) for ms, value in pairs]
+        data: bytes = MESSAGES["TimeSeries"](samples=samples).SerializeToString()
+        return data
     rows = np.empty((len(times), 18), np.uint8)
-    rows[:, :3] = (2 << 3 | LENGTH, 16, 1 << 3 | FIXED64)
+    rows[:, :3] = _SAMPLE_HEAD
     rows[:, 3:11] = np.ascontiguousarray(values, "<f8").view(np.uint8).reshape(-1, 8)
-    rows[:, 11] = 2 << 3 | VARINT
+    rows[:, 11] = _TIME_TAG
     for place in range(6):
         rows[:, 12 + place] = times >> 7 * place & 0x7F | (0x80 if place < 5 else 0)
     return rows.tobytes()
-
-
-def _sample(ts: int, value: float) -> bytes:
-    number = bytes([1 << 3 | FIXED64]) + np.array(value, "<f8").tobytes()
-    return field(2, number + number_field(2, ts))

@@ -1,8 +1,8 @@
-"""Answer remote read from the store, one question at a time, in a thread of its own with a connection of its own.
+"""Answer remote read requests from the store, one at a time, in a separate thread with its own DuckDB connection.
 
-One at a time bounds the memory: an answer may be as large as `max_samples` allows. A few that were read may be on their
-way out beside it; who takes none of it for a minute loses the rest. So that no question keeps the others waiting, it is
-ended when it takes too long, and when who asked has hung up.
+One query at a time bounds the memory, because a response may have `max_samples` samples. Up to three responses are sent
+at the same time; a client that accepts no data for 60 s loses the rest of its response. A query is cancelled when it
+takes too long or its client has disconnected, so that the next one does not wait for it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rankscope_storage.connection import Connection, connect
 from rankscope_storage.prometheus.read import CancelToken, read
 
 READ_SECONDS: Final = 45.0
-"""For one question: by default Prometheus waits a minute for the whole answer, and then for no word of why."""
+"""Time limit of one query. Prometheus' default timeout for the whole response is 60 s, and shows no reason."""
 
 SEND_SECONDS: Final = 60.0
-_LOOK_SECONDS: Final = 0.5
-_ON_THEIR_WAY: Final = 3
+_CHECK_SECONDS: Final = 0.5  # interval of checks for a disconnected client and the time limit
+_MAX_RESPONSES: Final = 3
 _PLAIN: Final = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
 _STREAMED: Final = {"Content-Type": chunked.CONTENT_TYPE}
 
@@ -47,19 +47,19 @@ class _Answer:
 
 
 class RemoteRead:
-    """History of the store at `path`, as Prometheus asks for it."""
+    """Remote read of the store at `path`."""
 
     def __init__(self, path: str, section: RemoteReadSection, *, read_seconds: float = READ_SECONDS) -> None:
         self._path = path
         self._section = section
         self._read_seconds = read_seconds
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-remote-read")
-        self._slots = asyncio.Semaphore(_ON_THEIR_WAY)
-        self._turn = asyncio.Lock()  # so that the time of a question begins when the thread is free for it
+        self._slots = asyncio.Semaphore(_MAX_RESPONSES)
+        self._turn = asyncio.Lock()  # the time limit of a query starts when the thread is free
         self._connection: Connection | None = None
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request. Raises RegistrationError with the status that Prometheus shows."""
+        """Send the response to a request. Raises RegistrationError with the status that Prometheus shows."""
         body = await request.read()
         loop = asyncio.get_running_loop()
         async with self._slots:
@@ -76,43 +76,45 @@ class RemoteRead:
             return response
 
     def close(self) -> None:
-        """Close the connection behind what is under way."""
+        """Close the connection after the current query."""
         self._thread.submit(self._close)
         self._thread.shutdown(wait=False)
 
     async def _read(self, request: web.Request, body: bytes) -> _Answer:
-        """Have a question answered in its turn, as long as somebody waits for it and it does not take too long."""
+        """Return the answer of a query after all previous ones; cancel it if it is too slow or the client is gone."""
         async with self._turn:
             loop = asyncio.get_running_loop()
-            patience = CancelToken()
+            cancel = CancelToken()
             ends_at = loop.time() + self._read_seconds
-            answering = loop.run_in_executor(self._thread, self._answer, body, patience)
+            answering = loop.run_in_executor(self._thread, self._answer, body, cancel)
             try:
                 while not answering.done():
-                    if _has_hung_up(request):
-                        patience.end("who asked has hung up")
+                    if _is_disconnected(request):
+                        cancel.end("the client has disconnected")
                     elif loop.time() >= ends_at:
-                        patience.end(f"it took longer than {self._read_seconds:g} s")
-                    await asyncio.wait([answering], timeout=_LOOK_SECONDS)
+                        cancel.end(f"it took longer than {self._read_seconds:g} s")
+                    await asyncio.wait([answering], timeout=_CHECK_SECONDS)
             except asyncio.CancelledError:
-                while not answering.done():  # the next question finds the thread free
-                    patience.end("the service stops")
-                    await asyncio.wait([answering], timeout=_LOOK_SECONDS)
+                while not answering.done():  # return only when the thread is free for the next query
+                    cancel.end("the service is stopping")
+                    await asyncio.wait([answering], timeout=_CHECK_SECONDS)
                 answering.exception()
                 raise
             return await answering
 
-    def _answer(self, body: bytes, patience: CancelToken) -> _Answer:
+    def _answer(self, body: bytes, cancel: CancelToken) -> _Answer:
         try:
             request = read_request(unpacked(body, MAX_REQUEST_BYTES))
             form = next((one for one in request.accepted or (SAMPLES,) if one in {SAMPLES, STREAMED_XOR_CHUNKS}), None)
             if form is None:
-                raise RegistrationError(400, "answers are of samples or of streamed XOR chunks: accept one of them")
+                raise RegistrationError(
+                    400, "this service responds with samples or streamed XOR chunks: accept one of them"
+                )
             if self._connection is None:
                 self._connection = connect(self._path)
             limits = {"max_series": self._section.max_series, "max_samples": self._section.max_samples}
             outside = self._section.external_labels
-            series = read(self._connection, request.questions, **limits, external_labels=outside, patience=patience)
+            series = read(self._connection, request.questions, **limits, external_labels=outside, patience=cancel)
         except (DecodeError, LimitError, QueryError) as error:
             raise RegistrationError(400, str(error)) from error
         except StoreError as error:
@@ -126,5 +128,5 @@ class RemoteRead:
             self._connection.close()
 
 
-def _has_hung_up(request: web.Request) -> bool:
+def _is_disconnected(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()

@@ -1,1 +1,1 @@
-"""Prometheus' remote write protocol: decode requests, batch samples, respond after the commit."""
+"""Prometheus remote write: decode requests, gather samples into batches, respond after the commit."""

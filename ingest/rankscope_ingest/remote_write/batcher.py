@@ -1,12 +1,13 @@
-"""Samples of several requests on their way to the store: when to flush, and the table that one flush brings. Pure.
+"""Gather decoded remote write requests into batches, and build the table of one flush. Pure, no I/O.
 
-A request is answered when its samples are stored, so a batch waits for others only for a moment; it knows the requests
-in it by their receipts, which stand beside its commit in the log.
+The sender gets its response after the commit, so that a batch is held only for a moment. Each request is identified by
+a receipt, a hash of its body; the receipts of a batch are stored in the information of its commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,105 +16,94 @@ import pyarrow as pa
 
 from rankscope_ingest.base.tables import NO_RUN, TIME, constant, samples_schema
 from rankscope_ingest.pipeline.batcher import FlushClock, PendingBatch
-from rankscope_ingest.remote_write.decoder import Part, Written
+from rankscope_ingest.remote_write.decoder import DecodedRequest
 from rankscope_storage.prometheus.series import STALE_BITS
 
 RECEIPTS: Final = "rankscopeWritten"
-"""Under which word of a commit's information the requests stand that it stored."""
+"""Key in the information of a commit; its value lists the receipts of the requests that the commit stored."""
 
 FROM_PROMETHEUS: Final = "prometheus"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingSamples(PendingBatch):
-    """What one commit will hold; the table is made by the flush thread."""
+    """The requests of one commit. The flush thread builds their table."""
 
-    requests: tuple[Written, ...]
+    requests: Sequence[DecodedRequest]
+
+    @classmethod
+    def of(cls, requests: Sequence[DecodedRequest], receipts: Sequence[str]) -> PendingSamples:
+        """Return a batch of `requests`, which have these receipts in the same order."""
+        rows = sum(request.rows for request in requests)
+        return cls(pieces={}, watermarks={}, rows=rows, info={RECEIPTS: " ".join(receipts)}, requests=requests)
 
     def tables(self) -> dict[str, pa.Table]:
         """Return the rows of all requests."""
         return {"samples": samples_table(self.requests)}
 
     def as_it_came(self) -> object:
-        """Return the samples with the texts of their series, and of no other that their book knows."""
+        """Return the samples of each request as plain lists, for quarantine."""
         return [
             {
-                "target": part.book.targets.of(part.numbers).to_pylist(),
-                "metric": part.book.metrics.of(part.numbers).to_pylist(),
-                "labels": part.book.labels.of(part.numbers).to_pylist(),
-                "time_ms": part.times_ms.tolist(),
-                "value": part.values.tolist(),
+                "target": [series.target for series in request.series],
+                "metric": [series.metric for series in request.series],
+                "labels": [series.labels for series in request.series],
+                "time_ms": request.times_ms.tolist(),
+                "value": request.values.tolist(),
             }
             for request in self.requests
-            for part in request.parts
         ]
 
 
 def halves(batch: PendingSamples) -> tuple[PendingSamples, PendingSamples] | None:
-    """Return two batches of whole requests in the place of one, None for one of a single request."""
+    """Return two batches that together have the requests of `batch`, or None if it has a single request."""
     middle = len(batch.requests) // 2
     if not middle:
         return None
     receipts = batch.info[RECEIPTS].split()
-    first, second = (
-        PendingSamples(
-            pieces={},
-            watermarks={},
-            rows=sum(request.rows for request in batch.requests[part]),
-            info={RECEIPTS: " ".join(receipts[part])},
-            requests=batch.requests[part],
-        )
-        for part in (slice(middle), slice(middle, None))
+    return (
+        PendingSamples.of(batch.requests[:middle], receipts[:middle]),
+        PendingSamples.of(batch.requests[middle:], receipts[middle:]),
     )
-    return first, second
 
 
 @dataclass(slots=True, kw_only=True)
 class SampleBatcher(FlushClock):
     """Requests that wait for a commit. The clock is an argument."""
 
-    _requests: list[Written] = field(default_factory=list)
+    _requests: list[DecodedRequest] = field(default_factory=list)
     _receipts: list[str] = field(default_factory=list)
 
-    def add(self, written: Written, receipt: str, now: float) -> None:
-        """Take a request, also one without a sample: its sender waits for what came before it."""
-        self._requests.append(written)
+    def add(self, request: DecodedRequest, receipt: str, now: float) -> None:
+        """Add a request. A request without samples is added too: its sender waits for the samples before it."""
+        self._requests.append(request)
         self._receipts.append(receipt)
-        self._rows += written.rows
+        self._rows += request.rows
         self._opened(now)
 
     def take(self) -> PendingSamples:
-        """Return everything gathered; it stays counted until `settled`."""
-        batch = PendingSamples(
-            pieces={},
-            watermarks={},
-            rows=self._rows,
-            info={RECEIPTS: " ".join(self._receipts)},
-            requests=tuple(self._requests),
-        )
+        """Return everything gathered; its rows count as pending until `release`."""
+        batch = PendingSamples.of(tuple(self._requests), self._receipts)
         self._requests, self._receipts = [], []
-        self._handed_over()
+        self._taken()
         return batch
 
 
-def samples_table(requests: Iterable[Written]) -> pa.Table:
-    """Return the rows of requests, those of each book together."""
-    by_book: dict[int, list[Part]] = {}
-    for part in (part for one in requests for part in one.parts):
-        by_book.setdefault(id(part.book), []).append(part)
-    tables = [_table(Part.joined(parts)) for parts in by_book.values()]
-    return pa.concat_tables(tables) if tables else samples_schema().empty_table()
-
-
-def _table(part: Part) -> pa.Table:
-    """Return the rows of one book; a mark of staleness has no value: nothing was measured."""
-    book, rows = part.book, len(part.numbers)
-    is_stale = part.values.view(np.int64) == STALE_BITS
-    columns = (
-        constant(NO_RUN, rows),
-        pa.array(part.times_ms * 1000).cast(TIME),
-        constant(FROM_PROMETHEUS, rows),
-        *(column.of(part.numbers) for column in (book.targets, book.metrics, book.labels)),
-        pa.array(part.values, mask=is_stale if is_stale.any() else None),
-    )
-    return pa.Table.from_arrays(list(columns), schema=samples_schema())
+def samples_table(requests: Sequence[DecodedRequest]) -> pa.Table:
+    """Return the samples as rows of `samples`. A staleness marker becomes a null value."""
+    if not requests:
+        return samples_schema().empty_table()
+    series = list(itertools.chain.from_iterable(request.series for request in requests))
+    values = np.concatenate([request.values for request in requests])
+    is_stale = values.view(np.int64) == STALE_BITS
+    times_ms = np.concatenate([request.times_ms for request in requests])
+    columns = [
+        constant(NO_RUN, len(series)),
+        pa.array(times_ms * 1000).cast(TIME),
+        constant(FROM_PROMETHEUS, len(series)),
+        pa.array([one.target for one in series], pa.string()).dictionary_encode(),
+        pa.array([one.metric for one in series], pa.string()).dictionary_encode(),
+        pa.array([one.labels for one in series], pa.string()).dictionary_encode(),
+        pa.array(values, mask=is_stale if is_stale.any() else None),
+    ]
+    return pa.Table.from_arrays(columns, schema=samples_schema())

@@ -1,17 +1,18 @@
-"""Take what Prometheus pushes: answered when it is stored, refused while there is no room, the same request taken once.
+"""Receive remote write requests: respond after the commit, reject without capacity, store a repeated request once.
 
-Prometheus keeps what is not answered in its own log and sends it again, so an answer is given only after the commit,
-and a refusal (503) costs nothing. What it sends again is known by its bytes: while the first one waits, while this
-process remembers, and after a restart by the receipts beside the newest commits.
+Prometheus keeps a request in its write-ahead log until the response arrives, and sends a rejected request (503) again.
+The receiver detects such a request by a hash of its body, the receipt: while the first request waits, among the
+requests that this process remembers, and after a restart among the receipts of the newest commits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import email.message
 import hashlib
 import logging
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from aiohttp import web
 
@@ -19,26 +20,29 @@ from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError, RegistrationError
 from rankscope_ingest.base.protobuf import unpacked
 from rankscope_ingest.pipeline.batcher import PendingBatch
-from rankscope_ingest.pipeline.flusher import Appender, Committed, Flusher, QuarantineSink
+from rankscope_ingest.pipeline.flusher import Committed, Flusher
+from rankscope_ingest.pipeline.quarantine import Quarantine
 from rankscope_ingest.remote_write.batcher import RECEIPTS, SampleBatcher, halves
-from rankscope_ingest.remote_write.decoder import WriteReader, Written
+from rankscope_ingest.remote_write.decoder import DecodedRequest, WriteReader
+from rankscope_ingest.reporting.service_metrics import ServiceMetrics
+from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import StoreError
 
 RETRY_AFTER_SECONDS: Final = 5
 _MESSAGE: Final = "prometheus.WriteRequest"
-_TAKEN: Final = (
-    f"send remote write 1.0 ({_MESSAGE}): Content-Type: application/x-protobuf, Content-Encoding: snappy;"
-    " 2.0 is not taken"
+_SUPPORTED: Final = (
+    f"send remote write 1.0 ({_MESSAGE}) with Content-Type: application/x-protobuf and Content-Encoding: snappy;"
+    " 2.0 is not supported"
 )
 
 
-async def answer(receiver: RemoteWrite, counts: Counts, request: web.Request) -> web.Response:
-    """Return 204 when what came is stored, 503 when it may come again. Raises RegistrationError for what may not."""
+async def answer(receiver: RemoteWrite, counts: ServiceMetrics, request: web.Request) -> web.Response:
+    """Return 204 after the samples are stored, or 503 for a retry. Raises RegistrationError for a bad request."""
     try:
         _check_form(request)
         await receiver.take(*await _body(receiver, request))
     except BusyError as error:
-        # 503 and not 429: unless it is configured, Prometheus throws away what is answered with 429.
+        # 503 and not 429: unless it is configured otherwise, Prometheus drops a request after status 429.
         counts.write_answered("busy")
         return web.Response(status=503, text=str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
     except DecodeError as error:
@@ -51,24 +55,18 @@ async def answer(receiver: RemoteWrite, counts: Counts, request: web.Request) ->
 
 
 def _check_form(request: web.Request) -> None:
-    message = _parameter(request.headers.get("Content-Type", ""), "proto")
+    header = email.message.Message()
+    header["Content-Type"] = request.headers.get("Content-Type", "")
+    message = header.get_param("proto")
     if request.content_type != "application/x-protobuf" or message not in {None, _MESSAGE}:
-        raise RegistrationError(415, f"{message or request.content_type} is not understood: {_TAKEN}")
+        raise RegistrationError(415, f"{message or request.content_type} is not supported: {_SUPPORTED}")
     encoding = request.headers.get("Content-Encoding", "snappy").lower()
     if encoding != "snappy":
-        raise RegistrationError(415, f"Content-Encoding {encoding} is not understood: {_TAKEN}")
-
-
-def _parameter(content_type: str, name: str) -> str | None:
-    for part in content_type.split(";")[1:]:
-        key, _, value = part.partition("=")
-        if key.strip().lower() == name:
-            return value.strip().strip('"')
-    return None
+        raise RegistrationError(415, f"Content-Encoding {encoding} is not supported: {_SUPPORTED}")
 
 
 async def _body(receiver: RemoteWrite, request: web.Request) -> tuple[bytes, int]:
-    """Return what was sent, and the room that is reserved for it."""
+    """Return the body, and the number of bytes that remain reserved for it."""
     reserved = receiver.reserve(request.content_length)
     try:
         body = await _read(request, receiver.max_bytes)
@@ -84,7 +82,7 @@ async def _read(request: web.Request, limit: int) -> bytes:
     async for chunk in request.content.iter_any():
         body += chunk
         if len(body) > limit:
-            raise RegistrationError(413, f"a request may have [remote_write] max_bytes, {limit}")
+            raise RegistrationError(413, f"the request exceeds [remote_write] max_bytes ({limit} bytes)")
     return bytes(body)
 
 
@@ -92,60 +90,43 @@ log = logging.getLogger(__name__)
 
 FLUSH_ROWS: Final = 200_000
 ANSWER_SECONDS: Final = 20.0
-"""How long a request waits for its commit: below the 30 s after which Prometheus gives up by default."""
+"""Time limit of a request that waits for its commit. The default timeout of Prometheus is 30 s."""
 
-_MOST_WAITING: Final = 2_048
-_REMEMBERED: Final = 8_192
+_MAX_WAITING_REQUESTS: Final = 2_048
+_MAX_RECEIPTS: Final = 8_192
 _COMMITS_READ: Final = 64
-_INLINE_BYTES: Final = 65_536  # less is read faster than a thread is woken
-_BODIES_AT_ONCE: Final = 4
-"""So many of the largest requests may be on their way in at once."""
+INLINE_BYTES: Final = 65_536
+"""A smaller body is decoded on the event loop: that takes less time than waking a thread."""
 
-
-class Store(Appender, Protocol):
-    """The store as the receiver sees it; every method blocks and may raise StoreError."""
-
-    def commit_info(self, key: str, commits: int) -> list[str]:
-        """Return what the newest commits say under `key`."""
-        ...
-
-
-class Counts(Protocol):
-    """Where it is counted how that goes."""
-
-    def write_answered(self, outcome: str) -> None:
-        """Count a request."""
-        ...
-
-    def written(self, samples: int) -> None:
-        """Count samples that were taken."""
-        ...
-
-    def write_dropped(self, reason: str, count: int) -> None:
-        """Count what is not stored."""
-        ...
+_MAX_INCOMING_BODIES: Final = 4
+"""Limit of the bytes that are being received, in bodies of the largest size."""
 
 
 class RemoteWrite:
-    """Requests of remote write, on the event loop; only reading a large one and storing are in threads."""
+    """Receiver of remote write requests, on the event loop. Threads decode large requests and store batches."""
 
     def __init__(
         self,
         section: RemoteWriteSection,
-        store: Store,
-        counts: Counts,
+        store: Writer,
+        counts: ServiceMetrics,
         *,
         on_commit: Callable[[PendingBatch, Committed], None],
         clock: Callable[[], float],
-        aside: QuarantineSink | None = None,
+        aside: Quarantine | None = None,
+        reader: WriteReader | None = None,
+        answer_seconds: float = ANSWER_SECONDS,
+        inline_bytes: int = INLINE_BYTES,
     ) -> None:
         self._section = section
         self._store = store
         self._counts = counts
         self._clock = clock
         self._after_commit = on_commit
-        self._reader = WriteReader()
-        self._one_at_a_time = asyncio.Lock()
+        self._answer_seconds = answer_seconds
+        self._inline_bytes = inline_bytes
+        self._reader = reader or WriteReader()
+        self._reader_lock = asyncio.Lock()
         self._batcher = SampleBatcher(
             flush_rows=FLUSH_ROWS,
             flush_after_seconds=section.hold_seconds,
@@ -157,97 +138,104 @@ class RemoteWrite:
         self._open: dict[str, asyncio.Future[None]] = {}  # by receipt
         self._stored: dict[str, None] = {}  # receipts, the oldest first
         self._reading: set[asyncio.Task[None]] = set()
-        self._body_bytes = 0
+        self._reserved_bytes = 0
         self._is_closed = False
-        self._told: set[str] = set()
+        self._warned: set[str] = set()  # reasons
 
     @property
     def max_bytes(self) -> int:
-        """The largest request that is taken, packed or unpacked."""
+        """The size limit of a request, compressed and uncompressed."""
         return self._section.max_bytes
 
     @property
     def pending_rows(self) -> int:
-        """Samples that came and are not yet committed."""
+        """The number of accepted samples that are not committed yet."""
         return self._batcher.pending_rows
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing can be stored, or None."""
+        """The error of the last commit attempt, or None if it succeeded."""
         return self._flusher.trouble
 
     async def begin(self) -> None:
-        """Remember what a former service stored last: its senders may not have heard of it."""
+        """Read the receipts of the newest commits: a previous process may have been killed before its responses."""
         try:
             found = await asyncio.to_thread(self._store.commit_info, RECEIPTS, _COMMITS_READ)
         except StoreError as error:
-            log.warning("the newest commits cannot be read: what is sent again may be stored twice: %s", error)
+            log.warning(
+                "remote write: cannot read the newest commits; repeated requests may be stored twice: %s", error
+            )
             return
         for receipts in reversed(found):
             self._remember(receipts.split())
 
     async def run(self) -> None:
-        """Store what was taken, until cancelled. Raises ShardLostError when the store is no longer ours."""
+        """Store accepted samples until cancelled. Raises ShardLostError if another service took over the shard."""
         await self._flusher.run()
 
     async def finish(self) -> None:
-        """Take no more, store what was taken, and answer for it."""
+        """Reject new requests, and return after all accepted samples are stored."""
         self._is_closed = True
         await self._flusher.commit_now()
 
     def close(self) -> None:
-        """Have those who still wait come again later, so that nobody holds up the end."""
+        """Reject new and waiting requests, so that none of them delays the exit of the service."""
         self._is_closed = True
         for waiting in self._open.values():
-            if not waiting.done():
-                waiting.set_exception(BusyError("the service was stopped before it could store this"))
-                waiting.exception()
+            _fail(waiting, BusyError("the service was stopped before the samples were stored"))
 
     def reserve(self, size: int | None) -> int:
-        """Make room for a body of `size` bytes, or of any; return what to give back. Raises before it is read."""
+        """Reserve memory for a body of `size` bytes, and return the number of reserved bytes.
+
+        Without `size`, reserve `max_bytes`. Raises RegistrationError if the body is too large, and BusyError without
+        capacity, before the body is received.
+        """
         if size is not None and size > self.max_bytes:
-            raise RegistrationError(413, f"{size} bytes are more than [remote_write] max_bytes, {self.max_bytes}")
-        wanted = self.max_bytes if size is None else size
-        self._check_room()
-        if self._body_bytes + wanted > _BODIES_AT_ONCE * self.max_bytes:
-            raise BusyError("too many requests are on their way in")
-        self._body_bytes += wanted
-        return wanted
+            raise RegistrationError(
+                413, f"the request has {size} bytes and exceeds [remote_write] max_bytes ({self.max_bytes} bytes)"
+            )
+        reserved = self.max_bytes if size is None else size
+        self._check_capacity()
+        if self._reserved_bytes + reserved > _MAX_INCOMING_BODIES * self.max_bytes:
+            raise BusyError("too many requests are being received at the same time")
+        self._reserved_bytes += reserved
+        return reserved
 
     def release(self, reserved: int) -> None:
-        """Give back what a body had."""
-        self._body_bytes -= reserved
+        """Return reserved bytes."""
+        self._reserved_bytes -= reserved
 
     async def take(self, body: bytes, reserved: int = 0) -> None:
-        """Return when the samples of `body` are stored. Raises DecodeError, or BusyError to try again.
+        """Return after the samples of `body` are stored. Raises DecodeError, or BusyError if a retry can succeed.
 
-        The room that was `reserved` for it is given back as soon as it is read: what waits is counted in samples.
+        The `reserved` bytes are released after decoding: from then on, the limit of pending samples applies.
         """
         waiting = self._begin(body, reserved)
-        del body  # it may be large, and the store slow
+        del body  # do not keep a large body in memory while the store is slow
         if waiting is None:
             self._counts.write_answered("repeated")
             return
-        done, _ = await asyncio.wait([waiting], timeout=ANSWER_SECONDS)
+        done, _ = await asyncio.wait([waiting], timeout=self._answer_seconds)
         if not done:
-            raise BusyError(f"what was sent is kept, and not stored yet: {self.trouble or 'the store is slow'}")
+            raise BusyError(f"the samples are accepted but not stored yet: {self.trouble or 'the store is slow'}")
         waiting.result()
         self._counts.write_answered("ok")
 
     def _begin(self, body: bytes, reserved: int) -> asyncio.Future[None] | None:
-        """Return what is done when `body` is stored, None where it was stored before."""
+        """Return a future that is done after `body` is stored, or None if it was stored before."""
         receipt = hashlib.blake2b(body, digest_size=12).hexdigest()
         if receipt in self._stored or receipt in self._open:
             self.release(reserved)
             return self._open.get(receipt)
         try:
-            self._check_room()
-        except BaseException:
+            self._check_capacity()
+        except BusyError:
             self.release(reserved)
             raise
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open[receipt] = waiting
-        # Apart from the request, which may be gone in a moment: what was read counts as known, so it must be kept too.
+        # A separate task, not the handler of the request, which is cancelled when the sender disconnects: the reader
+        # detects decoded samples as repeated from then on, so they must also be stored.
         task = asyncio.create_task(self._gather(body, receipt, waiting))
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)
@@ -256,53 +244,50 @@ class RemoteWrite:
 
     async def _gather(self, body: bytes, receipt: str, waiting: asyncio.Future[None]) -> None:
         try:
-            written = await self._read(body)
-            self._check_open()  # it may have been closed meanwhile
+            async with self._reader_lock:
+                if len(body) < self._inline_bytes and not self._reader.must_sweep:
+                    decoded = self._decode(body)
+                else:
+                    decoded = await asyncio.to_thread(self._decode, body)
+            self._check_open()  # `close` may have been called meanwhile
         except BaseException as error:
             del self._open[receipt]
-            if not waiting.done():
-                waiting.set_exception(error if isinstance(error, Exception) else BusyError("try again"))
-                waiting.exception()  # nobody may wait any more
+            _fail(
+                waiting, error if isinstance(error, Exception) else BusyError("decoding was cancelled: send it again")
+            )
             if not isinstance(error, Exception):
                 raise
             return
-        self._batcher.add(written, receipt, self._clock())
-        self._count(written)
+        self._batcher.add(decoded, receipt, self._clock())
+        self._count(decoded)
 
-    async def _read(self, body: bytes) -> Written:
-        async with self._one_at_a_time:
-            if len(body) < _INLINE_BYTES and not self._reader.is_to_tidy:
-                return self._read_now(body)
-            return await asyncio.to_thread(self._read_now, body)
-
-    def _read_now(self, body: bytes) -> Written:
+    def _decode(self, body: bytes) -> DecodedRequest:
         return self._reader.read(unpacked(body, self.max_bytes))
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise BusyError("the service is being stopped")
+            raise BusyError("the service is stopping")
 
-    def _check_room(self) -> None:
+    def _check_capacity(self) -> None:
         self._check_open()
-        if self._batcher.is_full or len(self._open) >= _MOST_WAITING:
-            raise BusyError(f"samples come faster than they are stored: {self.trouble or 'the store is slow'}")
+        if self._batcher.is_full or len(self._open) >= _MAX_WAITING_REQUESTS:
+            raise BusyError(f"samples arrive faster than they are stored: {self.trouble or 'the store is slow'}")
 
-    def _count(self, written: Written) -> None:
-        self._counts.written(written.rows)
-        left_out = {
-            "exemplar": written.exemplars,
-            "histogram": written.histograms,
-            "metadata": written.metadata,
-            "oversized": written.oversized,
-            "repeated": written.repeated,
-        }
-        for reason, count in left_out.items():
-            if count:
-                self._counts.write_dropped(reason, count)
-        for reason in ("histogram", "oversized"):
-            if left_out[reason] and reason not in self._told:
-                self._told.add(reason)
-                log.warning("remote write: %s is not stored; this is said once, and counted", _NOT_STORED[reason])
+    def _count(self, decoded: DecodedRequest) -> None:
+        self._counts.written(decoded.rows)
+        for reason, count in (
+            ("exemplar", decoded.exemplars),
+            ("histogram", decoded.histograms),
+            ("metadata", decoded.metadata),
+            ("oversized", decoded.oversized),
+            ("repeated", decoded.repeated),
+        ):
+            if not count:
+                continue
+            self._counts.write_dropped(reason, count)
+            if reason in _WARNINGS and reason not in self._warned:
+                self._warned.add(reason)
+                log.warning("remote write: %s; logged once, see the counter for more", _WARNINGS[reason])
 
     def _on_commit(self, batch: PendingBatch, commit: Committed) -> None:
         receipts = batch.info[RECEIPTS].split()
@@ -315,11 +300,18 @@ class RemoteWrite:
 
     def _remember(self, receipts: list[str]) -> None:
         self._stored.update(dict.fromkeys(receipts))
-        for old in list(self._stored)[: max(0, len(self._stored) - _REMEMBERED)]:
+        for old in list(self._stored)[: max(0, len(self._stored) - _MAX_RECEIPTS)]:
             del self._stored[old]
 
 
-_NOT_STORED: Final = {
-    "histogram": "a native histogram",
-    "oversized": "a series with more than 128 labels, or 64 KiB of them,",
+def _fail(waiting: asyncio.Future[None], error: Exception) -> None:
+    """Raise `error` in the waiting request, if any. Without a waiting request, asyncio must not log the error."""
+    if not waiting.done():
+        waiting.set_exception(error)
+        waiting.exception()
+
+
+_WARNINGS: Final = {
+    "histogram": "native histograms are not stored",
+    "oversized": "series with more than 128 labels or 64 KiB of labels are not stored",
 }

@@ -1,1 +1,1 @@
-"""Scraping of Prometheus exporters: discovery, requests, parsers, tables of samples, staleness markers."""
+"""Scraping of Prometheus exporters: discovery, HTTP, parsers, tables of samples, staleness markers."""

@@ -1,7 +1,7 @@
-"""Which pages are scraped: those of the service's own file, and of lists as file_sd and http_sd have them. Pure.
+"""Find the exporters to scrape: those of the configuration file, and lists in the formats of file_sd and http_sd.
 
-Of a list's labels `__scheme__`, `__metrics_path__` and `__param_…` say where the page is, `instance` what the target is
-called; other names that begin with two underscores are for Prometheus' relabelling, and left out.
+The labels `__scheme__`, `__metrics_path__` and `__param_…` of a list define the URL, and `instance` the name of the
+target. Other names that start with two underscores are meant for Prometheus' relabelling and are dropped.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import glob
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
 import yaml
@@ -30,7 +30,7 @@ _SCHEMES: Final = ("http", "https")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapeTarget:
-    """One page to scrape; `name` is the `target` of its rows."""
+    """One page to scrape. `name` is the `target` of its rows."""
 
     name: str
     url: str
@@ -41,30 +41,30 @@ class ScrapeTarget:
 
 
 def configured(section: ExporterSection) -> ScrapeTarget:
-    """Return the exporter that the service's own file names."""
+    """Return the exporter of one [[exporters]] section of the configuration file."""
     labels = dict(section.labels)
     name = labels.pop(INSTANCE, "") or section.name or urlsplit(section.url).netloc
     return _exporter(section, name, section.url, labels)
 
 
 def listed(text: str | bytes, section: ExporterListSection, *, is_yaml: bool = False) -> list[ScrapeTarget]:
-    """Return the exporters of one list: `[{"targets": ["host:port"], "labels": {…}}, …]`. Raises ConfigError."""
+    """Return the exporters of a list `[{"targets": ["host:port"], "labels": {…}}, …]`. Raises ConfigError."""
     try:
-        # As Prometheus reads it: a label that looks like a number or a truth is the text that stands there.
-        groups = yaml.load(text, yaml.BaseLoader) if is_yaml else json.loads(text)  # noqa: S506 - it makes no objects
+        # As in Prometheus, label values that look like numbers or booleans remain text.
+        groups = yaml.load(text, yaml.BaseLoader) if is_yaml else json.loads(text)  # noqa: S506 - BaseLoader creates only text, lists and mappings
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"it is not {'YAML' if is_yaml else 'JSON'}: {error}") from error
+        raise ConfigError(f"not valid {'YAML' if is_yaml else 'JSON'}: {error}") from error
     if not isinstance(groups, list):
-        raise ConfigError('it is not a list such as [{"targets": ["host:9100"], "labels": {}}]')
+        raise ConfigError('not a list such as [{"targets": ["host:9100"], "labels": {}}]')
     return [exporter for group in groups for exporter in _of_group(group, section)]
 
 
 def _of_group(group: Any, section: ExporterListSection) -> Iterable[ScrapeTarget]:
     if not isinstance(group, dict) or not isinstance(group.get("targets"), list):
-        raise ConfigError(f'it has an entry without "targets": {str(group)[:100]}')
+        raise ConfigError(f'an entry without "targets": {str(group)[:100]}')
     labels = group.get("labels") or {}
     if not isinstance(labels, dict) or not all(_is_label(*pair) for pair in labels.items()):
-        raise ConfigError(f"it has labels that are no labels: {str(labels)[:100]}")
+        raise ConfigError(f"invalid labels: {str(labels)[:100]}")
     for address in group["targets"]:
         yield _of_address(address, labels, section)
 
@@ -84,7 +84,7 @@ def _of_address(address: Any, labels: Mapping[str, str], section: ExporterListSe
     except ValueError:
         is_address = False
     if not is_address or parts.username is not None:
-        raise ConfigError(f"it has a target that is not host:port: {str(address)[:100]!r}")
+        raise ConfigError(f"a target that is not host:port: {str(address)[:100]!r}")
     own = {**section.labels, **{name: text for name, text in labels.items() if not name.startswith("__")}}
     return _exporter(section, own.pop(INSTANCE, "") or address, url, own)
 
@@ -108,33 +108,29 @@ MAX_LIST_BYTES: Final = 1 << 24
 _YAML: Final = (".yml", ".yaml")
 
 
-class Audience(Protocol):
-    """Whoever follows the exporters."""
-
-    def show(self, source: str, exporters: list[ScrapeTarget]) -> None:
-        """Follow these of `source` from now on."""
-        ...
+ShowTargets = Callable[[str, list[ScrapeTarget]], None]
+"""Replaces the targets of a source: `Scraper.show`."""
 
 
 class ExporterList:
-    """One [[exporter_lists]]; `look` may raise nothing."""
+    """One [[exporter_lists]] section: reads its files or its URL repeatedly."""
 
-    def __init__(self, section: ExporterListSection, fetch: PageFetcher, audience: Audience) -> None:
+    def __init__(self, section: ExporterListSection, fetch: PageFetcher, show: ShowTargets) -> None:
         self._section = section
         self._fetch = fetch
-        self._audience = audience
+        self._show = show
         self._source = str(section.file or section.url)
         self._good: dict[str, list[ScrapeTarget]] = {}
-        self._told: dict[str, str] = {}
+        self._errors: dict[str, str] = {}  # the last logged error by place
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Read the list at its interval until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(self._section.refresh_seconds)
 
     async def look(self) -> None:
-        """Read the list once, and show what it names."""
+        """Read the list once, and pass its targets to the sink if they changed. A bad list raises no error."""
         places = [self._source] if self._section.url else await asyncio.to_thread(_matching, self._source)
         before = dict(self._good)
         self._good = {place: self._good[place] for place in places if place in self._good}
@@ -142,22 +138,19 @@ class ExporterList:
             try:
                 is_yaml = self._section.url is None and place.endswith(_YAML)
                 self._good[place] = listed(await self._text(place), self._section, is_yaml=is_yaml)
-                self._told.pop(place, None)
+                self._errors.pop(place, None)
             except (ConfigError, FetchError) as error:
-                self._tell(place, str(error))
+                if self._errors.get(place) != str(error):
+                    self._errors[place] = str(error)
+                    log.warning("exporter list %s cannot be read, using its last valid content: %s", place, error)
         if self._good != before:
-            self._audience.show(self._source, [one for found in self._good.values() for one in found])
+            self._show(self._source, [one for found in self._good.values() for one in found])
 
     async def _text(self, place: str) -> bytes:
         if self._section.url is None:
             return await asyncio.to_thread(_file, place)
         timeout, limit = self._section.timeout_seconds, MAX_LIST_BYTES
         return (await self._fetch.get(place, accept=JSON, timeout_seconds=timeout, max_bytes=limit)).body
-
-    def _tell(self, place: str, why: str) -> None:
-        if self._told.get(place) != why:
-            self._told[place] = why
-            log.warning("the list of exporters %s cannot be used, the last good one holds: %s", place, why)
 
 
 def _matching(pattern: str) -> list[str]:

@@ -1,13 +1,12 @@
-"""Pages in, rows of `samples` out: by the cached layout of their target, many pages at once, else by the rules.
+"""Parse pages into samples: by the cached layout of their target, many pages together, otherwise exactly.
 
-Not thread-safe: one thread at a time, but for what a layout says of one page, which any thread may ask. Memory is
-bounded by the pages of the targets that are known: a layout goes when its target is forgotten.
+Not thread-safe. Memory is bounded by the pages of the known targets: a layout is deleted when its target is forgotten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -16,16 +15,16 @@ import pyarrow as pa
 
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.errors import DecodeError
-from rankscope_ingest.scrape.reference_parser import Sample, read_exactly
+from rankscope_ingest.scrape.reference_parser import Sample, parse_exactly
 from rankscope_ingest.scrape.template_parser import Layout, join, learn, read_numbers
 
-BATCH_BYTES: Final = 1 << 18  # small pages are read together; joined beyond a cache they would cost more than alone
+BATCH_BYTES: Final = 1 << 18  # bytes of pages that are parsed together: more do not fit into the processor's cache
 _BOM: Final = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What one scrape brought. `labels` are the target's own, which win over those of a sample."""
+    """The response of one scrape. `labels` are those of the target, which take precedence over those of a sample."""
 
     target: str
     labels: tuple[tuple[str, str], ...] = ()
@@ -35,7 +34,11 @@ class Page:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRows:
-    """The samples of one page. `ts` is null where the page gave no time; `doubled`, `out_of_bounds` were left out."""
+    """The samples of one page.
+
+    `ts` is null for samples without a time on the page. `doubled` and `out_of_bounds` count samples that were dropped.
+    `exact` is false if the page was parsed by its layout.
+    """
 
     metrics: pa.Array
     labels: pa.Array
@@ -47,40 +50,36 @@ class PageRows:
 
     @property
     def rows(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
         return len(self.values)
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A target's layout, and the columns that are the same for every page of it."""
+    """The layout of a target's page, and the samples of the page from which it was learnt."""
 
     layout: Layout
     target_labels: tuple[tuple[str, str], ...]
-    metrics: pa.Array
-    labels: pa.Array
-    doubled: int
+    rows: PageRows
+
+    def with_values(self, values: npt.NDArray[np.float64]) -> PageRows:
+        """Return the samples of another page with this layout."""
+        return replace(self.rows, values=pa.array(values), exact=False)
 
 
 @dataclass(slots=True)
 class PageReader:
-    """Reads pages, and remembers what they look like."""
+    """Parser with a cache of layouts by target."""
 
     _known: dict[str, _Known] = field(default_factory=dict)
 
     def forget(self, targets: set[str]) -> None:
-        """Drop what is known of all but `targets`."""
+        """Delete the layouts of all targets except `targets`."""
         for name in self._known.keys() - targets:
             del self._known[name]
 
-    def by_layout(self, page: Page) -> PageRows | None:
-        """Return what a page holds by the layout of its target, None where it has none or another; in any thread."""
-        known = self._layout_of(page)
-        values = None if known is None else read_numbers(page.body, known.layout)
-        return None if known is None or values is None else _rows(known, values)
-
     def read(self, pages: Sequence[Page]) -> list[PageRows | DecodeError]:
-        """Return what each page holds, or why it cannot be read; the bad page of one target spoils no other."""
+        """Return the samples of each page, or the error that rejects it; an error affects only its own page."""
         found = self._by_layout(pages)
         return [self._exactly(page) if rows is None else rows for page, rows in zip(pages, found, strict=True)]
 
@@ -92,7 +91,7 @@ class PageReader:
             chosen = [one for place in group if (one := known[place]) is not None]
             numbers = _numbers_of([pages[place].body for place in group], [one.layout for one in chosen])
             for place, one, values in zip(group, chosen, numbers, strict=True):
-                result[place] = None if values is None else _rows(one, values)
+                result[place] = None if values is None else one.with_values(values)
         return result
 
     def _layout_of(self, page: Page) -> _Known | None:
@@ -102,7 +101,7 @@ class PageReader:
     def _exactly(self, page: Page) -> PageRows | DecodeError:
         try:
             text = page.body.removeprefix(_BOM).decode()
-            samples = read_exactly(text, openmetrics=page.openmetrics)
+            samples = parse_exactly(text, openmetrics=page.openmetrics)
         except UnicodeDecodeError as error:
             return DecodeError(f"the page is not UTF-8 at byte {error.start}")
         except DecodeError as error:
@@ -111,26 +110,24 @@ class PageReader:
         labels = [canonical_labels(_merged(sample.labels, own)) for sample in samples]
         taken = _first_ones(samples, labels)
         chosen = [samples[place] for place in taken]
-        metrics = pa.array([sample.metric for sample in chosen], pa.string()).dictionary_encode()
-        texts = pa.array([labels[place] for place in taken], pa.string()).dictionary_encode()
-        doubled = len(samples) - len(taken)
+        times = [sample.ts for sample in chosen]
+        rows = PageRows(
+            metrics=pa.array([sample.metric for sample in chosen], pa.string()).dictionary_encode(),
+            labels=pa.array([labels[place] for place in taken], pa.string()).dictionary_encode(),
+            values=pa.array([sample.value for sample in chosen], pa.float64()),
+            ts=None if all(ts is None for ts in times) else pa.array(times, pa.timestamp("us", "UTC")),
+            doubled=len(samples) - len(taken),
+            exact=True,
+        )
         self._known.pop(page.target, None)
         layout = None if page.openmetrics or page.body.startswith(_BOM) else learn(page.body, samples, taken)
         if layout is not None:
-            self._known[page.target] = _Known(layout, page.labels, metrics, texts, doubled)
-        times = [sample.ts for sample in chosen]
-        return PageRows(
-            metrics=metrics,
-            labels=texts,
-            values=pa.array([sample.value for sample in chosen], pa.float64()),
-            ts=None if all(ts is None for ts in times) else pa.array(times, pa.timestamp("us", "UTC")),
-            doubled=doubled,
-            exact=True,
-        )
+            self._known[page.target] = _Known(layout, page.labels, rows)
+        return rows
 
 
 def _has_lines_of(body: bytes, layout: Layout) -> bool:
-    """Whether a page has as many whole lines as its layout: joined to others, its lines must not become theirs."""
+    """Return whether a page has the line count of its layout, so that its lines can be joined with other pages."""
     return body.endswith(b"\n") and body.count(b"\n") == len(layout.fixed_lengths)
 
 
@@ -147,7 +144,7 @@ def _groups(places: Sequence[int], pages: Sequence[Page]) -> list[list[int]]:
 
 
 def _numbers_of(bodies: Sequence[bytes], layouts: Sequence[Layout]) -> list[npt.NDArray[np.float64] | None]:
-    """Return the numbers of each page: all at once, halves of a batch that holds a surprise."""
+    """Return the numbers of each page. If a joined batch does not match its layouts, try its two halves."""
     if len(bodies) == 1:
         return [read_numbers(bodies[0], layouts[0])]
     fits = all(map(_has_lines_of, bodies, layouts))
@@ -158,21 +155,10 @@ def _numbers_of(bodies: Sequence[bytes], layouts: Sequence[Layout]) -> list[npt.
     return _numbers_of(bodies[:middle], layouts[:middle]) + _numbers_of(bodies[middle:], layouts[middle:])
 
 
-def _rows(known: _Known, values: npt.NDArray[np.float64]) -> PageRows:
-    return PageRows(
-        metrics=known.metrics,
-        labels=known.labels,
-        values=pa.array(values),
-        ts=None,
-        doubled=known.doubled,
-        exact=False,
-    )
-
-
 def _merged(labels: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the labels of a series; one that is the target's to say becomes `exported_…`, as Prometheus has it.
+    """Return the labels of a series, without empty ones.
 
-    A label without a value is none.
+    A label whose name the target has, and `instance`, are renamed to `exported_…`, as in Prometheus.
     """
     merged = dict(own)
     for name, value in labels.items():
@@ -190,7 +176,7 @@ def _free_name(name: str, taken: set[str], labels: Mapping[str, str]) -> str:
 
 
 def _first_ones(samples: Sequence[Sample], labels: Sequence[str | None]) -> list[int]:
-    """Return the places of samples, without those that repeat a series at one time."""
+    """Return the positions of samples, without those that repeat a series with the same time."""
     seen: dict[tuple[str, str | None, int | None], int] = {}
     for place, (sample, text) in enumerate(zip(samples, labels, strict=True)):
         seen.setdefault((sample.metric, text, sample.ts), place)

@@ -1,8 +1,8 @@
-"""Scrapes of pages that stay the same, as rows of `samples` in the very order of the store. Pure but for what it keeps.
+"""Build the rows of `samples` for many scrapes, already in the sort order of the store.
 
-A target's series are known by name once. Then a scrape is its time and its numbers alone, and the scrapes of one flush
-are a grid, series by time: put down series after series it needs no sorting, and names stay codes into one dictionary,
-which is made anew only when other series are scraped.
+The series of a target are known by name once; a scrape then consists of its time and its numbers. The scrapes of one
+flush form a grid of series and times, which needs no sorting when it is written series by series. Names are codes of a
+dictionary that is rebuilt only when the set of series changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Series:
-    """What every scrape of a page brings, in the order of the page; the same object as long as the page stays so."""
+    """The series of a page, in the order of the page; the same object as long as the page has the same series."""
 
     target: str
     metrics: pa.DictionaryArray
@@ -33,7 +33,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scrape:
-    """The numbers of `series` at `ts` (UTC µs)."""
+    """The values of `series` at `ts` (UTC µs), in the same order."""
 
     series: Series
     ts: int
@@ -41,17 +41,17 @@ class Scrape:
 
     @property
     def rows(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
         return len(self.values)
 
     def table(self) -> pa.Table:
-        """Return the rows of this scrape alone."""
+        """Return the rows of this scrape."""
         return Grid().table([self])
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Where the series of one page stand among all: codes of their names, and the order in which they are stored."""
+    """The series of one page in storage order: their positions on the page, and the codes of their names."""
 
     order: npt.NDArray[np.int64]
     metrics: Codes
@@ -60,7 +60,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """One dictionary for the names of many pages; -1 is the code of no labels."""
+    """Common dictionaries of the names of many pages. Series without labels have the code -1."""
 
     metrics: pa.Array
     labels: pa.Array
@@ -81,19 +81,19 @@ def _unified(columns: Sequence[pa.DictionaryArray]) -> tuple[pa.Array, list[Code
 
 
 def _block(ranks: npt.NDArray[np.uint64], metrics: Codes, labels: Codes) -> _Block:
-    order = np.lexsort((labels.astype(np.uint32), ranks[metrics]))  # no labels come last, as nulls do in the store
+    order = np.lexsort((labels.astype(np.uint32), ranks[metrics]))  # nulls last, as in the store
     return _Block(order, metrics[order], labels[order])
 
 
 class Grid:
-    """Makes rows of scrapes; keeps the names of the last ones, whose like come with the next flush."""
+    """Builds rows of scrapes. Keeps the dictionaries of the last flush: the next one usually has the same series."""
 
     def __init__(self) -> None:
         self._pages: tuple[Series, ...] = ()
         self._names = _Names(pa.array([], pa.string()), pa.array([], pa.string()), ())
 
     def table(self, scrapes: Iterable[Scrape]) -> pa.Table:
-        """Return the samples of `scrapes`, at least one, by target, metric, labels and time."""
+        """Return the samples of at least one scrape, sorted by target, metric, labels and time."""
         by_page: dict[Series, list[Scrape]] = {}
         for scrape in scrapes:
             by_page.setdefault(scrape.series, []).append(scrape)
@@ -116,7 +116,7 @@ def _table(names: _Names, groups: Sequence[Sequence[Scrape]]) -> pa.Table:
         labels[rows].reshape(shape)[:] = block.labels[:, np.newaxis]
         times[rows].reshape(shape)[:] = [scrape.ts for scrape in group]
         by_series = np.stack([scrape.values for scrape in group], axis=1)
-        # An order is within its page: with mode="raise" NumPy would write to a buffer first.
+        # All positions are valid. With mode="raise", NumPy would write to a temporary buffer first.
         np.take(by_series, block.order, axis=0, out=values[rows].reshape(shape), mode="clip")
     columns = (
         constant(NO_RUN, count),

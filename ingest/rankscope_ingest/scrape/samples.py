@@ -1,11 +1,12 @@
-"""Samples from what one scrape brought, and from the scrape itself. Pure but for what was seen before.
+"""Samples of one exporter: rows of its pages, samples about each scrape, staleness markers, and repeated times.
 
-As in Prometheus every scrape has `up`, `scrape_duration_seconds` and `scrape_samples_scraped` of its own: a failed one
-has `up` 0 and nothing else, so that a series that stands still can be told from one that nobody could read.
+As in Prometheus, every scrape adds `up`, `scrape_duration_seconds` and `scrape_samples_scraped`. A failed scrape has
+`up` 0, its duration, and no other sample, so that a constant series differs from one that could not be read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -24,32 +25,32 @@ from rankscope_ingest.scrape.sample_table import Scrape, Series
 FROM_EXPORTER: Final = "exporter"
 
 OLDEST_DAYS: Final = 62
-"""How old a time on a page may be: each day is a file, and remote write takes no more of them at once either."""
+"""Maximum age of a time on a page. Each day is a separate file; remote write has the same limit per request."""
 
 AHEAD_MINUTES: Final = 10
-"""How far a clock may be ahead, as in Prometheus; a time of years to come would hide all others until then."""
+"""Maximum lead of a time on a page, as in Prometheus. A time far in the future would hide all samples until then."""
 
 _MINUTE: Final = 60_000_000  # µs
 _DAY: Final = 1440 * _MINUTE
-_LEAST_REMEMBERED: Final = 1_000
+_MIN_REMEMBERED: Final = 1_000
 
 _Series = tuple[str, str | None]
 
 
-class Tabling:
-    """Makes scrapes of one exporter, whose series are put together once for as long as its pages stay the same."""
+class ScrapeTables:
+    """Builds the scrapes of one exporter. Its series are joined once, as long as its pages have the same series."""
 
     def __init__(self, exporter: ScrapeTarget) -> None:
         self._exporter = exporter
-        self._metrics: pa.Array | None = None  # of the page that the series are of
+        self._metrics: pa.Array | None = None  # those of the page from which the series were built
         self._series: Series | None = None
 
     def scrape(self, rows: PageRows, ts: int, seconds: float) -> Scrape:
-        """Return the samples of a page that tells no times, scraped at `ts` (UTC µs), and those of the scrape."""
+        """Return the samples of a page without times, scraped at `ts` (UTC µs), and the samples about the scrape."""
         own = np.array([1.0, seconds, rows.rows])
         if self._series is None or rows.metrics is not self._metrics:
             self._metrics = rows.metrics
-            series = own_scrape(self._exporter, ts, seconds, rows.rows).series
+            series = own_samples(self._exporter, ts, seconds, rows.rows).series
             self._series = Series(
                 target=self._exporter.name,
                 metrics=_joined(rows.metrics, series.metrics),
@@ -63,26 +64,29 @@ def _joined(one: pa.DictionaryArray, other: pa.DictionaryArray) -> pa.Dictionary
     return joined.chunk(0) if isinstance(joined, pa.ChunkedArray) else joined
 
 
-def own_scrape(exporter: ScrapeTarget, ts: int, seconds: float | None = None, samples: int | None = None) -> Scrape:
-    """Return what is said of a scrape: with `seconds` and `samples` of a good one, without of a failed one."""
-    said = {"up": float(samples is not None)}
-    said |= {} if seconds is None else {"scrape_duration_seconds": seconds}
-    said |= {} if samples is None else {"scrape_samples_scraped": float(samples)}
+def own_samples(exporter: ScrapeTarget, ts: int, seconds: float, samples: int | None = None) -> Scrape:
+    """Return the samples about a scrape. `samples` is the number of samples on the page, or None after a failure."""
+    values = {"up": float(samples is not None), "scrape_duration_seconds": seconds}
+    if samples is not None:
+        values["scrape_samples_scraped"] = float(samples)
     series = Series(
         target=exporter.name,
-        metrics=pa.array(list(said), pa.string()).dictionary_encode(),
-        labels=constant(canonical_labels(dict(exporter.labels)), len(said)),
+        metrics=pa.array(list(values), pa.string()).dictionary_encode(),
+        labels=constant(canonical_labels(dict(exporter.labels)), len(values)),
     )
-    return Scrape(series=series, ts=ts, values=np.array(list(said.values())))
+    return Scrape(series=series, ts=ts, values=np.array(list(values.values())))
 
 
 def page_rows(exporter: ScrapeTarget, rows: PageRows, ts: int) -> pa.Table:
-    """Return the samples of a page that tells times, and was scraped at `ts` (UTC µs), for those without."""
+    """Return the samples of a page with times. Samples without a time get `ts`, the time of the scrape in UTC µs."""
     assert rows.ts is not None
     origins = pc.if_else(rows.ts.is_valid(), FROM_EXPORTER, FROM_INGEST).dictionary_encode()
     times = pc.fill_null(rows.ts, pa.scalar(ts, TIME))
     named = (constant(exporter.name, rows.rows), rows.metrics, rows.labels, rows.values)
-    columns = (constant(NO_RUN, rows.rows), times, origins, *named)
+    return _samples_table(constant(NO_RUN, rows.rows), times, origins, *named)
+
+
+def _samples_table(*columns: pa.Array) -> pa.Table:
     schema = samples_schema()
     return pa.Table.from_arrays(
         [column.cast(field.type) for column, field in zip(columns, schema, strict=True)], schema=schema
@@ -90,49 +94,42 @@ def page_rows(exporter: ScrapeTarget, rows: PageRows, ts: int) -> pa.Table:
 
 
 class OwnTimes:
-    """The latest time of each series whose page says one: scraped again unchanged, it is no new sample.
+    """The latest time of each series that has times on its page. A sample with the same time again is not new.
 
-    A series that leaves its page may come back with the time it had, so it is remembered: as many series as two of the
-    largest pages had, those that were there last.
+    A series may leave its page and return with its previous time. The latest times of removed series are therefore
+    kept, up to twice the number of series of the largest page, most recent first.
     """
 
     def __init__(self) -> None:
-        self._latest: dict[_Series, int] = {}  # those of the last page come last
+        self._latest: dict[_Series, int] = {}  # in the order of their last page
         self._largest = 0
 
     def fresh(self, rows: PageRows, scraped_at: int) -> PageRows:
-        """Return `rows` without those whose own time is not newer than the last one of their series, or out of bounds.
+        """Return `rows` without samples whose time is not newer than the latest one of their series, or out of bounds.
 
-        Bounds are those around `scraped_at` (UTC µs).
+        The bounds are relative to `scraped_at` (UTC µs).
         """
         if rows.ts is None:
             return rows
         series = list(zip(rows.metrics.to_pylist(), rows.labels.to_pylist(), strict=True))
         times = rows.ts.cast(pa.int64()).to_pylist()
         within = [ts is None or _is_within(ts, scraped_at) for ts in times]
-        told = list(zip(series, times, within, strict=True))
-        kept = [is_within and (ts is None or ts > self._latest.get(one, -1)) for one, ts, is_within in told]
-        self._remember((one, ts) for one, ts, is_within in told if is_within and ts is not None)
+        timed = list(zip(series, times, within, strict=True))
+        kept = [is_within and (ts is None or ts > self._latest.get(one, -1)) for one, ts, is_within in timed]
+        self._remember((one, ts) for one, ts, is_within in timed if is_within and ts is not None)
         mask = pa.array(kept, pa.bool_())
-        return PageRows(
-            metrics=rows.metrics.filter(mask),
-            labels=rows.labels.filter(mask),
-            values=rows.values.filter(mask),
-            ts=rows.ts.filter(mask),
-            doubled=rows.doubled,
-            out_of_bounds=within.count(False),
-            exact=rows.exact,
-        )
+        columns = {name: getattr(rows, name).filter(mask) for name in ("metrics", "labels", "values", "ts")}
+        return dataclasses.replace(rows, **columns, out_of_bounds=within.count(False))
 
-    def _remember(self, told: Iterable[tuple[_Series, int]]) -> None:
+    def _remember(self, timed: Iterable[tuple[_Series, int]]) -> None:
         latest: dict[_Series, int] = {}
-        for one, ts in told:  # a page may have several times of a series, in any order
+        for one, ts in timed:  # a page may have several times of a series, in any order
             latest[one] = max(ts, latest.get(one, ts))
         for one, ts in latest.items():
             self._latest[one] = max(ts, self._latest.pop(one, ts))
         self._largest = max(self._largest, len(latest))
-        most = max(2 * self._largest, _LEAST_REMEMBERED)
-        for one in list(islice(self._latest, max(0, len(self._latest) - most))):
+        limit = max(2 * self._largest, _MIN_REMEMBERED)
+        for one in list(islice(self._latest, max(0, len(self._latest) - limit))):
             del self._latest[one]
 
 
@@ -141,22 +138,22 @@ def _is_within(ts: int, scraped_at: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Names:
-    """Series by metric and labels."""
+class SeriesNames:
+    """A set of series, by metric and labels."""
 
     metrics: pa.Array
     labels: pa.Array
 
     @classmethod
     def of(cls, named: PageRows | Series) -> Self:
-        """Return the series of a page, or of a scrape, that tell no times of their own."""
+        """Return the series of a page or a scrape, except those that have times on the page."""
         names = cls(metrics=named.metrics, labels=named.labels)
         if isinstance(named, Series) or named.ts is None:
             return names
         return names._filtered(named.ts.is_null())
 
-    def without(self, others: Names) -> Self:
-        """Return the series that `others` has not."""
+    def without(self, others: SeriesNames) -> Self:
+        """Return the series that are not in `others`."""
         return self._filtered(pc.invert(pc.is_in(self._keys(), others._keys())))
 
     def _filtered(self, kept: pa.BooleanArray) -> Self:
@@ -167,31 +164,31 @@ class Names:
         return pc.binary_join_element_wise(*texts, "\n", null_handling="replace", null_replacement="")
 
 
-class Shown:
-    """The series of one exporter that are there."""
+class ActiveSeries:
+    """The series that the last page of one exporter had."""
 
     def __init__(self) -> None:
-        self._page: pa.Array | None = None  # its metrics: the same object for as long as it stays the same
-        self._names: Names | None = None
+        self._page: pa.Array | None = None  # its metrics: the same object for all pages with the same series
+        self._names: SeriesNames | None = None
 
-    def page(self, rows: PageRows) -> Names | None:
-        """Take a page; return the series that have ended with it, None where there are none."""
+    def update(self, rows: PageRows) -> SeriesNames | None:
+        """Replace the series by those of a page; return the series that have ended, or None if there are none."""
         if rows.metrics is self._page:
             return None
-        before, self._page, self._names = self._names, rows.metrics, Names.of(rows)
+        before, self._page, self._names = self._names, rows.metrics, SeriesNames.of(rows)
         ended = None if before is None else before.without(self._names)
         return ended if ended is not None and len(ended.metrics) else None
 
-    def nothing(self) -> Names | None:
-        """Take it that there is no page; return the series that have ended, None where there are none."""
+    def clear(self) -> SeriesNames | None:
+        """Remove all series; return those that have ended by this, or None if there are none."""
         before, self._page, self._names = self._names, None, None
         return before if before is not None and len(before.metrics) else None
 
 
-def marks(target: str, ended: Names, ts: int) -> pa.Table:
-    """Return the rows of `samples` that end series of `target` at `ts` (UTC µs)."""
+def staleness_markers(target: str, ended: SeriesNames, ts: int) -> pa.Table:
+    """Return the rows of `samples` that mark series of `target` as ended at `ts` (UTC µs): null values."""
     count = len(ended.metrics)
-    columns = (
+    return _samples_table(
         constant(NO_RUN, count),
         pa.repeat(pa.scalar(ts, TIME), count),
         constant(FROM_INGEST, count),
@@ -199,8 +196,4 @@ def marks(target: str, ended: Names, ts: int) -> pa.Table:
         ended.metrics,
         ended.labels,
         pa.nulls(count, pa.float64()),
-    )
-    schema = samples_schema()
-    return pa.Table.from_arrays(
-        [column.cast(field.type) for column, field in zip(columns, schema, strict=True)], schema=schema
     )

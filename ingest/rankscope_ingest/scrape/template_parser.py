@@ -1,10 +1,9 @@
-"""What stays the same from page to page of one exporter, so that only the numbers have to be read. Pure.
+"""Parse a page by the layout of an earlier page of the same exporter, so that only the numbers must be parsed. Pure.
 
-A layout is learnt from a page that was read by the rules. It holds everything of that page but its numbers, comments
-included; a later page is read by it only if all of that stands there again, byte for byte, with a plain number behind
-each series. Anything else (another series, a time, an exemplar) is a surprise, and read by the rules once more.
-Spaces and escapes in labels are part of what stays the same, so they cost nothing. Work is in NumPy and Arrow, which
-let other threads run meanwhile.
+A layout is learnt from a page that was parsed exactly. It contains all bytes of the page except the numbers, comments
+included. A later page is parsed by it only if all these bytes are equal and each series has a plain number. Any
+difference (another series, a time, an exemplar) requires exact parsing. Spaces and escapes in labels are part of the
+compared bytes and cost nothing. The work is done by NumPy and Arrow, which release the GIL.
 """
 
 from __future__ import annotations
@@ -21,24 +20,25 @@ import pyarrow.compute as pc
 from rankscope_ingest.scrape.reference_parser import Sample
 
 _NEWLINE: Final = 10
-_LONGEST_NAN: Final = 4  # "-NaN"; Arrow reads nan(7) as C does, and no exporter's format has it
+_LONGEST_NAN: Final = 4  # "-NaN"; Arrow also accepts nan(7), as C does, which no exposition format allows
 _EVERY_OTHER: Final = 0b0101_0101
 _OF_A_BYTE: Final = 4  # that many bits are set in it
 _WORD: Final = 8  # bytes
 _VIEW: Final = np.dtype([("length", "<i4"), ("prefix", "<u4"), ("buffer", "<i4"), ("offset", "<i4")])
 _VIEW_BYTES: Final = 12
-"""Of Arrow's format: a text no longer stands in its view itself, of a longer one the first four bytes do."""
+"""Arrow's view format: a text of at most 12 bytes is stored in its view, of a longer one only the first four bytes."""
 
 Positions = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Everything of a page but its numbers.
+    """All bytes of a page except its numbers, and the positions of the numbers.
 
-    Fixed is the beginning of each line: the series and the space behind it, or a whole comment. `long` has those that
-    a view can point at, `short` the others. `numbers` are the lines with a number, `taken` those of their numbers that
-    count: one that repeats a series does not.
+    The fixed part of a line is the series with the space after it, or a whole comment. `long` has the fixed parts of
+    more than 12 bytes, which Arrow views refer to without a copy; `short` has the others. `numbers` are the lines with
+    a number and `others` the lines without. `taken` are positions among the numbers that are kept: a number that
+    repeats a series is dropped.
     """
 
     fixed_lengths: Positions
@@ -52,9 +52,9 @@ class Layout:
 
 
 def learn(body: bytes, samples: Sequence[Sample], taken: Sequence[int]) -> Layout | None:
-    """Return the layout of a page that holds `samples`, of which those at `taken` count, or None if it has none.
+    """Return the layout of a page with these `samples`, of which those at positions `taken` are kept.
 
-    It has none when a line is more than a series, one space and a number.
+    Return None if any line has more than a series, one space and a number.
     """
     if not body.endswith(b"\n") or any(sample.ts is not None for sample in samples):
         return None
@@ -63,7 +63,7 @@ def learn(body: bytes, samples: Sequence[Sample], taken: Sequence[int]) -> Layou
         bare = line.decode().strip()
         if bare and not bare.startswith("#"):
             numbers.append(place)
-            line = line[: line.rfind(b" ") + 1]  # noqa: PLW2901 - what is fixed of it
+            line = line[: line.rfind(b" ") + 1]  # noqa: PLW2901 - only the fixed part
         fixed.append(line)
     if len(numbers) != len(samples):
         return None
@@ -82,12 +82,12 @@ def learn(body: bytes, samples: Sequence[Sample], taken: Sequence[int]) -> Layou
     )
     expected = np.array([samples[place].value for place in taken])
     values = read_numbers(body, layout)
-    # The page itself must come out of it as it was read by the rules; an exemplar's number would not.
+    # The layout must return the numbers of the exact parser, which it does not for a page with exemplars.
     return layout if values is not None and np.array_equal(values, expected, equal_nan=True) else None
 
 
 def join(layouts: Sequence[Layout]) -> Layout:
-    """Return the layout of pages that stand behind one another."""
+    """Return the layout of concatenated pages."""
     if len(layouts) == 1:
         return layouts[0]
     lines = np.cumsum([0, *(len(layout.fixed_lengths) for layout in layouts)], dtype=np.int32).tolist()
@@ -109,7 +109,7 @@ def _shifted(places: Sequence[Positions], starts: Sequence[int]) -> Positions:
 
 
 def read_numbers(body: bytes, layout: Layout) -> npt.NDArray[np.float64] | None:
-    """Return the numbers of a page in order, or None when it is not exactly of this layout."""
+    """Return the numbers of a page in order, or None if the page does not have exactly this layout."""
     ends = _line_ends(body)
     if len(ends) != len(layout.fixed_lengths) or not body.endswith(b"\n"):
         return None
@@ -133,7 +133,7 @@ def _of(positions: Positions, lines: Positions) -> Positions:
 
 
 def _line_ends(body: bytes) -> Positions:
-    """Return where lines of `body` end, looking closer only at words that hold an end: they are few."""
+    """Return the positions of newlines. Only 8-byte words that contain one, which are few, are examined by byte."""
     marks = np.empty(-(-len(body) // _WORD) * _WORD, np.bool_)
     np.equal(np.frombuffer(body, np.uint8), _NEWLINE, out=marks[: len(body)])
     marks[len(body) :] = False
@@ -142,12 +142,12 @@ def _line_ends(body: bytes) -> Positions:
     marked = words[found]
     if (marked & (marked - np.uint64(1))).any():  # two ends in one word
         return np.flatnonzero(marks).astype(np.int32)
-    # The word is a power of two, and its exponent one more than the bits before the byte that is marked.
-    return (found * _WORD).astype(np.int32) + (np.frexp(marked.astype(np.float64))[1] >> 3)  # eight bits a byte
+    # Such a word is a power of two. Its exponent is the number of bits before the marked byte, plus one.
+    return (found * _WORD).astype(np.int32) + (np.frexp(marked.astype(np.float64))[1] >> 3)  # eight bits per byte
 
 
 def _views(body: bytes, starts: Positions, lengths: Positions) -> pa.Array:
-    """Return the pieces of `body` that begin at `starts`, all longer than _VIEW_BYTES, without a copy of them."""
+    """Return the parts of `body` at `starts` without copying them; all are longer than _VIEW_BYTES."""
     views = np.zeros(len(starts), _VIEW)
     if len(starts):
         fours = np.ndarray(len(body) - 3, "<u4", body, strides=(1,))
@@ -156,15 +156,15 @@ def _views(body: bytes, starts: Positions, lengths: Positions) -> pa.Array:
 
 
 def _cut(body: bytes, starts: Positions, ends: Positions) -> pa.Array:
-    """Return a copy of the pieces of `body` from `starts` to `ends`."""
+    """Return copies of the parts of `body` from `starts` to `ends`."""
     pieces = pa.Array.from_buffers(pa.binary(), *_divided(body, starts, ends, None))
     return pieces.take(pa.array(np.arange(0, len(pieces), 2, dtype=np.int32)))
 
 
 def _floats(body: bytes, starts: Positions, ends: Positions) -> npt.NDArray[np.float64] | None:
-    """Return the numbers from `starts` to `ends`, None where one is none; they are read where they stand.
+    """Return the numbers from `starts` to `ends` in `body`, or None if any of them is not a number.
 
-    To Arrow what is between them is null, and only the others are texts to be read.
+    The numbers are parsed in place: in the Arrow array, the parts between them are null.
     """
     if not len(starts):
         return np.empty(0)
@@ -181,7 +181,7 @@ def _floats(body: bytes, starts: Positions, ends: Positions) -> npt.NDArray[np.f
 def _divided(
     body: bytes, starts: Positions, ends: Positions, is_valid: pa.Buffer | None
 ) -> tuple[int, list[pa.Buffer | None]]:
-    """Return length and buffers of an array of the pieces of `body`, and of what is between each and the next."""
+    """Return length and buffers of an Arrow array that has the parts of `body`, and also the parts between them."""
     offsets = np.empty(2 * len(starts), np.int32)
     offsets[::2], offsets[1::2] = starts, ends
     return max(len(offsets) - 1, 0), [is_valid, pa.py_buffer(offsets), pa.py_buffer(body)]

@@ -88,9 +88,9 @@ class Api:
         """Return the progress of each run."""
         return self.monitor.progress()
 
-    async def standing(self) -> Status:
+    async def current_status(self) -> Status:
         """Return the status of the service, its runs and its targets."""
-        return await self.status.standing()
+        return await self.status.current()
 
     def metrics_page(self) -> bytes:
         """Return the page for Prometheus."""

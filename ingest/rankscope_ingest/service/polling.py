@@ -29,7 +29,7 @@ from rankscope_ingest.runs.target import Target
 from rankscope_ingest.scrape.discovery import ExporterList, configured
 from rankscope_ingest.scrape.http import PageFetcher
 from rankscope_ingest.scrape.sample_table import Scrape
-from rankscope_ingest.scrape.scraper import Followed, Scraper, described
+from rankscope_ingest.scrape.scraper import Followed, Scraper
 from rankscope_ingest.targets.pollers import Pollers, watch
 
 
@@ -47,7 +47,7 @@ class Polling:
         self._config = config
         self._fetcher = fetcher
         self._monitor = monitor
-        pace = Pace.of(
+        pace = Pace(
             poll_seconds=config.ingest.poll_seconds,
             max_backoff_seconds=config.ingest.max_backoff_seconds,
             flush_after_seconds=config.ingest.flush_after_seconds,
@@ -148,14 +148,16 @@ class ExternalExporters:
     def described(self) -> Iterable[Mapping[str, object]]:
         """Return the state of each exporter."""
         now = time.monotonic()
-        return [described(exporter, now) for exporter in self.followed]
+        return [exporter.described(now) for exporter in self.followed]
 
     @asynccontextmanager
     async def scraping(self) -> AsyncIterator[None]:
         """Scrape while the context is open."""
         async with self._fetcher:
             self._scraper.show("[[exporters]]", map(configured, self._config.exporters))
-            lists = [ExporterList(section, self._fetcher, self._scraper) for section in self._config.exporter_lists]
+            lists = [
+                ExporterList(section, self._fetcher, self._scraper.show) for section in self._config.exporter_lists
+            ]
             tasks = [asyncio.create_task(exporter_list.run()) for exporter_list in lists]
             try:
                 yield

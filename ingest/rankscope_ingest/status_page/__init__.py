@@ -1,1 +1,1 @@
-"""The status of service, runs and targets: collected, as JSON, and as an HTML page."""
+"""Status of service, runs and targets: collected, as JSON values, and as an HTML page."""

@@ -1,7 +1,7 @@
-"""How the page looks and moves: its style, its few lines of script, and the policy that lets nothing else in.
+"""Style, script and security policy of the status page.
 
-Both stand in the page itself, so it needs no other request; the policy names them by their digests, so that nothing
-that a run's name might smuggle in is obeyed.
+The page contains both, so that it needs no other request. The policy lists their digests, so that a browser executes
+nothing that a hostile name, such as that of a run, might contain.
 """
 
 from __future__ import annotations

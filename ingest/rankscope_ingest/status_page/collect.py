@@ -1,4 +1,4 @@
-"""How everything stands, gathered from the parts of the service when somebody asks; nothing is kept for nobody."""
+"""Collect the status of service, runs, targets and exporters on request."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from rankscope_ingest.runs.target import Health, Target
 from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status, TargetStatus, target_status
 from rankscope_ingest.status_page.tags_cache import NONE, LabelReader, Labels
 
-MOST_LOOKS: Final = 256
-"""Of one rank; where a store takes nothing for hours, every other one is forgotten: the oldest is what counts."""
+MAX_OBSERVATIONS: Final = 256
+"""Limit per rank. If commits fail for hours, every second observation is dropped; the oldest one is kept."""
 
-_Looks = deque[tuple[int, float]]
+_Observations = deque[tuple[int, float]]
 
 
 class LagClock:
-    """What was seen of each rank that is not durable yet."""
+    """Observations (head, time) of each rank with records that are not committed."""
 
     def __init__(self) -> None:
-        self._looks: dict[str, _Looks] = {}
+        self._observations: dict[str, _Observations] = {}
 
     def look(self, targets: Iterable[Target], now: float) -> None:
-        """Note how far each rank is; what is no longer among `targets` is forgotten."""
-        self._looks = {target.incarnation: self._seen(target, now) for target in targets}
+        """Record the head of each rank; delete the observations of ranks that are not in `targets`."""
+        self._observations = {target.incarnation: self._updated(target, now) for target in targets}
 
     def seconds(self, target: Target, now: float) -> float:
-        """Return the age of what has waited longest; 0 when everything that is known of is durable."""
-        waiting = [at for head, at in self._looks.get(target.incarnation, ()) if head > target.committed]
+        """Return the age of the oldest record that is not committed, or 0 without such records."""
+        waiting = [at for head, at in self._observations.get(target.incarnation, ()) if head > target.committed]
         return max(0.0, now - waiting[0]) if waiting else 0.0
 
-    def _seen(self, target: Target, now: float) -> _Looks:
-        looks = self._looks.get(target.incarnation) or deque()
-        while looks and looks[0][0] <= target.committed:
-            looks.popleft()
-        if target.head > target.committed and (not looks or target.head > looks[-1][0]):
-            looks.append((target.head, now))
-        return looks if len(looks) <= MOST_LOOKS else deque(list(looks)[::2])
+    def _updated(self, target: Target, now: float) -> _Observations:
+        observed = self._observations.get(target.incarnation) or deque()
+        while observed and observed[0][0] <= target.committed:
+            observed.popleft()
+        if target.head > target.committed and (not observed or target.head > observed[-1][0]):
+            observed.append((target.head, now))
+        return observed if len(observed) <= MAX_OBSERVATIONS else deque(list(observed)[::2])
 
 
 _REMOTE: Final = tuple(
@@ -59,29 +59,29 @@ _REMOTE: Final = tuple(
 
 
 class Parts(Protocol):
-    """The service as its standing is gathered from it."""
+    """The service, as far as the collector uses it."""
 
     def targets(self) -> Iterable[Target]:
         """Return all targets."""
         ...
 
     def exporters(self) -> Iterable[Mapping[str, object]]:
-        """Return how each exporter of others stands."""
+        """Return the state of each external exporter."""
         ...
 
     def runs(self) -> Iterable[RunProgress]:
-        """Return where each run stands."""
+        """Return the progress of each run."""
         ...
 
     def degraded(self) -> str | None:
-        """Return why the service cannot do its work, or None."""
+        """Return why the service is degraded, or None."""
         ...
 
 
 class StatusCollector:
-    """Knows since when the service works, and for how long what ranks published has waited for the store.
+    """Collector of the status. It keeps the start time of the service and the observations for lags.
 
-    `total` sums all series of a family of the service's own page.
+    `total` returns the sum of all series of one metric of the service.
     """
 
     def __init__(
@@ -106,15 +106,15 @@ class StatusCollector:
         self._labels = LabelReader(store.path, clock=clock)
 
     def look(self) -> None:
-        """Note how far ranks are; to be called about once a second."""
+        """Record the heads of all ranks; the service calls this about once per second."""
         self._lag.look(self._parts.targets(), self._clock())
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the connection to the store."""
         self._labels.close()
 
-    async def standing(self) -> Status:
-        """Return how everything stands now."""
+    async def current(self) -> Status:
+        """Return the current status."""
         labels = await self._labels.fresh()
         self.look()
         targets = list(self._parts.targets())
@@ -157,13 +157,13 @@ class StatusCollector:
     def _run(
         self, progress: RunProgress, labels: Mapping[str, Labels], seen: Mapping[str, float], now: float
     ) -> RunStatus:
-        said, at = labels.get(progress.run, NONE), seen.get(progress.run)
+        tagged, at = labels.get(progress.run, NONE), seen.get(progress.run)
         return RunStatus(
             progress=progress,
             goodput_ratio=self._goodput().get(progress.run),
             last_seen_ago_seconds=None if at is None else round(max(0.0, now - at), 3),
-            tags=said.tags,
-            note=said.note,
+            tags=tagged.tags,
+            note=tagged.note,
         )
 
     def _target(self, target: Target, now: float) -> TargetStatus:

@@ -1,6 +1,6 @@
-"""How everything stands at one moment, as the JSON API gives it: a name that says its unit, null for what is not known.
+"""The status as values, equal to the JSON API: names contain units, and unknown values are null. Pure.
 
-Pure values. The page is made of the same, so that it never shows what the API does not tell.
+The status page shows the same values, so that everything on it is also in the API.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class ServiceStatus:
     """The service itself. Counts are since its start, times in UTC microseconds."""
 
     status: str  # ok or degraded
-    reason: str | None  # why it cannot do its work
+    reason: str | None  # why it is degraded
     version: str
     schema_version: int
     store: str
@@ -27,22 +27,22 @@ class ServiceStatus:
     started_at: int
     uptime_seconds: float
     targets: Mapping[str, int]  # by health
-    rows_pending: int  # taken from ranks, not committed yet
+    rows_pending: int  # received, not committed yet
     rows_committed: int
     commits: int
     last_commit_ago_seconds: float | None
-    records_lost: int  # of the runs that are followed
+    records_lost: int  # of the known runs
     samples_dropped: int  # of exporters: repeated, doubled or out of bounds
     remote: Mapping[str, float] = field(default_factory=dict)  # counters of remote write and read, by their names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """One run: what its ranks tell, and what the store knows beside."""
+    """One run: progress from its ranks, and goodput, tags and note from the store."""
 
     progress: RunProgress
     goodput_ratio: float | None = None
-    last_seen_ago_seconds: float | None = None  # since any of its ranks was heard of
+    last_seen_ago_seconds: float | None = None  # since the last sign of life of any of its ranks
     tags: Mapping[str, str] = field(default_factory=dict)
     note: str | None = None
 
@@ -54,7 +54,7 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetStatus:
-    """One rank's process, as it answers."""
+    """One process of a rank."""
 
     run: str
     attempt: int
@@ -64,24 +64,24 @@ class TargetStatus:
     pid: int
     url: str
     incarnation: str
-    served_by: str | None  # who reads out the spool of a process that died
+    served_by: str | None  # URL that serves the spool of an ended process
     health: str  # pending, up, draining, failing, gone
     last_error: str | None
-    last_scrape_seconds: float | None  # how long it took
+    last_scrape_seconds: float | None  # duration
     last_scrape_ago_seconds: float | None
-    last_sign_ago_seconds: float  # heartbeat or answer
+    last_sign_ago_seconds: float  # heartbeat or response
     cursor: int
     committed: int
     head: int
     lag_records: int  # published and not committed yet
-    lag_seconds: float  # for how long the oldest of them is known
+    lag_seconds: float  # age of the oldest of them
     ring_fill_ratio: float
     records_lost: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """All of it."""
+    """Status of the service, its runs, targets and exporters."""
 
     service: ServiceStatus
     runs: Sequence[RunStatus]
@@ -90,19 +90,19 @@ class Status:
 
 
 def target_status(target: Target, now: float, lag_seconds: float) -> TargetStatus:
-    """Return how `target` stands at `now`, in seconds of the clock that it was written with."""
-    who = target.registration
+    """Return the status of `target` at `now`, in seconds of the monotonic clock that its times use."""
+    registration = target.registration
     scraped = target.last_scrape
     return TargetStatus(
-        run=who.run,
+        run=registration.run,
         attempt=target.attempt,
-        rank=who.rank,
-        world_size=who.world_size,
-        host=who.host,
-        pid=who.pid,
-        url=who.url,
-        incarnation=who.incarnation,
-        served_by=who.served_by,
+        rank=registration.rank,
+        world_size=registration.world_size,
+        host=registration.host,
+        pid=registration.pid,
+        url=registration.url,
+        incarnation=registration.incarnation,
+        served_by=registration.served_by,
         health=target.health.value,
         last_error=target.last_error,
         last_scrape_seconds=_rounded(target.last_scrape_seconds),

@@ -1,7 +1,6 @@
-"""The page at `/`: what is wrong, then the runs with their ranks, the newest first. Pure: a standing in, HTML out.
+"""Status page at `/`: state of the service, then the runs with their ranks, newest first. Pure: status in, HTML out.
 
-It works without scripts. Its size is bounded whatever runs and ranks there are: what is left out is counted, and the
-JSON API has it.
+It works without scripts. Its size is bounded: omitted rows are counted and available in the JSON API.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status,
 from rankscope_ingest.status_page.target_html import Budget, exporter_table, target_tables
 from rankscope_ingest.status_page.text_format import ago, count, duration, number, percent, text
 
-MOST_RUNS: Final = 100
-MOST_ROWS: Final = 2000
-"""Targets on the whole page, and exporters beside them."""
+MAX_RUNS: Final = 100
+MAX_ROWS: Final = 2000
+"""Limit of targets on the page, and separately of exporters."""
 
 _ICON: Final = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 8 8'%3E"
@@ -29,21 +28,21 @@ _ICON: Final = (
 )
 
 
-def page(standing: Status) -> str:
-    """Return the document."""
+def page(status: Status) -> str:
+    """Return the HTML document."""
     return "\n".join(
         (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_title(standing)}</title>",
+            f"<title>{_title(status)}</title>",
             f'<link rel="icon" href="{_ICON}">',
             f'<noscript><meta http-equiv="refresh" content="{REFRESH_SECONDS}"></noscript>',
             f"<style>{STYLE}</style>\n</head>\n<body>",
-            *_header(standing.service),
+            *_header(status.service),
             "<main>",
-            *_service(standing.service, standing.targets),
-            *_runs(standing),
-            *_exporters(standing.exporters),
+            *_service(status.service, status.targets),
+            *_runs(status),
+            *_exporters(status.exporters),
             "</main>",
             *_footer(),
             f"<script>{SCRIPT}</script>\n</body>\n</html>\n",
@@ -51,11 +50,11 @@ def page(standing: Status) -> str:
     )
 
 
-def _title(standing: Status) -> str:
-    """Return what the tab of a browser shows: what is wrong, or how many run."""
-    if standing.service.reason is not None:
+def _title(status: Status) -> str:
+    """Return the title: the degraded state, or the numbers of failed, stalled and running runs."""
+    if status.service.reason is not None:
         return "degraded · Rankscope"
-    states = Counter(run.progress.state for run in standing.runs)
+    states = Counter(run.progress.state for run in status.runs)
     bad = [f"{states[state]} {state}" for state in (RunState.FAILED, RunState.STALLED) if states[state]]
     return text(", ".join([*bad, f"{states[RunState.RUNNING]} running"])) + " · Rankscope"
 
@@ -65,7 +64,7 @@ def _header(service: ServiceStatus) -> Iterator[str]:
     yield "<header>"
     yield f'<h1>Rankscope</h1><span class="badge {colour}">{text(service.status)}</span>'
     yield f'<span class="dim">{text(service.version)}, up {duration(service.uptime_seconds)}</span>'
-    yield '<span id="stale" class="badge red">not reached: what follows is old</span>'
+    yield '<span id="stale" class="badge red">connection lost: the values below are stale</span>'
     yield "</header>"
 
 
@@ -84,15 +83,15 @@ def _service(service: ServiceStatus, targets: Sequence[TargetStatus]) -> Iterato
     }
     facts |= {_remote_name(name): count(value) for name, value in service.remote.items()}
     yield "<dl>"
-    yield from _service_facts(facts)
+    yield from _facts_html(facts.items())
     yield "</dl>"
     yield '<dl class="wide">'
-    yield from _service_facts({"store": f"<code>{text(service.store)}</code>, shard {text(service.shard)}"})
+    yield from _facts_html([("store", f"<code>{text(service.store)}</code>, shard {text(service.shard)}")])
     yield "</dl>"
 
 
-def _service_facts(facts: Mapping[str, str]) -> Iterator[str]:
-    for name, value in facts.items():
+def _facts_html(facts: Iterable[tuple[str, str]]) -> Iterator[str]:
+    for name, value in facts:
         yield f"<div><dt>{text(name)}</dt><dd>{value}</dd></div>"
 
 
@@ -108,46 +107,46 @@ def _remote_name(name: str) -> str:
     return name.removeprefix("rankscope_ingest_").removesuffix("_total").replace("_", " ")
 
 
-def _runs(standing: Status) -> Iterator[str]:
-    """Yield the runs, the newest first; targets of launches that are no run's latest stand with their run."""
+def _runs(status: Status) -> Iterator[str]:
+    """Yield the runs, newest first, each with the targets of all its launches."""
     by_run: dict[str, list[TargetStatus]] = {}
-    for target in standing.targets:
+    for target in status.targets:
         by_run.setdefault(target.run, []).append(target)
-    runs = sorted(standing.runs, key=lambda run: (run.progress.started_at or 0, run.progress.run), reverse=True)
-    going = sum(run.progress.state not in ENDED for run in runs)
-    yield f'<h2>Runs <span class="dim">{count(len(runs))}, {count(going)} going on</span></h2>'
+    runs = sorted(status.runs, key=lambda run: (run.progress.started_at or 0, run.progress.run), reverse=True)
+    active = sum(run.progress.state not in ENDED for run in runs)
+    yield f'<h2>Runs <span class="dim">{count(len(runs))}, {count(active)} active</span></h2>'
     if not runs:
         yield '<p class="dim">No rank has registered since the service started.'
-        yield "<code>rankscope runs</code> lists what the store holds.</p>"
-    budget = Budget(MOST_ROWS)
-    for shown in runs[:MOST_RUNS]:
+        yield "<code>rankscope runs</code> lists all runs in the store.</p>"
+    budget = Budget(MAX_ROWS)
+    for shown in runs[:MAX_RUNS]:
         yield from article(shown, by_run.pop(shown.progress.run, ()), budget)
-    for older in runs[MOST_RUNS:]:
+    for older in runs[MAX_RUNS:]:
         by_run.pop(older.progress.run, None)
-    for run, targets in sorted(by_run.items())[:MOST_RUNS]:
+    for run, targets in sorted(by_run.items())[:MAX_RUNS]:
         yield from earlier_ranks(run, targets, budget)
-    yield from _left_out(runs[MOST_RUNS:])
+    yield from _left_out(runs[MAX_RUNS:])
 
 
 def _left_out(runs: Sequence[RunStatus]) -> Iterator[str]:
     if runs:
         states = Counter(run.progress.state for run in runs)
-        told = ", ".join(f"{count(number)} {text(state)}" for state, number in states.items())
-        yield f'<p class="dim">{count(len(runs))} older runs are not shown ({told}):'
+        counts = ", ".join(f"{count(number)} {text(state)}" for state, number in states.items())
+        yield f'<p class="dim">{count(len(runs))} older runs are not shown ({counts}):'
         yield f'<a href="{RUNS_PATH}">JSON</a>.</p>'
 
 
 def _exporters(exporters: Iterable[Mapping[str, object]]) -> Iterator[str]:
     listed = list(exporters)
     if listed:
-        yield f'<h2>Exporters of others <span class="dim">{count(len(listed))}</span></h2>'
-        yield from exporter_table(listed, Budget(MOST_ROWS))
+        yield f'<h2>External exporters <span class="dim">{count(len(listed))}</span></h2>'
+        yield from exporter_table(listed, Budget(MAX_ROWS))
 
 
 def _footer() -> Iterator[str]:
     paths = (STATUS_PATH, RUNS_PATH, TARGETS_PATH, EXPORTERS_PATH, METRICS_PATH)
     links = " ".join(f'<a href="{path}">{path}</a>' for path in paths)
-    yield f"<footer>The same for programs: {links}</footer>"
+    yield f"<footer>JSON and metrics: {links}</footer>"
 
 
 COLOURS: Final = {
@@ -171,8 +170,7 @@ def article(run: RunStatus, targets: Sequence[TargetStatus], budget: Budget) -> 
     if run.note:
         yield f'<p class="note">{"<br>".join(map(text, run.note.splitlines()))}</p>'
     yield "<dl>"
-    for name, value in _facts(run):
-        yield f"<div><dt>{name}</dt><dd>{value}</dd></div>"
+    yield from _facts_html(_facts(run))
     yield "</dl>"
     yield from target_tables(progress.run, targets, budget, attempt=progress.attempt)
     yield "</article>"
@@ -201,7 +199,7 @@ def _colour(progress: RunProgress) -> str:
 
 
 def _bar(progress: RunProgress) -> Iterator[str]:
-    """Yield how far the run is; a bar only where somebody said how far it is to go."""
+    """Yield the progress of the run, as a bar if the number of planned steps is known."""
     if progress.step is not None and progress.planned_steps:
         done = min(progress.step, progress.planned_steps)
         share = percent(min(1.0, progress.step / progress.planned_steps))
@@ -222,7 +220,7 @@ def _left(progress: RunProgress) -> str:
 
 
 def _facts(run: RunStatus) -> Iterator[tuple[str, str]]:
-    """Yield what is known; what is not is not mentioned."""
+    """Yield (name, HTML) of the known values of a run."""
     progress = run.progress
     missing = progress.world_size - progress.ranks_alive
     is_short = missing > 0 and progress.state not in ENDED

@@ -1,4 +1,4 @@
-"""Tags and notes of runs, read from the store when somebody asks how things stand, and never more often than needed."""
+"""Tags and notes of runs, read from the store on request and at most every few seconds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.runs.tags import parse_tags
 
-LOOK_SECONDS: Final = 5.0
-PATIENCE_SECONDS: Final = 1.0
-"""A store that does not answer for so long is not waited for: what was known before is shown."""
+REFRESH_SECONDS: Final = 5.0
+TIMEOUT_SECONDS: Final = 1.0
+"""Limit of the wait for the store. After it, the previous values are shown."""
 
-# As the view `runs` has them, without looking at the versions that say nothing of labels, which are nearly all.
+# The same as in the view `runs`, without the versions that have no tags and no note, which are nearly all.
 _LABELS: Final = """\
 SELECT run, max_by(tags, ts) FILTER (tags IS NOT NULL) AS tags, max_by(note, ts) FILTER (note IS NOT NULL) AS note
 FROM runs_history WHERE tags IS NOT NULL OR note IS NOT NULL GROUP BY run"""
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What people say about one run."""
+    """Tags and note of one run."""
 
     tags: Mapping[str, str]
     note: str | None
@@ -39,35 +39,32 @@ NONE: Final = Labels({}, None)
 
 
 class LabelReader:
-    """The labels of all runs of the store at `path`; a thread of its own holds the connection."""
+    """Tags and notes of all runs of the store at `path`. A separate thread has the connection."""
 
     def __init__(self, path: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-labels")
         self._connection: Connection | None = None
-        self._budget = ReadBudget(LOOK_SECONDS, clock=clock)
-        self._look: asyncio.Future[None] | None = None
+        self._budget = ReadBudget(REFRESH_SECONDS, clock=clock)
+        self._query: asyncio.Future[None] | None = None
         self.labels: Mapping[str, Labels] = {}
 
     async def fresh(self) -> Mapping[str, Labels]:
-        """Return the labels as they are, or where the store is slow as they were a moment ago."""
-        if self._look is None and self._budget.is_due:
-            self._look = asyncio.get_running_loop().run_in_executor(self._thread, self._read)
-        if self._look is not None:
-            await asyncio.wait([self._look], timeout=PATIENCE_SECONDS)
-            if self._look.done():
-                self._note(self._look)
-                self._look = None
+        """Return the current tags and notes, or the previous ones if the store is slow."""
+        if self._query is None and self._budget.is_due:
+            self._query = asyncio.get_running_loop().run_in_executor(self._thread, self._read)
+        if self._query is not None:
+            await asyncio.wait([self._query], timeout=TIMEOUT_SECONDS)
+            if self._query.done():
+                if error := self._query.exception():
+                    log.warning("tags of runs cannot be read, retrying at the next request: %s", error)
+                self._query = None
         return self.labels
 
     def close(self) -> None:
-        """Close the connection behind what is under way."""
+        """Close the connection after the current query."""
         self._thread.submit(self._close)
         self._thread.shutdown(wait=False)
-
-    def _note(self, look: asyncio.Future[None]) -> None:
-        if error := look.exception():
-            log.warning("labels of runs cannot be read, it is tried again: %s", error)
 
     def _read(self) -> None:
         try:

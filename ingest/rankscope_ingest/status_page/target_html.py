@@ -1,4 +1,4 @@
-"""Tables of ranks and exporters on the page: what is not well stands open, what is well is folded. Pure."""
+"""HTML tables of ranks and exporters: degraded ranks are listed, healthy and ended ones are collapsed. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rankscope_ingest.runs.target import Health
 from rankscope_ingest.status_page.model import TargetStatus
 from rankscope_ingest.status_page.text_format import ago, count, duration, percent, text
 
-LAGS_SECONDS: Final = 60.0
-"""A rank that answers, and whose records are not stored for so long, is not well."""
+MAX_LAG_SECONDS: Final = 60.0
+"""A rank with a larger lag is not healthy, although it responds."""
 
 FULL_RING: Final = 0.9
 
@@ -32,34 +32,34 @@ _HEADS: Final = (
 
 
 class Budget:
-    """How many rows the page still has room for."""
+    """Number of rows that the page may still have."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
 
     def take(self, wanted: int) -> int:
-        """Return how many of `wanted` rows there is room for."""
+        """Return how many of `wanted` rows are within the limit, and count them."""
         taken = min(wanted, self._rows)
         self._rows -= taken
         return taken
 
 
-def is_well(target: TargetStatus) -> bool:
-    """Return whether there is nothing to look at: it answers, and its records get into the store."""
+def is_healthy(target: TargetStatus) -> bool:
+    """Return whether the rank responds, has no lost records, and its records are committed in time."""
     if target.health not in (Health.UP, Health.DRAINING) or target.records_lost:
         return False
-    return target.lag_seconds < LAGS_SECONDS and target.ring_fill_ratio < FULL_RING
+    return target.lag_seconds < MAX_LAG_SECONDS and target.ring_fill_ratio < FULL_RING
 
 
 def target_tables(
     run: str, targets: Sequence[TargetStatus], budget: Budget, *, attempt: int | None = None
 ) -> Iterator[str]:
-    """Yield the ranks of a run: who is not well, then the ended and the well, folded.
+    """Yield the ranks of a run: first the degraded ones, then the healthy and the gone ones, collapsed.
 
-    Those of another launch than `attempt` say so.
+    Ranks of another attempt than `attempt` are labelled with their attempt.
     """
     groups = {
-        "well": [target for target in targets if is_well(target)],
+        "well": [target for target in targets if is_healthy(target)],
         "gone": [target for target in targets if target.health == Health.GONE],
     }
     folded = {target.incarnation for group in groups.values() for target in group}
@@ -73,14 +73,14 @@ def target_tables(
 
 
 def exporter_table(exporters: Sequence[Mapping[str, object]], budget: Budget) -> Iterator[str]:
-    """Yield the exporters that are not ours, those that fail first."""
+    """Yield the external exporters, failing ones first."""
     listed = sorted(exporters, key=lambda one: (one["up"] is not False, str(one["name"])))
-    room = budget.take(len(listed))
+    shown = budget.take(len(listed))
     yield (
         '<div class="scroll"><table><tr><th>name<th>health<th class="n">samples<th class="n">lag, time'
         '<th class="rare">address<th>error</tr>'
     )
-    for one in listed[:room]:
+    for one in listed[:shown]:
         word, colour = {True: ("up", "green"), False: ("down", "red")}.get(one["up"], ("pending", "grey"))  # type: ignore[call-overload]  # None is neither
         yield (
             f'<tr><td><bdi>{text(one["name"])}</bdi><td><span class="badge {colour}">{word}</span>'
@@ -89,22 +89,22 @@ def exporter_table(exporters: Sequence[Mapping[str, object]], budget: Budget) ->
             f'<td class="long">{text(one["last_error"] or "")}</tr>'
         )
     yield "</table></div>"
-    yield from _more(len(listed) - room, EXPORTERS_PATH)
+    yield from _more(len(listed) - shown, EXPORTERS_PATH)
 
 
 def _table(targets: Sequence[TargetStatus], attempt: int | None, budget: Budget) -> Iterator[str]:
-    room = budget.take(len(targets))
-    if room:
+    shown = budget.take(len(targets))
+    if shown:
         yield f'<div class="scroll"><table>{_HEADS}'
-        yield from (_row(target, attempt) for target in targets[:room])
+        yield from (_row(target, attempt) for target in targets[:shown])
         yield "</table></div>"
-    yield from _more(len(targets) - room, TARGETS_PATH)
+    yield from _more(len(targets) - shown, TARGETS_PATH)
 
 
 def _row(target: TargetStatus, attempt: int | None) -> str:
     colour = _HEALTH_COLOURS.get(Health(target.health), "grey")
     lost = f", {count(target.records_lost)} lost" if target.records_lost else ""
-    speaker = "" if target.served_by is None else "its spool is read out at "
+    source = "" if target.served_by is None else "spool served at "
     launch = "" if target.attempt == attempt else f'<span class="dim">attempt {target.attempt}</span> '
     error = f'<tr class="error"><td><td colspan="7">{text(target.last_error)}</tr>' if target.last_error else ""
     return (
@@ -112,7 +112,7 @@ def _row(target: TargetStatus, attempt: int | None) -> str:
         f'<td class="rare"><bdi>{text(target.host)}</bdi>, {target.pid}<td class="n">{count(target.lag_records)}{lost}'
         f'<td class="n">{duration(target.lag_seconds)}<td class="n rare">{percent(target.ring_fill_ratio)}'
         f'<td class="n rare">{ago(target.last_scrape_ago_seconds)}'
-        f'<td class="rare">{speaker}{text(target.url)}</tr>{error}'
+        f'<td class="rare">{source}{text(target.url)}</tr>{error}'
     )
 
 
@@ -135,7 +135,7 @@ def _place(target: TargetStatus) -> tuple[int, int]:
 
 
 def _key(run: str) -> str:
-    """Return what names the run in the page, so that what a reader has opened stays open."""
+    """Return a stable element id for the run, so that a section that the reader opened remains open."""
     return hashlib.sha256(run.encode(errors="surrogatepass")).hexdigest()[:12]
 
 

@@ -1,4 +1,4 @@
-"""Numbers and names as people read them on the page, and every one of them safe to stand in HTML. Pure."""
+"""Format numbers and names for readers, escaped for HTML. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Final
 
 from rankscope_contract.security.escaping import html_text
 
-_MILLENNIUM: Final = 31_556_952_000.0
-"""Seconds."""
+_MILLENNIUM_SECONDS: Final = 31_556_952_000.0
 
 
 def text(value: object) -> str:
-    """Return `value` for HTML; what moves a cursor, or turns the direction of reading, is shown and not obeyed."""
+    """Return `value` as HTML text. Control characters and marks of writing direction are shown as escapes."""
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(value))
     return html_text(shown)
 
@@ -23,7 +22,7 @@ def count(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """Return a measured value; NaN and infinity are values too."""
+    """Return a measured value, which may be NaN or infinite."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -32,7 +31,7 @@ def number(value: float) -> str:
 
 
 def percent(ratio: float) -> str:
-    """Return a share; what is not all of it never reads as 100 %."""
+    """Return a ratio in percent, rounded down, so that a ratio below 1 is never shown as 100 %."""
     return f"{math.floor(1000 * ratio) / 10:g} %"
 
 
@@ -40,7 +39,7 @@ def duration(seconds: float) -> str:
     """Return a time in its two largest units."""
     if not math.isfinite(seconds):
         return "∞"
-    if seconds > _MILLENNIUM:  # who plans 2^63 - 1 steps wants no date
+    if seconds > _MILLENNIUM_SECONDS:  # for example with 2^63 - 1 planned steps
         return "over 1,000 years"
     if seconds < 10:
         return f"{seconds:.1f} s"
@@ -53,7 +52,7 @@ def duration(seconds: float) -> str:
 
 
 def ago(seconds: float | None) -> str:
-    """Return how long ago something was; never, where it was not."""
+    """Return a time ago, or "never" for None."""
     if seconds is None:
         return "never"
     return "just now" if seconds < 1 else f"{duration(seconds)} ago"

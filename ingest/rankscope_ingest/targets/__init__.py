@@ -1,1 +1,1 @@
-"""The registry of targets, and the tasks that poll them."""
+"""Registered targets and their poll loops."""

@@ -1,4 +1,4 @@
-"""Who is polled: a loop for each target, begun when somebody hears of it and forgotten when it is gone."""
+"""One poll loop per target: started when the target registers, and deleted when the target is gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Pollers:
-    """The loops of all targets. What they bring goes where `make_loop` sends it; `watermark` is asked of the store."""
+    """The poll loops of all targets. `make_loop` creates one; `watermark` reads the last stored seq of a process."""
 
     def __init__(self, make_loop: Callable[[Target], TargetLoop], watermark: Callable[[str], Awaitable[int]]) -> None:
         self._make_loop = make_loop
@@ -29,33 +29,33 @@ class Pollers:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Return what is at work."""
+        """Return the tasks of all loops."""
         return list(self._tasks.values())
 
     def __len__(self) -> int:
-        """Return how many are polled."""
+        """Return the number of polled targets."""
         return len(self._loops)
 
     def follow(self, target: Target) -> Target:
-        """See to it that somebody polls `target`."""
+        """Start polling `target` unless it is polled already."""
         task = self._tasks.get(target.incarnation)
         if task is None or task.done():
             task = self._tasks[target.incarnation] = asyncio.create_task(self._poll(target))
-            task.add_done_callback(_tell_of_faults)
+            task.add_done_callback(_log_error)
         return target
 
     def poke(self, incarnation: str) -> None:
-        """Have a target polled at once, or as soon as its loop begins."""
+        """Poll a target immediately, or as soon as its loop starts."""
         if loop := self._loops.get(incarnation):
             loop.poke()
         else:
             self._poked_early.add(incarnation)
 
     async def loop_of(self, target: Target) -> TargetLoop:
-        """Return the loop of `target`, which goes on where the store's watermark stands."""
+        """Return the loop of `target`, which starts after the watermark in the store."""
         if target.incarnation not in self._loops:
             mark = await self._watermark(target.incarnation)
-            # Of a process that was taken for dead, more may have been taken than is stored yet.
+            # For a process that was declared dead, received records may not be committed yet.
             target.cursor, target.committed = max(target.cursor, mark), max(target.committed, mark)
             self._loops[target.incarnation] = self._make_loop(target)
             if target.incarnation in self._poked_early:
@@ -66,18 +66,18 @@ class Pollers:
     async def _poll(self, target: Target) -> None:
         loop = await self.loop_of(target)
         await loop.run()
-        # Gone, as thousands may be in the life of a service. One that comes back begins with a loop of its own.
+        # The target is gone. A service can see thousands of them. If the process returns, it gets a new loop.
         del self._loops[target.incarnation], self._tasks[target.incarnation]
 
 
-def _tell_of_faults(task: asyncio.Task[None]) -> None:
-    """Log a loop that ended by a fault of ours; the rank's next heartbeat starts it anew where it stood."""
+def _log_error(task: asyncio.Task[None]) -> None:
+    """Log the unexpected error that ended a loop. The next heartbeat of the rank starts a new one."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a target loop failed: %r", error, exc_info=error)
+        log.error("unexpected error in a poll loop, restarting at the next heartbeat: %r", error, exc_info=error)
 
 
-_NOBODY: Final = "-"
-"""An incarnation that no process has: the refusal names the one that answers."""
+_NO_INCARNATION: Final = "-"
+"""An incarnation that no process has, so that the response names the incarnation of the rank."""
 
 
 async def watch(
@@ -87,7 +87,7 @@ async def watch(
     *,
     poll_seconds: float,
 ) -> None:
-    """Keep looking who answers at the address, and have each new process followed; runs until cancelled."""
+    """Poll the address of a static target, and accept each new process there; runs until cancelled."""
     target: Target | None = None
     while True:
         if target is None or target.health in {Health.GONE, Health.FAILING}:
@@ -103,15 +103,15 @@ async def watch(
 async def incarnation_at(static: StaticTarget, fetcher: Fetcher) -> str:
     """Return the incarnation at the address. Raises FetchError."""
     answer = await fetcher.records(
-        static.url, incarnation=_NOBODY, after=NOTHING, committed=NOTHING, lease=None, max_bytes=1
+        static.url, incarnation=_NO_INCARNATION, after=NOTHING, committed=NOTHING, lease=None, max_bytes=1
     )
     if isinstance(answer, OtherProcess):
         return answer.incarnation
-    raise FetchError("garbage", f"{static.url} does not say which process it is")
+    raise FetchError("garbage", f"{static.url} does not report its incarnation")
 
 
 def registration_of(static: StaticTarget, incarnation: str) -> Registration:
-    """Return what the process would have said, as far as the configuration tells."""
+    """Return the registration of a process at a static target, from the configuration."""
     return Registration(
         run=static.run,
         rank=static.rank,

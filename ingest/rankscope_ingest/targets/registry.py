@@ -1,6 +1,6 @@
-"""Who is registered: leases, heartbeats, attempts, and the refusal of two processes with one identity.
+"""Registered targets: leases, heartbeats and attempts; rejects a second live process of a rank.
 
-Pure: addresses were resolved by the caller, time and the new lease are arguments.
+Pure: the caller resolves addresses, and time and lease are arguments.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from rankscope_ingest.runs.target import Health, Target
 
 
 class AttemptNumbers:
-    """launch_id -> 0, 1, … within each run; filled from the store when the service starts."""
+    """Attempt numbers (0, 1, …) by run and launch id. The service reads them from the store at its start."""
 
     def __init__(self, known: Iterable[tuple[str, str, int]] = ()) -> None:
-        """Take (run, launch_id, attempt) triples of the past, in order of attempts."""
+        """Add known (run, launch_id, attempt) triples, in order of attempts."""
         self._numbers: dict[str, dict[str, int]] = defaultdict(dict)
         self._highest: dict[str, int] = {}
         for run, launch_id, attempt in known:
-            self._note(run, launch_id, attempt)
+            self._add(run, launch_id, attempt)
 
     def number(self, run: str, launch_id: str, is_over: Callable[[int], bool] | None = None) -> tuple[int, bool]:
-        """Return the attempt of this launch, and whether it is new: unknown, or the known one is over."""
+        """Return the attempt of this launch, and whether it is new because none is known or the known one is over."""
         known = self._numbers[run].get(launch_id)
         if known is not None and not (is_over and is_over(known)):
             return known, False
-        return self._note(run, launch_id, self._highest.get(run, -1) + 1), True
+        return self._add(run, launch_id, self._highest.get(run, -1) + 1), True
 
     def latest(self, run: str) -> int | None:
         """Return the highest attempt of `run`; None for an unknown run."""
         return self._highest.get(run)
 
-    def _note(self, run: str, launch_id: str, number: int) -> int:
+    def _add(self, run: str, launch_id: str, number: int) -> int:
         self._numbers[run][launch_id] = number
         self._highest[run] = max(number, self._highest.get(run, 0))
         return number
@@ -56,10 +56,10 @@ _LONGEST_TEXT = 1000  # each row of a rank repeats some of them
 _LATEST_START = 4_102_444_800_000_000
 
 HEARTBEATS_A_SECOND: Final = 100
-"""Of all ranks together; more of them speak less often, as each is heard of by its polls too."""
+"""Limit for all ranks together. With more ranks, each sends fewer heartbeats; polls also show that it is alive."""
 
-MOST_SELDOM: Final = 2.0
-"""How many times longer than asked for that may make the time between two heartbeats."""
+MAX_STRETCH: Final = 2.0
+"""Maximum factor by which the limit extends the heartbeat interval."""
 
 
 IsOver = Callable[[tuple[str, int], Registration], bool]
@@ -67,7 +67,7 @@ IsOver = Callable[[tuple[str, int], Registration], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """A registration that was taken: its target, and whether target and launch are new."""
+    """Result of an accepted registration: its target, and whether target and launch are new."""
 
     target: Target
     is_new_target: bool
@@ -75,7 +75,7 @@ class Accepted:
 
 
 def new_lease() -> str:
-    """Return a lease nobody can guess."""
+    """Return a random lease."""
     return uuid.uuid4().hex
 
 
@@ -103,7 +103,7 @@ class Registry:
 
     @property
     def targets(self) -> Iterable[Target]:
-        """Return all targets, gone ones included until they are forgotten."""
+        """Return all targets, including gone ones until `forget`."""
         return self._targets.values()
 
     def get(self, incarnation: str) -> Target | None:
@@ -118,20 +118,20 @@ class Registry:
         *,
         is_over: IsOver | None = None,
     ) -> Accepted:
-        """Take a registration or heartbeat. Raises RegistrationError with the status and what to do.
+        """Accept a registration or heartbeat. Raises RegistrationError with an HTTP status and the fix.
 
-        `is_over` says whether the attempt of a known launch is over, so that this process begins another one.
+        `is_over` returns whether the attempt of a known launch is over; this process then starts the next attempt.
         """
         check_allowed(registration.url, addresses, self._networks)
         known = self._targets.get(registration.incarnation)
         if registration.served_by is None:
-            self._refuse_second_life(registration, now)
+            self._reject_second_process(registration, now)
         elif known is not None and not known.is_dead and self._is_alive(known, now):
             raise RegistrationError(
-                409, f"{known.name}: the process {known.incarnation} was heard of just now; try again when it is silent"
+                409, f"{known.name}: process {known.incarnation} is still alive; try again after its heartbeats stop"
             )
         if known is not None:
-            _refuse_other_identity(known, registration)
+            _reject_changed_identity(known, registration)
             self._heartbeat(known, registration, now)
             return Accepted(target=known, is_new_target=False, is_new_launch=False)
         attempt, is_new_launch = self._attempt(registration, is_over)
@@ -147,28 +147,28 @@ class Registry:
         return Accepted(target=target, is_new_target=True, is_new_launch=is_new_launch)
 
     def reply(self, target: Target) -> RegistrationReply:
-        """Return what to answer to a registration that was taken."""
+        """Return the response to an accepted registration."""
         return RegistrationReply(
             lease=target.lease,
             attempt=target.attempt,
-            heartbeat_seconds=self._heartbeat_seconds * self._more_seldom,
+            heartbeat_seconds=self._heartbeat_seconds * self._stretch,
             committed=target.committed,
         )
 
     @property
-    def _more_seldom(self) -> float:
-        """How many times longer than asked for the time between two heartbeats is."""
+    def _stretch(self) -> float:
+        """Return the factor by which the heartbeat interval is extended."""
         needed = len(self._targets) / HEARTBEATS_A_SECOND / self._heartbeat_seconds
-        return min(max(1.0, needed), MOST_SELDOM)
+        return min(max(1.0, needed), MAX_STRETCH)
 
     def forget(self, incarnation: str) -> None:
-        """Drop a target that is gone and whose records are committed; its attempt stays its own."""
+        """Delete a gone target whose records are committed; remember the attempt of its process."""
         if target := self._targets.pop(incarnation, None):
             self._lives[incarnation] = target.attempt
             self._by_identity[target.identity].discard(incarnation)
 
     def _attempt(self, registration: Registration, is_over: IsOver | None) -> tuple[int, bool]:
-        # A process stays in its attempt, also one whose records come when its launch id has begun another one.
+        # A process keeps its attempt, also if its records arrive after its launch id has started another attempt.
         if (known := self._lives.get(registration.incarnation)) is not None:
             return known, False
         if is_over is None or registration.served_by is not None:
@@ -183,10 +183,10 @@ class Registry:
         target.registration = registration
         target.liveness.note_sign(now)
         if target.health is Health.GONE:
-            target.health, target.gone_at = Health.PENDING, None  # whoever took it for dead was wrong
+            target.health, target.gone_at = Health.PENDING, None  # it was declared dead by mistake
         target.head = max(target.head, registration.head)
 
-    def _refuse_second_life(self, registration: Registration, now: float) -> None:
+    def _reject_second_process(self, registration: Registration, now: float) -> None:
         identity = (registration.run, registration.launch_id, registration.rank)
         for incarnation in self._by_identity[identity] - {registration.incarnation}:
             other = self._targets[incarnation].registration
@@ -195,22 +195,22 @@ class Registry:
                     409,
                     f"run {registration.run!r} already has a live rank {registration.rank} of launch "
                     f"{registration.launch_id!r}: process {other.pid} on {other.host}. "
-                    "Give this process its own rank or RANKSCOPE_RUN, or end the other one",
+                    "Give this process another rank or RANKSCOPE_RUN, or end the other process",
                 )
 
     def _is_alive(self, target: Target, now: float) -> bool:
-        speaks = target.health is not Health.GONE and not target.is_dead
-        return speaks and target.liveness.is_alive(now, self._ttl_seconds * self._more_seldom)
+        has_process = target.health is not Health.GONE and not target.is_dead
+        return has_process and target.liveness.is_alive(now, self._ttl_seconds * self._stretch)
 
 
-def _refuse_other_identity(known: Target, registration: Registration) -> None:
-    """Raise RegistrationError when the process was somebody else before: its rows carry who it was."""
+def _reject_changed_identity(known: Target, registration: Registration) -> None:
+    """Raise RegistrationError if a known process changes its run, launch or rank, which its rows contain."""
     if (registration.run, registration.launch_id, registration.rank) != known.identity:
         was = known.registration
         raise RegistrationError(
             409,
             f"incarnation {registration.incarnation!r} is rank {was.rank} of run {was.run!r}, process {was.pid} on "
-            f"{was.host}: a process keeps its run, rank and launch; another process makes an incarnation of its own",
+            f"{was.host}: a process keeps its run, rank and launch; another process must have another incarnation",
         )
 
 
@@ -226,7 +226,7 @@ def parse_registration(body: bytes) -> Registration:
 
 
 def check_registration(registration: Registration) -> None:
-    """Raise RegistrationError when a field cannot be what it says, or the sender speaks another schema version."""
+    """Raise RegistrationError if a field is invalid, or the sender has another schema version."""
     for faulty in _wrong_fields(registration):
         raise RegistrationError(400, f"not a registration: {faulty}")
     if registration.schema_version != SCHEMA_VERSION:
@@ -238,11 +238,8 @@ def check_registration(registration: Registration) -> None:
 
 
 def _wrong_fields(registration: Registration) -> Iterable[str]:
-    for name in _TEXTS:
-        if not isinstance(getattr(registration, name), str):
-            yield f"{name} must be text"
-    for name in _OPTIONAL_TEXTS:
-        if not isinstance(getattr(registration, name), str | None):
+    for name in _TEXTS + _OPTIONAL_TEXTS:
+        if not isinstance(getattr(registration, name), str | None if name in _OPTIONAL_TEXTS else str):
             yield f"{name} must be text"
     for name in _INTEGERS + _OPTIONAL_INTEGERS:
         value = getattr(registration, name)
@@ -263,12 +260,12 @@ def _wrong_values(registration: Registration) -> Iterable[str]:
         if len(getattr(registration, name)) > _LONGEST_TEXT:
             yield f"{name} must have at most {_LONGEST_TEXT} characters"
     if not (registration.incarnation.isascii() and registration.incarnation.isprintable()):
-        yield "incarnation must be printable ASCII: it travels in a header"
+        yield "incarnation must be printable ASCII: it is sent in a header"
     if not 0 <= registration.rank < registration.world_size <= 1 << 24:
         yield f"rank {registration.rank} does not fit world_size {registration.world_size}"
     if not 0 <= registration.started_at < _LATEST_START:
         yield "started_at must be UTC microseconds between 1970 and 2100"
-    # Not `to_json`, which copies settings and versions to their last text: a thousand ranks speak 200 times a second.
+    # Not `to_json`, which copies all settings and versions: 1,000 ranks send up to 200 requests per second.
     shown = {name: getattr(registration, name) for name in Registration.__dataclass_fields__}
     try:
         json.dumps(shown, ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""What Prometheus is told: every live rank, or one page per node that some rank of it is known to answer for."""
+"""HTTP service discovery: one target per live rank, or one per node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def told(found):
     return {entry["labels"]["instance"]: entry["targets"][0] for entry in found}
 
 
-def test_each_live_rank_is_told_with_its_scheme():
+def test_per_rank_lists_each_live_rank_with_its_scheme():
     found = per_rank([target(0), target(1, url="https://[::1]:9401"), target(2, Health.GONE), target(3, served_by="x")])
 
     plain, secure = found
@@ -40,7 +40,7 @@ def test_each_live_rank_is_told_with_its_scheme():
     assert {"targets": ["[::1]:9401"], "labels": labels} == secure
 
 
-def test_a_node_has_one_page_at_its_lowest_rank():
+def test_per_node_lists_the_page_of_the_lowest_rank():
     (found,) = per_node([target(2), target(1), target(3, Health.GONE)])
 
     labels = {"job": "rankscope", "instance": "r@h0", "__metrics_path__": "/node/metrics"}
@@ -48,32 +48,32 @@ def test_a_node_has_one_page_at_its_lowest_rank():
 
 
 @pytest.mark.parametrize("trouble", [Health.FAILING, Health.GONE, Health.PENDING])
-def test_the_next_rank_takes_over_when_the_first_is_in_trouble(trouble):
+def test_per_node_lists_the_next_rank_if_the_lowest_fails(trouble):
     assert {"r@h0": "h0:9401"} == told(per_node([target(0, trouble), target(1), target(2)]))
 
 
-def test_a_node_without_any_healthy_rank_is_asked_all_the_same():
+def test_node_without_a_healthy_rank_is_listed():
     assert {"r@h0": "h0:9400"} == told(per_node([target(1, Health.FAILING), target(0, Health.FAILING)]))
 
 
-def test_runs_and_hosts_have_pages_of_their_own():
+def test_runs_and_hosts_have_separate_pages():
     found = per_node([target(0), target(0, run="s", url="http://h0:1"), target(1, host="h1", url="http://h1:2")])
 
     assert {"r@h0": "h0:9400", "s@h0": "h0:1", "r@h1": "h1:2"} == told(found)
 
 
-def test_a_launch_that_ended_in_silence_does_not_stand_beside_the_next_one():
+def test_failed_earlier_launch_is_not_listed_with_the_current_one():
     old = [target(rank, Health.FAILING) for rank in range(2)]
     new = [target(rank, launch_id="l1", url=f"http://h0:950{rank}") for rank in range(2)]
 
     assert {"r@h0": "h0:9500"} == told(per_node([*old, *new]))
 
 
-def test_containers_with_one_host_name_have_a_page_each():
+def test_containers_with_one_host_name_have_separate_pages():
     found = per_node([target(0), target(1), target(2, node="n1"), target(3, node="n1")])
 
     assert {"r@h0": "h0:9400", "r@h0/1": "h0:9402"} == told(found)
 
 
-def test_ranks_without_a_node_page_are_told_one_by_one():
+def test_ranks_without_a_node_page_are_listed_individually():
     assert {"r/0": "h0:9400", "r@h0": "h0:9401"} == told(per_node([target(0, node=""), target(1)]))

@@ -1,4 +1,4 @@
-"""The service's addresses and TLS against real servers and real certificates, in both directions and both families."""
+"""TLS between ranks and service in both directions, with real servers and certificates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def served(certificates, cert, **changes):
 
 @contextlib.asynccontextmanager
 async def relay(rank, context, host="127.0.0.1"):
-    """Serve the fake rank's pages at another address in TLS, and have it register that one."""
+    """Serve the pages of the fake rank at another address with TLS, and register this address."""
     runner = web.AppRunner(rank._runner.app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, host, 0, ssl_context=context).start()
@@ -55,7 +55,7 @@ def showing(certificates, name):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
-async def test_ranks_that_speak_tls_are_read(start_service, fake_rank, eventually, certificates, host):
+async def test_ranks_with_tls_are_polled(start_service, fake_rank, eventually, certificates, host):
     context = served(
         certificates, "server", client_auth_type="RequireAndVerifyClientCert", client_ca_file=certificates.ca
     )
@@ -72,7 +72,7 @@ async def test_ranks_that_speak_tls_are_read(start_service, fake_rank, eventuall
 
 @pytest.fixture
 def exporter_server(certificates, tmp_path):
-    """Return what starts the HTTP server of a real rank in TLS, or without where no certificate is named."""
+    """Return a function that starts the HTTP server of a real rank, with TLS if a certificate is given."""
     servers = []
 
     def make(name, **settings):
@@ -110,7 +110,7 @@ async def last_error(service, eventually):
         ("demanding", "stranger", "client certificate"),
     ],
 )
-async def test_what_is_wrong_with_tls_stands_in_the_state_of_the_target(
+async def test_tls_error_is_reported_in_the_state_of_the_target(
     start_service, fake_rank, eventually, certificates, exporter_server, caplog, shown, client, complaint
 ):
     guarded = {"client_auth_type": "RequireAndVerifyClientCert", "client_ca_file": str(certificates.ca)}
@@ -129,7 +129,7 @@ async def test_what_is_wrong_with_tls_stands_in_the_state_of_the_target(
         assert "TLS handshake with 127.0.0.1 failed: " in caplog.text
 
 
-async def test_plain_http_to_a_rank_that_speaks_tls_is_told(start_service, eventually, exporter_server, fake_rank):
+async def test_plain_http_to_a_rank_with_tls_is_reported(start_service, eventually, exporter_server, fake_rank):
     async with fake_rank() as rank, start_service() as service:
         rank.registration = dataclasses.replace(
             rank.registration, url=f"http://127.0.0.1:{exporter_server('server').port}"
@@ -139,9 +139,7 @@ async def test_plain_http_to_a_rank_that_speaks_tls_is_told(start_service, event
         assert "this port speaks TLS: write https://" in await last_error(service, eventually)
 
 
-async def test_a_name_in_the_certificate_may_be_given_where_it_is_not_the_address(
-    start_service, fake_rank, eventually, certificates
-):
+async def test_server_name_of_the_certificate_can_be_configured(start_service, fake_rank, eventually, certificates):
     changes = trusting(certificates, **{"service.server_name": "elsewhere.test"})
     async with fake_rank() as rank, relay(rank, served(certificates, "elsewhere")), start_service(**changes) as service:
         await rank.register(service.url)
@@ -158,7 +156,7 @@ def web_config(certificates, tmp_path):
 
 
 def secured(service, context):
-    """Return what asks the service in TLS, with `context`."""
+    """Return the status of a request to the service over TLS with `context`."""
 
     async def get(path="/healthz", **headers):
         async with (
@@ -171,7 +169,7 @@ def secured(service, context):
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0", "localhost:0"])
-async def test_the_service_speaks_tls(start_service, certificates, web_config, listen):
+async def test_service_listens_with_tls(start_service, certificates, web_config, listen):
     changes = {"service.listen": listen, "service.web_config": str(web_config), "service.token": "t"}
     async with start_service(**changes) as service:
         get = secured(service, client_context(certificates.ca, None, None))
@@ -181,7 +179,7 @@ async def test_the_service_speaks_tls(start_service, certificates, web_config, l
         assert [401, 200] == [(await get("/sd"))[0], (await get("/sd", Authorization="Bearer t"))[0]]
 
 
-async def test_only_certificates_of_the_ca_get_in(start_service, certificates, tmp_path):
+async def test_only_client_certificates_of_the_ca_are_accepted(start_service, certificates, tmp_path):
     web_config = certificates.web_config(
         tmp_path / "web.yml", client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca)
     )
@@ -217,7 +215,7 @@ async def test_only_certificates_of_the_ca_get_in(start_service, certificates, t
         ("https", "expired", "its client certificate has expired: renew it", "client certificate"),
     ],
 )
-async def test_a_rank_that_is_not_let_in_is_told_on_both_sides(
+async def test_rejected_rank_is_reported_by_rank_and_service(
     start_service, certificates, tmp_path, caplog, monkeypatch, url, name, told_here, told_there
 ):
     monkeypatch.setattr(service_tls._Handshake, "_logged", set())
@@ -235,7 +233,7 @@ async def test_a_rank_that_is_not_let_in_is_told_on_both_sides(
     assert f"TLS handshake with a client failed: {told_here}" in caplog.text
 
 
-async def test_clients_that_stall_in_the_handshake_hold_up_nobody(start_service, certificates, web_config):
+async def test_clients_that_stall_in_the_tls_handshake_do_not_block_others(start_service, certificates, web_config):
     async with start_service(**{"service.web_config": str(web_config)}) as service:
         port = int(service.url.rpartition(":")[2])
         stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
@@ -249,7 +247,7 @@ async def test_clients_that_stall_in_the_handshake_hold_up_nobody(start_service,
     assert (200, []) == (status, dropped)
 
 
-async def test_a_new_certificate_is_shown_without_a_restart(
+async def test_new_certificate_is_used_without_a_restart(
     start_service, certificates, tmp_path, eventually, monkeypatch
 ):
     monkeypatch.setattr(service_tls, "RELOAD_SECONDS", 0.05)
@@ -281,7 +279,7 @@ def configured(tmp_path, text):
     return load_config(path)
 
 
-def test_a_token_file_is_relative_to_the_configuration(tmp_path):
+def test_path_of_a_token_file_is_relative_to_the_configuration(tmp_path):
     (tmp_path / "token").write_text("s3cret\n")
     config = configured(tmp_path, "listen='0.0.0.0:0'\ntoken_file='token'")
 
@@ -301,7 +299,7 @@ def test_a_token_file_is_relative_to_the_configuration(tmp_path):
         ("listen='0.0.0.0:0'\nweb_config='open.json'", "can be reached from other machines"),
     ],
 )
-def test_a_mistake_is_told_with_its_fix(tmp_path, certificates, text, complaint):
+def test_configuration_error_names_the_fix(tmp_path, certificates, text, complaint):
     (tmp_path / "users.yml").write_text("basic_auth_users: {me: $2y$10$abc}")
     certificates.web_config(tmp_path / "open.json")
     with pytest.raises(ConfigError) as error:
@@ -310,7 +308,7 @@ def test_a_mistake_is_told_with_its_fix(tmp_path, certificates, text, complaint)
     assert complaint in str(error.value)
 
 
-def test_client_certificates_may_take_the_place_of_a_token(tmp_path, certificates):
+def test_client_certificates_can_replace_a_token(tmp_path, certificates):
     certificates.web_config(
         tmp_path / "web.json", client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca)
     )
@@ -319,7 +317,7 @@ def test_client_certificates_may_take_the_place_of_a_token(tmp_path, certificate
 
 
 @pytest.mark.parametrize("setting", ["ca_file", "cert_file"])
-async def test_a_file_that_cannot_be_used_stops_the_start_before_there_is_a_store(
+async def test_unusable_certificate_file_stops_the_start_before_the_store_exists(
     start_service, certificates, tmp_path, setting
 ):
     with pytest.raises(ConfigError, match="no PEM certificate"):
@@ -329,9 +327,7 @@ async def test_a_file_that_cannot_be_used_stops_the_start_before_there_is_a_stor
     assert not (tmp_path / "store").exists()
 
 
-async def test_certificates_that_do_not_fit_stop_the_start_before_there_is_a_store(
-    start_service, certificates, tmp_path
-):
+async def test_mismatched_certificate_stops_the_start_before_the_store_exists(start_service, certificates, tmp_path):
     web_config = certificates.web_config(tmp_path / "web.json", key_file=str(certificates.key("client")))
     with pytest.raises(ConfigError, match="the key belongs to another certificate"):
         async with start_service(**{"service.web_config": str(web_config)}):

@@ -1,4 +1,4 @@
-"""Without a token a web page can neither register ranks nor read what the service knows."""
+"""Without a token, a foreign web page can neither register ranks nor read from the service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def answer(service, method, path, **headers):
 
 @pytest.mark.parametrize("path", ["/api/v1/register", "/api/v1/poke", "/api/v1/stacks"])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
-async def test_what_a_page_may_send_anywhere_is_not_taken(start_service, path, kind):
+async def test_post_that_a_foreign_web_page_can_send_is_rejected(start_service, path, kind):
     async with start_service() as service:
         status, text = await answer(service, "POST", path, **{"Content-Type": kind})
 
@@ -29,7 +29,7 @@ async def test_what_a_page_may_send_anywhere_is_not_taken(start_service, path, k
     assert "Content-Type: application/json" in text
 
 
-async def test_json_with_its_charset_is_taken(start_service, fake_rank):
+async def test_json_with_a_charset_is_accepted(start_service, fake_rank):
     async with fake_rank() as rank, start_service() as service, aiohttp.ClientSession() as session:
         await rank.register(service.url)
         body = {"incarnation": rank.registration.incarnation}
@@ -39,8 +39,8 @@ async def test_json_with_its_charset_is_taken(start_service, fake_rank):
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/api/v1/runs"), ("GET", "/metrics"), ("POST", "/api/v1/poke")])
-async def test_a_foreign_name_is_refused_with_what_to_set(start_service, method, path):
-    """DNS rebinding: the page's name resolves to this machine, and its requests count as of one origin."""
+async def test_foreign_host_header_is_rejected_with_the_setting(start_service, method, path):
+    """DNS rebinding: the name of the page resolves to this machine, so that its requests have the same origin."""
     async with start_service() as service:
         status, text = await answer(service, method, path, Host="page.example:9470", **JSON)
 
@@ -51,12 +51,12 @@ async def test_a_foreign_name_is_refused_with_what_to_set(start_service, method,
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "10.1.2.3:9470", "[::1]:9470", "localhost:9470", "LocalHost", "sd.cluster"]
 )
-async def test_addresses_and_names_of_ours_are_answered(start_service, host):
+async def test_addresses_and_names_of_the_service_are_accepted(start_service, host):
     async with start_service(**{"service.allowed_hosts": ["sd.cluster"]}) as service:
         assert 200 == (await answer(service, "GET", "/sd", Host=host))[0]
 
 
-async def test_any_name_may_ask_for_health_and_with_a_token_for_everything(start_service):
+async def test_any_host_header_is_accepted_for_health_or_with_a_token(start_service):
     async with start_service() as service:
         assert 200 == (await answer(service, "GET", "/healthz", Host="probe.example"))[0]
     async with start_service(**{"service.token": "secret"}) as service:
@@ -64,7 +64,7 @@ async def test_any_name_may_ask_for_health_and_with_a_token_for_everything(start
         assert 200 == (await answer(service, "GET", "/sd", **headers))[0]
 
 
-def test_the_machine_and_the_configuration_name_the_service():
+def test_host_name_and_configured_names_are_accepted():
     section = ServiceSection(listen="localhost:0", advertise="Telemetry.Cluster:9470", allowed_hosts=("other.",))
     is_own = own_names(section, lambda: "node7.cluster")
 
@@ -73,7 +73,7 @@ def test_the_machine_and_the_configuration_name_the_service():
     assert not any(map(is_own, ["", "node7.example", "cluster", "localhost.example", "127.0.0.1.example"]))
 
 
-def test_with_tls_the_certificate_holds_the_name(certificates, tmp_path):
+def test_host_header_is_not_checked_with_tls(certificates, tmp_path):
     written = certificates.web_config(tmp_path / "web.json", "server")
 
     assert own_names(ServiceSection(web_config=str(written))) is None

@@ -1,4 +1,4 @@
-"""Where the service listens and whom it dials: either family, both at once, and names that others can reach."""
+"""Listening and connecting over IPv4, IPv6 and both, and the advertised address."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankscope_ingest.network.sockets import advertised, open_socket
 
 @contextlib.asynccontextmanager
 async def at_ipv6(rank):
-    """Serve the fake rank's pages at ::1, and have it register that."""
+    """Serve the pages of the fake rank at ::1, and register this address."""
     runner = web.AppRunner(rank._runner.app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "::1", 0).start()
@@ -33,7 +33,7 @@ async def at_ipv6(rank):
     ("listen", "reached_at"),
     [("[::]:0", ("127.0.0.1", "[::1]")), ("0.0.0.0:0", ("127.0.0.1", "127.0.0.2")), ("[::1]:0", ("[::1]",))],
 )
-async def test_the_service_is_reached_by_either_family(start_service, listen, reached_at):
+async def test_service_is_reached_over_ipv4_and_ipv6(start_service, listen, reached_at):
     async with start_service(**{"service.listen": listen, "service.token": "t"}) as service:
         port = service.url.rpartition(":")[2]
         for host in reached_at:
@@ -41,7 +41,7 @@ async def test_the_service_is_reached_by_either_family(start_service, listen, re
             assert 200 == (await service.get("/healthz"))[0]
 
 
-async def test_ranks_register_and_are_read_over_ipv6(start_service, fake_rank, eventually):
+async def test_ranks_register_and_are_polled_over_ipv6(start_service, fake_rank, eventually):
     async with fake_rank() as rank, at_ipv6(rank), start_service(**{"service.listen": "[::1]:0"}) as service:
         await rank.register(service.url)
         rank.publish_steps(3)
@@ -63,7 +63,7 @@ async def test_ranks_register_and_are_read_over_ipv6(start_service, fake_rank, e
         (["::/0"], "http://10.1.2.3:9400", False),
     ],
 )
-def test_networks_of_either_family_are_kept_to(networks, url, is_allowed):
+def test_allowed_networks_apply_to_both_address_families(networks, url, is_allowed):
     allowed = ServiceSection(allowed_networks=networks).allowed_networks
     host, _ = parse_target_url(url)
     refusal = contextlib.nullcontext() if is_allowed else pytest.raises(RegistrationError, match="allowed_networks")
@@ -72,13 +72,13 @@ def test_networks_of_either_family_are_kept_to(networks, url, is_allowed):
         check_allowed(url, [address_of(host)], allowed)
 
 
-def test_an_ipv6_address_without_brackets_is_no_target():
+def test_ipv6_address_without_brackets_is_rejected():
     with pytest.raises(RegistrationError, match="http://host:port"):
         parse_target_url("http://fd00::7:9400")
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "expected"),
     [
         ({"listen": "10.0.0.1:9470"}, "10.0.0.1:9999"),
         ({"listen": "[::1]:0"}, "[::1]:9999"),
@@ -88,18 +88,18 @@ def test_an_ipv6_address_without_brackets_is_no_target():
         ({"listen": "[::]:0", "advertise": "[fd00::1]:0"}, "[fd00::1]:9999"),
     ],
 )
-def test_ranks_are_told_an_address_they_can_reach(section, told):
-    assert told == advertised(ServiceSection(token="t", **section), 9999, lambda: "node-1")
+def test_advertised_address_is_reachable_for_ranks(section, expected):
+    assert expected == advertised(ServiceSection(token="t", **section), 9999, lambda: "node-1")
 
 
 @pytest.mark.parametrize(
     "text", ["::1:9470", "[127.0.0.1]x:1", "[::1]", "host", "host:", ":9470", "[]:1", "host:99999"]
 )
-def test_an_address_is_host_and_port_with_ipv6_in_brackets(text):
+def test_listen_address_needs_a_port_and_brackets_for_ipv6(text):
     with pytest.raises(ValueError, match=r"\[::1\]:9470"):
         split_address(text)
 
 
-def test_localhost_is_one_socket(free_port):
+def test_localhost_listens_on_one_socket(free_port):
     with open_socket(f"localhost:{free_port}") as listening:
         assert ("127.0.0.1", free_port) == listening.getsockname()

@@ -1,4 +1,4 @@
-"""When a batch is due, what is in it, and how far pulling may run ahead of the store."""
+"""The batcher: when a batch is due, its content, and the limit of pending rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def table(*values):
     return pa.table({"x": list(values)})
 
 
-def test_nothing_gathered_is_never_due():
+def test_empty_batch_is_never_due():
     empty = batcher()
     empty.want_flush()
 
@@ -41,7 +41,7 @@ def test_batch_is_due_by_rows_by_age_and_on_demand():
     ]
 
 
-def test_wanting_a_flush_of_nothing_does_not_rush_the_next_batch():
+def test_request_to_flush_an_empty_batch_does_not_affect_the_next_one():
     early = batcher()
     early.want_flush()
     early.add({"scalars": table(1)}, 1.0)
@@ -50,7 +50,7 @@ def test_wanting_a_flush_of_nothing_does_not_rush_the_next_batch():
 
 
 def filling(rows, seconds):
-    """Return a batcher whose last batch took `seconds` to gather `rows`, and whose next was opened just now, at 0."""
+    """Return a batcher whose previous batch gathered `rows` in `seconds`, and whose current one started at 0."""
     queue = batcher(flush_rows=100, flush_after_seconds=60.0, max_pending_rows=1000)
     queue.add({"scalars": table(*range(rows))}, -seconds)
     queue.release(queue.take())
@@ -59,7 +59,7 @@ def filling(rows, seconds):
     return queue
 
 
-def test_flush_that_is_wanted_waits_for_a_batch_that_is_full_within_two_seconds_anyway():
+def test_requested_flush_waits_for_a_batch_that_is_full_within_two_seconds():
     soon, later = filling(100, 1.9), filling(100, 2.1)
 
     assert [None, "wanted"] == [soon.due(0.0), later.due(0.0)]
@@ -67,7 +67,7 @@ def test_flush_that_is_wanted_waits_for_a_batch_that_is_full_within_two_seconds_
     assert "rows" == soon.due(1.9)
 
 
-def test_flush_that_is_wanted_waits_no_longer_though_the_batch_does_not_fill():
+def test_requested_flush_waits_at_most_two_seconds():
     stopped = filling(100, 0.5)
 
     assert [None, None, "wanted"] == [stopped.due(0.0), stopped.due(1.9), stopped.due(2.0)]
@@ -77,7 +77,7 @@ def test_flush_that_is_wanted_waits_no_longer_though_the_batch_does_not_fill():
     assert "wanted" == stopped.due(3.0)  # by then it is known that they fill no more
 
 
-def test_until_which_moment_nothing_is_due():
+def test_rest_seconds_returns_the_time_until_a_batch_is_due():
     empty, by_age, wanted = batcher(), batcher(), filling(100, 0.5)
     by_age.add({"scalars": table(1)}, 1.0)
 
@@ -88,15 +88,15 @@ def test_until_which_moment_nothing_is_due():
         by_age.rest_seconds(7.0),
     ]
     by_age.add({"scalars": table(*range(10))}, 1.0)
-    assert 0.0 == by_age.rest_seconds(1.0)  # whoever was told of it may have had no time then
+    assert 0.0 == by_age.rest_seconds(1.0)  # the flusher may not have had time after the notification
     assert wanted.due(0.0) is None
     assert 0 < wanted.rest_seconds(0.0) < SOON_SECONDS
 
 
-def test_it_is_told_when_a_batch_begins_is_full_or_is_wanted_and_not_for_what_only_waits_for_its_age():
-    told = []
+def test_flusher_is_notified_when_a_batch_starts_is_full_or_is_wanted():
+    reasons = []
     queue = batcher()
-    queue.tell(lambda: told.append(queue.due(0.0)))
+    queue.notify(lambda: reasons.append(queue.due(0.0)))
     queue.want_flush()
     queue.add({}, 0.0)
     queue.add({"scalars": table(1)}, 0.0)
@@ -106,10 +106,10 @@ def test_it_is_told_when_a_batch_begins_is_full_or_is_wanted_and_not_for_what_on
     queue.add({"scalars": table(*range(9))}, 0.0)
     queue.add({"scalars": table(9)}, 0.0)
 
-    assert [None, "wanted", None, "rows"] == told
+    assert [None, "wanted", None, "rows"] == reasons
 
 
-def test_watermark_without_rows_is_flushed_too():
+def test_watermark_without_rows_is_flushed():
     idle = batcher()
     idle.add({}, 0.0, watermarks={"a": 3})
 
@@ -117,7 +117,7 @@ def test_watermark_without_rows_is_flushed_too():
     assert {"a": 3} == idle.take().watermarks
 
 
-def test_rows_count_until_their_commit_is_settled():
+def test_rows_count_as_pending_until_their_commit():
     full = batcher()
     full.add({"scalars": table(*range(20))}, 0.0)
     batch = full.take()
@@ -127,7 +127,7 @@ def test_rows_count_until_their_commit_is_settled():
     assert [True, False, 0] == [before, full.is_full, full.pending_rows]
 
 
-def test_what_comes_while_a_batch_is_in_flight_is_the_next_one():
+def test_rows_received_while_a_batch_is_in_flight_form_the_next_one():
     busy = batcher()
     busy.add({"scalars": table(1)}, 0.0, watermarks={"a": 1, "b": 1})
     first = busy.take()
@@ -141,8 +141,8 @@ def test_what_comes_while_a_batch_is_in_flight_is_the_next_one():
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["add", "take", "settle"]), st.integers(0, 4)), max_size=40))
-def test_no_row_is_lost_or_doubled_whatever_happens(actions):
-    """Rows come out in order, each exactly once, and the count of pending rows is right at every moment."""
+def test_no_row_is_lost_or_duplicated(actions):
+    """Rows are returned in order, each exactly once, and the number of pending rows is always right."""
     queue, next_row, stored, taken = batcher(), 0, [], []
     for action, size in actions:
         if action == "add":

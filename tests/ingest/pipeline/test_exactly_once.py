@@ -1,4 +1,4 @@
-"""Real exporter channels, a real service process and kill -9: every row is stored once, everyone is told once."""
+"""Real record channels, a real service process and kill -9: rows and notifications are stored and sent once."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ROOT = Path(__file__).parents[3]
 STORED = "FROM events WHERE type = 'anomaly'"
 NOTIFIED = "FROM events WHERE type = 'incident' AND details->>'$.state' = 'notified'"
 KILLED_AT = {61: (15, STORED), 90: (1, NOTIFIED), 121: (30, STORED), 150: (2, NOTIFIED)}
-"""The step, and how many of which rows there are: before people are told of an incident, and when they have been."""
+"""Step, and numbers of rows before and after the notification of an incident."""
 TENSORS = 7
 PLAN = NamedPlan.of(Plan(tuple(PlanEntry(kind="grad_unreduced", tensor=f"t{n}") for n in range(TENSORS))))
 
 
 class ServiceProcess:
-    """`python -m rankscope_ingest`, which can be killed and started again."""
+    """A process of `python -m rankscope_ingest` that tests kill and restart."""
 
     def __init__(self, folder: Path, port: int, *, notify: str | None = None) -> None:
         self.store = folder / "store"
@@ -53,7 +53,7 @@ class ServiceProcess:
         self._starts = 0
 
     def start(self) -> None:
-        """Start and wait until it says that it listens."""
+        """Start and wait until the process listens."""
         self.process = start_module("rankscope_ingest.__main__", self._config, log=self._log)
         self._starts += 1
         wait_until(lambda: self.log().splitlines().count(self.url) == self._starts, seconds=90)
@@ -162,7 +162,7 @@ def finish(channels, step):
         return [channel.drain(30) for channel in channels]
 
 
-def test_service_killed_five_times_loses_and_doubles_nothing(make_service, open_channels):
+def test_service_killed_five_times_stores_every_row_once(make_service, open_channels):
     service = make_service()
     service.start()
     channels = open_channels(service)
@@ -196,7 +196,7 @@ def test_service_killed_five_times_loses_and_doubles_nothing(make_service, open_
     assert TENSORS == len(service.rows("SELECT tensor FROM tensors"))
 
 
-def test_sigterm_stores_everything_that_was_published(make_service, open_channels):
+def test_sigterm_stores_all_published_records(make_service, open_channels):
     service = make_service()
     service.start()
     channels = open_channels(service)
@@ -211,8 +211,8 @@ def test_sigterm_stores_everything_that_was_published(make_service, open_channel
     assert [49, 49] == [channel.ring.committed for channel in channels]
 
 
-def test_dead_rank_fails_the_run_and_what_was_lost_is_counted(make_service, tmp_path):
-    """A real process is killed; its last heartbeat told of records nobody had fetched yet."""
+def test_dead_rank_fails_the_run_and_lost_records_are_counted(make_service, tmp_path):
+    """A real process is killed after a heartbeat that announced records which were not polled yet."""
     service = make_service()
     service.start()
     script = (
@@ -239,7 +239,7 @@ def test_dead_rank_fails_the_run_and_what_was_lost_is_counted(make_service, tmp_
     stored = service.rows("SELECT max(seq) AS last, count(*) AS n FROM scalars")[0]
     gaps = service.rows("SELECT coalesce(sum(value), 0)::INT AS lost FROM events WHERE type = 'gap'")[0]["lost"]
 
-    assert took < 60  # what is promised; a closed port is evidence after ten seconds
+    assert took < 60  # the documented limit; a closed port is sufficient after ten seconds
     assert "rank 0 on h stopped responding without an exit report" == state["reason"]
     assert stored["n"] == stored["last"] + 1
     assert target["head"] - target["cursor"] == gaps == state["records_lost"]
@@ -247,7 +247,7 @@ def test_dead_rank_fails_the_run_and_what_was_lost_is_counted(make_service, tmp_
 
 
 class Receiver:
-    """A real HTTP endpoint that people's messages arrive at."""
+    """A real HTTP endpoint that receives notifications."""
 
     def __init__(self) -> None:
         self.messages: list[dict] = []
@@ -275,8 +275,8 @@ class Receiver:
         return web.Response()
 
 
-async def test_each_incident_is_told_once_also_over_kills(make_service, open_channels):
-    """Step 60: one rank's local gradient of one tensor, then everything reduced; step 120: another tensor."""
+async def test_each_incident_is_notified_once_also_across_kills(make_service, open_channels):
+    """Step 60: the local gradient of one tensor on one rank, then all reduced ones. Step 120: another tensor."""
     async with Receiver() as receiver:
         service = make_service(notify=receiver.url)
         await asyncio.to_thread(service.start)
@@ -284,7 +284,7 @@ async def test_each_incident_is_told_once_also_over_kills(make_service, open_cha
         for step in range(180):
             faulty = {60: "t3", 120: "t5"}.get(step)
             if faulty:
-                receiver.refuse = 1_000_000  # nobody is told before the kill, however soon the service tries
+                receiver.refuse = 1_000_000  # no notification is delivered before the kill
             for rank, channel in enumerate(channels):
                 events = [nan_event(f"t{n}", "grad_reduced") for n in range(TENSORS)] if faulty else []
                 if faulty and rank == 1:
@@ -309,7 +309,7 @@ async def test_each_incident_is_told_once_also_over_kills(make_service, open_cha
     assert 2 == len(set(keys))
 
 
-async def test_message_arrives_within_two_seconds_although_polls_are_far_apart(
+async def test_notification_arrives_within_two_seconds_with_long_poll_intervals(
     tmp_path, start_service, fake_rank, eventually
 ):
     async with Receiver() as receiver, fake_rank() as rank:
@@ -326,7 +326,7 @@ async def test_message_arrives_within_two_seconds_although_polls_are_far_apart(
     assert receiver.times[0] - begun < 2.0
 
 
-async def test_refusing_receiver_is_tried_again_and_then_told_once(start_service, fake_rank, eventually):
+async def test_rejected_notification_is_retried_and_delivered_once(start_service, fake_rank, eventually):
     async with Receiver() as receiver, fake_rank() as rank:
         receiver.refuse = 2
         async with start_service(**{"notify.urls": [receiver.url]}) as service:
@@ -339,7 +339,7 @@ async def test_refusing_receiver_is_tried_again_and_then_told_once(start_service
     assert ["opened", "notified"] == [row["state"] for row in states][:2]
 
 
-async def test_failed_run_is_told_once(start_service, fake_rank, eventually):
+async def test_failed_run_is_notified_once(start_service, fake_rank, eventually):
     async with Receiver() as receiver, fake_rank() as rank:
         rank.publish_steps(3)
         details = '{"reason": "exception", "last_step": 2, "error": "boom"}'
@@ -358,7 +358,7 @@ async def test_failed_run_is_told_once(start_service, fake_rank, eventually):
 
 
 @pytest.mark.parametrize("mode", ["alertmanager", "grafana", "off"])
-async def test_other_modes_send_nothing_but_keep_the_incident(start_service, fake_rank, eventually, mode):
+async def test_other_modes_store_the_incident_and_send_nothing(start_service, fake_rank, eventually, mode):
     async with Receiver() as receiver, fake_rank() as rank:
         async with start_service(**{"notify.urls": [receiver.url], "notify.mode": mode}) as service:
             await rank.register(service.url)

@@ -1,9 +1,10 @@
-"""What happens when the store does not take the rows: they are kept, tried again, and never stored twice."""
+"""The flusher: rows of failed commits are kept, retried, and never stored twice."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -24,15 +25,19 @@ class Stored:
 
 @dataclass
 class ListAppender:
-    """A store that is a list; it refuses as often as told."""
+    """A store in memory that rejects a given number of appends."""
 
     refuse: list[Exception] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
     watermarks: list[dict] = field(default_factory=list)
-    slow_seconds: float = 0.0
+    started: threading.Event = field(default_factory=threading.Event)
+    may_return: threading.Event = field(default_factory=threading.Event)
+    is_held: bool = False
 
     def append(self, batch):
-        time.sleep(self.slow_seconds)
+        self.started.set()
+        if self.is_held:
+            self.may_return.wait(10)
         if self.refuse:
             raise self.refuse.pop(0)
         self.values += batch.tables["scalars"]["x"].to_pylist() if "scalars" in batch.tables else []
@@ -66,7 +71,7 @@ def add(batcher, *values):
     batcher.add({"scalars": pa.table({"x": list(values)})}, time.monotonic(), watermarks={"a": values[-1]})
 
 
-async def test_commit_now_returns_when_everything_gathered_is_stored():
+async def test_commit_now_returns_after_all_gathered_rows_are_stored():
     appender = ListAppender()
     async with flushing(appender) as (batcher, flusher, commits, _):
         await flusher.commit_now()
@@ -76,43 +81,48 @@ async def test_commit_now_returns_when_everything_gathered_is_stored():
     assert ([1, 2], [{"a": 2}], 0) == (appender.values, commits, batcher.pending_rows)
 
 
-async def test_commit_now_also_waits_for_what_is_in_flight():
-    appender = ListAppender(slow_seconds=0.2)
+async def test_commit_now_also_waits_for_a_batch_in_flight():
+    appender = ListAppender(is_held=True)
     async with flushing(appender) as (batcher, flusher, _, _):
         add(batcher, 1)
         batcher.want_flush()
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(appender.started.wait, 10)
         assert batcher.is_empty
-        await flusher.commit_now()
+        waiting = asyncio.create_task(flusher.commit_now())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        appender.may_return.set()
+        await waiting
 
         assert [1] == appender.values
 
 
-async def test_commit_now_does_not_wait_for_what_came_after_it():
-    appender = ListAppender(slow_seconds=0.2)
+async def test_commit_now_does_not_wait_for_later_rows():
+    appender = ListAppender(is_held=True)
     async with flushing(appender) as (batcher, flusher, _, _):
         add(batcher, 1)
         batcher.want_flush()
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(appender.started.wait, 10)
         waiting = asyncio.create_task(flusher.commit_now())
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         add(batcher, 2)
+        appender.may_return.set()
         await asyncio.wait_for(waiting, 5)
 
         assert ([1], 1) == (appender.values, batcher.pending_rows)
 
 
 @pytest.mark.parametrize("changes", [{"flush_rows": 2}, {"flush_after_seconds": 0.1}])
-async def test_batch_that_is_full_or_old_is_stored_though_nobody_asks_for_it(changes, eventually):
+async def test_full_or_old_batch_is_stored_without_a_request(changes, eventually):
     appender = ListAppender()
     async with flushing(appender, **changes) as (batcher, _, _, _):
-        await asyncio.sleep(0.05)  # it waits already, for it knows not what
+        await asyncio.sleep(0)  # the flusher waits already
         add(batcher, 1)
         add(batcher, 2)
         await eventually(lambda: [1, 2] == appender.values)
 
 
-async def test_refused_rows_are_kept_told_of_and_stored_once_the_store_is_well(eventually):
+async def test_rejected_rows_are_kept_reported_and_stored_after_recovery(eventually):
     appender = ListAppender(refuse=[StoreError("disk full"), StoreError("disk full")])
     async with flushing(appender) as (batcher, flusher, commits, _):
         add(batcher, 1)
@@ -123,12 +133,12 @@ async def test_refused_rows_are_kept_told_of_and_stored_once_the_store_is_well(e
         await waiting
         await flusher.commit_now()
 
-    assert "the store takes nothing: disk full" == trouble
+    assert "commits fail: disk full" == trouble
     assert ([1, 2], None) == (sorted(appender.values), flusher.trouble)
     assert {"a": 2} == commits[-1]
 
 
-async def test_batch_that_is_full_while_another_waits_to_be_tried_again_follows_it_at_once(eventually):
+async def test_full_batch_is_stored_immediately_after_a_retried_one(eventually):
     appender = ListAppender(refuse=[StoreError("disk full")])
     async with flushing(appender, flush_rows=2) as (batcher, flusher, _, _):
         add(batcher, 1)
@@ -139,8 +149,8 @@ async def test_batch_that_is_full_while_another_waits_to_be_tried_again_follows_
         await eventually(lambda: [1, 2, 3] == appender.values)
 
 
-async def test_batch_that_failed_comes_again_as_the_very_same_before_what_came_since(eventually):
-    """The store looks up what became of a commit without an answer only for the batch it knows."""
+async def test_failed_batch_is_retried_unchanged_before_later_rows(eventually):
+    """The store checks the result of a commit without a response only for the same batch."""
     appender = ListAppender(refuse=[StoreError("no answer"), StoreError("no answer")])
     seen = []
     genuine = appender.append
@@ -158,10 +168,10 @@ async def test_batch_that_failed_comes_again_as_the_very_same_before_what_came_s
     assert [True, True, False] == [batch is seen[0] for batch in seen[1:]]
 
 
-async def test_rows_without_seq_are_stored_once_though_their_commit_had_no_answer(
+async def test_rows_without_seq_are_stored_once_if_a_commit_response_is_lost(
     start_service, fake_rank, eventually, monkeypatch
 ):
-    """Every commit lands and the first answer to each is lost. Launches, incidents, versions of a run have no seq."""
+    """Every commit succeeds, and its first response is lost. Launches, incidents and versions of a run have no seq."""
     genuine, answered = Log.commit, []
 
     def unanswered(log, change):
@@ -189,7 +199,7 @@ async def test_rows_without_seq_are_stored_once_though_their_commit_had_no_answe
     assert len(answered) > 1
 
 
-async def test_lost_shard_ends_the_flusher_with_its_words():
+async def test_lost_shard_ends_the_flusher_with_the_error():
     async with flushing(ListAppender(refuse=[ShardLostError("taken over by process 7")])) as (
         batcher,
         flusher,
@@ -203,8 +213,8 @@ async def test_lost_shard_ends_the_flusher_with_its_words():
         waiting.cancel()
 
 
-async def test_unwritable_store_slows_the_pulls_and_loses_nothing(start_service, fake_rank, eventually):
-    """The folder that new files go to is taken away for a while, as by a full or broken disk."""
+async def test_unwritable_store_pauses_polls_and_loses_no_row(start_service, fake_rank, eventually):
+    """The folder for new files is unwritable for a while, as with a full or broken disk."""
     changes = {"ingest.flush_rows": 10, "ingest.max_pending_rows": 20}
     async with fake_rank() as rank, start_service(**changes) as service:
         rank.max_rows = 5
@@ -220,7 +230,7 @@ async def test_unwritable_store_slows_the_pulls_and_loses_nothing(start_service,
 
         async def degraded():
             status, text = await service.get("/healthz")
-            return text if (status == 503 and "pulling waits" in text) or "takes nothing" in text else None
+            return text if (status == 503 and "pulling waits" in text) or "commits fail" in text else None
 
         await eventually(degraded)
         await eventually(lambda: service.snapshots and service.snapshots[-1].rows_pending >= 20)
@@ -235,7 +245,7 @@ async def test_unwritable_store_slows_the_pulls_and_loses_nothing(start_service,
     assert [{"n": 105, "seqs": 105}] == service.rows("SELECT count(*) AS n, count(DISTINCT seq) AS seqs FROM scalars")
 
 
-async def test_second_service_on_one_store_is_refused_and_the_first_goes_on(start_service, fake_rank, eventually):
+async def test_second_service_on_one_store_is_rejected(start_service, fake_rank, eventually):
     from rankscope_storage.base.errors import ShardLockError
 
     async with fake_rank() as rank, start_service() as service:
@@ -247,7 +257,7 @@ async def test_second_service_on_one_store_is_refused_and_the_first_goes_on(star
         await eventually(lambda: rank.committed == 0)
 
 
-async def test_taken_port_is_told_with_the_setting(start_service):
+async def test_error_for_a_used_port_names_the_setting(start_service):
     from rankscope_ingest.base.errors import ServiceError
 
     async with start_service() as service:
@@ -261,7 +271,7 @@ async def test_taken_port_is_told_with_the_setting(start_service):
 
 
 @pytest.mark.parametrize("fault", [pa.ArrowInvalid("offset overflow"), KeyError("run"), MemoryError()])
-async def test_fault_that_nobody_thought_of_ends_nothing_and_neither_loses_nor_doubles_rows(fault, eventually):
+async def test_unexpected_error_does_not_stop_the_flusher_or_lose_rows(fault, eventually):
     appender = ListAppender(refuse=[fault])
     async with flushing(appender) as (batcher, flusher, commits, task):
         add(batcher, 1, 2)

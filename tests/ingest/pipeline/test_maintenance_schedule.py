@@ -1,4 +1,4 @@
-"""The store's upkeep: what is due when, and that none of it is in the way of another."""
+"""The maintenance schedule: when jobs are due, and that they do not block each other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 
 from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.base.errors import ConfigError
-from rankscope_ingest.pipeline import maintenance_schedule
 from rankscope_ingest.pipeline.maintenance_schedule import (
     COMPACT_EVERY_COMMITS,
     FIRST_RETENTION_SECONDS,
     MAINTAIN_SECONDS,
     MaintenanceSchedule,
     retention_job,
+    run_maintenance,
 )
 from rankscope_storage.api.store import Batch
 from rankscope_storage.api.store import Store as StoreFolder
@@ -33,7 +33,7 @@ EVERY = 600.0
 
 
 class Store:
-    """Says what was done to it."""
+    """A store that records its calls."""
 
     def __init__(self, left: list[int] | None = None) -> None:
         self.done: list[str] = []
@@ -63,7 +63,7 @@ def done(store: Store, due: MaintenanceSchedule, now: float, commits: int = 0) -
     return store.done.copy()
 
 
-def test_compaction_goes_by_commits_and_the_others_by_the_clock():
+def test_compaction_is_due_by_commits_and_other_jobs_by_the_clock():
     store = Store()
     due = turns(store)
 
@@ -75,22 +75,22 @@ def test_compaction_goes_by_commits_and_the_others_by_the_clock():
     assert ["compact", "maintain", "retain"] == done(store, due, MAINTAIN_SECONDS, 2 * COMPACT_EVERY_COMMITS)
 
 
-def test_what_makes_no_more_commits_is_merged_by_the_clock():
+def test_compaction_is_also_due_by_the_clock():
     store = Store()
 
     assert ["compact", "maintain"] == done(store, turns(store), MAINTAIN_SECONDS)[:2]
 
 
-def test_who_lost_against_another_compaction_says_so(caplog):
+def test_compaction_by_another_process_is_logged(caplog):
     store = Store()
     store.refused = 1
     with caplog.at_level("INFO"):
         done(store, turns(store), MAINTAIN_SECONDS)
 
-    assert ["another compaction is at work on the store: what is left to merge is left to it"] == caplog.messages
+    assert ["compaction skipped: another process compacts the store"] == caplog.messages
 
 
-def test_what_is_left_of_retention_goes_on_at_once_behind_what_else_is_due():
+def test_remaining_retention_is_due_after_the_other_jobs():
     store = Store(left=[2, 1, 0])
     due = turns(store)
 
@@ -100,7 +100,7 @@ def test_what_is_left_of_retention_goes_on_at_once_behind_what_else_is_due():
     assert [] == done(store, due, FIRST_RETENTION_SECONDS + 3, COMPACT_EVERY_COMMITS)
 
 
-def test_what_fails_is_not_tried_again_every_second():
+def test_failed_job_is_not_retried_every_second():
     store = Store()
     due = turns(store)
     works = due.due(FIRST_RETENTION_SECONDS, 0)
@@ -116,18 +116,18 @@ def configured(tmp_path, text: str):
     return load_config(path)
 
 
-def test_nothing_ever_goes_unless_days_are_given(tmp_path):
+def test_retention_is_off_without_days(tmp_path):
     assert None is retention_job(configured(tmp_path, ""))
     assert None is not retention_job(configured(tmp_path, "[retention]\nsamples_days = 30"))
 
 
-def test_of_services_that_share_a_store_the_first_lets_rows_go(tmp_path):
+def test_only_the_first_service_of_a_store_performs_retention(tmp_path):
     text = 'shard = "{}/2"\n[retention]\nraw_days = 30'
 
     assert [False, True] == [retention_job(configured(tmp_path, text.format(number))) is None for number in (0, 1)]
 
 
-def test_days_reach_the_store(tmp_path):
+def test_retention_days_are_passed_to_the_store(tmp_path):
     config = configured(tmp_path, "[retention]\nraw_days = 30\nscalars_days = 365.5\nrollup_days = 730")
 
     assert Retention(raw_days=30, scalars_days=365.5, rollup_days=730) == config.retention.policy
@@ -141,16 +141,14 @@ def test_days_reach_the_store(tmp_path):
         ("rollups_days = 7", "did you mean rollup_days?"),
     ],
 )
-def test_days_that_make_no_sense_are_refused(tmp_path, text, said):
+def test_invalid_retention_days_are_rejected(tmp_path, text, said):
     with pytest.raises(ConfigError) as error:
         configured(tmp_path, f"[retention]\n{text}")
 
     assert said in str(error.value)
 
 
-async def test_what_is_too_old_is_rolled_up_beside_a_service_that_appends(tmp_path, monkeypatch):
-    monkeypatch.setattr(maintenance_schedule, "_CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(maintenance_schedule, "FIRST_RETENTION_SECONDS", 0.0)
+async def test_old_rows_are_rolled_up_while_a_service_appends(tmp_path, eventually):
     config = configured(tmp_path, "[retention]\nraw_days = 30\nscalars_days = 30")
     now = dt.datetime.now(dt.UTC)
     with StoreFolder.open(config.store.path, create=True).claim(owner="service") as writer:
@@ -161,19 +159,17 @@ async def test_what_is_too_old_is_rolled_up_beside_a_service_that_appends(tmp_pa
             ]
             table = pa.Table.from_pylist(rows, schema=dataset_schema(dataset))
             writer.append(Batch(tables={dataset: table}, watermarks={}))
-        upkeep = asyncio.create_task(
-            maintenance_schedule.run_maintenance(writer, lambda: 0, retain=retention_job(config), retain_seconds=3600)
-        )
+        times = {"retain_seconds": 3600, "first_retention_seconds": 0.0, "check_seconds": 0.01}
+        maintenance = asyncio.create_task(run_maintenance(writer, lambda: 0, retain=retention_job(config), **times))
         try:
-            while (found := tiers(config.store.path)) != expected_tiers():
-                assert not upkeep.done(), found
-                await asyncio.sleep(0.05)
+            await eventually(lambda: maintenance.done() or tiers(config.store.path) == expected_tiers())
+            assert not maintenance.done()
         finally:
-            upkeep.cancel()
+            maintenance.cancel()
 
 
 def expected_tiers() -> dict[str, tuple[int, int]]:
-    """Sixty days of ten steps are over, and hundreds are not parted: rows by view and tier."""
+    """Return the number of rows by view and tier, for sixty past days of ten steps."""
     return {"tensor_timeline": (300, 600), "scalar_timeline": (300, 600)}
 
 
@@ -186,9 +182,8 @@ def tiers(root: str) -> dict[str, tuple[int, int]]:
         }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no niceness of its own")
-async def test_upkeep_stands_back_behind_whatever_brings_records_in(monkeypatch):
-    monkeypatch.setattr(maintenance_schedule, "_CHECK_SECONDS", 0.01)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux threads have separate nice values")
+async def test_maintenance_thread_has_a_lower_priority(eventually):
     seen = []
 
     class Watched(Store):
@@ -197,11 +192,9 @@ async def test_upkeep_stands_back_behind_whatever_brings_records_in(monkeypatch)
             return super().compact()
 
     commits = itertools.count(COMPACT_EVERY_COMMITS, COMPACT_EVERY_COMMITS)
-    keeping = asyncio.create_task(maintenance_schedule.run_maintenance(Watched(), lambda: next(commits)))
-    async with asyncio.timeout(5):
-        while len(seen) < 3:  # noqa: ASYNC110 - nobody tells when
-            await asyncio.sleep(0.01)
-    keeping.cancel()
+    maintenance = asyncio.create_task(run_maintenance(Watched(), lambda: next(commits), check_seconds=0.01))
+    await eventually(lambda: len(seen) >= 3)
+    maintenance.cancel()
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     assert {min(own + 10, 19)} == {niceness for _, niceness in seen}

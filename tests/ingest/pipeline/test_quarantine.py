@@ -1,4 +1,4 @@
-"""Rows that can never be stored are set aside and told of, and all others are stored: nothing waits behind them."""
+"""Rows that the store always rejects are quarantined and reported, and all others are stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rankscope_storage.writer.writer import Writer
 
 
 def poisoned(monkeypatch, is_bad):
-    """Have the store refuse batches that hold a bad value of loss, as it would rows that do not fit its columns."""
+    """Make the store reject batches with one bad value of loss, as it does with invalid rows."""
     genuine = Writer.append
 
     def append(writer, batch):
@@ -37,7 +37,7 @@ def told(service) -> list[dict]:
     return service.rows("SELECT run, rank, message, details FROM events WHERE type = 'fault'")
 
 
-async def test_what_can_never_be_stored_is_set_aside_and_all_others_are_stored_once(
+async def test_rejected_rows_are_quarantined_and_all_others_are_stored_once(
     start_service, fake_rank, eventually, monkeypatch
 ):
     poisoned(monkeypatch, lambda value: value == 13.0)
@@ -52,7 +52,7 @@ async def test_what_can_never_be_stored_is_set_aside_and_all_others_are_stored_o
             good.publish(step=step, scalars=[{"name": "loss", "value": 1.0}])
             bad.publish(step=step, scalars=[{"name": "loss", "value": float(step)}])
         await eventually(lambda: (good.committed, bad.committed) == (19, 19))
-        bad.publish(step=20, scalars=[{"name": "loss", "value": 20.0}])  # it goes on behind them
+        bad.publish(step=20, scalars=[{"name": "loss", "value": 20.0}])  # later records follow the rejected ones
         await eventually(lambda: bad.committed == 20)
         _, page = await service.get("/metrics")
     monkeypatch.undo()
@@ -71,7 +71,9 @@ async def test_what_can_never_be_stored_is_set_aside_and_all_others_are_stored_o
     assert "scalars.value must be float64" == json.loads((folders[0] / "why.json").read_text())["error"]
 
 
-async def test_what_cannot_even_become_rows_is_kept_as_it_came(start_service, fake_rank, eventually, monkeypatch):
+async def test_body_that_cannot_be_decoded_is_quarantined_as_received(
+    start_service, fake_rank, eventually, monkeypatch
+):
     genuine = PendingBatch.tables
 
     def tables(batch):
@@ -97,7 +99,7 @@ async def test_what_cannot_even_become_rows_is_kept_as_it_came(start_service, fa
     assert ["KeyError" in event["message"] for event in told(service)] == [True]
 
 
-def test_what_is_set_aside_outlives_every_clean_up_of_the_store(tmp_path):
+def test_quarantined_rows_survive_all_maintenance_of_the_store(tmp_path):
     with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
         quarantine = Quarantine(tmp_path / "store", stamp=lambda: Stamp(0, 0), count=lambda rows: None)
         table = pa.table({"incarnation": ["a"], "seq": [0], "value": ["no number"]})
@@ -116,8 +118,8 @@ NAMES = st.sampled_from(["a", "b", None])
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(NAMES, st.integers(0, 9) | st.none()), max_size=12), st.integers(0, 9), st.integers(0, 9))
-def test_parts_are_the_whole_in_an_order_that_the_store_takes(rows, last_of_a, last_of_b):
-    """Each row once; a row with a seq in a part whose watermark covers it."""
+def test_parts_have_all_rows_in_an_order_that_the_store_accepts(rows, last_of_a, last_of_b):
+    """Each row occurs once; a row with a seq is in a part whose watermark includes it."""
     lasts = {"a": last_of_a, "b": last_of_b}
     rows = [(name, None if seq is None else min(seq, lasts.get(name, seq)), n) for n, (name, seq) in enumerate(rows)]
     batcher = Batcher(flush_rows=1, flush_after_seconds=1.0, max_pending_rows=100)

@@ -1,4 +1,4 @@
-"""However many ranks have however much to say, no more is asked for than there is room for."""
+"""Admission control: for any number of ranks and any backlog, requested rows do not exceed the capacity."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ MEGABYTE = 1 << 20
 
 
 class Store:
-    """Rows that arrived and wait for the store, and the most that ever did."""
+    """Received rows that wait for the store, and their maximum."""
 
     def __init__(self, rows=1000):
         self.rows, self.pending, self.most, self.answers = rows, 0, 0, 0
-        self.room = PollBudget(lambda: self.rows - self.pending, max_rows=rows, max_bytes=MEGABYTE)
+        self.budget = PollBudget(lambda: self.rows - self.pending, max_rows=rows, max_bytes=MEGABYTE)
 
     async def ask(self, behind, arrive, *, size_of_row=10):
-        """Ask a rank once that was `behind`; `arrive` rows are in its answer, or one for all the bytes asked for."""
-        async with self.room.taken(behind) as max_bytes:
+        """Poll a rank with a backlog of `behind` records. Its response has `arrive` rows, or all requested bytes."""
+        async with self.budget.reserved(behind) as max_bytes:
             if max_bytes:
                 await asyncio.sleep(0)
                 rows = arrive if arrive is not None else max(1, max_bytes // size_of_row)
                 self.answers += 1
                 self.pending += rows
                 self.most = max(self.most, self.pending)
-                self.room.learn(records=behind if arrive else rows, rows=rows, size=size_of_row * rows)
+                self.budget.learn(records=behind if arrive else rows, rows=rows, size=size_of_row * rows)
             return bool(max_bytes)
 
 
-async def test_a_thousand_full_rings_bring_no_more_than_there_is_room_for():
-    """Also before anybody knows how large a record is: sixteen are asked first."""
+async def test_full_rings_of_1000_ranks_do_not_exceed_the_capacity():
+    """The same holds before the size of a record is known: 16 ranks are polled first."""
     store = Store(rows=1000)
     asked = await asyncio.gather(*(store.ask(behind=5, arrive=50) for _ in range(1000)))
 
@@ -40,7 +40,7 @@ async def test_a_thousand_full_rings_bring_no_more_than_there_is_room_for():
     assert 980 == asked.count(False)
 
 
-async def test_all_get_their_turn_where_the_store_keeps_up():
+async def test_all_ranks_are_polled_if_the_store_keeps_up():
     store = Store(rows=100)
 
     async def asked():
@@ -53,45 +53,45 @@ async def test_all_get_their_turn_where_the_store_keeps_up():
     assert store.most <= 100
 
 
-async def test_ranks_that_have_more_to_say_than_was_known_bring_no_more_than_there_is_room_for():
-    """A starved service hears late how far they are: each was known to have one record, and has a ring full of them."""
+async def test_ranks_with_a_larger_backlog_than_known_do_not_exceed_the_capacity():
+    """Each rank is known to have one record, but has a full ring, because the service was short of CPU time."""
     store = Store(rows=100_000)
-    store.room.learn(records=1000, rows=1000, size=10_000)
+    store.budget.learn(records=1000, rows=1000, size=10_000)
     await asyncio.gather(*(store.ask(behind=1, arrive=None) for _ in range(1000)))
 
     assert 50_000 < store.most <= 100_000, "half the room is for what they were known to have"
 
 
-async def test_a_rank_that_is_asked_alone_may_bring_a_whole_answer():
+async def test_single_poll_may_request_a_full_response():
     store = Store(rows=16 * MEGABYTE)
-    store.room.learn(records=1, rows=1000, size=10_000)
-    async with store.room.taken(0) as max_bytes:
+    store.budget.learn(records=1, rows=1000, size=10_000)
+    async with store.budget.reserved(0) as max_bytes:
         assert max_bytes == pytest.approx(MEGABYTE, rel=1e-4)
 
 
-async def test_one_that_is_larger_than_all_room_goes_alone():
+async def test_record_larger_than_the_capacity_is_requested_alone():
     store = Store(rows=100)
-    store.room.learn(records=1, rows=50, size=500)
+    store.budget.learn(records=1, rows=50, size=500)
 
     assert await asyncio.wait_for(store.ask(behind=10, arrive=500), 5)
 
 
-async def test_an_answer_is_never_expected_to_be_larger_than_what_is_asked_for():
-    """Of a ring of 256 records of half a megabyte, two come at once."""
+async def test_expected_response_is_limited_to_max_bytes():
+    """A response contains two records of a ring with 256 records of 0.5 MB."""
     store = Store(rows=100)
-    store.room.learn(records=1, rows=30, size=MEGABYTE // 2)
-    async with store.room.taken(256):
+    store.budget.learn(records=1, rows=30, size=MEGABYTE // 2)
+    async with store.budget.reserved(256):
         assert await asyncio.wait_for(store.ask(behind=1, arrive=30), 5)
 
 
-async def test_ranks_that_hang_leave_room_for_those_that_answer():
-    """400 that did not answer the last time are asked again, and keep what they were given until time is over."""
+async def test_hanging_ranks_leave_capacity_for_healthy_ones():
+    """400 ranks that missed their last poll are polled again, and hold their reservations until the timeout."""
     store = Store(rows=1000)
-    store.room.learn(records=1, rows=10, size=100)
+    store.budget.learn(records=1, rows=10, size=100)
     asked, over = [], asyncio.Event()
 
     async def hang():
-        async with store.room.taken(5, is_doubtful=True) as max_bytes:
+        async with store.budget.reserved(5, is_failing=True) as max_bytes:
             asked.append(max_bytes)
             await over.wait()
 
@@ -108,10 +108,10 @@ async def test_ranks_that_hang_leave_room_for_those_that_answer():
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_whoever_gives_up_waiting_holds_nobody_up(late):
+async def test_cancelled_poll_does_not_block_waiting_polls(late):
     store = Store(rows=100)
-    store.room.learn(records=1, rows=60, size=600)
-    holding = store.room.taken(1)
+    store.budget.learn(records=1, rows=60, size=600)
+    holding = store.budget.reserved(1)
     await holding.__aenter__()
     gives_up, next_one = (asyncio.create_task(store.ask(behind=1, arrive=1)) for _ in range(2))
     await asyncio.sleep(0)

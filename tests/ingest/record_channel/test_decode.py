@@ -1,4 +1,4 @@
-"""Bodies become rows: every number, null, NaN and name arrives where it belongs, and broken bodies are not taken."""
+"""Decoding of bodies: every number, null, NaN and name is in its row, and invalid bodies are rejected."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ histograms = st.fixed_dictionaries(
 
 @st.composite
 def bodies(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Plan]]:
-    """Return the records of one body, in order of seq and with holes, and the plans they use."""
+    """Return the records of one body, in order of seq and with gaps, and the plans that they use."""
     known = draw(st.lists(plans, min_size=1, max_size=2, unique_by=lambda plan: plan.hash))
     records, seq = [], -1
     for _ in range(draw(st.integers(1, 5))):
@@ -97,7 +97,7 @@ def bodies(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Plan]]:
 
 
 def slow_rows(records: list[dict[str, Any]], known: list[Plan], first_ordinal: int) -> dict[str, list[dict[str, Any]]]:
-    """Decode one value at a time, in plain Python, straight from the meaning of the fields."""
+    """Decode one value at a time in plain Python, as an independent reference."""
     by_hash = {plan.hash: plan for plan in known}
     rows: dict[str, list[dict[str, Any]]] = {}
     for position, record in enumerate(records):
@@ -130,7 +130,7 @@ def slow_rows(records: list[dict[str, Any]], known: list[Plan], first_ordinal: i
 
 
 def comparable(rows: list[dict[str, Any]]) -> list[str]:
-    """Return rows as sorted text, in which NaN equals NaN and differs from None."""
+    """Return rows as sorted text, so that NaN equals NaN and differs from None."""
     return sorted(repr(sorted((row | {"ts": row["ts"].astimezone(UTC)}).items())) for row in rows)
 
 
@@ -188,7 +188,7 @@ def encode_all():
     return encode
 
 
-def test_nan_infinity_null_and_zero_stay_four_things(encode):
+def test_nan_infinity_null_and_zero_remain_distinct(encode):
     plan = Plan((PlanEntry(kind="grad_reduced", tensor="w"),))
     values = [0.0, None, math.inf, -0.0, None, 1.5]
     scalar_values = [math.nan, math.inf, -math.inf, 0.0, None]
@@ -207,14 +207,14 @@ def test_nan_infinity_null_and_zero_stay_four_things(encode):
     assert list(map(repr, scalar_values)) == [repr(value) for value in tables["scalars"]["value"].to_pylist()]
 
 
-def test_older_sender_without_a_nullable_column_is_read(encode):
+def test_body_of_an_older_sender_without_a_nullable_column_is_accepted(encode):
     schema = arrow_schema(pa, tuple(field for field in WIRE_FIELDS if field.name not in {"micro_step", "features"}))
     result = checked(encode([{"seq": 0, "ts": 0, "scalars": [{"name": "loss", "value": 1.0}]}], schema=schema), [])
 
     assert [None] == decode([result])["scalars"]["micro_step"].to_pylist()
 
 
-def test_newer_sender_with_more_columns_is_read(encode):
+def test_body_of_a_newer_sender_with_more_columns_is_accepted(encode):
     schema = arrow_schema(pa, WIRE_FIELDS).append(pa.field("colour", pa.string()))
 
     assert 1 == checked(encode([{"seq": 0, "ts": 0, "colour": "red"}], schema=schema), []).records
@@ -223,12 +223,12 @@ def test_newer_sender_with_more_columns_is_read(encode):
 @pytest.mark.parametrize(
     ("record", "complaint"),
     [
-        ({"seq": 0, "ts": 0, "plan": "P", "values": [1.0], "counts": [1]}, "values does not hold 6 numbers"),
-        ({"seq": 0, "ts": 0, "plan": "P", "values": None, "counts": None}, "values does not hold 6 numbers"),
-        ({"seq": 0, "ts": 0, "events": [None]}, "events.type holds a null"),
+        ({"seq": 0, "ts": 0, "plan": "P", "values": [1.0], "counts": [1]}, "values does not have 6 numbers"),
+        ({"seq": 0, "ts": 0, "plan": "P", "values": None, "counts": None}, "values does not have 6 numbers"),
+        ({"seq": 0, "ts": 0, "events": [None]}, "events.type has a null"),
     ],
 )
-def test_record_that_breaks_its_promise_is_refused(encode, record, complaint):
+def test_record_that_violates_the_protocol_is_rejected(encode, record, complaint):
     plan = Plan((PlanEntry(kind="k", tensor="t"),))
     if "plan" in record:
         record = record | {"plan": plan.hash}
@@ -237,14 +237,14 @@ def test_record_that_breaks_its_promise_is_refused(encode, record, complaint):
         checked(encode([record]), [plan])
 
 
-def test_repeated_or_old_records_are_refused(encode):
+def test_repeated_or_old_records_are_rejected(encode):
     body = encode([{"seq": 4, "ts": 0}, {"seq": 5, "ts": 0}])
 
-    with pytest.raises(DecodeError, match="seq does not rise from 4"):
+    with pytest.raises(DecodeError, match="seq does not increase after 4"):
         checked(body, [], after=4)
 
 
-def test_wrong_type_is_named(encode):
+def test_error_names_the_column_with_a_wrong_type(encode):
     schema = pa.schema([pa.field("seq", pa.int32()), pa.field("ts", pa.timestamp("us", tz="UTC"))])
 
     with pytest.raises(DecodeError, match="column seq has type int32"):
@@ -252,7 +252,7 @@ def test_wrong_type_is_named(encode):
 
 
 @pytest.mark.parametrize("name", ["plan", "seq", "events", "colour"])
-def test_two_columns_of_one_name_are_refused(name):
+def test_duplicate_column_name_is_rejected(name):
     schema = arrow_schema(pa, WIRE_FIELDS)
     field = schema.field(name) if name in schema.names else pa.field(name, pa.string())
     sink = pa.BufferOutputStream()
@@ -260,12 +260,12 @@ def test_two_columns_of_one_name_are_refused(name):
     with pa.ipc.new_stream(sink, doubled) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays([pa.array([], each.type) for each in doubled], schema=doubled))
 
-    with pytest.raises(DecodeError, match="two columns of one name"):
+    with pytest.raises(DecodeError, match="two columns with the same name"):
         open_stream(sink.getvalue().to_pybytes())
 
 
-def test_no_prefix_of_a_body_is_taken(encode):
-    """Also not the one cut exactly between two messages, which Arrow itself reads as a shorter stream."""
+def test_no_prefix_of_a_body_is_accepted(encode):
+    """This includes a prefix that ends between two messages, which Arrow accepts as a shorter stream."""
     body = encode([{"seq": n, "ts": 0, "scalars": [{"name": "a", "value": 1.0}]} for n in range(3)])
     for length in range(len(body)):
         with pytest.raises(DecodeError):
@@ -276,7 +276,7 @@ def test_no_prefix_of_a_body_is_taken(encode):
 
 @settings(max_examples=examples(80), deadline=None)
 @given(st.binary(max_size=300))
-def test_garbage_is_refused_and_never_escapes_as_another_error(noise):
+def test_random_bytes_raise_only_decode_error(noise):
     for body in (noise, noise + END_OF_STREAM):
         with pytest.raises(DecodeError):
             checked(body, [])
@@ -284,7 +284,7 @@ def test_garbage_is_refused_and_never_escapes_as_another_error(noise):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.data())
-def test_flipped_bytes_are_read_or_refused_but_never_escape_as_another_error(encode_all, data):
+def test_flipped_bytes_are_decoded_or_raise_decode_error(encode_all, data):
     body = bytearray(encode_all([{"seq": n, "ts": 0, "scalars": [{"name": "a", "value": 1.0}]} for n in range(4)]))
     for _ in range(data.draw(st.integers(1, 8))):
         body[data.draw(st.integers(0, len(body) - 9))] = data.draw(st.integers(0, 255))
@@ -294,7 +294,7 @@ def test_flipped_bytes_are_read_or_refused_but_never_escape_as_another_error(enc
         return
 
 
-def test_what_a_body_would_inflate_to_is_known_and_bounded(encode):
+def test_uncompressed_size_of_a_body_is_limited(encode):
     record = {"seq": 0, "ts": 0, "values": [0.0] * 100_000}
     body = encode([record])
 
@@ -304,30 +304,30 @@ def test_what_a_body_would_inflate_to_is_known_and_bounded(encode):
         open_stream(body, max_inflated_bytes=100_000)
 
 
-def test_uncompressed_stream_is_counted_too(encode):
+def test_size_of_an_uncompressed_stream_is_limited_too(encode):
     body = encode([{"seq": 0, "ts": 0, "values": [0.0] * 1000}], compression=None)
 
     assert 4000 <= inflated_bytes(body) <= len(body)
 
 
-def test_stream_that_lies_about_its_size_is_refused(encode):
+def test_stream_with_a_wrong_declared_size_is_rejected(encode):
     body = bytearray(encode([{"seq": 0, "ts": 0, "values": [0.0] * 100_000}]))
     claim = struct.pack("<q", 400_000)
     at = bytes(body).index(claim)
     body[at : at + 8] = struct.pack("<q", 1 << 45)
 
-    with pytest.raises(DecodeError, match="would inflate"):
+    with pytest.raises(DecodeError, match="uncompressed body has"):
         open_stream(bytes(body))
 
 
-def test_plan_with_another_hash_is_refused():
+def test_plan_with_a_different_hash_is_rejected():
     text = Plan((PlanEntry(kind="k", tensor="t"),)).to_json()
 
-    with pytest.raises(DecodeError, match="does not have the hash"):
+    with pytest.raises(DecodeError, match="hash of the received text is different"):
         PlanCache().add("0" * 32, text)
 
 
-def test_plan_becomes_rows_of_tensors():
+def test_plan_is_converted_to_rows_of_tensors():
     plan = Plan((PlanEntry(kind="k", tensor="t", dtype="float32", shape=(2, 3), aliases=("u",)),))
     columns = PlanCache().add(plan.hash, plan.to_json())
     row = columns.dimension_rows(lambda: {"run": "r", "attempt": 0}).to_pylist()[0]
@@ -335,7 +335,7 @@ def test_plan_becomes_rows_of_tensors():
     assert ("t", [2, 3], 6, ["u"]) == (row["tensor"], row["shape"], row["numel"], row["aliases"])
 
 
-def test_oldest_unused_plan_leaves_a_full_cache():
+def test_least_recently_used_plan_is_evicted_from_a_full_cache():
     cache = PlanCache(size=2)
     texts = [json.dumps({"entries": [], "n": n}) for n in range(3)]
     from rankscope_contract.model.schema import plan_hash

@@ -1,4 +1,4 @@
-"""Many bodies decoded at once give the rows that each gives alone, and those of a series lie together."""
+"""Many bodies decoded together give the same rows as each body alone, and the rows of a series are adjacent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.record_channel.arrow_guard import open_stream
-from rankscope_ingest.record_channel.decode import decode
+from rankscope_ingest.record_channel.decode import decode, decode_one
 from rankscope_ingest.record_channel.validate import RowContext, ValidBody, check, plan_ids
 from rankscope_storage.files.sorting import SORT_KEYS, sort_order
 
@@ -41,8 +41,8 @@ def rows_of(tables) -> dict[str, list[str]]:
 
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(bodies(), contexts), min_size=2, max_size=4))
-def test_a_mix_of_bodies_gives_the_rows_of_each_of_them(mixed):
-    """Runs, ranks, plans, gaps, absent tensors and statistics, micro-steps and nested rows, in any mixture."""
+def test_bodies_decoded_together_give_the_rows_of_each_body(mixed):
+    """Any mixture of runs, ranks, plans, gaps, absent tensors and statistics, micro-steps and nested rows."""
     read = [checked(*body, context) for body, context in mixed]
     alone = [decode([body]) for body in read]
     expected = {name: pa.concat_tables(table[name] for table in alone if name in table) for name in set().union(*alone)}
@@ -51,8 +51,8 @@ def test_a_mix_of_bodies_gives_the_rows_of_each_of_them(mixed):
     assert sum(body.rows for body in read) == sum(table.num_rows for table in decode(read).values())
 
 
-def test_rows_stand_in_the_order_of_the_store_whatever_the_order_of_plan_and_ranks():
-    """So that sorting them moves nothing."""
+def test_rows_are_in_storage_order_for_any_order_of_plans_and_ranks():
+    """Sorting them does not change their order."""
     plan = Plan(tuple(PlanEntry(kind=kind, tensor=tensor) for tensor in ("b", "a", "学") for kind in ("y", "x")))
     numbers = {"plan": plan.hash, "values": [1.0] * 36, "counts": [1] * 24}
     context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
@@ -66,7 +66,20 @@ def test_rows_stand_in_the_order_of_the_store_whatever_the_order_of_plan_and_ran
     assert np.arange(table.num_rows).tolist() == sort_order(table, SORT_KEYS["tensor_stats"]).tolist()
 
 
-def test_events_of_ranks_and_of_the_service_are_one_table():
+def test_events_that_were_decoded_on_arrival_are_not_decoded_again():
+    context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
+    records = [{"seq": seq, "ts": seq, "events": [{"type": "anomaly"}]} for seq in range(2)]
+    early, late = (checked(records, [], replace(context, rank=rank)) for rank in (0, 1))
+    expected = decode([early, late])["events"].to_pylist()
+
+    events = decode_one(early, "events")
+
+    assert expected[:2] == events.to_pylist()
+    assert expected == decode([early, late])["events"].to_pylist()
+    assert decode([early])["events"].equals(early.tables["events"])
+
+
+def test_events_of_ranks_and_service_are_in_one_table():
     gathered = Batcher(flush_rows=10, flush_after_seconds=1.0, max_pending_rows=10)
     context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
     gathered.add_body(checked([{"seq": 0, "ts": 0, "events": [{"type": "anomaly"}]}], [], context), 0.0)

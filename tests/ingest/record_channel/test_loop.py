@@ -1,4 +1,4 @@
-"""How often a rank is polled: spread, faster when it is in need, slower while it fails."""
+"""Poll intervals: spread over time, shorter for full rings and draining ranks, longer after failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def target(**changes):
     return Target(registration=registration, attempt=0, lease="x", liveness=Liveness(last_sign=0.0), **changes)
 
 
-def test_targets_are_spread_over_the_interval_the_same_way_each_time():
+def test_targets_have_constant_offsets_spread_over_the_interval():
     offsets = [PACE.offset(f"{n:x}", 2.0) for n in range(1000)]
 
     assert offsets == [PACE.offset(f"{n:x}", 2.0) for n in range(1000)]
@@ -49,7 +49,7 @@ def test_targets_are_polled_in_groups_of_about_thirty(targets, groups):
 
 
 @given(st.floats(0, 1e6))
-def test_every_poll_falls_on_the_targets_own_tick(now):
+def test_every_poll_is_at_the_offset_of_its_target(now):
     one = target()
     at = now + PACE.after_answer(one, now)
 
@@ -66,8 +66,8 @@ def test_filling_ring_and_draining_rank_are_polled_sooner():
     ("flush_after", "ring_fill", "interval"),
     [(10.0, 0.1, 5.0), (60.0, 0.1, 5.0), (10.0, 0.26, 2.0), (5.0, 0.1, 2.5), (1.0, 0.1, 2.0)],
 )
-def test_rank_whose_ring_has_room_is_polled_less_often_though_twice_a_flush(flush_after, ring_fill, interval):
-    pace = Pace.of(poll_seconds=2.0, max_backoff_seconds=30.0, flush_after_seconds=flush_after)
+def test_nearly_empty_ring_is_polled_less_often_but_twice_per_flush(flush_after, ring_fill, interval):
+    pace = Pace(poll_seconds=2.0, max_backoff_seconds=30.0, flush_after_seconds=flush_after)
     one = target(health=Health.UP, cursor=7, ring_fill=ring_fill)
     first = pace.after_answer(one, 100.0)
 
@@ -76,14 +76,14 @@ def test_rank_whose_ring_has_room_is_polled_less_often_though_twice_a_flush(flus
     assert interval == pytest.approx(took + pace.after_answer(one, 100.0 + first + took))
 
 
-def test_rank_of_which_nothing_has_come_yet_is_not_kept_waiting():
-    pace = Pace.of(poll_seconds=2.0, max_backoff_seconds=30.0, flush_after_seconds=10.0)
+def test_rank_without_received_records_is_polled_at_the_normal_interval():
+    pace = Pace(poll_seconds=2.0, max_backoff_seconds=30.0, flush_after_seconds=10.0)
 
     assert 2.0 >= max(pace.after_answer(target(health=Health.UP), now / 10) for now in range(50))
 
 
-def test_rank_that_drains_and_waits_for_a_commit_is_not_polled_sooner():
-    """The commit itself has it polled: a thousand that end together would ask five thousand times a second."""
+def test_draining_rank_that_waits_for_a_commit_is_not_polled_sooner():
+    """The commit causes the next poll; 1,000 ranks that exit together would otherwise cause 5,000 polls per second."""
     waiting = target(health=Health.DRAINING, cursor=7, committed=6)
 
     assert 0.2 < PACE.after_answer(waiting, 0.0) <= 2.0
@@ -94,30 +94,30 @@ def test_failures_back_off_with_jitter_up_to_the_cap():
     assert [2, 4, 8, 16, 30, 30] == [PACE.after_failure(n, 1.0, None) for n in range(1, 7)]
 
 
-def test_rank_that_asks_to_wait_is_given_that_time():
+def test_retry_after_of_a_rank_is_respected():
     assert 60 == PACE.after_failure(1, 0.5, 60)
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1))
-def test_back_off_never_leaves_its_bounds(failures, jitter):
+def test_backoff_stays_within_its_limits(failures, jitter):
     assert 1.0 <= PACE.after_failure(failures, jitter, None) <= 30.0
 
 
-class Silent:
-    """A rank that does not answer some polls, and the service as its loop sees it."""
+class Unreliable:
+    """A rank that misses some polls, and the sink of its loop."""
 
     is_full = False
 
     def __init__(self, answers):
-        self.asked = []
-        self.room = PollBudget(lambda: 100_000, max_rows=100_000, max_bytes=1 << 20)
-        self.room.learn(records=1, rows=10, size=100)
+        self.requested = []
+        self.poll_budget = PollBudget(lambda: 100_000, max_rows=100_000, max_bytes=1 << 20)
+        self.poll_budget.learn(records=1, rows=10, size=100)
         self._answers = iter(answers)
 
     async def records(self, url, *, max_bytes, **_):
-        self.asked.append(max_bytes)
+        self.requested.append(max_bytes)
         if not next(self._answers):
-            raise FetchError("timeout", "no answer")
+            raise FetchError("timeout", "timed out")
         return NothingNew(RingStatus(head=40))
 
     def on_answer(self, target):
@@ -127,12 +127,12 @@ class Silent:
         pass
 
 
-async def test_rank_that_did_not_answer_is_asked_for_one_record_until_it_does():
-    """It holds the room that it was given for as long as it hangs."""
-    rank = Silent([True, False, False, True, True])
+async def test_rank_that_missed_its_last_poll_is_asked_for_one_record():
+    """A rank that hangs holds its reservation until the timeout."""
+    rank = Unreliable([True, False, False, True, True])
     loop = TargetLoop(target(), rank, PlanCache(), rank, PACE, clock=lambda: 0.0)
     for _ in range(5):
         await loop.poll_once()
 
     of_one_record = 100
-    assert [False, False, True, True, False] == [size == of_one_record for size in rank.asked]
+    assert [False, False, True, True, False] == [size == of_one_record for size in rank.requested]

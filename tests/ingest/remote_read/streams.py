@@ -1,4 +1,4 @@
-"""Streamed answers taken apart, from the description of their format alone: frames, check sums, chunks of bits."""
+"""Decode streamed responses, written from the description of the format: frames, checksums and XOR chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MESSAGES = message_classes(
 
 
 def frames_of(stream: bytes) -> list[bytes]:
-    """Return the messages of a stream; their check sums are right."""
+    """Return the messages of a stream, after checking their checksums."""
     place, found = 0, []
     while place < len(stream):
         size = shift = 0
@@ -90,7 +90,7 @@ class _Bits:
         return value | octet << shift
 
     def change(self) -> int:
-        """Return by how much the distance of two times changes."""
+        """Return the change of the difference between two times."""
         ones = 0
         while ones < 4 and self.take(1):
             ones += 1

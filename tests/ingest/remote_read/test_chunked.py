@@ -1,4 +1,4 @@
-"""XOR chunks bit for bit, and frames that others can read."""
+"""Streamed XOR chunks: byte-identical to those of Prometheus, in frames that its client can read."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def arrays(start, samples):
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(SAMPLES, min_size=1, max_size=4))
-def test_what_is_encoded_is_decoded_bit_for_bit(series):
-    """Irregular times, all NaN, chunks of different lengths side by side."""
+def test_decoded_chunks_are_bit_identical_to_the_encoded_samples(series):
+    """Includes irregular times, all kinds of NaN, and chunks of different lengths encoded together."""
     made = [arrays(*one) for one in series]
     times, values = (np.concatenate(columns) for columns in zip(*made, strict=True))
     starts = np.cumsum([0, *(len(one) for one, _ in made[:-1])])
@@ -74,8 +74,8 @@ def test_what_is_encoded_is_decoded_bit_for_bit(series):
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=["irregular", "regular", "open"])
-def test_chunk_is_the_one_that_prometheus_writes(recorded):
-    """Recorded from Prometheus 2.42's own answer to a streamed remote read."""
+def test_chunk_is_byte_identical_to_that_of_prometheus(recorded):
+    """The chunks were recorded from the response of Prometheus 2.42 to a streamed remote read."""
     data = bytes.fromhex(recorded)
     times, bits = zip(*decoded(data), strict=True)
 
@@ -87,8 +87,8 @@ def labelled(number, samples):
     return Series((("__name__", "m"), ("n", str(number))), times, np.random.default_rng(number).normal(size=samples))
 
 
-def test_every_frame_has_one_series_and_a_check_sum_and_a_large_series_several():
-    """A client reads the first series of a frame alone."""
+def test_frame_has_a_checksum_and_one_series_which_may_span_frames():
+    """A client reads only the first series of a frame."""
     answers = [[labelled(0, 500), labelled(1, 1)], [], [labelled(2, 120), labelled(3, 121)]]
 
     messages = [
@@ -107,13 +107,12 @@ def test_every_frame_has_one_series_and_a_check_sum_and_a_large_series_several()
 
 
 @pytest.mark.parametrize("group", [1, 300, 1 << 17])
-def test_streamed_and_plain_answers_are_the_same(monkeypatch, group):
-    monkeypatch.setattr(chunked, "_SAMPLES_AT_ONCE", group)
+def test_streamed_and_plain_responses_have_the_same_samples(group):
     answers = [[labelled(number, 1 + 37 * number) for number in range(8)]]
     plain = MESSAGES["ReadResponse"].FromString(read_response(answers)).results[0].timeseries
 
     found = {}
-    for frame in frames_of(b"".join(chunked.frames(answers))):
+    for frame in frames_of(b"".join(chunked.frames(answers, group_samples=group))):
         for one in MESSAGES["ChunkedReadResponse"].FromString(frame).chunked_series:
             samples = [sample for chunk in one.chunks for sample in decoded(chunk.data)]
             found[one.labels[1].value] = [(ts, struct.unpack(">d", struct.pack(">Q", bits))[0]) for ts, bits in samples]
@@ -121,5 +120,5 @@ def test_streamed_and_plain_answers_are_the_same(monkeypatch, group):
     assert {one.labels[1].value: [(s.timestamp, s.value) for s in one.samples] for one in plain} == found
 
 
-def test_nothing_found_is_an_empty_stream():
+def test_empty_result_is_an_empty_stream():
     assert b"" == b"".join(chunked.frames([[], []]))

@@ -1,4 +1,4 @@
-"""Remote read's messages, against Google's own protobuf with Prometheus' definitions."""
+"""Messages of remote read, compared with google.protobuf classes for the full definitions of Prometheus."""
 
 import contextlib
 
@@ -23,7 +23,7 @@ TIMES = st.one_of(st.integers(-(1 << 62), 1 << 62), st.integers(1_500_000_000_00
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(TIMES, TIMES, HINTED, st.lists(st.tuples(st.integers(0, 3), st.text(), st.just("a|b"))))))
-def test_request_is_read_as_prometheus_means_it(queries):
+def test_request_is_decoded_like_the_reference_messages(queries):
     request = MESSAGES["ReadRequest"](accepted_response_types=[1, 0])
     for start, end, function, matchers in queries:
         query = request.queries.add(start_timestamp_ms=start, end_timestamp_ms=end)
@@ -50,7 +50,7 @@ SERIES = st.tuples(st.dictionaries(st.text(), st.text()), st.lists(st.tuples(TIM
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.lists(SERIES, max_size=3), max_size=3))
-def test_answer_is_read_by_others_as_it_was_meant(answers):
+def test_response_is_decoded_by_the_reference_messages(answers):
     given_series = [
         [
             Series(
@@ -75,8 +75,8 @@ def test_answer_is_read_by_others_as_it_was_meant(answers):
 
 
 @given(st.binary(max_size=40))
-def test_garbage_is_refused(body):
-    """Or taken for what it happens to be; nothing else is raised."""
+def test_random_bytes_are_decoded_or_rejected(body):
+    """Only DecodeError and QueryError are raised."""
     for read in (read_request, lambda data: unpacked(data, MAX_REQUEST_BYTES)):
         with contextlib.suppress(DecodeError, QueryError):
             read(body)
@@ -85,12 +85,12 @@ def test_garbage_is_refused(body):
 @pytest.mark.parametrize(
     "body", [b"", b"\xff", packed(b"x" * 10)[:-2], packed(b"x" * 2_000_000), b"\xff\xff\xff\xff\x7f"]
 )
-def test_what_is_no_snappy_block_or_too_large_is_refused(body):
+def test_invalid_or_too_large_snappy_block_is_rejected(body):
     with pytest.raises(DecodeError):
         unpacked(body, MAX_REQUEST_BYTES)
 
 
-def test_block_is_snappy_as_others_write_it():
-    """The length as a varint, then literals and copies: here one literal of 4 bytes, by the format's description."""
+def test_block_follows_the_snappy_format():
+    """A block is the length as a varint, then literals and copies; here it has one literal of 4 bytes."""
     assert b"abcd" == unpacked(b"\x04\x0cabcd", 4)
     assert b"abcd" == pa.Codec("snappy").decompress(packed(b"abcd"), decompressed_size=4, asbytes=True)

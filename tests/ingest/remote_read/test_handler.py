@@ -1,4 +1,4 @@
-"""One question at a time: none keeps the others waiting for ever, whatever it asks and whoever has hung up."""
+"""Remote read answers one query at a time; a slow query or a disconnected client does not block the next query."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Endless(SeriesQuery):
-    """A question that no time is enough for; `begun` is set when it has reached the store."""
+    """A query that never ends; `begun` is set when the store executes it."""
 
     begun = threading.Event()
 
@@ -37,7 +37,7 @@ class Endless(SeriesQuery):
 
 @contextlib.asynccontextmanager
 async def asked(tmp_path, monkeypatch, questions, **more):
-    """Yield the URL of a service of which one question after the other is asked, whatever the body."""
+    """Yield the runner and the URL of a server that answers `questions` in order, independent of the request body."""
     row = {"run": "", "ts": 1_000, "ts_origin": "ingest", "target": "t", "metric": "m", "value": 1.0}
     samples = pa.Table.from_pylist([row], schema=dataset_schema("samples"))
     with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
@@ -63,7 +63,7 @@ async def asked(tmp_path, monkeypatch, questions, **more):
     finally:
         await runner.cleanup()
         remote_read.close()
-        await asyncio.to_thread(remote_read._thread.shutdown)  # for ever, where a question goes on
+        await asyncio.to_thread(remote_read._thread.shutdown)  # blocks forever if a query still runs
 
 
 async def post(url):
@@ -71,7 +71,7 @@ async def post(url):
         return response.status, await response.read()
 
 
-async def test_question_that_takes_too_long_is_refused_with_what_to_narrow(tmp_path, monkeypatch):
+async def test_query_above_the_time_limit_is_rejected_with_a_recommendation(tmp_path, monkeypatch):
     questions = [Endless((), *ALWAYS), SeriesQuery((), *ALWAYS)]
     async with asked(tmp_path, monkeypatch, questions, read_seconds=0.25) as (_, url):
         refused = await post(url)
@@ -83,7 +83,7 @@ async def test_question_that_takes_too_long_is_refused_with_what_to_narrow(tmp_p
     assert answer
 
 
-async def test_who_hangs_up_leaves_the_thread_to_the_next(tmp_path, monkeypatch):
+async def test_query_of_a_disconnected_client_is_cancelled(tmp_path, monkeypatch):
     async with asked(tmp_path, monkeypatch, [Endless((), *ALWAYS), SeriesQuery((), *ALWAYS)]) as (_, url):
         asking = asyncio.create_task(post(url))
         await asyncio.to_thread(Endless.begun.wait)
@@ -93,7 +93,7 @@ async def test_who_hangs_up_leaves_the_thread_to_the_next(tmp_path, monkeypatch)
     assert 200 == status
 
 
-async def test_service_that_stops_waits_for_no_answer(tmp_path, monkeypatch):
+async def test_stopping_service_does_not_wait_for_a_query(tmp_path, monkeypatch):
     async with asked(tmp_path, monkeypatch, [Endless((), *ALWAYS)]) as (runner, url):
         asking = asyncio.create_task(post(url))
         await asyncio.to_thread(Endless.begun.wait)

@@ -1,9 +1,10 @@
-"""A real Prometheus over a real store: months-old history in PromQL, one series with what is live."""
+"""A real Prometheus reads a real store: months-old history and live data are one series in PromQL."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import signal
@@ -36,7 +37,7 @@ LIVE = (
 
 
 def history():
-    """Return a step a minute, two months ago; the last loss is NaN."""
+    """Return tables with one step per minute, two months ago; the last loss is NaN."""
     moments = [{"run": "r", "attempt": 0, "rank": 0, "step": n, "ts": (OLD + n * 60_000) * 1000} for n in range(10)]
     scalars = [{**one, "name": "loss", "value": 1.0 if one["step"] < 9 else math.nan} for one in moments]
     tensors = [{**one, "kind": "k", "tensor": "w", "norm": float(one["step"])} for one in moments]
@@ -105,10 +106,7 @@ async def asked(url, expression, **when):
 async def test_months_old_history_and_live_data_are_one_series(
     require_server, tmp_path, start_service, eventually, free_port
 ):
-    """Under the token that all readers show, beside labels that Prometheus demands of all that is remote.
-
-    What the service scraped of Prometheus itself comes back as well.
-    """
+    """With a token and external labels. Series that the service scraped from Prometheus itself are returned as well."""
     program = require_server("prometheus")
     with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
         writer.append(Batch(tables=history(), watermarks={}))
@@ -152,10 +150,10 @@ async def test_months_old_history_and_live_data_are_one_series(
 
 
 @pytest.mark.timeout(180)
-async def test_a_series_ends_for_prometheus_where_its_exporter_did(
+async def test_series_ends_in_prometheus_when_its_exporter_stops_exposing_it(
     require_server, tmp_path, start_service, eventually, free_port
 ):
-    """Without a mark of it Prometheus would go on with the last value for five minutes."""
+    """Without a staleness marker, Prometheus would repeat the last value for five minutes."""
     program, shown = require_server("prometheus"), [b"ends 1\nstays 1\n"]
     async with live_page(lambda: shown[-1]) as exporter, live_page() as page:
         sections = [{"url": f"http://{exporter}/metrics", "name": "e", "every_seconds": 0.5, "timeout_seconds": 0.5}]
@@ -177,10 +175,10 @@ async def test_a_series_ends_for_prometheus_where_its_exporter_did(
 
 
 @pytest.mark.timeout(180)
-async def test_exporters_are_asked_for_by_the_job_they_were_given(
+async def test_exporter_samples_are_returned_only_for_their_own_job(
     require_server, tmp_path, start_service, eventually, free_port
 ):
-    """Beside the entry for ranks, which asks for nothing of them."""
+    """A second `remote_read` entry with the job of the exporter returns them; the entry for ranks does not."""
     program = require_server("prometheus")
     async with live_page() as page, live_page(lambda: b"node_load1 3\n") as exporter:
         node = {"url": f"http://{exporter}/metrics", "name": "r/0", "every_seconds": 0.5, "timeout_seconds": 0.5}
@@ -212,7 +210,7 @@ def read_request(metric, start, end, accepted):
 
 
 async def series_of(url, metric, start, end):
-    """Return {labels: [(ms, bits)]} of plain samples, and {labels: [chunk]} of streamed ones."""
+    """Return {labels: [(ms, bits)]} of the plain response, and {labels: [chunk]} of the streamed one."""
     headers = {
         "Content-Type": "application/x-protobuf",
         "Content-Encoding": "snappy",
@@ -237,16 +235,15 @@ async def series_of(url, metric, start, end):
 
 
 @pytest.mark.timeout(180)
-async def test_what_prometheus_pushes_comes_back_bit_for_bit(
+async def test_pushed_samples_are_read_back_bit_identical(
     require_server, tmp_path, start_service, eventually, free_port
 ):
-    """Values, zeros, NaN, times, marks of staleness, as samples and as chunks: the store answers as Prometheus does."""
+    """The service and Prometheus return the same values, NaN, times and staleness markers, plain and streamed."""
     program = require_server("prometheus")
-    told = {"count": 0}
+    scrapes = itertools.count(1)
 
     def text():
-        told["count"] += 1
-        count = told["count"]
+        count = next(scrapes)
         lines = [f'm_total{{cpu="{cpu}",mode="a b\\"c"}} {count * cpu / 3}\n' for cpu in range(3)]
         lines += [f"m_nan {[math.nan, 0.0, 1e300, math.inf][count % 4]}\n"]
         lines += ["m_goes 1\n"] if count < 4 else []
@@ -265,9 +262,9 @@ async def test_what_prometheus_pushes_comes_back_bit_for_bit(
             end = max(int(time.time() * 1000) - 1_500, marks[0]["at"])
             last = f"SELECT 1 FROM samples WHERE metric = 'm_nan' AND epoch_ms(ts) > {end}"
             await eventually(lambda: service.rows(last))
-            asked_of = ["m_.*|up", end - 3_600_000, end]
-            theirs, their_chunks = await series_of(url, *asked_of)
-            ours, our_chunks = await series_of(service.url, *asked_of)
+            query = ["m_.*|up", end - 3_600_000, end]
+            theirs, their_chunks = await series_of(url, *query)
+            ours, our_chunks = await series_of(service.url, *query)
 
     assert 6 == len(ours)
     assert theirs == ours

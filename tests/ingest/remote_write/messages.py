@@ -1,4 +1,4 @@
-"""Requests of remote write as Google's own protobuf writes them, by Prometheus' definitions (prompb/remote.proto)."""
+"""Remote write requests, serialized by google.protobuf from the full definitions in Prometheus' prompb/remote.proto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page holds, by prometheus_client's parser alone: the reference for ours."""
+"""The samples of a page according to the parser of prometheus_client, the reference for the page parser."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def reference(body):
-    """Return (metric, labels, value, ts in µs) of each series of a page, the first of equal ones; None if refused."""
+    """Return (metric, labels, value, ts in µs) of each series of a page, without duplicates; None if it is invalid."""
     try:
         text = body.decode()
         plain = "\n".join(line for line in text.split("\n") if not line.strip().startswith("#"))
@@ -31,12 +31,12 @@ def _row(sample):
         value = math.inf if sample.value > 0 else -math.inf
     ts = None if sample.timestamp is None else round(sample.timestamp * 1e6)
     if ts is not None and not 0 <= ts <= 253_402_300_799_000_000:
-        raise ValueError("a time that no table holds")
+        raise ValueError("time out of range")
     return sample.name, labels, "NaN" if math.isnan(value) else value, ts
 
 
 def rows_of(rows):
-    """Return what we made of a page in the same form; None if it was refused."""
+    """Return the result of the page parser in the same form; None if it rejected the page."""
     if isinstance(rows, Exception):
         return None
     values = ["NaN" if math.isnan(value) else value for value in rows.values.to_pylist()]

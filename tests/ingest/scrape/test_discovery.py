@@ -1,4 +1,4 @@
-"""Which pages are scraped, as the service's own file and Prometheus' lists name them."""
+"""Scrape targets of the configuration file, and of lists in the formats of Prometheus."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from rankscope_ingest.scrape.discovery import configured, listed
 LIST = ExporterListSection(file="x.json", labels={"dc": "east", "job": "none"}, every_seconds=5)
 
 
-def test_configured_exporter_is_called_by_its_address_unless_it_has_a_name():
+def test_target_of_a_configured_exporter_is_its_name_or_address():
     url = "http://10.0.0.1:9100/metrics"
     sections = [{}, {"name": "node-1"}, {"labels": {"instance": "node-2", "dc": "east", "empty": ""}}]
 
@@ -23,8 +23,8 @@ def test_configured_exporter_is_called_by_its_address_unless_it_has_a_name():
     assert (("dc", "east"),) == found[2].labels
 
 
-def test_list_as_prometheus_has_it():
-    """Labels of the list win over those of the section; what is for relabelling is left out."""
+def test_list_in_the_format_of_prometheus_is_parsed():
+    """Labels of the list take precedence over those of the section; labels for relabelling are dropped."""
     labels = {"job": "dcgm", "__scheme__": "https", "__metrics_path__": "/gpu", "__param_all": "a b", "__meta_x": "y"}
     groups = [{"targets": ["a:9400", "[::1]:9400"], "labels": labels}, {"targets": ["b"]}]
 
@@ -38,8 +38,8 @@ def test_list_as_prometheus_has_it():
     assert {(5.0, 10.0)} == {(exporter.every_seconds, exporter.timeout_seconds) for exporter in found}
 
 
-def test_list_in_yaml_is_read_as_prometheus_reads_it():
-    """What looks like a number or a truth is a label's text all the same."""
+def test_yaml_list_keeps_label_values_as_text():
+    """Label values that look like numbers or booleans remain text, as in Prometheus."""
     text = "- targets: ['a:9400', b]\n  labels:\n    rack: 07\n    on: yes\n"
 
     found = listed(text, LIST, is_yaml=True)
@@ -49,8 +49,8 @@ def test_list_in_yaml_is_read_as_prometheus_reads_it():
 
 
 @pytest.mark.parametrize("text", ["", "- [", "a: b", "- targets: x", "- !!python/object:os.system {}", "\t- a"])
-def test_what_is_no_list_in_yaml_is_told(text):
-    with pytest.raises(ConfigError, match=r"it (is not|has an entry without)"):
+def test_invalid_yaml_list_is_rejected_with_the_reason(text):
+    with pytest.raises(ConfigError, match=r"not valid YAML|not a list|an entry without"):
         listed(text, LIST, is_yaml=True)
 
 
@@ -72,8 +72,8 @@ NO_LISTS = [
 
 
 @pytest.mark.parametrize("text", NO_LISTS, ids=lambda text: text[:30])
-def test_what_is_no_list_is_refused_with_a_reason(text):
-    with pytest.raises(ConfigError, match="it "):
+def test_invalid_json_list_is_rejected_with_the_reason(text):
+    with pytest.raises(ConfigError, match=r"not valid|not a list|an entry|invalid labels|not host:port"):
         listed(text, LIST)
 
 
@@ -88,12 +88,12 @@ def test_what_is_no_list_is_refused_with_a_reason(text):
         ({"exporter_lists": [{"fil": "a"}]}, "did you mean file"),
     ],
 )
-def test_wrong_settings_are_named(changes, reason):
+def test_error_names_the_wrong_setting(changes, reason):
     with pytest.raises(ConfigError, match=re.escape(reason)):
         load_config(None, {"store.path": "x"} | changes)
 
 
-def test_files_of_lists_are_relative_to_the_configuration(tmp_path):
+def test_paths_of_list_files_are_relative_to_the_configuration(tmp_path):
     (tmp_path / "service.toml").write_text('[store]\npath = "s"\n[[exporter_lists]]\nfile = "targets/*.json"\n')
 
     config = load_config(tmp_path / "service.toml")

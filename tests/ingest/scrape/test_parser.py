@@ -1,4 +1,4 @@
-"""Pages of exporters: by their layout just what prometheus_client's parser reads."""
+"""The page parser returns the same samples as prometheus_client, by layout and exactly."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ def page(body, target="a", **more):
 
 
 def warmed(*bodies):
-    """Return a reader that has seen each of `bodies` as the page of targets "a", "b", …."""
+    """Return a reader that knows the layouts of `bodies`, the pages of the targets "a", "b", …."""
     reader = PageReader()
     reader.read([page(body, target) for target, body in zip("abcdefgh", bodies, strict=False)])
     return reader
@@ -33,8 +33,8 @@ def read_one(reader, body, **more):
 
 
 @pytest.mark.parametrize("body", [NODE, DCGM], ids=["node exporter", "DCGM"])
-def test_second_page_is_read_by_layout_alone(body):
-    """Spaces, escapes, NaN and blank lines are part of what stays the same, so they cost nothing."""
+def test_second_page_is_parsed_by_its_layout(body):
+    """Spaces, escapes, NaN and blank lines are part of the compared bytes."""
     changed = body.replace(b" 4\n", b" 5\n").replace(b"} 1\n", b"} -1.5e-7\n").replace(b" 41\n", b" +Inf\n")
 
     rows = read_one(warmed(body), changed)
@@ -57,7 +57,7 @@ SURPRISES = {
 
 
 @pytest.mark.parametrize("name", SURPRISES)
-def test_surprise_is_read_by_the_rules(name):
+def test_page_that_differs_from_its_layout_is_parsed_exactly(name):
     added, behind = SURPRISES[name]
     body = NODE.replace(b"} 17\n", b"} 17" + behind + b"\n") + added
 
@@ -72,41 +72,41 @@ NUMBER_TEXTS += ["1e", "1 ", " 1", "1\t", "", "-", "١", "9" * 400, "1 5000", "1
 
 
 @pytest.mark.parametrize("text", NUMBER_TEXTS)
-def test_number_in_whatever_spelling_is_what_the_library_takes_it_for(text):
+def test_number_in_any_notation_is_parsed_like_prometheus_client(text):
     body = f"a {text}\n".encode()
     expected = [("a", None, 1.0, None)] if "#" in text else reference(body)  # an exemplar, which is no time
 
     assert expected == rows_of(read_one(warmed(b"a 1\n"), body))
 
 
-def test_number_in_place_of_a_blank_line_is_not_overlooked():
+def test_number_in_place_of_a_blank_line_is_detected():
     rows = read_one(warmed(b"a 1\n\nb 2\n"), b"a 1\nc 3\nb 2\n")
 
     assert [("a", None, 1.0, None), ("c", None, 3.0, None), ("b", None, 2.0, None)] == rows_of(rows)
 
 
-def test_what_replaces_a_surprise_becomes_the_layout():
+def test_exactly_parsed_page_becomes_the_new_layout():
     more = NODE + b"new_metric 1\n"
     reader = warmed(NODE)
 
     assert [True, False] == [read_one(reader, more).exact, read_one(reader, more).exact]
 
 
-def test_counter_keeps_the_name_it_has_on_the_page():
-    """The library's parser adds `_total` to counters without it; Prometheus does not."""
+def test_counter_keeps_its_name_on_the_page():
+    """prometheus_client adds `_total` to counters without this suffix; Prometheus does not."""
     names = {metric for metric, *_ in rows_of(read_one(PageReader(), NODE))}
 
     assert {"promhttp_metric_handler_requests"} == {name for name in names if name.startswith("promhttp")}
 
 
-def test_exemplar_in_text_is_no_time():
+def test_exemplar_in_text_format_is_not_parsed_as_time():
     rows = read_one(PageReader(), b'hits_bucket{le="0.1 # {"} 8 # {trace_id="x y"} 0.067\n')
 
     assert [("hits_bucket", '{"le":"0.1 # {"}', 8.0, None)] == rows_of(rows)
 
 
-def test_openmetrics_is_read_by_its_own_rules():
-    """Times are seconds, exemplars are allowed, and a page without its end is refused."""
+def test_openmetrics_is_parsed_by_its_own_format():
+    """Times are in seconds, exemplars are allowed, and a page without its EOF marker is rejected."""
     body = b'# TYPE hits counter\nhits_total{path="/a b"} 8 1700000000.25 # {trace_id="x"} 0.067\n# EOF\n'
     reader = PageReader()
 
@@ -118,8 +118,8 @@ def test_openmetrics_is_read_by_its_own_rules():
     assert isinstance(cut, DecodeError)
 
 
-def test_series_twice_on_a_page_is_stored_once():
-    """The first counts, as in Prometheus; labels in another order, or an empty one, are the same series."""
+def test_duplicate_series_on_a_page_is_stored_once():
+    """The first sample is stored, as in Prometheus. The order of labels and empty labels make no difference."""
     body = b'a{x="1",y="2"} 1\na{y="2",x="1",z=""} 2\na{x="1"} 3\n'
     reader = PageReader()
 
@@ -130,7 +130,7 @@ def test_series_twice_on_a_page_is_stored_once():
     assert first.doubled == 1
 
 
-def test_labels_of_the_target_win():
+def test_labels_of_the_target_take_precedence():
     body = b'a{dc="here",instance="me",job="mine"} 1\nb{dc="x",exported_dc="y"} 2\n'
 
     rows = read_one(PageReader(), body, labels=(("dc", "east"),))
@@ -141,7 +141,7 @@ def test_labels_of_the_target_win():
     ] == rows.labels.to_pylist()
 
 
-def test_labels_that_change_make_another_layout():
+def test_changed_target_labels_require_another_layout():
     reader = warmed(NODE)
 
     rows = read_one(reader, NODE, labels=(("dc", "east"),))
@@ -149,15 +149,15 @@ def test_labels_that_change_make_another_layout():
     assert all('"dc":"east"' in text for text in rows.labels.to_pylist())
 
 
-def test_bad_page_spoils_no_other():
+def test_bad_page_does_not_affect_others():
     results = PageReader().read([page(NODE, "a"), page(b"\xff\n", "b"), page(b"no value\n", "c"), page(DCGM, "d")])
 
     assert [reference(NODE), None, None, reference(DCGM)] == [rows_of(rows) for rows in results]
     assert ["the page is not UTF-8 at byte 0", True] == [str(results[1]), "not valid" in str(results[2])]
 
 
-def test_joined_pages_are_read_as_each_alone():
-    """Small pages are read together; a surprise among them is found by halves."""
+def test_pages_parsed_together_give_the_same_samples_as_alone():
+    """A page that differs from its layout is found by halving the batch."""
     bodies = [NODE, DCGM, NODE.replace(b" 17\n", b" 18\n"), DCGM + b"more 1\n", NODE]
     reader = warmed(NODE, DCGM, NODE, DCGM, NODE)
 
@@ -167,8 +167,8 @@ def test_joined_pages_are_read_as_each_alone():
     assert [False, False, False, True, False] == [rows.exact for rows in results]
 
 
-def test_line_that_moves_to_the_page_before_stays_a_line_of_its_page():
-    """Two pages joined must not pass for two others whose lines are the same together."""
+def test_line_moved_between_joined_pages_is_detected():
+    """The concatenation of two pages must not match layouts that have the same lines in total."""
     reader = warmed(b"a 1\nb 1\n", b"c 1\n")
 
     results = reader.read([page(b"a 1\n", "a"), page(b"b 1\nc 1\n", "b")])
@@ -177,8 +177,8 @@ def test_line_that_moves_to_the_page_before_stays_a_line_of_its_page():
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 10, 11, 12, 13, 40])
-def test_no_byte_of_a_series_can_change_unseen_however_long_it_is(length):
-    """Short beginnings of lines are compared in another way than long ones, and the first four bytes of those too."""
+def test_change_of_any_byte_of_a_series_is_detected(length):
+    """Fixed parts of up to 12 bytes, longer ones, and their first four bytes are compared by different code."""
     lines = [f"{chr(97 + number) * length} {number}\n".encode() for number in range(3)]
     for number, place in itertools.product(range(3), range(length)):
         changed = bytearray(b"".join(lines))
@@ -190,7 +190,7 @@ def test_no_byte_of_a_series_can_change_unseen_however_long_it_is(length):
         assert (True, reference(bytes(changed))) == (rows.exact, rows_of(rows))
 
 
-def test_forgotten_target_leaves_nothing():
+def test_forgotten_target_has_no_layout():
     reader = warmed(NODE, DCGM)
     reader.forget({"b"})
 
@@ -220,7 +220,7 @@ LINES = st.lists(
 
 @settings(max_examples=examples(50), deadline=None)
 @given(st.data(), LINES)
-def test_first_and_later_pages_are_read_as_the_library_reads_them(data, lines):
+def test_first_and_later_pages_equal_those_of_prometheus_client(data, lines):
     reader = PageReader()
     for _ in range(3):
         whole = [line if not line or line[0] == "#" else f"{line} {data.draw(NUMBERS)}" for line in lines]
@@ -252,7 +252,7 @@ PIECES = [
 
 
 def mutated(body, dice):
-    """Return `body` with one to three small changes: something put in, taken out, replaced or moved."""
+    """Return `body` with one to three small changes: bytes inserted, removed, replaced or moved."""
     for _ in range(dice.randint(1, 3)):
         place, width = dice.randrange(len(body)), dice.choice([0, 1, 1, 2, 40])
         body = body[:place] + dice.choice([b"", *PIECES]) + body[place + width :]
@@ -260,10 +260,10 @@ def mutated(body, dice):
 
 
 @pytest.mark.parametrize("seed", range(examples(12, at_least=3)))
-def test_mutated_page_is_read_as_the_library_reads_it(seed):
-    """Whatever one byte does to a page, the cached layout never gives another answer than the rules, nor beside others.
+def test_mutated_page_is_parsed_like_prometheus_client(seed):
+    """For any change of bytes, the cached layout gives the result of exact parsing, alone and together with others.
 
-    116,000 such pages were tried once, in four minutes, of which 45,000 could be read.
+    In one run of four minutes, 116,000 such pages were tested, of which 45,000 were valid.
     """
     dice = random.Random(seed)
     for _ in range(80):

@@ -1,4 +1,4 @@
-"""Plain pages: the same samples as prometheus_client's parser reads, or none at all."""
+"""The parser of plain pages returns the samples of prometheus_client, or None for other pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope_ingest.scrape.reference_parser import read_plain
+from rankscope_ingest.scrape.reference_parser import parse_plain
 
 
 def braced(labels: dict[str, str]) -> str:
@@ -34,14 +34,14 @@ LINE = st.one_of(
 )
 
 
-def by_the_library(text: str) -> list[tuple[str, dict[str, str], str]]:
+def by_library(text: str) -> list[tuple[str, dict[str, str], str]]:
     plain = "\n".join(line for line in text.split("\n") if not line.strip().startswith("#"))
     families = text_string_to_metric_families(plain)
-    return [(one.name, dict(one.labels), told(one.value)) for family in families for one in family.samples]
+    return [(one.name, dict(one.labels), shown(one.value)) for family in families for one in family.samples]
 
 
-def told(value: float) -> str:
-    """Return a value bit for bit but for -0, of which the library makes the integer 0."""
+def shown(value: float) -> str:
+    """Return the value as text; -0 becomes 0, because prometheus_client parses it as the integer 0."""
     return repr(float(value) + 0.0)
 
 
@@ -49,12 +49,12 @@ def told(value: float) -> str:
 @given(st.lists(LINE, max_size=4))
 @example(['m{a="x y",b="z"} 1.5', "# TYPE m gauge", "m 2"])
 @example(["m -0"])
-def test_what_is_read_plainly_is_what_the_library_reads(lines):
+def test_plain_samples_equal_those_of_prometheus_client(lines):
     text = "".join(f"{line}\n" for line in lines)
-    found = read_plain(text)
+    found = parse_plain(text)
 
     if found is not None:
-        assert by_the_library(text) == [(one.metric, one.labels, told(one.value)) for one in found]
+        assert by_library(text) == [(one.metric, one.labels, shown(one.value)) for one in found]
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,16 @@ def test_what_is_read_plainly_is_what_the_library_reads(lines):
         "m\t1",
     ],
 )
-def test_anything_unusual_leaves_the_page_to_the_library(line):
-    assert None is read_plain(f"up 1\n{line}\n")
+def test_line_with_more_than_series_and_number_is_not_plain(line):
+    assert None is parse_plain(f"up 1\n{line}\n")
 
 
-def test_a_page_as_exporters_make_it_is_plain():
+def test_typical_exporter_page_is_plain():
     page = '# HELP a b\n# TYPE a gauge\na{gpu="0",model="NVIDIA H100 80GB HBM3"} 1.5e-3\n\nb NaN\nc -Inf\n'
-    found = read_plain(page)
+    found = parse_plain(page)
 
     assert found is not None
-    assert [("a", {"gpu": "0", "model": "NVIDIA H100 80GB HBM3"}, 0.0015), ("c", {}, -math.inf)] == [found[0], found[2]]
+    assert [("a", {"gpu": "0", "model": "NVIDIA H100 80GB HBM3"}, 0.0015), ("c", {}, -math.inf)] == [
+        one[:3] for one in (found[0], found[2])
+    ]
     assert math.isnan(found[1].value)

@@ -1,4 +1,4 @@
-"""Scrapes of one flush become rows in the order of the store, the same rows as one by one."""
+"""The scrapes of one flush become rows in storage order, equal to the rows of single scrapes."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def rows_of(table):
 
 
 def expected_of(scrapes):
-    """Return the rows as they stand on the pages."""
+    """Return the expected rows, in the order of the pages."""
     for one in scrapes:
         page = one.series
         names = zip(page.metrics.to_pylist(), page.labels.to_pylist(), one.values.tolist(), strict=True)
@@ -48,8 +48,8 @@ def expected_of(scrapes):
 
 
 @given(pages=st.lists(NAMES, min_size=1, max_size=4), flushes=st.lists(st.lists(st.integers(0, 3)), max_size=3))
-def test_rows_of_a_flush_are_those_of_its_scrapes_and_lie_as_the_store_has_them(pages, flushes):
-    """Whatever the flush before had, and whichever names two targets share."""
+def test_rows_of_a_flush_equal_those_of_its_scrapes_in_storage_order(pages, flushes):
+    """Independent of the series of the previous flush, and of names that two targets share."""
     known = [series(f"target-{number}", names) for number, names in reversed(list(enumerate(pages)))]
     grid, clock = Grid(), itertools.count(1_000, 7)
     for flush in [[0], *flushes]:
@@ -60,14 +60,14 @@ def test_rows_of_a_flush_are_those_of_its_scrapes_and_lie_as_the_store_has_them(
         assert is_sorted(conform(table, "samples"), SORT_KEYS["samples"], together=("labels",))
 
 
-def test_page_that_changes_within_a_flush_loses_nothing():
+def test_page_that_changes_within_a_flush_loses_no_sample():
     before, after = series("t", [("a", None), ("b", None)]), series("t", [("b", None), ("c", '{"x":"1"}')])
     scrapes = [scraped(before, 1), scraped(after, 2), scraped(after, 3)]
 
     assert sorted(map(repr, expected_of(scrapes))) == sorted(map(repr, rows_of(Grid().table(scrapes))))
 
 
-def test_names_are_put_together_once_for_pages_that_stay_the_same():
+def test_dictionaries_are_reused_for_unchanged_pages():
     grid, pages = Grid(), [series("a", [("m", "{}")]), series("b", [("m", "{}")])]
     first, second = (grid.table([scraped(page, ts) for page in pages]) for ts in (1, 2))
     places = [table["labels"].chunk(0).dictionary.buffers()[2].address for table in (first, second)]
@@ -75,8 +75,8 @@ def test_names_are_put_together_once_for_pages_that_stay_the_same():
     assert places[0] == places[1]
 
 
-def test_three_samples_of_exporters_are_due_like_one_row_of_a_rank():
-    """They wait for each other rather than be stored with all their names so often, but never fill the room."""
+def test_three_exporter_samples_count_as_one_row_for_a_flush():
+    """A flush stores all names again, so that more samples are gathered for it, up to the limit of pending rows."""
     page = series("x", [("a", None), ("b", "{}")])
     many, full = (Batcher(flush_rows=2, flush_after_seconds=10.0, max_pending_rows=limit) for limit in (100, 4))
     due = []
@@ -89,7 +89,7 @@ def test_three_samples_of_exporters_are_due_like_one_row_of_a_rank():
 
 
 @pytest.mark.parametrize("others", [{}, {"samples": scraped(series("z", [("m", None)]), 9).table()}])
-def test_scrapes_count_as_rows_and_are_taken_with_all_else(others):
+def test_scrapes_count_as_rows_and_are_taken_with_the_batch(others):
     batcher = Batcher(flush_rows=3, flush_after_seconds=10.0, max_pending_rows=4)
     batcher.add(others, 0.0)
     scrapes = [scraped(series(target, [("a", None), ("b", "{}")]), 5) for target in "xy"]

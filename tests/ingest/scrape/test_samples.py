@@ -1,4 +1,4 @@
-"""An exporter's own times: stored once, also when a series was away, and only within bounds around the scrape."""
+"""Times on a page: each is stored once, also after a series was missing, and only within bounds around the scrape."""
 
 import pytest
 
@@ -11,7 +11,7 @@ DAY = 1440 * MINUTE
 
 
 class Scraped:
-    """One exporter; returns what of each page is stored, as (metric, labels, ms)."""
+    """One exporter; returns the stored samples of each page as (metric, labels, ms)."""
 
     def __init__(self):
         self.reader, self.own_times = PageReader(), OwnTimes()
@@ -28,7 +28,7 @@ class Scraped:
 
 
 @pytest.mark.parametrize("meanwhile", [[f"b 2 {NOW}"], ["b 3"], []], ids=["others", "no times", "nothing"])
-def test_a_series_that_comes_back_with_the_time_it_had_is_not_stored_again(meanwhile):
+def test_series_that_returns_with_its_previous_time_is_not_stored_again(meanwhile):
     scraped = Scraped()
 
     first = scraped.page(f"a 1 {NOW}", f"b 2 {NOW}")
@@ -40,8 +40,8 @@ def test_a_series_that_comes_back_with_the_time_it_had_is_not_stored_again(meanw
     assert [("a", NOW + 1)] == scraped.page(f"a 1 {NOW + 1}")
 
 
-def test_what_is_remembered_of_series_that_left_is_bounded_by_the_largest_page():
-    """Those that were there last are known, however many come and go."""
+def test_remembered_times_are_bounded_by_the_largest_page():
+    """The most recent series are remembered, independent of the number of series that come and go."""
     scraped = Scraped()
     pages = [[f'a{{n="{number}"}} 1 {NOW}' for number in range(first, first + 700)] for first in range(0, 14_000, 700)]
     for page in pages:
@@ -51,7 +51,7 @@ def test_what_is_remembered_of_series_that_left_is_bounded_by_the_largest_page()
     assert [0, 700] == [len(scraped.page(*page)) for page in (pages[-2], pages[0])]
 
 
-def test_several_times_of_a_series_on_one_page_are_stored_once_in_any_order():
+def test_several_times_of_one_series_on_a_page_are_each_stored_once():
     scraped = Scraped()
     page = [f"a 2 {NOW}", f"a 1 {NOW - 1}"]
 
@@ -70,8 +70,8 @@ def test_several_times_of_a_series_on_one_page_are_stored_once_in_any_order():
         (253_402_300_799_000, False),
     ],
 )
-def test_a_time_out_of_bounds_is_not_stored_and_counted(ms, is_stored):
-    """And what else is on the page is: as in Prometheus."""
+def test_time_out_of_bounds_is_counted_and_not_stored(ms, is_stored):
+    """The other samples of the page are stored, as in Prometheus."""
     scraped = Scraped()
 
     stored = scraped.page(f"a 1 {ms}", "b 2", f"c 3 {NOW}")
@@ -80,14 +80,14 @@ def test_a_time_out_of_bounds_is_not_stored_and_counted(ms, is_stored):
     assert int(not is_stored) == scraped.fresh.out_of_bounds
 
 
-def test_no_page_makes_more_files_than_there_are_days_within_bounds():
+def test_page_writes_at_most_one_file_per_day_within_bounds():
     stored = Scraped().page(*(f'm{{n="{number}"}} 1 {number * DAY // 2}' for number in range(50_000)))
 
     assert 63 == len({ms // DAY for _, ms in stored})
 
 
-def test_a_time_far_ahead_hides_no_later_sample():
-    """A clock that was wrong once."""
+def test_time_far_in_the_future_does_not_hide_later_samples():
+    """The clock of the exporter was wrong once."""
     scraped = Scraped()
     scraped.page(f"a 1 {NOW + 365 * DAY}")
 

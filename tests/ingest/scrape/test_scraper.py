@@ -1,4 +1,4 @@
-"""Scraping one exporter: what is stored of a good scrape, of a bad one, and while the store has no room."""
+"""The scraper: samples of successful and failed scrapes, staleness markers, limits of concurrent scrapes."""
 
 import asyncio
 from collections import Counter
@@ -10,15 +10,15 @@ from rankscope_ingest.base.config import ExporterSection
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.scrape.discovery import configured
 from rankscope_ingest.scrape.http import Document
-from rankscope_ingest.scrape.parser import BATCH_BYTES, PageReader
-from rankscope_ingest.scrape.scraper import Followed, Scraper, _Reading
+from rankscope_ingest.scrape.parser import Page, PageReader
+from rankscope_ingest.scrape.scraper import MAX_CONCURRENT_FAILING, Followed, PageQueue, Scraper
 
 ONE = configured(ExporterSection(url="http://a:1/metrics", labels={"dc": "east"}))
 TEXT = "text/plain"
 
 
 class Fake:
-    """Pages from a list, rows into a list, both clocks at hand; the far side and the sink of a scraper."""
+    """Fetcher and sink of a scraper, with recorded pages and both clocks under control of the test."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
@@ -26,15 +26,13 @@ class Fake:
         self.counts = Counter()
         self.is_full = False
         self.now = 100.0
-        self.asked = asyncio.Event()
 
-    async def get_parsed(self, url, then, *, accept, timeout_seconds, max_bytes):
-        self.asked.set()
+    async def get(self, url, *, accept, timeout_seconds, max_bytes):
         self.now += 0.5
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return then(answer if isinstance(answer, Document) else Document(answer, TEXT))
+        return answer if isinstance(answer, Document) else Document(answer, TEXT)
 
     def samples(self, table):
         self.tables.append(table)
@@ -61,7 +59,7 @@ class Fake:
         return list(zip(*((ts if name == "ts" else table[name]).to_pylist() for name in columns), strict=True))
 
 
-def said(fake):
+def samples_of(fake):
     return [(metric, value, ts) for metric, _, value, ts, _ in fake.rows()]
 
 
@@ -72,24 +70,7 @@ async def scrape(fake, times, exporter=ONE):
     return followed
 
 
-async def test_a_large_page_is_read_where_it_was_got_as_long_as_it_stays_the_same(monkeypatch):
-    """Small ones wait for each other, and a surprise for the rules."""
-    count = BATCH_BYTES // 40
-    large, other = (b"".join(b'metric{number="%020d"} %d\n' % (n, n * k) for n in range(count)) for k in (1, 2))
-    fake, waited = Fake(large, other, other + b"more 1\n", b"a 1\n", b"a 2\n"), []
-    monkeypatch.setattr(
-        "rankscope_ingest.scrape.scraper._Reading.read",
-        lambda self, page, read=_Reading.read: waited.append(len(page.body)) or read(self, page),
-    )
-
-    await scrape(fake, 5)
-
-    assert [len(large), len(other) + 7, 4, 4] == waited
-    assert Counter(ok=5, exact=2 * count + 2, layout=count + 1) == fake.counts
-    assert {float(2 * n) for n in range(count)} <= set(fake.tables[1]["value"].to_pylist())
-
-
-async def test_scrape_stores_the_page_and_how_it_went():
+async def test_scrape_stores_the_page_and_samples_about_the_scrape():
     fake = Fake(b'a{x="1"} 7\nb NaN\n')
 
     followed = await scrape(fake, 1)
@@ -106,23 +87,23 @@ async def test_scrape_stores_the_page_and_how_it_went():
     assert Counter(ok=1, exact=2) == fake.counts
 
 
-@pytest.mark.parametrize("answer", [FetchError("refused", "nobody listens"), b"no number here\n", b"\xff\n"])
-async def test_failed_scrape_is_up_0_and_the_end_of_all_that_was_on_the_page(answer):
-    """A series that stands still can be told from one that nobody could read."""
+@pytest.mark.parametrize("answer", [FetchError("refused", "connection refused"), b"no number here\n", b"\xff\n"])
+async def test_failed_scrape_stores_up_0_and_ends_all_series_of_the_page(answer):
+    """A constant series differs from one that could not be read."""
     fake = Fake(b"a 1\n", answer, answer)
 
     followed = await scrape(fake, 3)
 
     ended = [("a", None, 100_500_000), ("scrape_samples_scraped", None, 100_500_000)]
     failed = [("scrape_duration_seconds", 0.5), ("up", 0.0)]
-    assert [*ended, *((*row, 100_500_000) for row in failed)] == said(fake)[4:8]
-    assert failed == [row[:2] for row in said(fake)[8:]], "what has ended once does not end again"
+    assert [*ended, *((*row, 100_500_000) for row in failed)] == samples_of(fake)[4:8]
+    assert failed == [row[:2] for row in samples_of(fake)[8:]], "a series that has ended does not end again"
     assert followed.is_up is False
     assert followed.last_error
     assert 2 == fake.counts["failed"]
 
 
-async def test_nothing_is_scraped_while_the_store_has_no_room():
+async def test_scrapes_are_skipped_while_the_store_is_full():
     fake = Fake()
     fake.is_full = True
 
@@ -132,8 +113,8 @@ async def test_nothing_is_scraped_while_the_store_has_no_room():
     assert Counter(skipped=3) == fake.counts
 
 
-async def test_time_of_the_page_is_stored_once():
-    """An exporter that tells its own times gives the same sample at each scrape until it has a new one."""
+async def test_sample_with_an_unchanged_time_on_the_page_is_stored_once():
+    """A page with times shows the same sample at each scrape until there is a new one."""
     fake = Fake(b"a 1 5000\nb 1\n", b"a 1 5000\nb 2\n", b"a 3 6000\nb 3\n", b"a 9 4000\nb 4\n")
 
     await scrape(fake, 4)
@@ -144,13 +125,13 @@ async def test_time_of_the_page_is_stored_once():
     assert 2 == fake.counts["repeated"]
 
 
-async def test_sample_with_a_time_out_of_bounds_is_counted_as_that_and_not_stored():
-    """Its page is good for all that; it counts among those that were scraped, as in Prometheus."""
+async def test_sample_with_a_time_out_of_bounds_is_counted_and_not_stored():
+    """The page is valid, and the sample counts as scraped, as in Prometheus."""
     fake = Fake(b"a 1 5000\na 2 9000000\nb 2\n")
 
     followed = await scrape(fake, 1)
 
-    assert [("a", 1.0, 5_000_000), ("b", 2.0, 100_000_000)] == [row for row in said(fake) if row[0] in {"a", "b"}]
+    assert [("a", 1.0, 5_000_000), ("b", 2.0, 100_000_000)] == [row for row in samples_of(fake) if row[0] in {"a", "b"}]
     assert Counter(ok=1, exact=3, out_of_bounds=1) == fake.counts
     assert 3 == followed.last_samples
 
@@ -163,7 +144,7 @@ async def test_doubled_series_are_counted():
     assert 1 == fake.counts["doubled"]
 
 
-async def test_openmetrics_is_read_as_what_it_says_it_is():
+async def test_openmetrics_page_is_parsed_by_its_content_type():
     fake = Fake(Document(b"# TYPE a gauge\na 1 12.5\n# EOF\n", "application/openmetrics-text"))
 
     await scrape(fake, 1)
@@ -171,8 +152,8 @@ async def test_openmetrics_is_read_as_what_it_says_it_is():
     assert ("a", '{"dc":"east"}', 1.0, 12_500_000, "exporter") == fake.rows()[0]
 
 
-async def test_series_that_leaves_its_page_ends():
-    """With one more row, without a value; one that comes back goes on, and one that tells its own times just stands."""
+async def test_series_that_leaves_its_page_gets_a_staleness_marker():
+    """A null row ends the series; a series with times on its page is not ended, and a returning series continues."""
     east = [b'a{x="1"} 1\na{x="2"} 1\n', b'a{x="2"} 2\n', b'a{x="1"} 3\na{x="2"} 3\n', b"b 1 5000\n", b"c 1\n"]
     fake = Fake(*east)
 
@@ -185,8 +166,8 @@ async def test_series_that_leaves_its_page_ends():
     assert ["b", "c"] == [metric for metric, _, _ in stored[8:]]
 
 
-async def test_exporter_that_leaves_its_list_ends_with_all_its_series(eventually):
-    """And is not asked again; another list may still name it."""
+async def test_exporter_that_leaves_all_lists_ends_with_all_its_series(eventually):
+    """The exporter is scraped as long as another list names it."""
     quick = configured(ExporterSection(url="http://a:1/metrics", every_seconds=0.001, timeout_seconds=0.001))
     fake = Fake(*[b"a 1\n"] * 100_000)
     scraper = Scraper(fake, fake, clock=asyncio.get_running_loop().time, wall=lambda: 1)
@@ -195,16 +176,16 @@ async def test_exporter_that_leaves_its_list_ends_with_all_its_series(eventually
     scraper.show("two", [quick])
     await eventually(lambda: fake.tables)
     scraper.show("one", [])
-    still = list(scraper.followed)
+    remaining = list(scraper.followed)
     scraper.show("two", [])
 
-    assert [quick] == [followed.exporter for followed in still]
+    assert [quick] == [followed.exporter for followed in remaining]
     assert [] == list(scraper.followed)
     of_scrapes = ["up", "scrape_duration_seconds", "scrape_samples_scraped"]
-    assert [("a", None), *((name, None) for name in of_scrapes)] == [row[:2] for row in said(fake)[-4:]]
+    assert [("a", None), *((name, None) for name in of_scrapes)] == [row[:2] for row in samples_of(fake)[-4:]]
 
 
-async def test_what_an_exporter_under_a_new_address_does_not_show_has_ended(eventually):
+async def test_series_missing_at_the_new_address_of_an_exporter_end(eventually):
     old, new = (ExporterSection(url=f"http://{host}:1/m", name="n", every_seconds=0.001) for host in "ab")
     fake = Fake(b"a 1\nb 1\n", *[b"b 2\n"] * 100_000)
     scraper = Scraper(fake, fake, clock=asyncio.get_running_loop().time, wall=lambda: 1)
@@ -212,64 +193,63 @@ async def test_what_an_exporter_under_a_new_address_does_not_show_has_ended(even
     scraper.show("list", [configured(old)])
     await eventually(lambda: fake.tables)
     scraper.show("list", [configured(new)])
-    await eventually(lambda: ("b", 2.0, 1) in said(fake))
+    await eventually(lambda: ("b", 2.0, 1) in samples_of(fake))
     scraper.show("list", [])
 
-    ends = [metric for metric, value, _ in said(fake) if value is None]
+    ends = [metric for metric, value, _ in samples_of(fake) if value is None]
     assert "a" == ends[0]
     assert 1 == ends.count("a")
 
 
-async def test_exporters_that_hang_keep_no_healthy_one_waiting(eventually):
-    """All of two hundred hang; it costs one time-out, and then they wait for each other. What is left out counts."""
+async def test_hanging_exporters_do_not_delay_a_healthy_one(eventually):
+    """At most 32 of 200 failing exporters hang at the same time; missed scrapes of the others are counted."""
+    released = asyncio.Event()
 
     class Hanging(Fake):
-        async def get_parsed(self, url, then, *, accept, timeout_seconds, max_bytes):
-            if "healthy" not in url:
-                await asyncio.sleep(timeout_seconds)
-                raise FetchError("timeout", "no answer")
-            self.counts["healthy"] += 1
-            return then(Document(b"a 1\n", TEXT))
+        failed, hanging = set(), 0
+
+        async def get(self, url, **_):
+            if "healthy" in url:
+                self.counts["healthy"] += 1
+                return Document(b"a 1\n", TEXT)
+            if url in self.failed:
+                self.hanging += 1
+                await released.wait()
+            self.failed.add(url)
+            raise FetchError("timeout", "timed out")
 
     fake, time = Hanging(), asyncio.get_running_loop().time
     scraper = Scraper(fake, fake, clock=time, wall=lambda: int(time() * 1e6))
     names = [*(f"hanging-{number}" for number in range(200)), "healthy"]
-    sections = (ExporterSection(url=f"http://{name}:1/m", every_seconds=0.1, timeout_seconds=0.1) for name in names)
+    sections = (ExporterSection(url=f"http://{name}:1/m", every_seconds=0.01, timeout_seconds=0.01) for name in names)
     scraper.show("all", [configured(section) for section in sections])
-    await eventually(lambda: all(followed.is_up is not None for followed in scraper.followed))
+    await eventually(lambda: fake.hanging == MAX_CONCURRENT_FAILING)
     before = fake.counts["healthy"]
-    await asyncio.sleep(1.0)
+    await eventually(lambda: fake.counts["healthy"] >= before + 8)
+    hanging = fake.hanging
+    released.set()
+    await eventually(lambda: fake.counts["skipped"] > 200)
     scraper.show("all", [])
 
-    assert fake.counts["healthy"] - before >= 8
-    assert fake.counts["skipped"] > 200
+    assert MAX_CONCURRENT_FAILING == hanging
 
 
-async def test_a_page_that_cannot_be_read_for_a_fault_of_ours_holds_up_no_other(monkeypatch, eventually, caplog):
-    """They are read together; the fault is told as that of one exporter, which is asked again."""
-    genuine = PageReader._exactly
-    monkeypatch.setattr(
-        PageReader, "_exactly", lambda self, page: 1 // 0 if b"bad" in page.body else genuine(self, page)
-    )
+async def test_unexpected_error_in_one_page_does_not_affect_pages_parsed_with_it(caplog):
+    class FailingReader(PageReader):
+        def read(self, pages):
+            return [1 // 0 if b"bad" in page.body else super(FailingReader, self).read([page])[0] for page in pages]
 
-    class Both(Fake):
-        async def get_parsed(self, url, then, *, accept, timeout_seconds, max_bytes):
-            return then(Document(b"bad 1\n" if "bad" in url else b"good 1\n", TEXT))
+    queue = PageQueue(FailingReader())
+    pages = [Page(target=name, body=f"{name} 1\n".encode()) for name in ("bad", "good", "better")]
+    results = await asyncio.gather(*map(queue.read, pages), return_exceptions=True)
 
-    fake, time = Both(), asyncio.get_running_loop().time
-    scraper = Scraper(fake, fake, clock=time, wall=lambda: int(time() * 1e6))
-    sections = (ExporterSection(url=f"http://{name}:1/m", every_seconds=0.1) for name in ("bad", "good", "better"))
-    scraper.show("all", [configured(section) for section in sections])
-    await eventually(lambda: fake.counts["ok"] >= 6 and fake.counts["failed"] >= 3)
-    states = {one.exporter.name: (one.is_up, one.last_error) for one in scraper.followed}
-    scraper.show("all", [])
-
-    because = "the page cannot be read: ZeroDivisionError: integer division or modulo by zero"
-    assert {"bad:1": (False, because), "good:1": (True, None), "better:1": (True, None)} == states
-    assert "could not be read" in caplog.text
+    because = "the page cannot be parsed: unexpected ZeroDivisionError: integer division or modulo by zero"
+    assert because == str(results[0])
+    assert [["good"], ["better"]] == [rows.metrics.to_pylist() for rows in results[1:]]
+    assert "unexpected error in parsing the page of bad" in caplog.text
 
 
-async def test_first_of_two_with_one_name_is_scraped(caplog):
+async def test_first_of_two_exporters_with_one_name_is_scraped(caplog):
     other = configured(ExporterSection(url="http://b:1/metrics", name="a:1"))
     fake = Fake()
     scraper = fake.scraper()
@@ -280,4 +260,4 @@ async def test_first_of_two_with_one_name_is_scraped(caplog):
         task.cancel()
 
     assert [ONE.url] == [followed.exporter.url for followed in scraper.followed]
-    assert "two exporters are called a:1" in caplog.text
+    assert "two exporters have the name a:1" in caplog.text

@@ -192,7 +192,7 @@ def silent(rank):
 
 
 BAD_ANSWERS = {
-    "broke off": (cut_in_the_middle, "cut"),
+    "closed in the middle": (cut_in_the_middle, "cut"),
     "text/html": (answer_with(body=b"<html>hello</html>", Content_Type="text/html"), "garbage"),
     "end-of-stream": (
         answer_with(
@@ -201,16 +201,16 @@ BAD_ANSWERS = {
         "garbage",
     ),
     "no Content-Length": (chunked, "garbage"),
-    "speaks schema version 7": (answer_with(status=406, Rankscope_Schema="7"), "schema"),
+    "has schema version 7": (answer_with(status=406, Rankscope_Schema="7"), "schema"),
     "token": (answer_with(status=401), "unauthorized"),
     "not followed": (answer_with(status=302, Location="http://127.0.0.1:1/"), "redirect"),
     "500: oops": (answer_with(status=500, body=b"oops"), "status"),
-    "wait": (answer_with(status=429, Retry_After="1"), "busy"),
-    "behind the store": (answer_with(status=416), "cursor"),
+    "limits requests": (answer_with(status=429, Retry_After="1"), "busy"),
+    "store has newer records": (answer_with(status=416), "cursor"),
     "Rankscope-First": (answer_with(Content_Type=ARROW_STREAM), "garbage"),
     "Rankscope-Head": (answer_with(Content_Type=ARROW_STREAM, Rankscope_Head="many"), "garbage"),
     "Rankscope-Incarnation": (answer_with(status=204, Rankscope_Incarnation=""), "garbage"),
-    "in time": (silent, "timeout"),
+    "timed out": (silent, "timeout"),
 }
 """Expected error text, the response, and the reason that is counted."""
 
@@ -280,7 +280,7 @@ async def test_unreachable_target_is_reported_and_does_not_stop_the_others(
         await eventually(lambda: rank.committed == 2)
 
         async def refused():
-            return [t for t in await service.targets() if t["last_error"] and "nobody listens" in t["last_error"]]
+            return [t for t in await service.targets() if t["last_error"] and "connection refused" in t["last_error"]]
 
         assert "unreachable" == (await eventually(refused))[0]["run"]
 
@@ -307,7 +307,7 @@ async def test_second_process_with_an_identity_is_rejected_and_the_first_named(s
     assert "process 1000 on here" in text
 
 
-async def test_address_outside_the_allowed_networks_is_rejected(start_service, fake_rank):
+async def test_error_for_a_forbidden_address_names_the_setting(start_service, fake_rank):
     async with start_service() as service:
         far = fake_rank()
         far.registration = dataclasses.replace(far.registration, url="http://192.0.2.7:9400")

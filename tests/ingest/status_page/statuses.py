@@ -1,4 +1,4 @@
-"""Standings made up for tests and for a look at the page: the same at every run."""
+"""Fixed statuses for tests and for a look at the page in a browser."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def empty() -> Status:
 
 
 def small() -> Status:
-    """Two ranks, one of them in trouble, a run that failed before, an exporter that is down."""
+    """Two ranks of which one fails, an earlier failed run, and an exporter that is down."""
     service = dataclasses.replace(
         SERVICE,
         targets={"pending": 0, "up": 1, "draining": 0, "failing": 1, "gone": 0},
@@ -151,7 +151,7 @@ def small() -> Status:
 
 
 def large(ranks: int = 1000) -> Status:
-    """As many ranks, of which a few are not well; and runs of every state."""
+    """The given number of ranks, of which a few are degraded, and runs of every state."""
     sick = {
         3: {"health": "failing", "last_error": "http://10.0.0.1:9403: no answer within 10 s", "lag_seconds": 512.0},
         77: {"health": "pending", "last_scrape_ago_seconds": None},

@@ -1,4 +1,4 @@
-"""How long published records wait for the store, whatever ranks and store do."""
+"""The lag: time that published records wait for their commit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.runs.models import Liveness
 from rankscope_ingest.runs.target import Target
-from rankscope_ingest.status_page.collect import MOST_LOOKS, LagClock
+from rankscope_ingest.status_page.collect import MAX_OBSERVATIONS, LagClock
 
 
 def target(head=-1, committed=-1):
@@ -20,7 +20,7 @@ def target(head=-1, committed=-1):
     )
 
 
-def test_the_lag_is_the_age_of_what_has_waited_longest():
+def test_lag_is_the_age_of_the_oldest_waiting_record():
     rank, clock = target(head=9), LagClock()
     clock.look([rank], 1.0)
     rank.head = 19
@@ -33,7 +33,7 @@ def test_the_lag_is_the_age_of_what_has_waited_longest():
     assert 0.0 == clock.seconds(rank, 5.0)
 
 
-def test_nothing_published_and_nothing_known_is_no_lag():
+def test_lag_is_zero_without_waiting_records():
     clock = LagClock()
 
     assert 0.0 == clock.seconds(target(head=5), 9.0)
@@ -41,7 +41,7 @@ def test_nothing_published_and_nothing_known_is_no_lag():
     assert 0.0 == clock.seconds(target(), 99.0)
 
 
-def test_who_is_gone_is_forgotten():
+def test_removed_target_is_forgotten():
     rank, clock = target(head=3), LagClock()
     clock.look([rank], 1.0)
     clock.look([], 2.0)
@@ -49,20 +49,20 @@ def test_who_is_gone_is_forgotten():
     assert 0.0 == clock.seconds(rank, 9.0)
 
 
-def test_a_store_that_takes_nothing_for_hours_costs_a_bounded_memory_and_the_oldest_still_counts():
+def test_observations_are_bounded_and_keep_the_oldest_one():
     rank, clock = target(), LagClock()
     for second in range(20_000):
         rank.head = second
         clock.look([rank], float(second))
 
     assert 20_000.0 == clock.seconds(rank, 20_000.0)
-    assert len(clock._looks["i"]) <= MOST_LOOKS
+    assert len(clock._observations["i"]) <= MAX_OBSERVATIONS
 
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=100))
-def test_the_lag_is_never_more_than_the_oldest_and_never_less_but_by_what_was_forgotten(moves):
-    """Against all looks ever made, kept in full."""
+def test_lag_differs_from_the_exact_one_only_by_dropped_observations(moves):
+    """Compared with a list of all observations."""
     rank, clock, seen = target(), LagClock(), []
     for now, (published, stored) in enumerate(moves):
         rank.head += published

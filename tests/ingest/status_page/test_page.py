@@ -1,4 +1,4 @@
-"""The page for people: golden for a fixed standing, bounded, safe whatever names say, and readable without scripts."""
+"""The status page: golden files, bounded size, escaping of hostile names, and no need of scripts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ingest.status_page.statuses import HOSTILE, STARTED, empty, large, ru
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.runs.target import Health
 from rankscope_ingest.status_page import assets, text_format
-from rankscope_ingest.status_page.page import COLOURS, MOST_ROWS, MOST_RUNS, page
+from rankscope_ingest.status_page.page import COLOURS, MAX_ROWS, MAX_RUNS, page
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "status"
 VOID = {"meta", "link", "br"}
@@ -24,7 +24,7 @@ IMPLIED = {"tr", "td", "th"}  # their ends need not be written
 
 
 class Reader(HTMLParser):
-    """What stands in a page: its elements, their attributes, and its visible text; fails on what is not nested."""
+    """Elements, attributes and visible text of a page; fails if elements are not nested properly."""
 
     def __init__(self, text):
         super().__init__()
@@ -55,8 +55,8 @@ def standing_of(*runs, targets=()):
 
 
 @pytest.mark.parametrize(("name", "standing"), [("empty", empty), ("small", small)])
-def test_the_page_of_a_fixed_standing_is_the_golden_one(name, standing):
-    """RANKSCOPE_UPDATE_GOLDEN=1 writes it anew; then look at it in a browser."""
+def test_page_of_a_fixed_status_equals_the_golden_file(name, standing):
+    """RANKSCOPE_UPDATE_GOLDEN=1 writes the file again; then check it in a browser."""
     text, path = page(standing()), GOLDEN / f"{name}.html"
     if os.environ.get("RANKSCOPE_UPDATE_GOLDEN"):
         path.parent.mkdir(exist_ok=True)
@@ -67,21 +67,21 @@ def test_the_page_of_a_fixed_standing_is_the_golden_one(name, standing):
 
 
 @pytest.mark.parametrize("state", RunState)
-def test_every_state_has_its_colour_and_says_its_name(state):
+def test_every_state_has_a_color_and_its_name(state):
     found = page(standing_of(run(state)))
 
     assert f'<span class="badge {COLOURS[state]}">{state}</span>' in found
     assert f".{COLOURS[state]}{{" in assets.STYLE
 
 
-def test_running_stalled_failed_and_completed_look_different():
+def test_main_run_states_have_different_colors():
     told = [COLOURS[state] for state in (RunState.RUNNING, RunState.STALLED, RunState.FAILED, RunState.COMPLETED)]
 
     assert ["green", "amber", "red", "blue"] == told
 
 
-def test_hostile_names_are_text_and_nothing_else():
-    """A run, a tag, a host, an error may hold anything that its writer liked."""
+def test_hostile_names_are_shown_as_text():
+    """Names of runs, tags, hosts and errors can contain any text."""
     hostile = run(
         "failed", run=HOSTILE, reason=HOSTILE, tags={HOSTILE: HOSTILE}, note=f"{HOSTILE}\n{HOSTILE}", started_at=STARTED
     )
@@ -97,7 +97,7 @@ def test_hostile_names_are_text_and_nothing_else():
     assert all(char.isprintable() for char in found.text)
 
 
-def test_the_policy_lets_only_the_pages_own_style_and_script_in():
+def test_content_security_policy_allows_only_the_own_style_and_script():
     text = page(small())
     policy = assets.PAGE_HEADERS["Content-Security-Policy"]
     for tag, directive in (("style", "style-src"), ("script", "script-src")):
@@ -109,11 +109,11 @@ def test_the_policy_lets_only_the_pages_own_style_and_script_in():
     assert all(attrs.get("href", "/").startswith(("/", "data:")) for _, attrs in Reader(text).elements)
 
 
-def test_without_scripts_the_page_reloads_itself():
+def test_page_reloads_without_scripts():
     assert '<noscript><meta http-equiv="refresh" content="5"></noscript>' in page(empty())
 
 
-def test_of_a_thousand_ranks_who_is_not_well_stands_open_and_the_others_are_folded():
+def test_degraded_ranks_are_listed_first_and_healthy_ones_are_collapsed():
     text = page(large())
     found = Reader(text)
     shown = " ".join(found.words)
@@ -127,8 +127,8 @@ def test_of_a_thousand_ranks_who_is_not_well_stands_open_and_the_others_are_fold
     assert {"well", "gone"} == {attrs["id"].split("-")[0] for tag, attrs in found.elements if tag == "details"}
 
 
-def test_ranks_of_earlier_launches_stand_with_their_run_or_by_themselves():
-    """A rank may still hand over what it has when a later launch of its run is under way, or long over."""
+def test_ranks_of_earlier_launches_are_listed_with_their_run():
+    """A rank may still deliver records while a later launch of its run is active or completed."""
     late = target(0, attempt=1, health="failing", last_error="late")
     found = Reader(page(standing_of(run(attempt=2), targets=[late, target(1, run="forgotten", health="failing")])))
 
@@ -136,20 +136,20 @@ def test_ranks_of_earlier_launches_stand_with_their_run_or_by_themselves():
     assert re.search("attempt 1 0 failing .*late .*forgotten earlier launches .*attempt 0 1 failing", found.text)
 
 
-def test_whatever_there_is_the_page_stays_bounded_and_says_what_it_leaves_out():
-    runs = [run("completed", run=f"r{number}", started_at=STARTED + number) for number in range(MOST_RUNS + 30)]
-    targets = [target(rank, run=f"r{MOST_RUNS + 29}", health="failing", last_error="x" * 200) for rank in range(2100)]
+def test_page_size_is_bounded_and_omitted_rows_are_counted():
+    runs = [run("completed", run=f"r{number}", started_at=STARTED + number) for number in range(MAX_RUNS + 30)]
+    targets = [target(rank, run=f"r{MAX_RUNS + 29}", health="failing", last_error="x" * 200) for rank in range(2100)]
     text = page(standing_of(*runs, targets=targets))
     found = Reader(text)
 
     assert len(text) < 2_000_000
-    assert MOST_RUNS == sum(tag == "article" for tag, _ in found.elements)
+    assert MAX_RUNS == sum(tag == "article" for tag, _ in found.elements)
     assert "30 older runs are not shown (30 completed)" in found.text
-    assert f"{2100 - MOST_ROWS:,} more are not shown" in found.text
+    assert f"{2100 - MAX_ROWS:,} more are not shown" in found.text
     assert found.text.index("r129") < found.text.index("r128")  # the newest first
 
 
-def test_what_is_wrong_stands_in_the_title_and_on_top():
+def test_degraded_state_is_in_the_title_and_at_the_top():
     trouble = dataclasses.replace(empty().service, status="degraded", reason="the disk is full")
     degraded = page(dataclasses.replace(small(), service=trouble))
 
@@ -159,11 +159,11 @@ def test_what_is_wrong_stands_in_the_title_and_on_top():
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
-def test_a_loss_that_is_no_number_is_shown_as_what_it_is(loss):
+def test_nan_or_infinite_loss_is_shown(loss):
     assert f'<dd><span class="red">{text_format.number(loss)}</span></dd>' in page(standing_of(run(loss=loss)))
 
 
-def test_every_health_has_its_row():
+def test_every_health_has_a_row():
     for health in Health:
         text = page(standing_of(run(), targets=[target(0, health=health)]))
         assert f">{health}</span>" in text
@@ -182,11 +182,11 @@ def test_every_health_has_its_row():
         (float("inf"), "∞"),
     ],
 )
-def test_times_have_their_two_largest_units(seconds, shown):
+def test_durations_have_their_two_largest_units(seconds, shown):
     assert shown == text_format.duration(seconds)
 
 
-def test_what_is_not_all_never_reads_as_all():
+def test_ratio_below_one_is_never_shown_as_100_percent():
     assert ["99.9 %", "100 %", "0 %", "12.5 %"] == [
         text_format.percent(share) for share in (0.99999, 1.0, 0.0001, 0.125)
     ]

@@ -1,4 +1,4 @@
-"""Page and API of a real service: what they tell, whom they let in, how a registration lapses and comes back."""
+"""Status page and API of a real service: content, access, and expired registrations."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ async def document(service, path, **headers):
     return json.loads(text)
 
 
-async def test_the_page_and_the_api_tell_one_thing(start_service, fake_rank, eventually):
-    """The names in the API are golden, since programs read them. RANKSCOPE_UPDATE_GOLDEN=1 writes them anew."""
+async def test_page_and_api_show_the_same_status(start_service, fake_rank, eventually):
+    """The names of the API are in a golden file, because programs use them. RANKSCOPE_UPDATE_GOLDEN=1 writes it."""
     async with fake_rank(run="r&d", planned_steps=8, incarnation="x") as rank, start_service() as service:
         await rank.register(service.url)
         rank.publish_steps(4, ts=1_000_000)
@@ -76,8 +76,8 @@ async def test_the_page_and_the_api_tell_one_thing(start_service, fake_rank, eve
     assert whole["last_commit_ago_seconds"] < 60
 
 
-async def test_a_browser_shows_the_token_as_a_password_and_can_change_nothing_with_it(start_service, fake_rank):
-    """A browser adds what it was once given to whatever another page has it send: that must open only what reads."""
+async def test_browser_may_read_with_the_token_as_password_but_not_write(start_service, fake_rank):
+    """A browser adds the password to requests of other pages, so that it must permit only reading."""
 
     async def asked(method, path, **headers):
         body = {"data": "{}"} if method == "POST" else {}
@@ -116,8 +116,8 @@ async def test_a_browser_shows_the_token_as_a_password_and_can_change_nothing_wi
     assert 200 == bearer[0]
 
 
-async def test_a_registration_lapses_is_shown_as_gone_and_comes_back(start_service, fake_rank, eventually):
-    """While it is heard nobody takes its place; where nobody listens any more it is gone; heard again it goes on."""
+async def test_expired_registration_is_gone_and_can_return(start_service, fake_rank, eventually):
+    """A second process is rejected while the first sends heartbeats. After a refused connection, the target is gone."""
     changes = {"runs.heartbeat_seconds": 5.0, "runs.failed_after_seconds": 30.0, "runs.refused_after_seconds": 1.0}
     async with start_service(**changes) as service, fake_rank() as rank:
         await rank.register(service.url)
@@ -156,7 +156,7 @@ async def test_a_registration_lapses_is_shown_as_gone_and_comes_back(start_servi
 
     assert 409 == refused[0]
     assert "already has a live rank 0 of launch 'launch': process 1000 on here." in refused[1]
-    assert "Give this process its own rank or RANKSCOPE_RUN, or end the other one" in refused[1]
+    assert "Give this process another rank or RANKSCOPE_RUN, or end the other process" in refused[1]
     assert "1 gone</summary>" in page
     assert [] == discovered
     assert ("failed", True) == (failed["state"], "rank 0" in failed["reason"])

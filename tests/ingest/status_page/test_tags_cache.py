@@ -1,4 +1,4 @@
-"""Tags and notes on the page: as the view has them, asked for only when somebody looks, and not for every look."""
+"""Tags and notes on the page: equal to the view `runs`, read on request and at most every few seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from rankscope_ingest.status_page import tags_cache
-from rankscope_ingest.status_page.tags_cache import LOOK_SECONDS, LabelReader, Labels
+from rankscope_ingest.status_page.tags_cache import REFRESH_SECONDS, LabelReader, Labels
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
@@ -22,11 +22,9 @@ def root(tmp_path):
     return tmp_path / "store"
 
 
-async def test_labels_are_read_again_after_some_seconds_and_kept_while_the_store_cannot_be_read(
-    root, monkeypatch, caplog
-):
+async def test_tags_are_refreshed_and_kept_while_the_store_cannot_be_read(root, monkeypatch, caplog):
     now = [0.0]
-    monkeypatch.setattr(tags_cache, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(tags_cache, "TIMEOUT_SECONDS", 60.0)
     reader = LabelReader(str(root), clock=lambda: now[0])
     try:
         assert {} == await reader.fresh()
@@ -34,7 +32,7 @@ async def test_labels_are_read_again_after_some_seconds_and_kept_while_the_store
         edit_tags(root, "r", set_note("n"), sync_to_disk)
         edit_tags(root, "r", remove_tags(["b"]), sync_to_disk)
         assert {} == await reader.fresh()
-        now[0] = LOOK_SECONDS
+        now[0] = REFRESH_SECONDS
         assert {"r": Labels({"a": "1"}, "n")} == await reader.fresh()
 
         edit_tags(root, "r", set_note(""), sync_to_disk)
@@ -42,7 +40,7 @@ async def test_labels_are_read_again_after_some_seconds_and_kept_while_the_store
             broken.setattr(tags_cache, "_LABELS", "no SQL")
             now[0] *= 2
             assert {"r": Labels({"a": "1"}, "n")} == await reader.fresh()
-        assert "labels of runs cannot be read, it is tried again" in caplog.text
+        assert "tags of runs cannot be read, retrying at the next request" in caplog.text
         now[0] *= 2
         assert {"r": Labels({"a": "1"}, None)} == await reader.fresh()
     finally:

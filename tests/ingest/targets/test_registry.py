@@ -1,4 +1,4 @@
-"""Who may register, which attempt a launch is, and how two processes with one identity are told apart."""
+"""The registry: accepted registrations, attempt numbers, and two processes with one identity."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_heartbeat_keeps_lease_and_attempt_and_moves_the_head():
 
 
 @pytest.mark.parametrize(("ranks", "seconds"), [(1, 5.0), (500, 5.0), (700, 7.0), (1200, 10.0)])
-def test_a_thousand_ranks_are_asked_to_speak_half_as_often_and_taken_for_alive_as_much_longer(ranks, seconds):
+def test_heartbeat_interval_and_timeout_double_with_a_thousand_ranks(ranks, seconds):
     book = registry(make_lease=lambda: "lease")
     for number in range(ranks):
         one = registration(rank=number, world_size=ranks, incarnation=f"i{number}")
@@ -77,14 +77,14 @@ def test_each_launch_of_a_run_is_its_next_attempt():
     assert [0, 1, 0, 0, 2] == attempts
 
 
-def test_attempts_go_on_where_the_store_says():
+def test_attempt_numbers_continue_after_those_in_the_store():
     book = registry(attempts=AttemptNumbers([("r", "old", 4)]))
 
     assert 4 == book.register(registration(launch_id="old"), HOME, 0.0).target.attempt
     assert 5 == book.register(registration(launch_id="new", incarnation="i1"), HOME, 0.0).target.attempt
 
 
-def test_second_live_process_with_one_identity_is_refused_and_the_first_named():
+def test_second_live_process_of_a_rank_is_rejected_with_the_first_one():
     book = registry()
     book.register(registration(host="node7", pid=4242), HOME, 0.0)
 
@@ -93,7 +93,7 @@ def test_second_live_process_with_one_identity_is_refused_and_the_first_named():
     assert 409 == error.value.status
 
 
-def test_successor_is_taken_when_the_first_is_silent_refused_or_gone():
+def test_second_process_is_accepted_if_the_first_is_silent_refused_or_gone():
     silent, refused, gone = registry(), registry(), registry()
     for book in (silent, refused, gone):
         target = book.register(registration(), HOME, 0.0).target
@@ -105,7 +105,7 @@ def test_successor_is_taken_when_the_first_is_silent_refused_or_gone():
     assert gone.register(registration(incarnation="i1"), HOME, 2.0).is_new_target
 
 
-def test_other_ranks_and_other_launches_are_no_twins():
+def test_other_ranks_and_launches_are_accepted():
     book = registry()
     for changes in ({}, {"rank": 1, "incarnation": "i1"}, {"launch_id": "l1", "incarnation": "i2"}):
         book.register(registration(**changes), HOME, 0.0)
@@ -113,7 +113,7 @@ def test_other_ranks_and_other_launches_are_no_twins():
     assert 3 == len(list(book.targets))
 
 
-def test_address_outside_the_allowed_networks_is_refused_with_the_setting():
+def test_error_for_a_forbidden_address_names_the_setting():
     with pytest.raises(RegistrationError, match=r"10\.1\.2\.3.*allowed_networks") as error:
         registry().register(registration(), [*HOME, ipaddress.ip_address("10.1.2.3")], 0.0)
 
@@ -133,7 +133,7 @@ def test_address_outside_the_allowed_networks_is_refused_with_the_setting():
         ("fe80::1%eth0", False),
     ],
 )
-def test_only_allowed_networks_pass(host, allowed):
+def test_is_allowed_accepts_only_allowed_networks(host, allowed):
     assert allowed == is_allowed(address_of(host), LOOPBACK)
 
 
@@ -153,7 +153,7 @@ def test_only_allowed_networks_pass(host, allowed):
         "http://:80",
     ],
 )
-def test_url_other_than_host_and_port_is_refused(url):
+def test_url_with_more_than_host_and_port_is_rejected(url):
     with pytest.raises(RegistrationError) as error:
         parse_target_url(url)
 
@@ -183,7 +183,7 @@ def test_url_other_than_host_and_port_is_refused(url):
         ({"url": "http://h"}, "http://host:port"),
     ],
 )
-def test_malformed_registration_is_refused_with_what_is_wrong(document, complaint):
+def test_malformed_registration_is_rejected_with_the_reason(document, complaint):
     if isinstance(document, dict):
         document = json.dumps(dataclasses.asdict(registration()) | document)
     with pytest.raises(RegistrationError, match=complaint) as error:
@@ -192,20 +192,20 @@ def test_malformed_registration_is_refused_with_what_is_wrong(document, complain
     assert 400 == error.value.status
 
 
-def test_other_schema_version_is_refused_with_the_versions_supported():
+def test_error_for_another_schema_version_names_the_supported_one():
     with pytest.raises(RegistrationError, match="schema version 2 is not supported; supported: 1") as error:
         parse_registration(registration(schema_version=2).to_json().encode())
 
     assert 406 == error.value.status
 
 
-def test_hostile_names_are_taken_as_they_are():
+def test_hostile_names_are_accepted_unchanged():
     for name in ("../x", "a=b", "123", "'; DROP", "学习", "a/b", " "):
         assert name == parse_registration(registration(run=name).to_json().encode()).run
 
 
 @pytest.mark.parametrize("change", [{"run": "other"}, {"rank": 1}, {"launch_id": "l1"}])
-def test_process_that_says_it_is_somebody_else_now_is_refused_and_changes_nothing(change):
+def test_process_with_a_changed_identity_is_rejected(change):
     book = registry()
     book.register(registration(), HOME, 0.0)
     with pytest.raises(RegistrationError, match="'i0' is rank 0 of run 'r', process 11 on h") as caught:
@@ -215,8 +215,8 @@ def test_process_that_says_it_is_somebody_else_now_is_refused_and_changes_nothin
     assert [registration()] == [target.registration for target in book.targets]
 
 
-async def test_a_name_that_points_elsewhere_when_it_is_dialled_is_not_dialled():
-    """It was allowed at registration; a second answer of the name server must not lead out of the networks."""
+async def test_name_that_resolves_to_a_forbidden_address_is_not_connected_to():
+    """The name was allowed at registration; a later DNS response must not lead out of the allowed networks."""
     elsewhere = AllowedResolver([ipaddress.ip_network("192.0.2.0/24")])
     with pytest.raises(OSError, match=r"outside .* allowed_networks"):
         await elsewhere.resolve("localhost", 80)
