@@ -26,7 +26,7 @@ from rankscope_exporter.api.session import Session
 from rankscope_exporter.api.session_factory import Optimizers, attached
 from rankscope_exporter.api.shutdown import Ending, drain, record_end
 from rankscope_exporter.base.copies import CopiesDoNothing, NotCopied
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation
 from rankscope_exporter.base.validation import callable_or_none, steps_from
 from rankscope_exporter.config.monitor_config import MonitorConfig
@@ -73,7 +73,7 @@ class Monitor(CopiesDoNothing):
         self._total_steps = None if total_steps is None else steps_from("total_steps", total_steps, at_least=1)
         self._first_step = steps_from("first_step", first_step, at_least=0)
         self._on_anomaly = callable_or_none("on_anomaly", on_anomaly)
-        self._guard = Guard()
+        self._boundary = ErrorBoundary()
         self._session: Session | None = None
         self._sinks: Mapping[str, Sink] = {}
         self._ending: Session | None = None  # while it says goodbye
@@ -89,7 +89,7 @@ class Monitor(CopiesDoNothing):
     def _unattached(self) -> dict[str, Any]:
         return {
             "_on_anomaly": None,
-            "_guard": Guard(),
+            "_guard": ErrorBoundary(),
             "_session": None,
             "_ending": None,
             "_stop_asked": None,
@@ -125,7 +125,7 @@ class Monitor(CopiesDoNothing):
         """
         if self._config.enabled and self._session is None and not self._refuses("attach()"):
             groups = {"dp_group": dp_group, "tp_group": tp_group, "pp_group": pp_group}
-            self._guard.call("attach()", self._attach, model, optimizer, groups)
+            self._boundary.call("attach()", self._attach, model, optimizer, groups)
         return self
 
     def _attach(
@@ -135,7 +135,7 @@ class Monitor(CopiesDoNothing):
             model,
             optimizer,
             self._config,
-            self._guard,
+            self._boundary,
             groups=groups,
             first_step=self._first_step,
             total_steps=self._total_steps,
@@ -146,7 +146,7 @@ class Monitor(CopiesDoNothing):
             session.recorder.step_events.tell("phase_begins", name)
         lifecycle.watch(self)
         self._stop_asked = None
-        self._guard.call("stop_signals", stop_signals.install, self, self._config.stop_signals)
+        self._boundary.call("stop_signals", stop_signals.install, self, self._config.stop_signals)
 
     def detach(self) -> None:
         """Take every hook away, publish what is left, say that this rank is done, and stop serving."""
@@ -169,8 +169,8 @@ class Monitor(CopiesDoNothing):
         sessions, self._session, self._ending = (self._session, self._ending), None, None
         for session in filter(None, sessions):
             session.hooks.active = False
-            self._guard.call("fork", session.watchdog.abandon_after_fork)
-            self._guard.call("fork", session.channel.abandon_after_fork)
+            self._boundary.call("fork", session.watchdog.abandon_after_fork)
+            self._boundary.call("fork", session.channel.abandon_after_fork)
 
     def stop_asked(self, name: str) -> None:
         """Note that a signal asked for an end and a handler of the script has it: what comes next is its own."""
@@ -191,22 +191,22 @@ class Monitor(CopiesDoNothing):
             return NotCopied(lambda: None)
         self._ending = session
         deadline = time.monotonic() + wait_seconds
-        self._guard.call("detach()", session.hooks.remove)
-        self._guard.call("detach()", session.watchdog.stop)
-        self._guard.call("detach()", session.step_observers.hardware.stop)
+        self._boundary.call("detach()", session.hooks.remove)
+        self._boundary.call("detach()", session.watchdog.stop)
+        self._boundary.call("detach()", session.step_observers.hardware.stop)
         ending = Ending(reason=reason, error=error, total_steps=self._total_steps, signal=self._stop_asked)
-        self._guard.call("end of training", record_end, session, self._guard, ending)
+        self._boundary.call("end of training", record_end, session, self._boundary, ending)
         return NotCopied(lambda: self._finish_serving(session, deadline, wait_seconds))
 
     def _finish_serving(self, session: Session, deadline: float, wait_seconds: float) -> None:
-        self._guard.call("end of training", drain, session, self._guard, deadline, wait_seconds)
-        self._guard.call("detach()", session.change_sources.stop)
-        self._guard.call("closing", session.channel.close)
+        self._boundary.call("end of training", drain, session, self._boundary, deadline, wait_seconds)
+        self._boundary.call("detach()", session.change_sources.stop)
+        self._boundary.call("closing", session.channel.close)
         # Only now: a process that another thread forks meanwhile must let go of sockets and locks.
         self._ending = None
-        self._guard.call("detach()", stop_signals.uninstall, self)
+        self._boundary.call("detach()", stop_signals.uninstall, self)
         lifecycle.forget(self)
-        self._guard.on_first = None
+        self._boundary.on_first = None
 
     # What the training script says.
 
@@ -322,7 +322,7 @@ class Monitor(CopiesDoNothing):
         session = self._session
         if session is None:
             return None
-        taken: CapturedStacks | None = self._guard.call("dump_stacks()", session.diagnosis.take, "call")
+        taken: CapturedStacks | None = self._boundary.call("dump_stacks()", session.diagnosis.take, "call")
         return None if taken is None else stacks_text(taken.stacks)
 
     # What one may ask.
@@ -382,4 +382,4 @@ class Monitor(CopiesDoNothing):
     @property
     def faults(self) -> int:
         """Return how many errors were swallowed so far."""
-        return self._guard.count
+        return self._boundary.count

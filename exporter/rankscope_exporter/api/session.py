@@ -16,7 +16,7 @@ from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.api.step_observers import StepObservers
-from rankscope_exporter.base.errors import Guard, fault_text
+from rankscope_exporter.base.errors import ErrorBoundary, fault_text
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import public_settings
 from rankscope_exporter.model.parameter_names import element_count, encodable
@@ -103,7 +103,7 @@ class Session:
         self,
         monitored: MonitoredModel,
         config: MonitorConfig,
-        guard: Guard,
+        boundary: ErrorBoundary,
         *,
         first_step: int,
         total_steps: int | None,
@@ -112,7 +112,7 @@ class Session:
     ) -> None:
         self.monitored = monitored
         self.config = config
-        self._guard = guard
+        self._boundary = boundary
         self.identity = resolve_identity(os.environ, config.run)
         device = monitored.device
         self.console = Console(self.identity.rank, enabled=config.console)
@@ -120,7 +120,7 @@ class Session:
         self._active_quantities = ActiveQuantities(
             [] if config.switch_file is not None else chosen(monitored, config, self.identity.rank),
             device=device,
-            guard=guard,
+            boundary=boundary,
             measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),
         )
         self._book = self._active_quantities.book
@@ -128,13 +128,13 @@ class Session:
             monitored,
             self._active_quantities,
             self._hand_over,
-            guard=guard,
+            boundary=boundary,
             tracker=StepTracker(first_step, has_optimizer=bool(monitored.optimizers), explicit=explicit),
         )
         self.step_observers = StepObservers(
             monitored,
             config,
-            guard,
+            boundary,
             device=device,
             parallel=parallel,
             rank=self.identity.rank,
@@ -148,34 +148,34 @@ class Session:
         """CPU time of what attach() did on the thread that called it."""
         self._is_warm = False
         self._remarked: set[str] = set()
-        self.hooks = Hooks(monitored, self.recorder, guard)
+        self.hooks = Hooks(monitored, self.recorder, boundary)
         self.channel = RankServer(
             self.identity,
             config.serve,
             rules=config.rules,
             settings={**public_settings(config), "device": str(device)},
             planned_steps=total_steps,
-            on_fault=guard.report,
+            on_fault=boundary.report,
             overhead=self.overhead_seconds,
             dropped=self._dropped,
-            faults=lambda: guard.count,
+            faults=lambda: boundary.count,
         )
         classes = [sink_class(name) for name in config.sinks]
-        self.sinks = Sinks([cls(config.options_of_sink(cls), self.identity) for cls in classes], guard)
+        self.sinks = Sinks([cls(config.options_of_sink(cls), self.identity) for cls in classes], boundary)
         self.publisher = Publisher(
             self._book,
             AnomalyDetector(config.rules),
             self._publish,
-            guard=guard,
+            boundary=boundary,
             on_firing=self._fired,
         )
         self.channel.announce(sorted(self._active_quantities.kinds()))
-        self.diagnosis = Diagnosis(self.identity.rank, self.channel.publish, lambda: self.channel.progress()[0], guard)
+        self.diagnosis = Diagnosis(self.identity.rank, self.channel.publish, lambda: self.channel.progress()[0], boundary)
         self.watchdog = Watchdog(
             HangLimits(training=config.hang_after_seconds, in_phase=config.hang_in_phase_after_seconds),
             config.stacks_signal,
             self.diagnosis,
-            guard,
+            boundary,
             standing=self.channel.progress,
             planned_steps=total_steps,
             say=self.console.line,
@@ -183,14 +183,14 @@ class Session:
         self.change_queue = ChangeQueue(
             self._active_quantities,
             SamplingConfig(on=config.switch_file is None, config=config),
-            guard=guard,
+            boundary=boundary,
             first_step=first_step,
         )
         self.change_sources = ChangeSources(
             config,
             self.change_queue,
             lambda changed: chosen(monitored, changed, self.identity.rank, switched=True),
-            guard=guard,
+            boundary=boundary,
             tell=self._tell,
             agreement=agreement_of(self.identity, self.change_queue.pace, config.switch_poll_seconds),
             first_step=first_step,
@@ -206,12 +206,12 @@ class Session:
             changed=lambda: self.channel.announce(sorted(self._active_quantities.kinds())),
             say=self._say,
         )
-        self.reactions = AnomalyReactions(config, self.identity, guard, wired, on_anomaly)
+        self.reactions = AnomalyReactions(config, self.identity, boundary, wired, on_anomaly)
         self.recorder.step_events.follow(
             OverheadReporter(self.overhead, lambda: self.reactions.overhead_controller.stretch)
         )
         self._connect()
-        guard.on_first = self._tell_fault
+        boundary.on_first = self._tell_fault
 
     def _connect(self) -> None:
         """Tell the parts whom they call; nothing runs yet."""
@@ -246,12 +246,12 @@ class Session:
             self.hooks.install()
         except BaseException:
             for step in reversed(undo):
-                self._guard.call("undoing attach()", step)
+                self._boundary.call("undoing attach()", step)
             raise
-        self._guard.call("starting the watchdog", self.watchdog.start)
+        self._boundary.call("starting the watchdog", self.watchdog.start)
         self.step_observers.start(self.hooks)
-        self._guard.call("remarks on the configuration", self._publish_notices, self.config)
-        self._guard.call("starting the switch thread", self.change_sources.start)
+        self._boundary.call("remarks on the configuration", self._publish_notices, self.config)
+        self._boundary.call("starting the switch thread", self.change_sources.start)
         return address
 
     def switch(self, document: Mapping[str, Any]) -> None:
@@ -318,7 +318,7 @@ class Session:
         return sum(seconds for who, seconds in self.overhead().items() if who not in ONCE)
 
     def _fired(self, step: int | None, anomalies: Sequence[Event]) -> None:
-        self._guard.call("the console", self.console.firing, step, anomalies)
+        self._boundary.call("the console", self.console.firing, step, anomalies)
         self.reactions.fired(step, anomalies)
 
     def _hand_over(self, pending_step: PendingStep) -> None:
@@ -328,7 +328,7 @@ class Session:
         self.channel.publish(record)
 
     def _publish(self, record: StepRecord) -> None:
-        self._guard.call("publishing a record", self._send, record)
+        self._boundary.call("publishing a record", self._send, record)
         self.sinks.put(record)
 
     def _step_opens(self, attempt: int) -> None:

@@ -19,7 +19,7 @@ from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.adapters import Framework, Stage, framework_of
 from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel
 from rankscope_exporter.api.session import Session
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.model.name_patterns import Targets, target_notices
 from rankscope_exporter.model.parameter_names import NamedParameter, named_parameters
@@ -34,7 +34,7 @@ def attached(
     model: torch.nn.Module | Stage | Framework,
     optimizer: Optimizers,
     config: MonitorConfig,
-    guard: Guard,
+    boundary: ErrorBoundary,
     *,
     groups: Mapping[str, Any],
     first_step: int,
@@ -47,7 +47,7 @@ def attached(
     """
     began = time.thread_time()
     framework = framework_of(model)
-    place = guard.call("pp_group", place_in, groups["pp_group"])
+    place = boundary.call("pp_group", place_in, groups["pp_group"])
     framework.pp_stage = place[0] if place else framework.pp_stage
     parameters, targets = named_parameters(framework.module), Targets(config.tensors)
     selected = [item for item in parameters if targets.selects(item.name, *item.aliases)]
@@ -55,7 +55,7 @@ def attached(
     chosen = tuple(item for item in selected if not item.is_lazy)
     of_groups = {DP: groups["dp_group"], TP: groups["tp_group"]}
     replica_dedup = (
-        guard.call("dp_group and tp_group", find_replica_dedup, framework, chosen, of_groups) or ReplicaDedup()
+        boundary.call("dp_group and tp_group", find_replica_dedup, framework, chosen, of_groups) or ReplicaDedup()
     )
     given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
     world_size = torch.distributed.get_world_size() if _in_process_group() else 1
@@ -68,19 +68,19 @@ def attached(
     session = Session(
         monitored,
         config,
-        guard,
+        boundary,
         first_step=first_step,
         total_steps=total_steps,
         on_anomaly=on_anomaly,
-        parallel=guard.call("how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
+        parallel=boundary.call("how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
     )
     address = session.start()
     session.attach_seconds = time.thread_time() - began
     for sentence in (*notices, *replica_dedup.notices):
-        guard.call("a remark of attach()", session.hooks.tell, sentence)
+        boundary.call("a remark of attach()", session.hooks.tell, sentence)
     for event in replica_dedup.events:
-        guard.call("an event of attach()", session.recorder.event, event)
-    guard.call("the banner", session.print_banner, address)
+        boundary.call("an event of attach()", session.recorder.event, event)
+    boundary.call("the banner", session.print_banner, address)
     return session
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rankscope_contract.model.events import ExitReason
 from rankscope_exporter.api.session import Session
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.process import lifecycle
 
 PUBLISH_SECONDS = 3.0
@@ -25,20 +25,20 @@ class Ending:
     """The signal that asked for an end."""
 
 
-def record_end(session: Session, guard: Guard, ending: Ending) -> None:
+def record_end(session: Session, boundary: ErrorBoundary, ending: Ending) -> None:
     """Finish the last step and record the exit."""
-    last_step = guard.call("end of training", session.recorder.finish)
-    guard.call("end of training", session.reactions.finish, session.publisher.catch_up)
+    last_step = boundary.call("end of training", session.recorder.finish)
+    boundary.call("end of training", session.reactions.finish, session.publisher.catch_up)
     reason, error = lifecycle.weighed_reason(ending.reason, ending.error, last_step, ending.total_steps, ending.signal)
     session.recorder.event(lifecycle.exit_event(reason, error, last_step))
 
 
-def drain(session: Session, guard: Guard, deadline: float, wait_seconds: float) -> None:
+def drain(session: Session, boundary: ErrorBoundary, deadline: float, wait_seconds: float) -> None:
     """Publish the remaining records and wait for their commit until `deadline`; report records that are left."""
     left_seconds = max(PUBLISH_SECONDS, deadline - time.monotonic())
-    guard.call("detach()", session.step_observers.collectives.stop, left_seconds)
+    boundary.call("detach()", session.step_observers.collectives.stop, left_seconds)
     for part in (session.publisher, session.reactions):
-        guard.call("end of training", part.stop, max(PUBLISH_SECONDS, deadline - time.monotonic()))
+        boundary.call("end of training", part.stop, max(PUBLISH_SECONDS, deadline - time.monotonic()))
     left = session.channel.drain(max(0.0, deadline - time.monotonic()))
     if left and session.channel.service_url:
         folder = session.channel.persistence.folder

@@ -8,7 +8,7 @@ import torch
 
 from rankscope_exporter.adapters.base import Hooking
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
@@ -28,7 +28,7 @@ class StepObservers:
         self,
         monitored: MonitoredModel,
         config: MonitorConfig,
-        guard: Guard,
+        boundary: ErrorBoundary,
         *,
         device: torch.device,
         parallel: Parallel,
@@ -38,7 +38,7 @@ class StepObservers:
         tell: Callable[[str], None],
         mention: Callable[[str], None],
     ) -> None:
-        self._guard = guard
+        self._boundary = boundary
         self.memory = MemoryObserver(device)
         self.throughput = Throughput(
             monitored.framework,
@@ -50,8 +50,8 @@ class StepObservers:
             is_first=rank == 0,
         )
         self.phases = StepTimingObserver.of(monitored, device, hand_over, times_steps=config.phases)
-        self.collectives = FlightRecorderPoller(config.collectives_share, publish, guard)
-        self.hardware = HardwarePoller(device, config.hardware.every_seconds, hand_over, guard)
+        self.collectives = FlightRecorderPoller(config.collectives_share, publish, boundary)
+        self.hardware = HardwarePoller(device, config.hardware.every_seconds, hand_over, boundary)
 
     def follow(self, step_events: StepEvents) -> None:
         """Hear of every step from now on."""
@@ -60,8 +60,8 @@ class StepObservers:
 
     def start(self, hooking: Hooking) -> None:
         """Install the hooks of throughput and start the hardware thread; a part that does not start is reported."""
-        self._guard.call("starting throughput", self.throughput.install, hooking)
-        self._guard.call("starting to read the hardware", self.hardware.start)
+        self._boundary.call("starting throughput", self.throughput.install, hooking)
+        self._boundary.call("starting to read the hardware", self.hardware.start)
 
     def overhead_seconds(self) -> dict[str, float]:
         """Return CPU seconds by who spent them off the training thread."""

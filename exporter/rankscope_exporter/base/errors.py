@@ -1,6 +1,6 @@
 """Errors that are raised before training starts, and the error boundary around everything that runs during training.
 
-After `attach` nothing of the monitor raises into training: `Guard` catches the error, counts it, and logs it once.
+After `attach` nothing of the monitor raises into training: `ErrorBoundary` catches the error, counts it, and logs it once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_CHARACTERS: Final = 1_000
 log = logging.getLogger("rankscope")
 
 
-class Guard:
+class ErrorBoundary:
     """Calls functions on behalf of training and swallows what they raise. Thread-safe.
 
     `count` is exported as rankscope_exporter_faults_total. A fault is logged once per place and type with its

@@ -13,7 +13,7 @@ from rankscope_exporter.adapters import Framework
 from rankscope_exporter.api.monitor import Monitor
 from rankscope_exporter.api.session_factory import Optimizers
 from rankscope_exporter.base.copies import CopiesDoNothing
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import Given
 
@@ -26,13 +26,13 @@ class CallbackBase(CopiesDoNothing):
 
     def __init__(self, config: Given) -> None:
         self._config = Monitor(config).config
-        self._guard = Guard()
+        self._boundary = ErrorBoundary()
         self.monitor: Monitor | None = None
         self._phase: AbstractContextManager[Any] | None = None
         self._phase_name: str | None = None
 
     def _unattached(self) -> dict[str, Any]:
-        return {"_guard": Guard(), "monitor": None, "_phase": None, "_phase_name": None}
+        return {"_guard": ErrorBoundary(), "monitor": None, "_phase": None, "_phase_name": None}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_config": self._config.without_secrets()}
@@ -40,7 +40,7 @@ class CallbackBase(CopiesDoNothing):
     def safely(self, where: str, function: Callable[..., None], *args: Any) -> None:
         """Call `function(*args)`; an error in it is logged once and never reaches training. A copy calls nothing."""
         if not self.is_copy:
-            self._guard.call(where, function, *args)
+            self._boundary.call(where, function, *args)
 
     def begin(
         self,

@@ -38,7 +38,7 @@ class MemoryObserver(StepObserver):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def step_ends(self, pending_step: PendingStep) -> None:
+    def on_step_end(self, pending_step: PendingStep) -> None:
         """Have it read when the step is published."""
         if pending_step.sampled:
             pending_step.later += [self.of_process, self.of_allocator]
@@ -87,14 +87,14 @@ class OverheadReporter(StepObserver):
         self._clock = clock
         self._due_at = float("-inf")
 
-    def step_ends(self, pending_step: PendingStep) -> None:
+    def on_step_end(self, pending_step: PendingStep) -> None:
         """Have the numbers read on the publisher's thread."""
         now = self._clock()
         if now >= self._due_at:
             self._due_at = now + EVERY_SECONDS
             pending_step.later.append(self._scalars)
 
-    def training_ends(self) -> None:
+    def on_training_end(self) -> None:
         """Have them once more with the last step."""
         self._due_at = float("-inf")
 

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 
 _TORCH_LIBRARIES: Final = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 
@@ -121,11 +121,11 @@ MOST_WAITING: Final = 64
 class BackgroundWorker:
     """Does one thing after the other, in order. The thread starts with the first of them."""
 
-    def __init__(self, name: str, guard: Guard) -> None:
+    def __init__(self, name: str, boundary: ErrorBoundary) -> None:
         self.dropped = 0
         """How many found the queue full."""
         self._name = name
-        self._guard = guard
+        self._boundary = boundary
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -155,4 +155,4 @@ class BackgroundWorker:
 
     def _run(self) -> None:
         while (chore := self._queue.get()) is not None:
-            self._guard.call(self._name, chore)
+            self._boundary.call(self._name, chore)

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.monitored_model import with_chunk_number
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, Firing, StepVerdict
 from rankscope_exporter.records.host_transfer import Deferred, Row
@@ -49,14 +49,14 @@ class Publisher:
         detector: AnomalyDetector,
         publish: Callable[[StepRecord], object],
         *,
-        guard: Guard,
+        boundary: ErrorBoundary,
         on_firing: Callable[[int | None, Sequence[Event]], None],
     ) -> None:
         self._book = book
         self._judge = detector
         self._choices = SelectionMasks()
         self._publish_record = publish
-        self._guard = guard
+        self._boundary = boundary
         self._on_firing = on_firing
         self._queue: queue.SimpleQueue[PendingStep | threading.Event | None] = queue.SimpleQueue()
         self._thread = OwnThread(target=self._run, name="rankscope-publisher")
@@ -104,7 +104,7 @@ class Publisher:
         while True:
             # Also where much else is published: an evaluation that announces phases must not hold up the step before.
             if time.monotonic() - looked_at >= IDLE_FLUSH_SECONDS / 2:
-                self._guard.call("flush of an idle step", self.flush_idle, IDLE_FLUSH_SECONDS)
+                self._boundary.call("flush of an idle step", self.flush_idle, IDLE_FLUSH_SECONDS)
                 looked_at = time.monotonic()
             try:
                 pending_step = self._queue.get(timeout=IDLE_FLUSH_SECONDS / 2)
@@ -116,15 +116,15 @@ class Publisher:
             if isinstance(pending_step, threading.Event):
                 pending_step.set()
                 continue
-            self._guard.call("publishing a step", self._publish, pending_step)
+            self._boundary.call("publishing a step", self._publish, pending_step)
             self.cpu_seconds = time.thread_time()
 
     def _publish(self, pending_step: PendingStep) -> None:
-        statistics, judgement = self._guard.call("statistics of a step", self._statistics, pending_step) or (None, None)
-        read = (self._guard.call("a logged number", pending.scalar) for pending in pending_step.pending)
+        statistics, judgement = self._boundary.call("statistics of a step", self._statistics, pending_step) or (None, None)
+        read = (self._boundary.call("a logged number", pending.scalar) for pending in pending_step.pending)
         scalars = [scalar for scalar in read if scalar is not None]
         events = list(pending_step.events)
-        found_inf = [self._guard.call("found_inf", pending.scalar) for pending in pending_step.found_inf]
+        found_inf = [self._boundary.call("found_inf", pending.scalar) for pending in pending_step.found_inf]
         if any(scalar is not None and scalar.value for scalar in found_inf):
             events.append(skipped_event())
         if judgement is not None:
@@ -136,7 +136,7 @@ class Publisher:
             firing.add((str(event.rule), NO_KIND))
         scalars += self._running_totals(scalars)
         for later in pending_step.later:  # not judged: bytes and seconds of ours are no numbers of the training
-            scalars += self._guard.call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
+            scalars += self._boundary.call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
         record = StepRecord(
             ts=pending_step.ts,
             step=pending_step.step,
@@ -146,7 +146,7 @@ class Publisher:
             firing=frozenset(firing),
             **self._other_rows(pending_step),
         )
-        self._guard.call("publishing a step", self._publish_record, record)
+        self._boundary.call("publishing a step", self._publish_record, record)
         anomalies = [event for event in events if event.type == EventType.ANOMALY]
         if anomalies:
             self._on_firing(pending_step.step, anomalies)
@@ -172,7 +172,7 @@ class Publisher:
     def _other_rows(self, pending_step: PendingStep) -> dict[str, Any]:
         rows = {name: list(known) for name, known in pending_step.rows.items()}
         for deferred in pending_step.deferred:
-            read = self._guard.call(f"rows of {deferred.dataset}", self._rows_of, deferred)
+            read = self._boundary.call(f"rows of {deferred.dataset}", self._rows_of, deferred)
             if deferred.dataset is not None:
                 rows.setdefault(deferred.dataset, []).extend(read or ())
         return {name: tuple(items) for name, items in rows.items()}

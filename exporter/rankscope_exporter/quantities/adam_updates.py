@@ -64,7 +64,7 @@ class AdamUpdates(Quantity):
         """Return what another rank holds alike, its optimizer's state included."""
         return monitored.state_elsewhere
 
-    def after_update(self, table: Table) -> None:
+    def on_optimizer_step_end(self, table: Table) -> None:
         """Count the elements of every parameter that an Adam has updated."""
         kept = self.monitored.framework.kept(self.monitored.tensors(), self.monitored.optimizers)
         names, counted = [], []

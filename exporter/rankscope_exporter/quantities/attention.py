@@ -125,13 +125,13 @@ class Attention(Quantity):
             if module is not None:
                 self._calls.before(named, functools.partial(self._read, Arguments(module, self.options)))
 
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Nothing of this step has been called yet."""
-        self._calls.step_begins()
+        self._calls.on_step_begin()
 
-    def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Say what was missing."""
-        self._calls.step_ended()
+        self._calls.on_step_end()
 
     def _read(self, arguments: Arguments, call: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         module = call.module

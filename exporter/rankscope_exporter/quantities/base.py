@@ -98,7 +98,7 @@ class Hook(Protocol):
 
 
 class ModelHookContext(Protocol):
-    """What it takes to hook a model: everything registered goes through the guard and away at detach."""
+    """What it takes to hook a model: everything registered goes through the error boundary and away at detach."""
 
     @property
     def micro_step(self) -> int:
@@ -246,25 +246,25 @@ class Quantity:
         """Return whether the class does anything at `moment`."""
         return getattr(cls, moment) is not getattr(Quantity, moment)
 
-    def step_begins(self, table: Table) -> None:
+    def on_step_begin(self, table: Table) -> None:
         """A sampled step begins; the table is empty."""
 
-    def gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
+    def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
         """Parameter `index` has just accumulated its gradient in `holder`, inside the backward pass."""
 
-    def backward_ends(self, table: Table) -> None:
+    def on_gradients_ready(self, table: Table) -> None:
         """All gradients have accumulated; a framework that reduces them has not yet written them back."""
 
-    def backward_ended(self, table: Table) -> None:
+    def on_backward_end(self, table: Table) -> None:
         """The framework, too, has finished the backward pass."""
 
-    def before_update(self, table: Table) -> None:
+    def on_optimizer_step_begin(self, table: Table) -> None:
         """An optimizer is about to step."""
 
-    def after_update(self, table: Table) -> None:
+    def on_optimizer_step_end(self, table: Table) -> None:
         """An optimizer has stepped."""
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """The sampled step is over, whether an optimizer has stepped or not."""
 
     def parameter_entries(self, kind: str, *, local: bool = False, reduced: bool = False) -> list[PlanEntry]:

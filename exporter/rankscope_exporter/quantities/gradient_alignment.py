@@ -32,7 +32,7 @@ class GradientAlignment(Quantity):
         """Return what another rank holds alike, its optimizer's state included."""
         return monitored.state_elsewhere
 
-    def before_update(self, table: Table) -> None:
+    def on_optimizer_step_begin(self, table: Table) -> None:
         """Compare signs, all parameters in one transfer."""
         names, agreements = [], []
         framework, parameters = self.monitored.framework, self.monitored.tensors()

@@ -100,7 +100,7 @@ class Hashes(Quantity):
             )
         return found
 
-    def after_update(self, table: Table) -> None:
+    def on_optimizer_step_end(self, table: Table) -> None:
         """Hash and measure everything; of several optimizers the last one decides."""
         table.withdraw(DATASET)
         by_device: dict[torch.device, list[_Item]] = {}

@@ -90,15 +90,15 @@ class Linear(Quantity):
             else:
                 self._calls.missing(whole, named)
 
-    def step_begins(self, table: Table) -> None:
+    def on_step_begin(self, table: Table) -> None:
         """Read all weights that are whole."""
-        self._calls.step_begins()
+        self._calls.on_step_begin()
         self._measured.clear()
         self._measure(self._whole, table)
 
-    def after_update(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Say what was missing."""
-        self._calls.step_ended()
+        self._calls.on_step_end()
 
     def _called(self, call: Running, *_: Any) -> None:
         if call.named.name not in self._measured:

@@ -118,7 +118,7 @@ class MicroBatchSums:
         self._hooking, self._gate = hooking, gate
         hooking.keep(CallbackHandle(self.release))
 
-    def step_begins(self) -> None:
+    def on_step_begin(self) -> None:
         """Begin anew, if there is anything to sum up."""
         self.release()
         self.are_kept = self._is_needed() and self._fits()
@@ -235,7 +235,7 @@ class MicroGradients(Quantity):
         self._hooking, self._gate = hooking, gate
         self._hook_parameters(hooking, gate)
 
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Count from the first micro-batch; a parameter may have been thawed since."""
         self._passes = [0] * len(self.monitored.parameters)
         if self._hooking is not None and self._gate is not None:

@@ -91,13 +91,13 @@ class ModuleCalls:
         hook = self._hooking.guarded(f"{self._name} of modules", ended, self._gate)
         self._hook(named, hook, lambda: hook_after(self._hooking, named, hook))
 
-    def step_begins(self) -> None:
+    def on_step_begin(self) -> None:
         """Nothing of this step has been called yet."""
         self._tell_gaps()
         self._seen.clear()
         self._called.clear()
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """Say what was missing."""
         if not self._looked_for_silence:
             self._looked_for_silence = True

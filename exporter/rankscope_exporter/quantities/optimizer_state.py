@@ -62,7 +62,7 @@ class OptimizerState(Quantity):
         """Return the entries of each kept kind in turn."""
         return [entry for _, kind in self._kept for entry in self.parameter_entries(kind)]
 
-    def after_update(self, table: Table) -> None:
+    def on_optimizer_step_end(self, table: Table) -> None:
         """Read the state the step left."""
         kept = self.monitored.framework.kept(self.monitored.tensors(), self.monitored.optimizers)
         states: list[Mapping[str, Any]] = [{} if own is None else own.state for own in kept]

@@ -86,14 +86,14 @@ class Router(Quantity):
             else:
                 self._calls.after(named, functools.partial(self._returned, holder))
 
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Nothing of this step has been called yet."""
         self._compared.clear()
-        self._calls.step_begins()
+        self._calls.on_step_begin()
 
-    def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Say what was missing."""
-        self._calls.step_ended()
+        self._calls.on_step_end()
 
     def _called(self, holder: _Holder, call: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._read(holder, call, _computed(call.module, received(args, kwargs)))

@@ -240,7 +240,7 @@ class Structure(Quantity):
         except (RuntimeError, AttributeError) as error:
             self._tell(f"{named.name}: no hook can be registered ({type(error).__name__})")
 
-    def step_begins(self, table: Table) -> None:
+    def on_step_begin(self, table: Table) -> None:
         """Begin anew; what this step shows is put together once it is over."""
         self._handles.remove()
         self._open.clear()
@@ -254,7 +254,7 @@ class Structure(Quantity):
                 placement, vpp_stage = _placement(module, self.placement), self.monitored.framework.vpp_stage(module)
                 yield named.name, Seen(named.name, type(module).__name__, placement, vpp_stage=vpp_stage)
 
-    def after_update(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Let go of tensors that outlive their graph."""
         self._handles.remove()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankscope_contract.model.events import Event, causal_key
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.process.threads import BackgroundWorker, limit_this_thread
 
 log = logging.getLogger("rankscope")
@@ -82,13 +82,13 @@ class AnomalyCallback:
     """Calls one function, one anomaly after the other, on a thread of its own."""
 
     def __init__(
-        self, function: OnAnomaly | None, guard: Guard, samples: Callable[[int | None], Sequence[Any]]
+        self, function: OnAnomaly | None, boundary: ErrorBoundary, samples: Callable[[int | None], Sequence[Any]]
     ) -> None:
         """`samples` gives the ids of a step; it may wait."""
         self._function = function
-        self._guard = guard
+        self._boundary = boundary
         self._samples = samples
-        self._chores = BackgroundWorker("on_anomaly", guard)
+        self._chores = BackgroundWorker("on_anomaly", boundary)
 
     @property
     def dropped(self) -> int:
@@ -103,7 +103,7 @@ class AnomalyCallback:
 
             def call() -> None:
                 _check_thread()
-                samples = tuple(self._guard.call("samples of on_anomaly", self._samples, step) or ())
+                samples = tuple(self._boundary.call("samples of on_anomaly", self._samples, step) or ())
                 function(Anomaly(run=run, rank=rank, step=step, events=ordered, samples=samples))
 
             self._chores.put(call)

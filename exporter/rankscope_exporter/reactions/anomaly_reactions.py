@@ -12,7 +12,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import Event
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.validation import share_of
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
@@ -57,16 +57,16 @@ class AnomalyReactions:
         self,
         config: MonitorConfig,
         identity: Identity,
-        guard: Guard,
+        boundary: ErrorBoundary,
         parts: ReactionDependencies,
         on_anomaly: OnAnomaly | None,
     ) -> None:
         self._identity = identity
-        self._guard = guard
+        self._boundary = boundary
         self._is_wanted = config.capture is not None
-        self._chores = BackgroundWorker("capture", guard)
+        self._chores = BackgroundWorker("capture", boundary)
         self.batches = SampleIds()
-        self.callbacks = AnomalyCallback(on_anomaly, guard, self._samples)
+        self.callbacks = AnomalyCallback(on_anomaly, boundary, self._samples)
         self.overhead_controller = self._governor(config, parts)
         self.captures = self._captures(config, parts)
         parts.recorder.step_events.follow(self.batches)
@@ -76,8 +76,8 @@ class AnomalyReactions:
 
     def fired(self, step: int | None, events: Sequence[Event]) -> None:
         """Do what is to be done when rules fired at `step`. On the publisher's thread."""
-        self._guard.call("capture", self.captures.fired, step, events)
-        self._guard.call("on_anomaly", self.callbacks.put, self._identity.run, self._identity.rank, step, events)
+        self._boundary.call("capture", self.captures.fired, step, events)
+        self._boundary.call("on_anomaly", self.callbacks.put, self._identity.run, self._identity.rank, step, events)
 
     def finish(self, catch_up: Callable[[float], bool]) -> None:
         """Have what is left said of a capture, behind the last step, for which `catch_up` waits some seconds at most.
@@ -85,9 +85,9 @@ class AnomalyReactions:
         Where nothing is captured, and nobody is told, nothing is waited for.
         """
         if self._is_wanted:
-            self._guard.call("capture", catch_up, FINISH_SECONDS)
-            self._guard.call("capture", self.captures.finish)
-            self._guard.call("capture", self._chores.stop, FINISH_SECONDS)
+            self._boundary.call("capture", catch_up, FINISH_SECONDS)
+            self._boundary.call("capture", self.captures.finish)
+            self._boundary.call("capture", self._chores.stop, FINISH_SECONDS)
 
     def stop(self, timeout_seconds: float) -> None:
         """Let `on_anomaly` see the last anomalies, for so long at most."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities, Part, PreparedQuantities
 from rankscope_exporter.sampling.sampling_config import SamplingConfig
 
@@ -91,7 +91,7 @@ class ChangeQueue:
     """Changes the members of a collection between two steps, and says so with an event of the first new step."""
 
     def __init__(
-        self, active_quantities: ActiveQuantities, measuring: SamplingConfig, *, guard: Guard, first_step: int
+        self, active_quantities: ActiveQuantities, measuring: SamplingConfig, *, boundary: ErrorBoundary, first_step: int
     ) -> None:
         self.measuring = measuring
         self.ended = threading.Event()
@@ -105,7 +105,7 @@ class ChangeQueue:
         self.changes = 0
         """How many took place, those beside what is measured included: the same on all ranks at the same step."""
         self._active_quantities = active_quantities
-        self._guard = guard
+        self._boundary = boundary
         self._waiting: list[Change | PlannedChange] = []
         self._lock = threading.Lock()
         self._pace: tuple[int, float | None] = (first_step - 1, None)
@@ -153,7 +153,7 @@ class ChangeQueue:
         self.resolve_pending(step)
         events: list[Event] = []
         for companion in self.companions:
-            events += self._guard.call("switching", companion.step_begins, step) or ()
+            events += self._boundary.call("switching", companion.step_begins, step) or ()
         while self._waiting and self._waiting[0].is_due(step):
             with self._lock:
                 change = self._waiting.pop(0)
@@ -162,7 +162,7 @@ class ChangeQueue:
             if isinstance(change, Change):
                 events += self._take(change, step, is_replaced=_is_replaced(change, due))
             else:
-                events += self._guard.call("switching", change.take, self._active_quantities, step) or ()
+                events += self._boundary.call("switching", change.take, self._active_quantities, step) or ()
         if not events and self._since is not None and self.measuring.on and self._active_quantities.is_over:
             events += [self._end(step), *self._notify_listeners(step)]
         return events
@@ -171,10 +171,10 @@ class ChangeQueue:
         """Have `change` hold from now on; one that another replaces at this very step is told, and touches no hooks."""
         before, self.measuring = self.measuring, change.measuring
         if is_replaced:  # the other's quantities go on with members that this one would have sent away
-            self._guard.call("switching", self._active_quantities.discard, change.prepared or [])
+            self._boundary.call("switching", self._active_quantities.discard, change.prepared or [])
         else:
             prepared = self._active_quantities.prepare(change.parts) if change.prepared is None else change.prepared
-            self._guard.call("switching", self._active_quantities.replace, prepared)
+            self._boundary.call("switching", self._active_quantities.replace, prepared)
         self.ended.clear()
         self._since, self._by = step, change.source
         self.on_change()
@@ -182,7 +182,7 @@ class ChangeQueue:
 
     def _notify_listeners(self, step: int) -> list[Event]:
         """Tell those that go along that something else is measured."""
-        told = (self._guard.call("switching", companion.switched, step) for companion in self.companions)
+        told = (self._boundary.call("switching", companion.switched, step) for companion in self.companions)
         return [event for events in told for event in events or ()]
 
     def _end(self, step: int) -> Event:

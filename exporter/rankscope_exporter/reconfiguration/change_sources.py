@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_exporter.base.errors import ConfigError, Guard
+from rankscope_exporter.base.errors import ConfigError, ErrorBoundary
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.reconfiguration.agreement import Agreement, Proposal
@@ -61,7 +61,7 @@ class ChangeSources:
         change_queue: ChangeQueue,
         parts: Callable[[MonitorConfig], list[Part]],
         *,
-        guard: Guard,
+        boundary: ErrorBoundary,
         tell: Callable[[str], None],
         agreement: Agreement | None,
         first_step: int,
@@ -69,7 +69,7 @@ class ChangeSources:
         self._base = base
         self._change_queue = change_queue
         self._parts = parts
-        self._guard = guard
+        self._boundary = boundary
         self._tell = tell
         self._agreement = agreement
         self._first_step = first_step
@@ -94,7 +94,7 @@ class ChangeSources:
 
     def start(self) -> None:
         """Agree on what holds at the beginning, and listen where there is something to listen to."""
-        self._guard.call("switching", self._begin)
+        self._boundary.call("switching", self._begin)
         is_asked = self.listens or self._base.serve.secret is not None
         if self._file is not None or (self._agreement is not None and is_asked):
             self._thread.start()
@@ -120,7 +120,7 @@ class ChangeSources:
         if self._thread.ident is not None:
             self._thread.join(1.0)
         if self._change_queue.is_over():
-            self._guard.call("the switch file", self._write_off)
+            self._boundary.call("the switch file", self._write_off)
 
     # Sources.
 
@@ -218,9 +218,9 @@ class ChangeSources:
             self._woken.wait(self._base.switch_poll_seconds * (_BUSY_SHARE if busy else 1.0))
             self._woken.clear()
             if not self._stopped.is_set():
-                self._guard.call("the switch file", self._look_at_file)
+                self._boundary.call("the switch file", self._look_at_file)
                 if self._agreement is not None:
-                    self._guard.call("agreeing with other ranks", self._take_part, self._agreement)
+                    self._boundary.call("agreeing with other ranks", self._take_part, self._agreement)
             self.cpu_seconds = time.thread_time()
 
     def _look_at_file(self) -> None:
@@ -296,7 +296,7 @@ class ChangeSources:
             self._alone(error)
             return
         for proposal in changes:
-            self._guard.call("switching", self._agreed, proposal)
+            self._boundary.call("switching", self._agreed, proposal)
 
     def _agreed(self, proposal: Proposal) -> None:
         self._put(proposal.document, proposal.source, proposal.step, proposal.without)

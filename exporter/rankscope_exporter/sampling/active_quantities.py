@@ -9,7 +9,7 @@ import torch
 
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import ModelHookContext, Quantity
 from rankscope_exporter.records.pending_step import PendingStep
 from rankscope_exporter.sampling.active_quantity import ActiveQuantity
@@ -34,10 +34,10 @@ class ActiveQuantities:
         quantities: Sequence[Part],
         *,
         device: torch.device,
-        guard: Guard,
+        boundary: ErrorBoundary,
         measurement: Measurement | None = None,
     ) -> None:
-        self._guard = guard
+        self._boundary = boundary
         self.book = PlanRegistry()
         self._members: list[ActiveQuantity] = []
         self._per_gradient: list[ActiveQuantity] = []
@@ -53,13 +53,13 @@ class ActiveQuantities:
         self._hooking = hooking
         hooking.keep(self)
         for member in self._members:
-            member.install(hooking, self._guard)
+            member.install(hooking, self._boundary)
 
     def remove(self) -> None:
         """Remove the hooks of all quantities."""
         self._hooking = None
         for member in self._members:
-            self._guard.call(member.where, member.unhook)
+            self._boundary.call(member.where, member.unhook)
 
     def prepare(self, parts: Sequence[Part]) -> PreparedQuantities:
         """Return what `take` will measure by, the hooks registered; who measures the same already goes on."""
@@ -69,7 +69,7 @@ class ActiveQuantities:
             if member is None or member.is_retired:
                 member = ActiveQuantity(quantity)
                 if self._hooking is not None:
-                    member.install(self._hooking, self._guard)
+                    member.install(self._hooking, self._boundary)
             member.is_kept_for_next = True
             prepared.append((member, terms))
         return prepared
@@ -79,13 +79,13 @@ class ActiveQuantities:
         members = [member for member, _ in prepared]
         for member in self._members:
             if member not in members:
-                self._guard.call(member.where, member.leave)
+                self._boundary.call(member.where, member.leave)
         self._settle(members)
         seat = [(f"rows of {member.quantity.name}", member, terms) for member, terms in prepared]
         for member in members:
             member.is_kept_for_next = False
         self._members = [
-            member for where, member, terms in seat if self._guard.call(where, member.activate, self._sheet, terms)
+            member for where, member, terms in seat if self._boundary.call(where, member.activate, self._sheet, terms)
         ]
         self._listen()
 
@@ -93,7 +93,7 @@ class ActiveQuantities:
         """Take the hooks away that were registered for a `prepared` that will not be taken."""
         for member, _ in prepared:
             if member not in self._members:
-                self._guard.call(member.where, member.leave)
+                self._boundary.call(member.where, member.leave)
 
     def stretch(self, factor: int) -> None:
         """Measure every so many-th of the steps that are due, from the one that begins now on."""
@@ -122,7 +122,7 @@ class ActiveQuantities:
         guests = [member for member in self._members if member.is_temporary]
         self._members = [member for member in self._members if not member.is_temporary]
         for member in guests:
-            self._guard.call(member.where, member.leave)
+            self._boundary.call(member.where, member.leave)
         self._settle(self._members)
         self._listen()
 
@@ -135,7 +135,7 @@ class ActiveQuantities:
             if type(known.quantity) is type(member.quantity):
                 known.suspend()
         member.is_temporary = True
-        if self._guard.call(f"rows of {member.quantity.name}", member.activate, self._sheet, terms):
+        if self._boundary.call(f"rows of {member.quantity.name}", member.activate, self._sheet, terms):
             self._members.append(member)
 
     def _settle(self, staying: Sequence[ActiveQuantity]) -> None:
@@ -176,14 +176,14 @@ class ActiveQuantities:
         for member in self._members:
             is_due |= member.opens(step)
             if member.is_done:
-                self._guard.call(member.where, member.retire)
+                self._boundary.call(member.where, member.retire)
         if is_due and self.backlog >= MAX_BACKLOG:
             self.unsampled += 1
             is_due = False
             self.pause()
         for member in self._members:
             if member.is_open or member.coming.some_may_go:
-                self._guard.call(member.where, member.begins)
+                self._boundary.call(member.where, member.begins)
         return is_due
 
     def pause(self) -> None:
@@ -197,7 +197,7 @@ class ActiveQuantities:
             for member in self._members:
                 if member.is_open:
                     where = f"{member.quantity.name} ({moment})"
-                    self._guard.call(where, getattr(member.quantity, moment), member.table)
+                    self._boundary.call(where, getattr(member.quantity, moment), member.table)
 
     def gradient_ready(self, index: int, holder: GradientSource) -> None:
         """Tell the quantities that read gradients one by one."""
@@ -206,8 +206,8 @@ class ActiveQuantities:
             if member.is_open and own is not None:
                 try:
                     member.quantity.gradient_ready(own, holder, member.table)
-                except Exception as error:  # noqa: BLE001 - as the guard does, without another call for each gradient
-                    self._guard.report(f"{member.quantity.name} (gradient_ready)", error)
+                except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call for each gradient
+                    self._boundary.report(f"{member.quantity.name} (gradient_ready)", error)
 
     def peek(self) -> tuple[Sequence[PlanEntry], Finished]:
         """Return the plan and what is measured of the step under way; waits for the device, for who asks for it."""
@@ -217,7 +217,7 @@ class ActiveQuantities:
         """Put what was measured into `draft`."""
         for member in self._members:
             if member.is_open:
-                self._guard.call(member.where, member.quantity.step_ended)
+                self._boundary.call(member.where, member.quantity.step_ended)
                 member.closes()
         pending_step.copy, pending_step.ops = HostCopy(self._sheet.table, len(self.book)), self.book.ops
         pending_step.deferred, pending_step.rows = self._sheet.take_rows()

@@ -14,7 +14,7 @@ from torch import nn
 
 from rankscope_exporter.adapters.base import Removable, remove_all
 from rankscope_exporter.adapters.parameter_hooks import ParameterHook
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import Hook, ModelHookContext, Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.sampling.plan import StepBuffers, TableView
 from rankscope_exporter.sampling.sampling_config import QuantitySampling, Schedule, Timing
@@ -146,12 +146,12 @@ class ActiveQuantity:
         place = bisect.bisect_left(positions, index)
         return place if place < len(positions) and positions[place] == index else None
 
-    def install(self, hooking: ModelHookContext, guard: Guard) -> None:
+    def install(self, hooking: ModelHookContext, boundary: ErrorBoundary) -> None:
         """Let the quantity register hooks, which are this member's to remove."""
         for sentence in self.quantity.notices():
             hooking.tell(f"{self.quantity.name}: {sentence}")
         own = ActiveHookContext(hooking, self.handles, self.coming)
-        guard.call(self.where, self.quantity.install, own, self)
+        boundary.call(self.where, self.quantity.install, own, self)
 
     def activate(self, sheet: StepBuffers, terms: QuantitySampling) -> bool:
         """Begin to count steps anew, and find rows of the sheet where there are none yet; return that it is done."""

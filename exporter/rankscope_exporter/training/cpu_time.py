@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.records.step_events import StepObserver
 
 _ELEMENTS_PER_THREAD: Final = 1 << 16
@@ -76,25 +76,25 @@ class IntraOpThreads(StepObserver):
 
 
 class HookClock:
-    """Calls what training calls of ours, through the guard, and adds up what that costs."""
+    """Calls what training calls of ours, through the error boundary, and adds up what that costs."""
 
-    def __init__(self, guard: Guard, *, on_cpu: bool) -> None:
+    def __init__(self, boundary: ErrorBoundary, *, on_cpu: bool) -> None:
         self.cpu_seconds = 0.0
         """Of the training thread: everything that reads a tensor, begins or ends a step, or comes from the script. The
         bare calls, of a few hooks in each step, are not in it: timing them would cost more than they do."""
         self.team = IntraOpThreads()
-        self._guard = guard
+        self._boundary = boundary
         self._on_cpu = on_cpu
 
     def start(self) -> None:
         """Find out who works for the training thread, which calls this."""
         if self._on_cpu:
-            self._guard.call("threads of torch", self.team.find)
+            self._boundary.call("threads of torch", self.team.find)
 
     def timed(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
         """Return `function(*args)`, or None when it raised."""
         began = time.thread_time()
-        result = self._guard.call(where, function, *args)
+        result = self._boundary.call(where, function, *args)
         self.cpu_seconds += time.thread_time() - began + _READING_SECONDS
         return result
 

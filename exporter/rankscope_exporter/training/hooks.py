@@ -12,7 +12,7 @@ from torch.autograd import Variable
 
 from rankscope_exporter.adapters.base import GradientSource, Removable
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.tracing import (
     Entry,
     call_untraced,
@@ -43,19 +43,19 @@ _COMPILED_BACKWARD: Final = (
 
 
 class Hooks:
-    """The only code that training calls. Each entry goes through `tracing` and the guard; `clock` adds up their cost.
+    """The only code that training calls. Each entry goes through `tracing` and the error boundary; `clock` adds up their cost.
 
     `active` is cleared to make all hooks inert together, as a forked child must.
     """
 
-    def __init__(self, monitored: MonitoredModel, recorder: Recorder, guard: Guard) -> None:
+    def __init__(self, monitored: MonitoredModel, recorder: Recorder, boundary: ErrorBoundary) -> None:
         self.active = True
-        self.clock = HookClock(guard, on_cpu=monitored.device.type == "cpu")
+        self.clock = HookClock(boundary, on_cpu=monitored.device.type == "cpu")
         recorder.step_events.follow(self.clock.team)
         self._monitored = monitored
         self._recorder = recorder
         self._moments = recorder.step_events
-        self._guard = guard
+        self._boundary = boundary
         self._handles: list[Removable] = []
         self._gradients = GradientHooks(monitored, self._gradient_hook)
         self._changed = ChangedModel(monitored)
@@ -80,7 +80,7 @@ class Hooks:
         self.clock.start()
         self._handles.append(self._monitored.framework.on_forward(Entry(self._forward_begins)))
         self._handles.append(self._monitored.framework.on_forward_end(Entry(self._forward_ended)))
-        self._guard.call("hooks of the framework", self._monitored.framework.install, self)
+        self._boundary.call("hooks of the framework", self._monitored.framework.install, self)
         self._recorder.install(self)
         self._handles.append(self._gradients)
         self._gradients.hook_all()
@@ -92,7 +92,7 @@ class Hooks:
         """Remove every hook that `install` registered; one that cannot be removed is reported and remains inert."""
         self.active = False
         for handle in self._handles:
-            self._guard.call("removing a hook", handle.remove)
+            self._boundary.call("removing a hook", handle.remove)
         self._handles.clear()
 
     # Services for quantities that register their own hooks.
@@ -130,7 +130,7 @@ class Hooks:
 
         def call(*args: Any) -> None:
             if self.active:
-                self._guard.call(where, function, *args)
+                self._boundary.call(where, function, *args)
 
         return Entry(call)
 
@@ -204,7 +204,7 @@ class Hooks:
 
     def _update_compiles(self) -> None:
         if self.active:
-            self._guard.call("a compiled update", self._recorder.update_compiles)
+            self._boundary.call("a compiled update", self._recorder.update_compiles)
             self.tell_once(_COMPILED_UPDATE)
 
     def _backward_compiles(self) -> None:
@@ -216,7 +216,7 @@ class Hooks:
         """Publish a note, the first time that it is given; also while code is compiled."""
         if sentence not in self._told:
             self._told.add(sentence)
-            self._guard.call("a note", self.tell, sentence)
+            self._boundary.call("a note", self.tell, sentence)
 
     def _forward_begins(self, module: torch.nn.Module, inputs: Any) -> None:
         if not self.active or any(map(is_stand_in, inputs)):
@@ -250,14 +250,14 @@ class Hooks:
         elif self._in_hook_reads:
             self.clock.timed_reading("a gradient hook", self._recorder.gradient_ready, index, holder)
         else:
-            self._guard.call("a gradient hook", self._recorder.gradient_ready, index, holder)
+            self._boundary.call("a gradient hook", self._recorder.gradient_ready, index, holder)
 
     def gradient_arrives(self) -> None:
         """Note that a gradient is on its way to a parameter; a step may begin with it."""
         if self._gradients.begin_steps:
             backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hook
             if backward != self._backward:
-                self._guard.call("a backward hook", self._pass_begins, backward)
+                self._boundary.call("a backward hook", self._pass_begins, backward)
 
     def _pass_begins(self, backward: int) -> None:
         self._backward = backward
@@ -274,7 +274,7 @@ class Hooks:
         self._moments.tell("backward_ends")
         if self._recorder.sampling:
             self.clock.timed("reading local gradients", self._recorder.backward_ends)
-        self._guard.call("the end of backward", _when_backward_ends, Entry(self._backward_ended))
+        self._boundary.call("the end of backward", _when_backward_ends, Entry(self._backward_ended))
 
     def _backward_ended(self) -> None:
         self._moments.tell("backward_ended")

@@ -17,7 +17,7 @@ from rankscope_contract.model.events import Event
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import ModelHookContext
 from rankscope_exporter.records.pending_step import (
     Pending,
@@ -60,13 +60,13 @@ class Recorder:
         active_quantities: ActiveQuantities,
         hand_over: Callable[[PendingStep], None],
         *,
-        guard: Guard,
+        boundary: ErrorBoundary,
         tracker: StepTracker | None = None,
     ) -> None:
         self._monitored = monitored
         self._active_quantities = active_quantities
         self._hand_over = hand_over
-        self._guard = guard
+        self._boundary = boundary
         self._lock = threading.RLock()
         self._tracker = tracker or StepTracker(has_optimizer=bool(monitored.optimizers))
         self._attempts = 0
@@ -84,7 +84,7 @@ class Recorder:
         self._awaits_gradients = False
         self._witness: int | None = None  # position of the parameter that got a gradient last
         self._gradients_seen = 0
-        self.step_events = StepEvents(guard)
+        self.step_events = StepEvents(boundary)
         """Tells parts beside this one what comes by."""
         self.micro_step = -1
         """Which training forward of the step, or of its chunk, was the last to begin, from 0 on."""
@@ -166,7 +166,7 @@ class Recorder:
             first = not self._updated_by
             self._updated_by.add(id(optimizer))
             if first:  # later optimizers of the same step would see what the earlier ones changed
-                self._guard.call("the learning rate", self._note_learning_rates)
+                self._boundary.call("the learning rate", self._note_learning_rates)
                 self._awaits_gradients = computes_gradients
             if not computes_gradients and (first or self._monitored.framework.updates_in_parts):
                 self._each("before_update")
@@ -183,7 +183,7 @@ class Recorder:
         with self._lock:
             self.step_events.tell("updated")
             self._each("after_update")
-            self._guard.call("switching", self.after_update)
+            self._boundary.call("switching", self.after_update)
             self._tracker.updated()
             self._unseen.look()
             self._last_seen = self._updated_at = time.monotonic()
@@ -227,7 +227,7 @@ class Recorder:
 
     def _taken(self, name: str, value: Any) -> Sequence[Pending]:
         """Return what is logged under `name`; a value that is no number is reported, and the others are kept."""
-        return self._guard.call(f"log({name}=…)", lambda: list(take(name, value))) or ()
+        return self._boundary.call(f"log({name}=…)", lambda: list(take(name, value))) or ()
 
     def add(self, later: Callable[[], Iterable[Scalar]]) -> None:
         """Attach what is read on the publisher's thread to the step under way, once; without one hand it over now."""
@@ -300,7 +300,7 @@ class Recorder:
 
     def _open(self, now: float, cause: Cause) -> None:
         self._time_late(now, cause)
-        switched = self._guard.call("switching", self.before_step, self._tracker.step)
+        switched = self._boundary.call("switching", self.before_step, self._tracker.step)
         sampled = self._active_quantities.begin(self._tracker.step)
         self._attempts += 1
         self._draft = PendingStep(self._tracker.step, now_microseconds(), sampled=sampled)
@@ -313,11 +313,11 @@ class Recorder:
         self._began = now
         self.step_events.tell("step_begins", self._tracker.step)
         if sampled:
-            self._guard.call("looking at the parameters", self.on_open, self._attempts)
+            self._boundary.call("looking at the parameters", self.on_open, self._attempts)
             self._draft.call_order = [-1] * len(self._monitored.parameters)
             self._each("step_begins")
         else:
-            self._guard.call("hooks of gradients", self.on_rest)
+            self._boundary.call("hooks of gradients", self.on_rest)
 
     def _time_late(self, now: float, cause: Cause) -> None:
         if self._late is not None:
@@ -346,7 +346,7 @@ class Recorder:
         if ended is not None and ended.skipped and not self._unseen.may_leave_no_trace:
             pending_step.events.append(skipped_event())
         if pending_step.sampled:
-            self._guard.call("copying statistics", self._active_quantities.end, pending_step)
+            self._boundary.call("copying statistics", self._active_quantities.end, pending_step)
         self._hand_over(pending_step)
 
     def _each(self, moment: str) -> None:
@@ -369,7 +369,7 @@ class Recorder:
                 self._note_learning_rates()
             self._updated_by.add(id(optimizer))
             self._each("after_update")
-            self._guard.call("switching", self.after_update)
+            self._boundary.call("switching", self.after_update)
             self._tracker.updated()
             self._updated_at = time.monotonic()
 

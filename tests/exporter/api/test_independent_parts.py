@@ -19,7 +19,7 @@ from rankscope_contract.model.events import EventType
 from rankscope_exporter import AnomalyNan, Monitor
 from rankscope_exporter.adapters.base import HandleGroup, remove_all
 from rankscope_exporter.api.session import Session
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
@@ -470,8 +470,8 @@ class _Failing:
 
 def test_a_guard_names_each_place_once(caplog):
     caplog.set_level(logging.ERROR, "rankscope")
-    guard = Guard()
+    boundary = ErrorBoundary()
     for where in ("one", "two", "one"):
-        guard.call(where, broken)
+        boundary.call(where, broken)
 
-    assert (["one", "two"], 3) == (named(caplog), guard.count)
+    assert (["one", "two"], 3) == (named(caplog), boundary.count)

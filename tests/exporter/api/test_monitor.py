@@ -311,7 +311,7 @@ def test_a_quantity_that_raises_costs_its_rows_not_the_training(
     def fail(*_: object) -> None:
         raise RuntimeError("broken quantity")
 
-    monkeypatch.setattr(Parameters, "after_update", fail)
+    monkeypatch.setattr(Parameters, "on_optimizer_step_end", fail)
     with_fault, plain = make(), make()
     monitor = Monitor(quiet)
     with monitor.attach(*with_fault):
@@ -328,7 +328,7 @@ def test_a_quantity_that_raises_costs_its_rows_not_the_training(
     assert 3 == monitor.faults
     assert {"grad_reduced", "exp_avg", "param_before"} <= {row.kind for row in rows if row.step == 3}
     assert [] == [event for event in events if event["type"] == "step_skipped"]
-    assert ["parameters (after_update) failed, training goes on: RuntimeError('broken quantity')"] == [
+    assert ["parameters (on_optimizer_step_end) failed, training goes on: RuntimeError('broken quantity')"] == [
         event["message"] for event in events if event["type"] == "fault"
     ]
     assert all(torch.equal(a, b) for a, b in zip(with_fault[0].parameters(), plain[0].parameters(), strict=True))

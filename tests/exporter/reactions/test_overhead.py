@@ -130,10 +130,10 @@ def test_threads_that_torch_divides_our_operations_among_count_while_we_read_and
         tensor.add(tensor)
         assert 0.0 == team.seconds
         own = time.thread_time()
-        team.reading_begins()
+        team.on_measurement_begin()
         for _ in range(20):
             tensor.add(tensor)
-        team.reading_ended()
+        team.on_measurement_end()
         own = time.thread_time() - own
     finally:
         torch.set_num_threads(threads)
@@ -148,8 +148,8 @@ def test_with_one_thread_there_is_no_team_and_nothing_is_read():
     torch.set_num_threads(1)
     try:
         team.find()
-        team.reading_begins()
-        team.reading_ended()
+        team.on_measurement_begin()
+        team.on_measurement_end()
     finally:
         torch.set_num_threads(threads)
 

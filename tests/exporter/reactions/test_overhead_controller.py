@@ -40,8 +40,8 @@ class Costly(Parameters):
     busy_seconds: ClassVar[float] = 0.0
     times: ClassVar[Times] = Times()
 
-    def step_begins(self, table: Table) -> None:
-        super().step_begins(table)
+    def on_step_begin(self, table: Table) -> None:
+        super().on_step_begin(table)
         self.times.spend(self.seconds)
         until = time.thread_time() + self.busy_seconds
         while time.thread_time() < until:

@@ -14,7 +14,7 @@ from tests.exporter.conftest import wait_until
 from torch import nn
 
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.reconfiguration.watched_file import SwitchFile
 
@@ -403,7 +403,7 @@ def test_training_waits_once_for_a_store_that_gives_no_answer_and_not_at_every_s
     agreement: Any = SimpleNamespace(must_resolve=lambda _step: True, resolve=lambda step: arrived.append(step) or [])
     change_queue: Any = None  # of which nothing is asked while nothing is agreed
     change_sources = ChangeSources(
-        MonitorConfig(), change_queue, lambda _: [], guard=Guard(), tell=print, agreement=agreement, first_step=1
+        MonitorConfig(), change_queue, lambda _: [], boundary=ErrorBoundary(), tell=print, agreement=agreement, first_step=1
     )
     change_sources._agreeing = lock
     for step in (1, 2, 3):

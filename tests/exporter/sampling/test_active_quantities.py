@@ -21,7 +21,7 @@ class Outputs(Parameters):
 
     name: ClassVar[str] = "test_outputs"
     of_modules: ClassVar[bool] = True
-    before_update = after_update = Quantity.step_begins
+    on_optimizer_step_begin = on_optimizer_step_end = Quantity.on_step_begin
 
     def entries(self) -> list[PlanEntry]:
         return []

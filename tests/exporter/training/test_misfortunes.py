@@ -385,10 +385,10 @@ def test_an_optimizer_beside_around_or_inside_of_the_given_one_replaces_nothing(
 
 PLACES = [
     (Activations, "install"),
-    (Gradients, "gradient_ready"),
-    (Gradients, "backward_ends"),
-    (Gradients, "before_update"),
-    (OptimizerState, "after_update"),
+    (Gradients, "on_gradient_ready"),
+    (Gradients, "on_gradients_ready"),
+    (Gradients, "on_optimizer_step_begin"),
+    (OptimizerState, "on_optimizer_step_end"),
 ]
 
 

@@ -21,7 +21,7 @@ from rankscope_contract.model.kinds import VALUE_OPS, Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.api.monitor import Monitor
 from rankscope_exporter.base.copies import CopiesDoNothing
-from rankscope_exporter.base.errors import ConfigError, Guard
+from rankscope_exporter.base.errors import ConfigError, ErrorBoundary
 from rankscope_exporter.compat.msprobe.argument_checks import Attachment, Construction, first_step, wrong_hints
 from rankscope_exporter.compat.msprobe.config_translation import translated
 from rankscope_exporter.config.loader import read_settings
@@ -100,11 +100,11 @@ class TrainerMon(CopiesDoNothing):
         self._config = _config_of(self._document, self._path)
         self._optimizer: Any = None
         self._monitor: Monitor | None = None
-        self._guard = Guard()
+        self._boundary = ErrorBoundary()
         self._told: dict[str, None] = {}  # what is said once, in order
 
     def _unattached(self) -> dict[str, Any]:
-        return {"_said": Construction(), "_optimizer": None, "_guard": Guard(), "_told": {}}
+        return {"_said": Construction(), "_optimizer": None, "_guard": ErrorBoundary(), "_told": {}}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_config": self._config.without_secrets(), "_document": {}}
@@ -117,7 +117,7 @@ class TrainerMon(CopiesDoNothing):
     @property
     def faults(self) -> int:
         """How many errors were swallowed here; those of the Monitor are its own."""
-        return self._guard.count
+        return self._boundary.count
 
     # Attaching.
 
@@ -162,7 +162,7 @@ class TrainerMon(CopiesDoNothing):
         groups = {"dp_group": given.dp_group, "tp_group": given.tp_group, "pp_group": self._said.process_group}
         monitor.attach(given.watched, given.optimizer, **groups)
         self._monitor = monitor
-        self._guard.call("process_group", self._place_in_pipeline, monitor)
+        self._boundary.call("process_group", self._place_in_pipeline, monitor)
         for sentence in self._told:
             monitor.remark(sentence)
 
@@ -189,7 +189,7 @@ class TrainerMon(CopiesDoNothing):
         return self._numbers((Kind.ACT_IN, Kind.ACT_OUT), (Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT))
 
     def _numbers(self, first: Sequence[str], second: Sequence[str]) -> tuple[Metrics, Metrics]:
-        found: tuple[Metrics, Metrics] | None = self._guard.call("a getter", self._read_numbers, first, second)
+        found: tuple[Metrics, Metrics] | None = self._boundary.call("a getter", self._read_numbers, first, second)
         return ({}, {}) if found is None else found
 
     def _read_numbers(self, first: Sequence[str], second: Sequence[str]) -> tuple[Metrics, Metrics]:
@@ -211,7 +211,7 @@ class TrainerMon(CopiesDoNothing):
         if self.is_copy:
             return
         self._deprecated("monitor.ops = […]", "call monitor.monitor.switch({'ops': […]}), or edit the watched file")
-        self._guard.call("ops", self._change_ops, names)
+        self._boundary.call("ops", self._change_ops, names)
 
     def _change_ops(self, names: Sequence[str]) -> None:
         try:
@@ -227,7 +227,7 @@ class TrainerMon(CopiesDoNothing):
         if self.is_copy:
             return
         self._deprecated("reload_xy", f"set {DYNAMIC_VARIABLE}=True and edit the file, or call monitor.monitor.switch")
-        self._guard.call("reload_xy()", self._reload_activations, bool(xy_distribution))
+        self._boundary.call("reload_xy()", self._reload_activations, bool(xy_distribution))
 
     def _reload_activations(self, on: bool) -> None:  # noqa: FBT001 - one thing to say
         self._document = {**self._document, "xy_distribution": on}

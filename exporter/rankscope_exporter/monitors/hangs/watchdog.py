@@ -17,7 +17,7 @@ from typing import Final
 
 from rankscope_contract.diagnostics.rank_groups import Standing
 from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.stack_signal import StackSignal
 from rankscope_exporter.process.threads import OwnThread
@@ -99,7 +99,7 @@ class Watchdog:
         limits: HangLimits,
         stack_signal: str | None,
         diagnosis: Diagnosis,
-        guard: Guard,
+        boundary: ErrorBoundary,
         *,
         standing: Callable[[], tuple[int | None, str | None]],
         planned_steps: int | None,
@@ -112,7 +112,7 @@ class Watchdog:
         self._signal: StackSignal | None = None
         self._watch = HangDetector(self._limits)
         self._diagnosis = diagnosis
-        self._guard = guard
+        self._boundary = boundary
         self._standing = standing
         self._planned_steps = planned_steps
         self._say = say
@@ -130,7 +130,7 @@ class Watchdog:
     def start(self) -> None:
         """Take the signal where one is named, and begin to look. A signal that is taken is said, and left alone."""
         if self._signal_name is not None:
-            self._signal = self._guard.call("stacks_signal", StackSignal, self._signal_name)
+            self._signal = self._boundary.call("stacks_signal", StackSignal, self._signal_name)
         self.beat()
         if self._limits.is_on or self._signal is not None:
             self._thread.start()
@@ -161,12 +161,12 @@ class Watchdog:
         while not self._stopped.wait(self._seconds):
             now = time.monotonic()
             late, before = now - before - self._seconds, now
-            self._guard.call("the watchdog", self._look, now, late)
+            self._boundary.call("the watchdog", self._look, now, late)
             self.cpu_seconds = time.thread_time()
 
     def _look(self, now: float, late: float) -> None:
         if self._signal is not None:
-            self._guard.call("stacks_signal", self._look_at_signal, self._signal)
+            self._boundary.call("stacks_signal", self._look_at_signal, self._signal)
         step, phase = self._standing()
         is_done = self._planned_steps is not None and step is not None and step >= self._planned_steps
         sign = Sign(heard_at=self._heard_at, has_stepped=step is not None, is_done=is_done, phase=phase)
@@ -191,7 +191,7 @@ class Watchdog:
             text += f"; for {held:.0f} s no Python ran: C code held the interpreter lock, or the process was stopped"
         details = json.dumps({"state": "began", "seconds": seconds, "phase": phase, "interpreter_held_seconds": held})
         event = Event(type=EventType.HANG, severity=Severity.CRITICAL, value=seconds, message=text, details=details)
-        where = self._guard.call("the place of a hang", self._place, event)
+        where = self._boundary.call("the place of a hang", self._place, event)
         self._say(f"rank {self._diagnosis.rank}: {text}" + (f": {where}" if where else ""))
 
     def _place(self, event: Event) -> str | None:
@@ -205,5 +205,5 @@ class Watchdog:
         details = json.dumps({"state": "ended", "seconds": seconds})
         text = f"training goes on after {seconds:.0f} s without a sign"
         event = Event(type=EventType.HANG, value=seconds, message=text, details=details)
-        self._guard.call("recording the end of a hang", self._diagnosis.tell, event)
+        self._boundary.call("recording the end of a hang", self._diagnosis.tell, event)
         self._say(f"rank {self._diagnosis.rank}: {text}")

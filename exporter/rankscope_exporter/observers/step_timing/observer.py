@@ -135,71 +135,71 @@ class StepTimingObserver(StepObserver):
 
     # What happens in a step.
 
-    def step_begins(self, step: int) -> None:  # noqa: ARG002 - it is known in the end
+    def on_step_begin(self, step: int) -> None:  # noqa: ARG002 - it is known in the end
         """Note it."""
         self._has_step = True
         self._note(("step_begins", self._now(), ""))
 
-    def forward_begins(self) -> None:
+    def on_forward_begin(self) -> None:
         """Note it."""
         self._note(("forward_begins", self._now(), ""))
 
-    def forward_ended(self) -> None:
+    def on_forward_end(self) -> None:
         """Note it."""
         self._note(("forward_ended", self._now(), ""))
         self._keep_short()
 
-    def evaluation_begins(self) -> None:
+    def on_evaluation_begin(self) -> None:
         """Note it; of many forwards in a row the first begins the evaluation and the last ends it."""
         if self._marks[-1][0] == "evaluation_ended":
             self._clock.give_back(self._marks.pop()[1])
         else:
             self._note(("evaluation_begins", self._now(), ""))
 
-    def evaluation_ended(self) -> None:
+    def on_evaluation_end(self) -> None:
         """Note it."""
         self._note(("evaluation_ended", self._now(), ""))
 
-    def backward_begins(self) -> None:
+    def on_backward_begin(self) -> None:
         """Note it."""
         self._it_was_training()
         self._note(("backward_begins", self._now(), ""))
 
-    def backward_ends(self) -> None:
+    def on_gradients_ready(self) -> None:
         """Note it."""
         self._note(("backward_ends", self._now(), ""))
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         """Note it."""
         self._note(("backward_ended", self._now(), ""))
         self._keep_short()
 
-    def update_begins(self) -> None:
+    def on_optimizer_step_begin(self) -> None:
         """Note it, and whose thread is that of the training: a checkpoint may be written on another one."""
         self._thread = threading.get_ident()  # not of a forward or backward pass, which torch may run on its own
         self._note(("update_begins", self._now(), ""))
 
-    def updated(self) -> None:
+    def on_optimizer_step_end(self) -> None:
         """Note it."""
         self._note(("updated", self._now(), ""))
 
-    def reading_begins(self) -> None:
+    def on_measurement_begin(self) -> None:
         """Note it."""
         self._note(("reading_begins", self._now(), ""))
 
-    def reading_ended(self) -> None:
+    def on_measurement_end(self) -> None:
         """Note it."""
         self._note(("reading_ended", self._now(), ""))
 
     # What the script says.
 
-    def phase_begins(self, name: str) -> None:
+    def on_phase_begin(self, name: str) -> None:
         """Note it, unless another thread than that of the training says so."""
         if self._is_training():
             self._announced.append(_Announced(name, time.monotonic()))
             self._note(("phase_begins", self._now(), name))
 
-    def phase_ended(self, name: str) -> None:
+    def on_phase_end(self, name: str) -> None:
         """Add to the total of the phase what no inner phase has taken."""
         if not self._is_training() or not self._announced or self._announced[-1].name != name:
             return
@@ -217,7 +217,7 @@ class StepTimingObserver(StepObserver):
 
     # What becomes of it.
 
-    def step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
+    def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
         """Let the publisher find out what the step was made of."""
         if cause == "backward":
             self._it_was_training()
@@ -225,7 +225,7 @@ class StepTimingObserver(StepObserver):
             self._close(pending_step, cause)
             self._is_first = False
 
-    def training_ends(self) -> None:
+    def on_training_end(self) -> None:
         """Tell the totals with the last step; what came after it is of none."""
         self._is_last = True
         if self._times_steps and not self._has_step:

@@ -101,15 +101,15 @@ class Throughput(StepObserver):
 
     # On the training thread.
 
-    def forward_begins(self) -> None:
+    def on_forward_begin(self) -> None:
         """One forward more."""
         self._forwards += 1
 
-    def step_ends(self, pending_step: PendingStep) -> None:
+    def on_step_end(self, pending_step: PendingStep) -> None:
         """What the step went through is known, its duration not always."""
         self._work, self._forwards = Work(self._forwards, pending_step.pending), 0
 
-    def step_timed(self, pending_step: PendingStep, cause: Cause) -> None:  # noqa: ARG002 - whatever ended it
+    def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:  # noqa: ARG002 - whatever ended it
         """Have the scalars made on the publisher's thread."""
         if self._config.method != "off":
             seconds = next((item.value for item in pending_step.pending if item.name == "step_seconds"), 0.0)

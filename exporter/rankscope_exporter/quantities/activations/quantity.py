@@ -141,21 +141,21 @@ class Activations(Quantity):
             self._gaps.add(f"no hook can be registered ({type(error).__name__})", named.name)
         self._followed.append((named, first))
 
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Nothing of this step has been called yet."""
         self._release()
         self._step = _Step()
 
-    def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Say what was missing, and let go of leaf tensors."""
         self._note_uncalled()
         self._release()
 
-    def backward_ended(self, table: Table) -> None:  # noqa: ARG002 - see above
+    def on_backward_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Let go of gradients: other ones come by in the next pass."""
         self._step.gradients.clear()
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """Let go of all tensors, also where no optimizer has stepped."""
         self._handles.remove()
         self._step.let_go()

@@ -176,16 +176,16 @@ class Collectives(Quantity):
         hooking.keep(CallbackHandle(self._release))
         hooking.keep(Interceptor(listener, OPERATIONS))
 
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every moment
         """Nothing of this step has been called yet."""
         self._release()
         self._step = _Step(threading.get_ident(), stream_of(self._device))
 
-    def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Tell what was called so far."""
         self._log.tell(self._say)
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """Let go of the tensors of calls that were not waited for."""
         self._step.works.let_go()
 

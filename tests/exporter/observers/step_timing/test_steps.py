@@ -287,14 +287,14 @@ def test_a_step_of_endless_passes_keeps_its_memory_and_all_of_its_time():
     handed: list[PendingStep] = []
     phases = StepTimingObserver(HostClock(), LoopTraits(), handed.append)
     for step in (1, 2):
-        phases.step_begins(step)
+        phases.on_step_begin(step)
         began = time.monotonic()
         for _ in range(30_000 if step == 2 else 1):
-            phases.forward_begins()
-            phases.forward_ended()
+            phases.on_forward_begin()
+            phases.on_forward_end()
         kept = len(phases._marks)
         pending_step = PendingStep(step, 0, ended_at=time.monotonic())
-        phases.step_timed(pending_step, "forward")
+        phases.on_step_timed(pending_step, "forward")
     ((read,),) = (pending_step.later,)
     told = {scalar.labels["phase"]: scalar.value for scalar in read() if scalar.name == "step_phase_seconds"}
 
