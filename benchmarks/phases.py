@@ -62,7 +62,9 @@ def _least(step: Callable[[StepEvents, list[PendingStep]], None], *, follow: boo
     best = float("inf")
     for _ in range(REPEATS):
         pending_steps: list[PendingStep] = []
-        observers = [StepTimingObserver(HostClock(), LoopTraits(shows_reductions=True), lambda _: None)] if follow else []
+        observers = (
+            [StepTimingObserver(HostClock(), LoopTraits(shows_reductions=True), lambda _: None)] if follow else []
+        )
         step_events = StepEvents(ErrorBoundary(), observers)
         began = time.thread_time()
         for _ in range(STEPS):

@@ -1,6 +1,6 @@
 """Errors that are raised before training starts, and the error boundary around everything that runs during training.
 
-After `attach` nothing of the monitor raises into training: `ErrorBoundary` catches the error, counts it, and logs it once.
+After `attach`, no error of the monitor is raised into training: `ErrorBoundary` counts it and logs it once.
 """
 
 from __future__ import annotations

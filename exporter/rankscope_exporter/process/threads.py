@@ -12,6 +12,7 @@ alone. `torch.set_num_threads` is not for this: it sets the default of every thr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -34,11 +35,26 @@ class OwnThread(threading.Thread):
 
     def __init__(self, *, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
+        self._clock: int | None = None
+        self._spent: float | None = None  # after the end of the thread
 
     def run(self) -> None:
         """Limit the thread, then call the target."""
         limit_this_thread()
-        super().run()
+        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        try:
+            super().run()
+        finally:
+            self._spent = time.thread_time()
+
+    @property
+    def cpu_seconds(self) -> float:
+        """The CPU seconds of the thread so far. On systems without thread clocks (macOS), 0 until the thread ends."""
+        if self._spent is None and self._clock is not None:
+            with contextlib.suppress(OSError):  # the thread has ended meanwhile
+                return time.clock_gettime(self._clock)
+        return self._spent or 0.0
 
 
 def limit_this_thread() -> bool:

@@ -241,11 +241,6 @@ class Quantity:
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Register hooks of its own; called once, when the model is attached."""
 
-    @classmethod
-    def hears(cls, moment: str) -> bool:
-        """Return whether the class does anything at `moment`."""
-        return getattr(cls, moment) is not getattr(Quantity, moment)
-
     def on_step_begin(self, table: Table) -> None:
         """A sampled step begins; the table is empty."""
 

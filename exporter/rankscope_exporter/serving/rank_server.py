@@ -30,7 +30,7 @@ from rankscope_exporter.serving.node_exposition import NodeExposition
 from rankscope_exporter.serving.persistence import Persistence
 from rankscope_exporter.serving.registration import RegistrationLoop
 from rankscope_exporter.serving.ring import Ring
-from rankscope_exporter.serving.routes import Routes
+from rankscope_exporter.serving.routes import RankServerSources, Routes
 from rankscope_exporter.serving.service_client import DiscoveryFile, ServiceClient
 from rankscope_exporter.serving.tls import client_tls
 
@@ -55,6 +55,7 @@ class RankServer:
         overhead: Callable[[], Mapping[str, float]],
         dropped: Callable[[], Mapping[str, int]],
         faults: Callable[[], int],
+        sources: RankServerSources | None = None,
     ) -> None:
         self.incarnation = identity.incarnation
         self._meter = CpuMeter()
@@ -84,15 +85,7 @@ class RankServer:
             device=str(settings.get("device", "")),
         )
         self._started_at = time.time_ns() // 1000
-        self.collectives: Callable[[], Mapping[str, tuple[int, int]]] = dict
-        self.take_stacks: Callable[[], Mapping[str, Any]] | None = None
-        """Called for POST /stacks, on the server's thread."""
-        self.take_switch: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-        """Called for PUT /config, on the server's thread."""
-        self.measuring: Callable[[], Mapping[str, Any]] | None = None
-        """Asked for GET /config: what is measured now."""
-        self.stretch: Callable[[], int | None] = lambda: None
-        """Asked for the page: every how many-th of the chosen steps is measured."""
+        self._sources = RankServerSources() if sources is None else sources
         self._step: int | None = None
         self._phase: str | None = None
         self._lease: str | None = None
@@ -237,15 +230,18 @@ class RankServer:
 
     def stacks(self) -> Mapping[str, Any] | None:
         """Take stacks, record them, and return what was taken; None where nobody takes any."""
-        return None if self.take_stacks is None or self._closed else self.take_stacks()
+        take_stacks = self._sources.take_stacks
+        return None if take_stacks is None or self._closed else take_stacks()
 
     def settings(self) -> Mapping[str, Any]:
         """Return what /config shows; secrets were left out by who made it."""
-        return self._settings if self.measuring is None else {**self._settings, "measuring": self.measuring()}
+        state = self._sources.sampling_state
+        return self._settings if state is None else {**self._settings, "measuring": state()}
 
     def switch(self, document: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Change what is measured, and return what is and will be; None where nobody can. Raises ConfigError."""
-        return None if self.take_switch is None or self._closed else self.take_switch(document)
+        change = self._sources.change_sampling
+        return None if change is None or self._closed else change(document)
 
     def overhead_seconds(self) -> Mapping[str, float]:
         """Return the CPU seconds of the serving threads so far."""
@@ -290,8 +286,8 @@ class RankServer:
         dropped = {**own, **self.persistence.dropped, **self._asked("dropped records", self._dropped, nothing)}
         overhead = self._asked("overhead", self._overhead, nothing)
         return ExporterStats(
-            sampling_stretch=self._asked("the stretch of sampling", self.stretch, None),
-            collectives=self._asked("collectives", self.collectives, nothing),
+            sampling_stretch=self._asked("the stretch of sampling", self._sources.stretch, None),
+            collectives=self._asked("collectives", self._sources.collectives, nothing),
             faults=self._faults(),
             dropped=dropped,
             overhead_seconds={**overhead, **self._meter.totals()},

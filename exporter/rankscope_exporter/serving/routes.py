@@ -51,6 +51,25 @@ _LONGEST_NAME: Final = 80
 _WATCHED: Final = frozenset({METRICS_PATH, NODE_METRICS_PATH, RECORDS_PATH})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankServerSources:
+    """Functions of other parts of the session that the server calls while it answers a request.
+
+    The server calls all of them on its own threads. A rank without a function for a request answers 503.
+    """
+
+    take_stacks: Callable[[], Mapping[str, Any]] | None = None
+    """POST /stacks: takes and publishes the stacks of all threads, and returns them as a JSON object."""
+    change_sampling: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """PUT /config: changes the sampling, and returns the current and the pending state. Raises ConfigError."""
+    sampling_state: Callable[[], Mapping[str, Any]] | None = None
+    """GET /config: returns the current sampling, shown under `measuring`."""
+    stretch: Callable[[], int | None] = lambda: None
+    """Metrics page: the factor by which the overhead controller has multiplied the sampling interval."""
+    collectives: Callable[[], Mapping[str, tuple[int, int]]] = dict
+    """Metrics page: number of calls and of bytes by operation."""
+
+
 class RecentClients:
     """The latest readers of each page. Asked and told by any thread."""
 

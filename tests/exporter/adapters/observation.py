@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from tests.exporter.adapters.loops import ALONE, LOOPS, MISFORTUNES, WORLD, Loop
 from tests.exporter.adapters.training import OUTER, STEPS
+from tests.exporter.parts import session_of
 from tests.programs import warm_processes
 
 from rankscope_exporter import Monitor, MonitorConfig
@@ -178,7 +179,7 @@ def _hooks_of(module: torch.nn.Module) -> list[Any]:
 
 
 def read(monitor: Monitor, outcome: Outcome) -> None:
-    session = monitor._session
+    session = session_of(monitor)
     if session is None:
         return
     deadline = time.monotonic() + 30

@@ -7,6 +7,7 @@ import json
 import logging
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 from rankscope_exporter.observers.throughput.meter import Throughput
 from rankscope_exporter.publishing import publisher as publisher_module
+from rankscope_exporter.publishing.console import Console
 from rankscope_exporter.publishing.publisher import Publisher
 from rankscope_exporter.quantities.gradients import Gradients
 from rankscope_exporter.quantities.micro_batches import MicroGradients
@@ -48,7 +50,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         config = {"console": False, "exit_wait_seconds": 0, "quantities": ["parameters", "gradients"], **settings}
         self.monitor = Monitor(config).attach(self.net, self.optimizer)
-        self.session: Session = self.monitor._session  # type: ignore[assignment]
+        self.session: Session = self.monitor._session  # type: ignore[assignment]  # one that fails has none
 
     def train(self, steps: int = 3, **values: Any) -> None:
         for _ in range(steps):
@@ -370,22 +372,22 @@ def test_a_copy_of_statistics_that_fails_leaves_the_numbers_of_the_step(monkeypa
 
 
 def test_a_quantity_that_fails_at_a_gradient_leaves_the_others(monkeypatch, caplog):
-    monkeypatch.setattr(Gradients, "gradient_ready", broken)
+    monkeypatch.setattr(Gradients, "on_gradient_ready", broken)
     heard: list[str] = []
-    monkeypatch.setattr(MicroGradients, "gradient_ready", lambda *_: heard.append("micro"), raising=False)
+    monkeypatch.setattr(MicroGradients, "on_gradient_ready", lambda *_: heard.append("micro"), raising=False)
     training = Training(quantities=["gradients", "micro_gradients"])
     training.train(1)
     training.finish()
 
     assert 4 == len(heard)
-    assert ["gradients (gradient_ready)"] == named(caplog)
+    assert ["gradients (on_gradient_ready)"] == named(caplog)
 
 
 def test_a_channel_that_refuses_a_record_leaves_sinks_and_callbacks(monkeypatch, caplog):
     told: list[int | None] = []
     training = Training(rules=[AnomalyNan()], sinks={"api": {}})
     monkeypatch.setattr(training.session.channel, "publish", broken)
-    monkeypatch.setattr(training.session.reactions, "fired", lambda step, _events: told.append(step))
+    monkeypatch.setattr(training.session.reactions.captures, "fired", lambda step, _events: told.append(step))
     training.train(1, loss=float("nan"))
     training.monitor.detach()
 
@@ -397,8 +399,8 @@ def test_a_channel_that_refuses_a_record_leaves_sinks_and_callbacks(monkeypatch,
 def test_a_console_that_fails_leaves_captures_and_callbacks(monkeypatch):
     told: list[int | None] = []
     training = Training(rules=[AnomalyNan()])
-    monkeypatch.setattr(training.session.console, "firing", broken)
-    monkeypatch.setattr(training.session.reactions, "fired", lambda step, _events: told.append(step))
+    monkeypatch.setattr(Console, "line", broken)
+    monkeypatch.setattr(training.session.reactions.captures, "fired", lambda step, _events: told.append(step))
     training.train(1, loss=float("nan"))
     training.finish()
 
@@ -412,7 +414,11 @@ def test_a_console_that_fails_leaves_captures_and_callbacks(monkeypatch):
 def test_a_part_of_the_page_that_fails_leaves_the_others(part, monkeypatch, caplog):
     training = Training()
     training.train()
-    monkeypatch.setattr(training.session.channel, part, broken)
+    channel = training.session.channel
+    if part.startswith("_"):
+        monkeypatch.setattr(channel, part, broken)
+    else:
+        monkeypatch.setattr(channel, "_sources", replace(channel._sources, **{part: broken}))
     page = urllib.request.urlopen(f"{training.monitor.address}/metrics", timeout=30).read().decode()
     training.finish()
 

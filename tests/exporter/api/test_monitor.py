@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import AnomalyNan, AnomalyTurbulence, Monitor, MonitorConfig, ServeConfig
@@ -391,8 +392,7 @@ def test_a_phase_on_another_thread_goes_on_when_one_of_training_ends(quiet: Moni
     net, optimizer = make()
     monitor = Monitor(quiet)
     with monitor.attach(net, optimizer):
-        session = monitor._session
-        assert session is not None
+        session = session_of(monitor)
         session.channel.set_phase = shown.append  # type: ignore[method-assign]
         evaluation, checkpoint = monitor.phase("evaluation"), monitor.phase("checkpoint")
         evaluation.__enter__()
@@ -433,10 +433,9 @@ def test_an_exception_in_training_leaves_an_exit_record(quiet: MonitorConfig, ca
     monitor = Monitor(quiet)
     published: list[Any] = []
     monitor.attach(net, optimizer)
-    session = monitor._session
-    assert session is not None
-    publish = session.publisher._publish_record
-    session.publisher._publish_record = lambda record: published.append(record) or publish(record)  # type: ignore[func-returns-value]
+    session = session_of(monitor)
+    publish = session.publisher.publish
+    session.publisher.publish = lambda record: published.append(record) or publish(record)  # type: ignore[func-returns-value]
 
     def fail() -> None:
         with monitor:

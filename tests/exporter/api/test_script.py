@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_contract.rules.nan import AnomalyNan
@@ -272,8 +273,7 @@ def test_phases_nest_add_up_and_are_events(quiet: MonitorConfig, reader: MakeRea
     with Monitor(quiet).attach(net, optimizer) as monitor:
         read = reader(monitor)
         shown = []
-        session = monitor._session
-        assert session is not None
+        session = session_of(monitor)
         for _ in range(2):
             with monitor.phase("evaluation"):
                 with monitor.phase("checkpoint"):
@@ -446,15 +446,14 @@ def test_steps_that_wait_beyond_the_limit_are_counted_not_kept(
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
         read = reader(monitor)
-        session = monitor._session
-        assert session is not None
-        hold, publish = threading.Event(), session.publisher._publish_record
+        session = session_of(monitor)
+        hold, publish = threading.Event(), session.publisher.publish
 
         def slow(record: Any) -> int:
             hold.wait(20)
             return publish(record)
 
-        session.publisher._publish_record = slow
+        session.publisher.publish = slow
         for _ in range(10):
             step(net, optimizer)
             monitor.log(loss=1.0)

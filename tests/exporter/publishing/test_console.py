@@ -9,16 +9,21 @@ import pytest
 from rankscope_contract.model.events import Event, EventType, ExitReason
 from rankscope_exporter.process.lifecycle import encodable, exit_reason, weighed_reason
 from rankscope_exporter.publishing.console import FREE_LINES, MIN_SECONDS_BETWEEN_LINES, Console, banner
+from rankscope_exporter.records.step_record import StepRecord
 
 
 def anomaly(kind: str, message: str) -> Event:
     return Event(type=EventType.ANOMALY, kind=kind, message=message)
 
 
+def record(step: int, *events: Event) -> StepRecord:
+    return StepRecord(ts=0, step=step, events=events)
+
+
 def test_a_firing_is_one_line_that_names_the_first_cause() -> None:
     stream = io.StringIO()
     console = Console(3, enabled=True, stream=stream)
-    console.firing(7, [anomaly("grad_reduced", "effect"), anomaly("grad_unreduced", "cause")])
+    console.on_record(record(7, anomaly("grad_reduced", "effect"), anomaly("grad_unreduced", "cause")))
 
     assert "rankscope: step 7, rank 3: cause (and 1 more at this step)\n" == stream.getvalue()
 
@@ -27,9 +32,9 @@ def test_a_training_that_diverges_does_not_flood_the_console() -> None:
     stream, now = io.StringIO(), [0.0]
     console = Console(0, enabled=True, stream=stream, clock=lambda: now[0])
     for step in range(100):
-        console.firing(step, [anomaly("grad_reduced", "again")])
+        console.on_record(record(step, anomaly("grad_reduced", "again")))
     now[0] = MIN_SECONDS_BETWEEN_LINES
-    console.firing(100, [anomaly("grad_reduced", "again")])
+    console.on_record(record(100, anomaly("grad_reduced", "again")))
     lines = stream.getvalue().splitlines()
 
     assert FREE_LINES + 1 == len(lines)
@@ -48,7 +53,7 @@ def test_the_banner_says_what_is_watched_what_it_costs_and_who_reads_it() -> Non
     lines = banner(
         run="my run",
         world_size=2,
-        what="gradients",
+        measured="gradients",
         tensors=3,
         elements=1_234_567,
         series=12,
@@ -63,7 +68,7 @@ def test_the_banner_says_what_is_watched_what_it_costs_and_who_reads_it() -> Non
     assert (
         "run 'my run' on 2 ranks; gradients of 3 tensors (1,234,567 elements) every 5 steps, numba kernel" == lines[0]
     )
-    assert lines[1].startswith("12 series, about 0 kB a step; http://127.0.0.1:9/metrics, read by nobody yet: ")
+    assert lines[1].startswith("12 series, about 0 kB per step; http://127.0.0.1:9/metrics, read by no service: ")
     assert "RANKSCOPE_INGEST_URL" in lines[1]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
@@ -70,7 +71,7 @@ def train(
 
 def left(monitor: Monitor, net: nn.Module) -> Run:
     """Detach, and return what the run left."""
-    session = monitor._session
+    session = session_of(monitor)
     records: Sequence[Any] = ()
     if session is not None:
         monitor.end_step()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.conftest import wait_until
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Anomaly, AnomalyNan, AnomalyTurbulence, ConfigError, Monitor, MonitorConfig
@@ -34,8 +35,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.monitor = Monitor({**PLAIN, "capture": CAPTURE, **settings}, on_anomaly=on_anomaly)
         self.monitor.attach(self.net, self.optimizer)
-        session = self.monitor._session
-        assert session is not None
+        session = session_of(self.monitor)
         self.change_queue, self.ring, self.publisher = session.change_queue, session.channel.ring, session.publisher
         self.step = 0
 
@@ -339,7 +339,7 @@ def test_a_function_that_fails_or_takes_its_time_holds_up_nothing():
     training = Training(capture=None, on_anomaly=told)
     for _ in range(100):
         training.fire()
-    dropped = training.monitor._session.reactions.dropped()["on_anomaly"]  # type: ignore[union-attr]  # attached
+    dropped = session_of(training.monitor).reactions.dropped()["on_anomaly"]
     published = len([r for r in training.ring.after(-1, 1 << 30).records if any(e.type == "anomaly" for e in r.events)])
     gate.set()
     training.monitor.detach()
@@ -396,8 +396,8 @@ def failing(*_: Any, **__: Any) -> Any:
 def test_a_capture_that_cannot_be_asked_for_leaves_the_flight_record(monkeypatch):
     taken: list[str] = []
     training = Training()
-    captures = training.monitor._session.reactions.captures
-    monkeypatch.setattr(captures._asking, "aside", failing)
+    captures = session_of(training.monitor).reactions.captures
+    monkeypatch.setattr(captures._sources, "request_reaction", failing)
     monkeypatch.setattr(captures, "_take_flight_record", lambda: taken.append("taken"))
     training.train(2)
     training.fire()
@@ -409,7 +409,7 @@ def test_a_capture_that_cannot_be_asked_for_leaves_the_flight_record(monkeypatch
 
 def test_a_capture_whose_hooks_cannot_be_removed_has_an_end(monkeypatch):
     training = Training()
-    captures = training.monitor._session.reactions.captures
+    captures = session_of(training.monitor).reactions.captures
     monkeypatch.setattr(captures, "_release", failing)
     training.train(2)
     training.fire()
@@ -442,7 +442,7 @@ def test_batches_that_cannot_be_found_leave_the_callback(monkeypatch):
     seen: list[tuple[Any, ...]] = []
     training = Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples)))
     training.train(2)
-    monkeypatch.setattr(training.monitor._session.reactions.callbacks, "_samples", failing)
+    monkeypatch.setattr(session_of(training.monitor).reactions.callbacks, "_samples", failing)
     training.fire()
     wait_until(lambda: seen)
     training.monitor.detach()

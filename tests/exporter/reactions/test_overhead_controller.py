@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor, quantities
@@ -64,17 +65,16 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         base = {"quantities": ["test_costly"], "max_overhead": "50 %", "exit_wait_seconds": 0, "hang_after_seconds": 0}
         self.monitor = Monitor({**base, **settings}).attach(self.net, self.optimizer)
-        session = self.monitor._session
-        assert session is not None
+        session = session_of(self.monitor)
         self.ring, self.overhead_controller = session.channel.ring, session.reactions.overhead_controller
-        self.watch = self.overhead_controller._watch
+        self.window = self.overhead_controller._window
         if not real:
             self.overhead_controller._clock, self.overhead_controller._cost = (
                 lambda: Costly.times.clock,
                 lambda: Costly.times.cost,
             )
-        elif self.watch is not None:
-            self.watch._least_seconds = 0.2
+        elif self.window is not None:
+            self.window._least_seconds = 0.2
 
     def steps(self) -> Iterator[int]:
         """Train as long as it is asked for."""
@@ -99,7 +99,7 @@ def test_what_is_made_expensive_is_measured_less_often_and_that_is_said(monkeypa
     training = Training()
     enough = MOST_STEPS
     for step in training.steps():
-        share = training.watch.share
+        share = training.window.share
         if enough == MOST_STEPS and share is not None and share <= 0.5:
             enough = step + 2 * training.overhead_controller.stretch
         if step >= enough:
@@ -121,8 +121,8 @@ def test_what_is_made_expensive_is_measured_less_often_and_that_is_said(monkeypa
     assert (stretch, 0.5) == (measuring["stretch"], measuring["max_overhead"])
     assert f" {stretch}.0" in next(line for line in page.splitlines() if line.startswith("rankscope_sampling_stretch{"))
     said = capfd.readouterr().err
-    assert len(events) == said.count("of the chosen steps is measured: measuring")
-    assert f"one in {stretch} of the chosen steps is measured" in said
+    assert len(events) == said.count("of the configured steps is sampled: measuring")
+    assert f"one in {stretch} of the configured steps is sampled" in said
     assert 0 == training.monitor.faults
 
 
@@ -177,10 +177,10 @@ def test_a_switch_by_hand_begins_anew_unstretched(monkeypatch):
 def test_every_times_and_start_step_keep_their_meaning():
     """Of the steps 5, 8, 11 and so on every second is left."""
     training = Training(console=False, options={"test_costly": {"start_step": 5, "every": 3, "times": 4}})
-    assert training.watch is not None
+    assert training.window is not None
     for step in training.steps():
         if step == 1:
-            training.overhead_controller._asking.aside(
+            training.overhead_controller._sources.request_reaction(
                 {"stretch": 2, "share": 0.9, "max_overhead": 0.5, "rank": 0, "changes": 0}, "budget"
             )
         if step == 40:

@@ -32,7 +32,7 @@ def main():
     seen = set()
     for step in range(1, LIMIT):
         net(torch.ones(2, 3)).sum().backward()
-        if rank == 1 and 2 not in seen and session.recorder.sampling:
+        if rank == 1 and 2 not in seen and session.current_step.is_sampled:
             now, cost = now + STEP, cost + STEP  # half of the time
         optimizer.step()
         optimizer.zero_grad()

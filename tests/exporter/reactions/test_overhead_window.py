@@ -16,7 +16,7 @@ class Training:
     """Steps of a length of their own, of which every k-th is measured and costs more; obeys the watch at once."""
 
     def __init__(self, allowed: float, *, step: float, sampled: float, idle: float, every: int = 1) -> None:
-        self.watch = OverheadWindow(allowed)
+        self.window = OverheadWindow(allowed)
         self.step, self.sampled, self.idle, self.every = step, sampled, idle, every
         self.now = self.cost = 0.0
         self.seen = 0
@@ -27,19 +27,19 @@ class Training:
         until = self.now + seconds
         while self.now < until:
             self._begins()
-            spent = self.idle + (self.sampled if self.seen % (self.every * self.watch.stretch) == 0 else 0.0)
+            spent = self.idle + (self.sampled if self.seen % (self.every * self.window.stretch) == 0 else 0.0)
             self.seen += 1
             self.cost += spent
             self.now += self.step + spent
 
     def _begins(self) -> None:
-        if self.watch.may_end(self.every * self.watch.stretch):
-            judged = self.watch.look(self.now, self.cost)
-            if judged is not None:
-                self.looks.append((self.now, self.cost, judged.share))
-                if judged.verdict is not Verdict.KEEPS:
-                    self.changes.append((self.now, self.watch.stretch, judged.wanted))
-                    self.watch.restart(judged.wanted)
+        if self.window.may_end(self.every * self.window.stretch):
+            result = self.window.evaluate(self.now, self.cost)
+            if result is not None:
+                self.looks.append((self.now, self.cost, result.share))
+                if result.verdict is not Verdict.KEEPS:
+                    self.changes.append((self.now, self.window.stretch, result.stretch))
+                    self.window.restart(result.stretch)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_does_not_come_from_sampling_ends_at_the_most_stretch():
     training = Training(0.01, step=0.01, sampled=0.0001, idle=0.001)
     training.train(600)
 
-    assert MOST_STRETCH == training.watch.stretch
+    assert MOST_STRETCH == training.window.stretch
     assert MOST_STRETCH == training.changes[-1][2]
 
 

@@ -247,11 +247,11 @@ def test_a_change_beside_others_replaces_none_and_is_replaced_by_none():
     one, other = ranks(2)
 
     assert one.agreement.propose("switch", "file", 1)
-    assert not other.agreement.propose("stretch", "budget", stands=True)
+    assert not other.agreement.propose("stretch", "budget", is_additional=True)
     for _ in range(3):
         one.look()
         other.look()
-    assert other.agreement.propose("stretch", "budget", stands=True)
+    assert other.agreement.propose("stretch", "budget", is_additional=True)
     assert not one.agreement.propose("switch again", "file", 2)
     for _ in range(3):
         one.look()
@@ -264,14 +264,15 @@ def test_what_a_source_asks_for_up_to_a_stamp_is_heard_once_of_all_ranks():
     """A NaN that all ranks see at the same step, or soon after, is captured once."""
     one, other = ranks(2)
 
-    assert one.agreement.propose("of one", "capture", 7, until=20, stands=True)
+    assert one.agreement.propose("of one", "capture", 7, until=20, is_additional=True)
     assert all(
-        other.agreement.propose("of the other", "capture", step, until=step + 13, stands=True) for step in (7, 20)
+        other.agreement.propose("of the other", "capture", step, until=step + 13, is_additional=True)
+        for step in (7, 20)
     )
     for _ in range(3):
         one.look()
         other.look()
-    assert other.agreement.propose("later", "capture", 21, until=34, stands=True)
+    assert other.agreement.propose("later", "capture", 21, until=34, is_additional=True)
     for _ in range(3):
         one.look()
         other.look()

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.conftest import wait_until
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
 from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.reconfiguration.change_queue import StepPace
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.reconfiguration.watched_file import SwitchFile
 
@@ -36,8 +38,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.monitor = Monitor(path, first_step=first_step)
         self.monitor.attach(self.net, self.optimizer)
-        session = self.monitor._session
-        assert session is not None
+        session = session_of(self.monitor)
         self.change_queue, self.recorder, self.ring = session.change_queue, session.recorder, session.channel.ring
 
     def train(self, steps: int) -> None:
@@ -265,7 +266,7 @@ def test_a_call_changes_what_is_measured_and_off_leaves_no_hook(path):
     before = module_hooks()  # without the one that has a look at the first forward
     training.monitor.switch({"quantities": ["activations", "parameters"]})
     training.train(2)
-    entries = len(training.change_queue._active_quantities.book)
+    entries = len(training.change_queue._active_quantities.plan)
     during = module_hooks()
     training.monitor.switch(on=False)
     training.train(2)
@@ -276,7 +277,7 @@ def test_a_call_changes_what_is_measured_and_off_leaves_no_hook(path):
 
     assert [0, 1, 2, 5, 7] == steps
     assert [1, 3, 5] == [event["at"] for event in told]
-    assert entries == len(training.change_queue._active_quantities.book)  # the same rows are filled again
+    assert entries == len(training.change_queue._active_quantities.plan)  # the same rows are filled again
     assert during > after
     assert before == after
     assert 0 == module_hooks()
@@ -403,15 +404,23 @@ def test_training_waits_once_for_a_store_that_gives_no_answer_and_not_at_every_s
     agreement: Any = SimpleNamespace(must_resolve=lambda _step: True, resolve=lambda step: arrived.append(step) or [])
     change_queue: Any = None  # of which nothing is asked while nothing is agreed
     change_sources = ChangeSources(
-        MonitorConfig(), change_queue, lambda _: [], boundary=ErrorBoundary(), tell=print, agreement=agreement, first_step=1
+        MonitorConfig(),
+        change_queue,
+        StepPace(1),
+        parts=lambda _: [],
+        reaction=lambda *_: None,
+        boundary=ErrorBoundary(),
+        tell=print,
+        agreement=agreement,
+        first_step=1,
     )
     change_sources._agreeing = lock
     for step in (1, 2, 3):
-        change_sources.resolve(step)
+        change_sources.on_before_step(step)
     lock.free = True
-    change_sources.resolve(4)
+    change_sources.on_before_step(4)
     lock.free = False
-    change_sources.resolve(5)
+    change_sources.on_before_step(5)
 
     assert [4] == arrived
     assert [2.0, 0.0, 0.0, 0.0, 2.0] == lock.waits

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.exporter.parts import session_of
 from tests.programs import warm_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -70,8 +71,7 @@ def train(rank: int, path: Path, model: nn.Module, ask: str) -> tuple[Any, ...]:
     dist.barrier()
     monitor = Monitor(settings(str(path)))
     monitor.attach(model, optimizer)
-    session = monitor._session
-    assert session is not None
+    session = session_of(monitor)
     dist.barrier()
     stop = path.with_suffix(".stop")
     changed_at = None
@@ -87,7 +87,7 @@ def train(rank: int, path: Path, model: nn.Module, ask: str) -> tuple[Any, ...]:
         optimizer.zero_grad()
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()
-        if changed_at is None and session.change_queue.measuring.on:
+        if changed_at is None and session.change_queue.sampling.on:
             changed_at = step
             stop.with_suffix(f".{rank}").touch()
         if changed_at is not None and step > changed_at + 8 and stop.with_suffix(f".{1 - rank}").exists():
@@ -109,8 +109,7 @@ def survive(rank: int, folder: Path, results: Any) -> None:
     path = folder / "survive.json"
     monitor = Monitor(settings(str(path)))
     monitor.attach(model, optimizer)
-    session = monitor._session
-    assert session is not None
+    session = session_of(monitor)
     assert session.change_sources._agreement is not None
     session.change_sources._agreement._patience_seconds = 1.0
     dist.barrier()
@@ -121,7 +120,7 @@ def survive(rank: int, folder: Path, results: Any) -> None:
     path.write_text('{"dynamic_on": true}')
     slowest = 0.0
     deadline = time.monotonic() + 30
-    while not session.change_queue.measuring.on and time.monotonic() < deadline:
+    while not session.change_queue.sampling.on and time.monotonic() < deadline:
         began = time.monotonic()
         optimizer.zero_grad()
         model(torch.ones(3, 4)).sum().backward()

@@ -16,7 +16,7 @@ def measured(timing: Timing, steps: Iterable[int]) -> list[int]:
     taken = []
     for step in steps:
         if schedule.begins(step):
-            schedule.taken()
+            schedule.sampled()
             taken.append(step)
     return taken
 
@@ -47,7 +47,7 @@ def test_a_step_that_was_due_but_not_measured_does_not_count_as_taken():
 
     assert schedule.begins(1)
     assert schedule.begins(2)
-    schedule.taken()
+    schedule.sampled()
     assert schedule.is_over
     assert not schedule.begins(3)
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.sampling.sampling_config import chosen
+from rankscope_exporter.sampling.sampling_config import selected_parts
 
 
 def net_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -41,9 +42,7 @@ def hooks_of(net: nn.Module) -> int:
 
 
 def parts_of(monitor: Monitor) -> Any:
-    session = monitor._session
-    assert session is not None
-    return session
+    return session_of(monitor)
 
 
 def calls_of_ours(function: Callable[[], None]) -> Counter[str]:
@@ -228,9 +227,9 @@ def test_a_change_that_is_to_come_is_measured_from_its_first_step_on(reader, eve
     config = config_of("activations", times=1)
     with Monitor(config).attach(net, optimizer) as monitor:
         session = parts_of(monitor)
-        prepared = session._active_quantities.prepare(chosen(session.monitored, config, 0, switched=True))
+        prepared = session.active_quantities.prepare(selected_parts(session.monitored, config, 0, ignore_start=True))
         train(net, optimizer, 3)
-        session.recorder.between(lambda: session._active_quantities.replace(prepared))
+        session.hooks.between(lambda: session.active_quantities.replace(prepared))
         train(net, optimizer, 3)
         monitor.end_step()
         read = reader(monitor)

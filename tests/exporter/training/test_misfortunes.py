@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 from torch.func import functional_call
 
@@ -215,8 +216,8 @@ class ModelCopied(Run):
 
 
 NOTES: dict[type[Run], str] = {
-    LayerAdded: "the optimizer has 2 parameters more than before, which are not measured",
-    OptimizerReplaced: "the optimizer was replaced after attach(): Adam is followed",
+    LayerAdded: "2 parameters were added to the optimizer after attach() and are not measured",
+    OptimizerReplaced: "the optimizer was replaced after attach(): the monitor now observes Adam",
     Scripted: "activations: 2: no hook can be registered",
     Lazy: "2 parameters have no shape yet and are not measured (1.weight, 1.bias)",
 }
@@ -234,8 +235,7 @@ class Watched:
         self.run = case()
         config = MonitorConfig(quantities=QUANTITIES, every=every, console=False, exit_wait_seconds=0)
         with Monitor(config).attach(self.run.net, self.run.optimizer) as monitor:
-            session = monitor._session
-            assert session is not None
+            session = session_of(monitor)
             self.run.train()
             monitor.end_step()
             assert session.publisher.stop(60)  # all of it is in the ring now, however slow the machine is

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.observers.step_timing.phase_rows import phase_rows, totals
+from tests.exporter.parts import session_of
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -347,7 +348,7 @@ def test_a_step_is_published_while_an_evaluation_behind_it_announces_its_batches
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     monitor = Monitor(quiet).attach(net, optimizer)
-    ring = monitor._session.channel.ring
+    ring = session_of(monitor).channel.ring
     net(torch.ones(1, 4)).sum().backward()
     optimizer.step()
 
