@@ -36,7 +36,7 @@ MAX_QUEUE: Final = 10_000
 """Records that may wait. Further ones are dropped and counted: training must not fill the memory."""
 
 _OF_CHUNKS: Final = frozenset({"features", "histograms"})
-"""Datasets whose rows contain the number of a model chunk in their names only."""
+"""Datasets with rows that contain the number of a model chunk in their names only."""
 
 CUMULATIVE: Final = {"tokens": "tokens_total", "samples": "samples_total"}
 """Scalars with a running total, and the name of the total."""
@@ -259,7 +259,7 @@ def arrow_statistics(
 ) -> tuple[pa.FloatArray, pa.Int64Array]:
     """Return the `values` (float32) and `counts` (int64) of a record: statistic-major, null if a number is absent.
 
-    Up to here NaN stands for null. This is safe because no statistic over finite elements is NaN.
+    Up to here NaN represents null. This is safe because no statistic over finite elements is NaN.
     """
     numbers = _arrow(np.concatenate((finished.values, baselines)), pa.float32())
     values = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float32()), numbers)

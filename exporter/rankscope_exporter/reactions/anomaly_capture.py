@@ -139,7 +139,7 @@ class CaptureController(StepObserver):
     # Firings of this rank, on the publisher thread.
 
     def fired(self, step: int | None, events: Sequence[Event]) -> None:
-        """Request a capture for the first cause whose rule is configured, unless the cooldown has not passed."""
+        """Request a capture for the first cause of a configured rule, unless the cooldown has not passed."""
         config = self._config
         if config is None or step is None or step <= self._quiet_until or self._count >= config.max_captures:
             return
@@ -202,7 +202,7 @@ class CaptureController(StepObserver):
     def sampling_changed(self, step: int) -> None:
         """End the capture: the new sampling configuration of step number `step` replaces it."""
         if self._reason is not None:
-            self._end(f"capture ended before step {step}, whose sampling configuration is new", cut_short=True)
+            self._end(f"capture ended before step {step}: the sampling configuration changed", cut_short=True)
 
     def finish(self) -> None:
         """End the capture at the end of training, and report requested captures that did not begin."""

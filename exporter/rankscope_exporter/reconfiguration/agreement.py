@@ -6,7 +6,7 @@ acknowledgements commits it. A rank that is past the step moves it, and all ackn
 compare-and-set only: if two ranks write different values, one of them succeeds.
 
 A background thread reads the key. The training thread reads it only if it reaches the step of a change that its rank
-has acknowledged and whose outcome it does not know. Then either the change is committed, or the rank moves it. No rank
+has acknowledged without knowing the outcome. Then either the change is committed, or the rank moves it. No rank
 therefore passes a step at which another rank changes, however late its background thread is. The step is far enough in
 the future that this is rarely needed.
 
@@ -71,7 +71,7 @@ class Proposal:
     without: tuple[int, ...] = ()
     """Ranks that did not acknowledge."""
     is_additional: bool = False
-    """Whether it is applied in addition to other changes: it waits for a pending one, and none replaces it."""
+    """True if it is applied in addition to other changes: it waits for a pending one, and none replaces it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class Agreement:
         self._patience_seconds = patience_seconds
         self._clock = clock
         self._armed: tuple[int, float] = (-1, 0.0)  # the newest pending number that was read here, and the time
-        self._acknowledged: tuple[Proposal, ...] = ()  # proposals whose outcome the caller does not have yet
+        self._acknowledged: tuple[Proposal, ...] = ()  # proposals without a known outcome
         self._delivered = 0
 
     def begin(self, step: int, document: str, stamp: int) -> Proposal:
@@ -145,8 +145,8 @@ class Agreement:
     ) -> bool:
         """Propose a change; return False if it must be proposed again at the next poll.
 
-        A proposal whose `stamp` is not newer than the last one of `source` is ignored, and so are later proposals of
-        `source` with stamps of at most `until`.
+        A proposal with a `stamp` that is not newer than the last one of `source` is ignored. Later proposals of
+        `source` with stamps of at most `until` are ignored as well.
         """
         for _ in range(_ATTEMPTS):
             state = self._state()
@@ -199,7 +199,7 @@ class Agreement:
 
     @property
     def pending(self) -> bool:
-        """Whether a change was pending at the last poll."""
+        """True if a change was pending at the last poll."""
         return self._armed[0] > self._delivered
 
     def claim(self, name: str) -> bool:

@@ -1,7 +1,7 @@
 """The sources of changes of sampling: a file, a call of the script, an HTTP request, and reactions of the monitor.
 
 A thread follows the switch file and the other ranks. It runs only if there is a switch file, or if other ranks may
-request changes. It never waits for another rank. The training waits for it only at the step of a change whose outcome
+request changes. It never waits for another rank. The training waits for it only at the step of a change that
 is being decided at that time.
 """
 

@@ -85,7 +85,7 @@ class SwitchFile:
 
 
 class FollowedFile:
-    """A switch file whose errors are reported instead of raised. `check` raises ConfigError for a wrong document."""
+    """A switch file. Its errors are reported instead of raised. `check` raises ConfigError for a wrong document."""
 
     def __init__(
         self, path: str | os.PathLike[str], check: Callable[[Mapping[str, Any]], None], tell: Callable[[str], None]

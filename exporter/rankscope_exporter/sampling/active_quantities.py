@@ -152,7 +152,7 @@ class ActiveQuantities:
 
     @property
     def is_over(self) -> bool:
-        """Whether all schedules have ended. False on a rank that measures nothing."""
+        """True if all schedules have ended. False on a rank that measures nothing."""
         own = [member for member in self._members if not member.is_temporary]
         return bool(own) and all(member.schedule.is_over for member in own)
 

@@ -48,7 +48,7 @@ class TransientHooks:
         self._some_are_removed = False
         self._are_on_parameters = False
         self.may_be_removed = False
-        """Whether `remove_called` would look for hooks to remove."""
+        """True if `remove_called` would look for hooks to remove."""
 
     def add(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
         """Register a hook now and at each later sampled step. `register` returns None if it is not possible this time.
@@ -111,18 +111,18 @@ class ActiveQuantity:
     schedule: Schedule = field(default_factory=lambda: Schedule(Timing()))
     ops: Ops = EVERY_OP
     is_open: bool = False
-    """Whether this quantity is measured at the present step. A field, because hooks read it at each call."""
+    """True if this quantity is measured at the present step. A field, because hooks read it at each call."""
     is_captured: bool = False
-    """Whether a capture measures every step, independent of the schedule."""
+    """True if a capture measures every step, independent of the schedule."""
     is_temporary: bool = False
-    """Whether the quantity is active only because of the capture."""
+    """True if the quantity is active only because of the capture."""
     is_suspended: bool = False
-    """Whether a temporary quantity of the same class, with other options, is measured in its place."""
+    """True if a temporary quantity of the same class, with other options, is measured in its place."""
     is_due: bool = False
-    """Whether the schedule selects the present step."""
+    """True if the schedule selects the present step."""
     is_retired: bool = False
     is_kept_for_next: bool = False
-    """Whether a pending change continues with this quantity: its hooks are kept."""
+    """True if a pending change continues with this quantity: its hooks are kept."""
     handles: list[Removable] = field(default_factory=list)
     transient: TransientHooks = field(default_factory=TransientHooks)
 
@@ -176,7 +176,7 @@ class ActiveQuantity:
 
     @property
     def is_done(self) -> bool:
-        """Whether its hooks have no further use and can be retired."""
+        """True if its hooks have no further use and can be retired."""
         return self.schedule.is_over and not (self.is_kept_for_next or self.is_captured or self.is_retired)
 
     def adjust_hooks(self) -> None:
@@ -251,12 +251,12 @@ class ActiveHookContext:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a training forward pass of the whole model is running."""
+        """True if a training forward pass of the whole model is running."""
         return self._hooking.in_forward
 
     @property
     def grad_enabled(self) -> bool:
-        """Whether gradients were enabled when the training called the guarded hook that is running."""
+        """True if gradients were enabled when the training called the guarded hook that is running."""
         return self._hooking.grad_enabled
 
     def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:

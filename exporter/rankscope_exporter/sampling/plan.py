@@ -170,7 +170,7 @@ class TableView(Table):
         self._buffers.table.forget(self._shifted(rows))
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Make each entry of `rows` absent whose statistics are bit-identical to its counterpart in `others`."""
+        """Make each entry of `rows` absent that is bit-identical to its counterpart in `others`."""
         return self._buffers.table.forget_equal(self._shifted(rows), self._shifted(others))
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
@@ -191,7 +191,7 @@ class TableView(Table):
         self._buffers.deferred.append(Deferred(None, Transfer.of(tensor), no_rows))
 
     def write(self, dataset: str, row: Row) -> None:
-        """Add a row of `dataset` whose values are already known."""
+        """Add a complete row of `dataset`."""
         self._buffers.rows.setdefault(dataset, []).append(row)
 
     def _shifted(self, rows: range) -> range:

@@ -38,7 +38,7 @@ class Schedule:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further step will be sampled."""
+        """True if no further step will be sampled."""
         return self._timing.times is not None and self._sampled >= self._timing.times
 
     @property
@@ -83,7 +83,7 @@ Part = tuple[Quantity, QuantitySampling]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """What is measured from some step on. With `on` false, nothing is."""
+    """A sampling configuration. If `on` is false, nothing is measured."""
 
     on: bool
     config: MonitorConfig

@@ -28,9 +28,9 @@ class CurrentStep:
         self.pending: PendingStep | None = None
         """The record of the open step; None between two steps."""
         self.is_sampled = False
-        """Whether a step is open and sampled. A field, because gradient hooks read it at each call."""
+        """True if a step is open and sampled. A field, because gradient hooks read it at each call."""
         self.is_numbered = False
-        """Whether the script has set the number of the open step, or of the next one."""
+        """True if the script has set the number of the open step, or of the next one."""
         self.last_step: int | None = None
         """Number of the step that was closed last."""
         self._next_values: list[Pending] = []

@@ -17,7 +17,7 @@ HookFactory = Callable[[int], Callable[[GradientSource], None]]
 class GradientHooks(StepObserver):
     """Registers hooks on the parameters of one model that require gradients, and removes most of them again.
 
-    A step whose optimizer is skipped can only be detected by a backward pass and gradients that are gone. Every
+    A step with a skipped optimizer can only be detected by a backward pass and gradients that are gone. Every
     backward pass must therefore be seen. The first parameter to receive a gradient in a pass is a *witness* of all
     passes that reach it, and keeps its hook. A parameter that has never received a gradient keeps its hook as well: it
     costs nothing until another kind of pass reaches the parameter.
@@ -27,13 +27,13 @@ class GradientHooks(StepObserver):
         self._monitored = monitored
         self._hook_of: HookFactory | None = None
         self._handles: dict[int, ParameterHook] = {}
-        self._pass: list[int] = []  # parameters whose hooks were called in this backward pass, in order
-        self._last: int | None = None  # the parameter whose hook was called last
-        self._seen: set[int] = set()  # parameters whose hooks were called in any pass
+        self._pass: list[int] = []  # parameters with gradients in this backward pass, in order
+        self._last: int | None = None  # the parameter with the latest gradient
+        self._seen: set[int] = set()  # parameters with gradients in any pass
         self._witnesses: set[int] = set()
         self._are_few = False
         self.begin_steps = False
-        """Whether a step has begun with the first gradient of a backward pass."""
+        """True if a step has begun with the first gradient of a backward pass."""
 
     def install(self, hook_of: HookFactory) -> None:
         """Register the hooks that `hook_of` makes on all parameters."""

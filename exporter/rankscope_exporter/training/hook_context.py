@@ -69,9 +69,9 @@ class HookContext:
         self.tell = tell
         """Publishes a notice on the console and as an event."""
         self.in_forward = False
-        """Whether a training forward pass of the whole model is running."""
+        """True if a training forward pass of the whole model is running."""
         self.grad_enabled = True
-        """Whether gradients were enabled when the training called the guarded hook that is running."""
+        """True if gradients were enabled when the training called the guarded hook that is running."""
         self._monitored = monitored
         self._recorder = recorder
         self._boundary = boundary

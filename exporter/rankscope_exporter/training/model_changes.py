@@ -65,7 +65,7 @@ class ModelChanges(StepObserver):
         return gone
 
     def _left_behind(self) -> set[int]:
-        """Return the positions of parameters whose modules are no longer part of the model."""
+        """Return the positions of parameters in modules that are no longer part of the model."""
         held = {id(module) for module in self._monitored.framework.module.modules()}
         parameters = enumerate(self._monitored.parameters)
         return {i for i, named in parameters if id(named.owner()) not in held}
@@ -94,7 +94,7 @@ class _Branch:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the holder has another object under the key. If the holder is gone, another branch has changed."""
+        """True if the holder has another object under the key. If the holder is gone, another branch has changed."""
         holder, module = self.holder(), self.module()
         # The dictionary itself: `__getattr__` may be the user's.
         return holder is not None and (module is None or entry(holder._modules, self.key) is not module)  # noqa: SLF001 - see above
@@ -134,9 +134,9 @@ class ReplacedOptimizers:
         self._follow = follow
         self._in_model = in_model
         self._known = [_Known(optimizer) for optimizer in followed]
-        self._stepping: set[int] = set()  # observed optimizers whose step is running, by identity
+        self._stepping: set[int] = set()  # observed optimizers in their step, by identity
         self._steps = 0  # of observed optimizers
-        self._before: dict[int, int] = {}  # other optimizers whose step is running: `_steps` at its begin
+        self._before: dict[int, int] = {}  # other optimizers in their step: `_steps` at its begin
 
     def install(self, keep: Callable[[Removable], None], guarded: Callable[..., Callable[..., None]]) -> None:
         """Register the hooks on all optimizers of the process."""

@@ -37,7 +37,7 @@ LOGGING_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Timing:
-    """A step whose record was published before its end was known. Its duration follows with the next step."""
+    """A step that was published before its end was known. Its duration follows with the next step."""
 
     step: int | None
     began: float
@@ -74,7 +74,7 @@ class Recorder:
         self._late: _Timing | None = None
         self._updated_by: set[int] = set()  # optimizers that have stepped in the open step, by identity
         self._unseen = UnseenUpdates(monitored.optimizers)
-        self._kept: tuple[object, ...] = ()  # model and optimizers of a sampled step whose update no hook sees
+        self._kept: tuple[object, ...] = ()  # model and optimizers of a sampled step with a compiled update
         self._awaits_gradients = False
         self._gradients_seen = 0
         self.micro_step = -1

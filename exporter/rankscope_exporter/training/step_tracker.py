@@ -1,8 +1,8 @@
 """Finds where one step ends and the next begins, and optimizer steps in which no hook runs.
 
-A training loop does not announce its steps. Forward passes, backward passes and optimizer steps call hooks. A step
-whose optimizer is skipped, as by a gradient scaler or a check for NaN, does not. It is detected by its gradients, which
-are gone when the next step begins. A loop that zeroes gradients in place and skips the optimizer leaves no trace: it
+A training loop does not announce its steps. Forward passes, backward passes and optimizer steps call hooks. A
+skipped optimizer step, as by a gradient scaler or a check for NaN, does not. It is detected by the gradients, which are
+gone when the next step begins. A loop that zeroes gradients in place and skips the optimizer leaves no trace: it
 must call `Monitor.end_step(skipped=True)`. Dynamo removes the hooks of a compiled optimizer step (see `base.tracing`).
 Such steps are detected by the state of the optimizer.
 """
@@ -37,12 +37,12 @@ class UnseenUpdates:
 
     @property
     def are_expected(self) -> bool:
-        """Whether the step of an optimizer was compiled."""
+        """True if the step of an optimizer was compiled."""
         return self._traces is not None
 
     @property
     def may_leave_no_trace(self) -> bool:
-        """Whether a compiled step may remain undetected: fused SGD counts no steps."""
+        """True if a compiled step may remain undetected: fused SGD counts no steps."""
         return self._traces is not None and any(_leaves_no_trace(optimizer) for optimizer in self._optimizers)
 
     def expect(self) -> None:

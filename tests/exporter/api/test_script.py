@@ -47,7 +47,7 @@ def page(read: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-def test_a_logged_tensor_is_taken_as_it_is_now(
+def test_logged_tensor_has_its_value_at_the_time_of_the_call(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     net, optimizer = make()
@@ -65,7 +65,7 @@ def test_a_logged_tensor_is_taken_as_it_is_now(
 @pytest.mark.parametrize(
     "bad", [torch.tensor(1 + 2j), torch.tensor(1.0, device="meta"), "high", torch.ones(2)], ids=repr
 )
-def test_a_value_that_cannot_be_logged_costs_nothing_but_itself(
+def test_value_that_cannot_be_logged_loses_only_itself(
     bad: Any, quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     """More of them than steps may wait for the publisher: sampling goes on."""
@@ -88,9 +88,7 @@ def test_a_value_that_cannot_be_logged_costs_nothing_but_itself(
         assert [] == read.scalars("bad")
 
 
-def test_nan_that_training_logs_shows_in_gauge_and_counter(
-    quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
-) -> None:
+def test_logged_nan_is_in_gauge_and_counter(quiet: MonitorConfig, reader: MakeReader, eventually: Eventually) -> None:
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
         read = reader(monitor)
@@ -109,7 +107,7 @@ def test_nan_that_training_logs_shows_in_gauge_and_counter(
     assert (1.0, 1.0) == (after["rankscope_rule_firing", labels], after["rankscope_anomaly_events_total", labels])
 
 
-def test_the_first_cause_survives_when_everything_fires_at_once(
+def test_first_cause_is_kept_when_all_rules_fire(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     torch.manual_seed(0)
@@ -128,7 +126,7 @@ def test_the_first_cause_survives_when_everything_fires_at_once(
     assert "39.weight" in {by_call[0]["tensor"], by_call[1]["tensor"]}
 
 
-def test_numbers_given_before_and_after_the_step_mean_the_same_step(
+def test_step_number_before_or_after_the_step_means_the_same_step(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     for before in (True, False):
@@ -148,7 +146,7 @@ def test_numbers_given_before_and_after_the_step_mean_the_same_step(
             assert [100, 101, 102, 50, 51] == list(dict.fromkeys(row.step for row in read.rows())), before
 
 
-def test_a_number_given_between_steps_is_the_next_one(
+def test_step_number_between_steps_is_that_of_the_next_step(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     net, optimizer = make()
@@ -183,7 +181,7 @@ def test_rates_and_totals_follow_from_amounts(quiet: MonitorConfig, reader: Make
         assert ("seconds", "tokens/s") == (units["step_seconds"], units["tokens_per_second"])
 
 
-def test_rules_judge_what_training_logs_and_not_what_we_add(reader: MakeReader, eventually: Eventually) -> None:
+def test_rules_evaluate_logged_scalars_and_not_derived_ones(reader: MakeReader, eventually: Eventually) -> None:
     net, optimizer = make()
     rules = (AnomalyNan(threshold=1_000.0),)
     config = MonitorConfig(quantities=("parameters",), rules=rules, console=False, exit_wait_seconds=0)
@@ -201,7 +199,7 @@ def test_rules_judge_what_training_logs_and_not_what_we_add(reader: MakeReader, 
     assert [(2, "loss")] == fired
 
 
-def test_a_learning_rate_is_logged_once_by_us_or_by_the_script(
+def test_learning_rate_is_logged_once_by_monitor_or_script(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     net, optimizer = make()
@@ -216,9 +214,7 @@ def test_a_learning_rate_is_logged_once_by_us_or_by_the_script(
         assert [(1, pytest.approx(0.1)), (2, 0.5)] == read.scalars("learning_rate")
 
 
-def test_memory_is_part_of_every_measured_step(
-    quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
-) -> None:
+def test_memory_is_part_of_every_sampled_step(quiet: MonitorConfig, reader: MakeReader, eventually: Eventually) -> None:
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
         read = reader(monitor)
@@ -230,7 +226,7 @@ def test_memory_is_part_of_every_measured_step(
     assert 50e6 < resident < 100e9
 
 
-def test_a_step_is_handed_over_when_training_pauses_and_its_time_follows(
+def test_step_is_published_during_a_pause_and_its_time_follows(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rankscope_exporter.publishing.publisher.IDLE_FLUSH_SECONDS", 0.2)
@@ -268,7 +264,7 @@ def test_a_pause_between_two_optimizers_does_not_split_the_step(
     assert 4 == sum(row.kind == "exp_avg" for row in rows)
 
 
-def test_phases_nest_add_up_and_are_events(quiet: MonitorConfig, reader: MakeReader, eventually: Eventually) -> None:
+def test_nested_phases_have_totals_and_events(quiet: MonitorConfig, reader: MakeReader, eventually: Eventually) -> None:
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
         read = reader(monitor)
@@ -303,7 +299,7 @@ def test_an_event_carries_its_text_and_details(
     assert 0 == monitor.faults
 
 
-def test_a_model_can_be_copied_and_saved_while_it_is_watched(quiet: MonitorConfig) -> None:
+def test_monitored_model_can_be_copied_and_saved(quiet: MonitorConfig) -> None:
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
         step(net, optimizer)
@@ -364,7 +360,7 @@ def test_lbfgs_makes_one_step_of_many_evaluations(
         assert [] == [event for event in read.events() if event["type"] == "step_skipped"]
 
 
-def test_a_fused_optimizer_that_skips_by_itself_is_a_skipped_step(
+def test_fused_optimizer_that_skips_on_the_device_is_a_skipped_step(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     net = nn.Linear(4, 2)
@@ -383,7 +379,7 @@ def test_a_fused_optimizer_that_skips_by_itself_is_a_skipped_step(
         assert [2] == [event["step"] for event in read.events() if event["type"] == "step_skipped"]
 
 
-def test_a_failed_backward_does_not_hide_the_next_one(
+def test_failed_backward_pass_does_not_hide_the_next_one(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     """In eval mode no forward hook marks the steps, and the second backward dies in the middle."""
@@ -416,7 +412,7 @@ def test_a_failed_backward_does_not_hide_the_next_one(
     assert [2] == skipped
 
 
-def test_a_parameter_that_was_replaced_is_absent_and_said_once(
+def test_replaced_parameter_is_absent_and_reported_once(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     net, _ = make()
@@ -439,7 +435,7 @@ def test_a_parameter_that_was_replaced_is_absent_and_said_once(
     assert ["bias" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_steps_that_wait_beyond_the_limit_are_counted_not_kept(
+def test_steps_beyond_the_backlog_limit_are_counted_as_dropped(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(active_quantities, "MAX_BACKLOG", 3)
@@ -516,7 +512,7 @@ def test_logging_from_other_threads_loses_nothing(
         assert 0 == monitor.faults
 
 
-def test_gradients_that_the_optimizer_computes_by_itself_are_read_after_clipping(
+def test_gradients_computed_in_a_closure_are_read_after_clipping(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     """As Lightning trains: forward, backward and clipping run inside of `optimizer.step(closure)`."""

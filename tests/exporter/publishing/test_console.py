@@ -20,7 +20,7 @@ def record(step: int, *events: Event) -> StepRecord:
     return StepRecord(ts=0, step=step, events=events)
 
 
-def test_a_firing_is_one_line_that_names_the_first_cause() -> None:
+def test_firing_prints_one_line_with_the_first_cause() -> None:
     stream = io.StringIO()
     console = Console(3, enabled=True, stream=stream)
     console.on_record(record(7, anomaly("grad_reduced", "effect"), anomaly("grad_unreduced", "cause")))
@@ -28,7 +28,7 @@ def test_a_firing_is_one_line_that_names_the_first_cause() -> None:
     assert "rankscope: step 7, rank 3: cause (and 1 more at this step)\n" == stream.getvalue()
 
 
-def test_a_training_that_diverges_does_not_flood_the_console() -> None:
+def test_many_firings_do_not_flood_the_console() -> None:
     stream, now = io.StringIO(), [0.0]
     console = Console(0, enabled=True, stream=stream, clock=lambda: now[0])
     for step in range(100):
@@ -41,7 +41,7 @@ def test_a_training_that_diverges_does_not_flood_the_console() -> None:
     assert f"[{100 - FREE_LINES} steps with firings not shown]" in lines[-1]
 
 
-def test_a_closed_stream_and_a_disabled_console_are_silent() -> None:
+def test_closed_stream_and_disabled_console_print_nothing() -> None:
     stream = io.StringIO()
     Console(0, enabled=False, stream=stream).line("nothing")
     assert "" == stream.getvalue()
@@ -49,7 +49,7 @@ def test_a_closed_stream_and_a_disabled_console_are_silent() -> None:
     Console(0, enabled=True, stream=stream).line("nothing")
 
 
-def test_the_banner_says_what_is_watched_what_it_costs_and_who_reads_it() -> None:
+def test_banner_names_tensors_cost_and_reader() -> None:
     lines = banner(
         run="my run",
         world_size=2,
@@ -87,7 +87,7 @@ def test_the_banner_says_what_is_watched_what_it_costs_and_who_reads_it() -> Non
         (ValueError("no"), ExitReason.EXCEPTION),
     ],
 )
-def test_why_a_process_ends(error: BaseException | None, reason: ExitReason) -> None:
+def test_exit_reason_of_an_exception(error: BaseException | None, reason: ExitReason) -> None:
     assert reason is exit_reason(error)[0]
 
 
@@ -105,7 +105,7 @@ def test_why_a_process_ends(error: BaseException | None, reason: ExitReason) -> 
         (SystemExit(3), 100, 100, (ExitReason.EXCEPTION, "SystemExit: 3")),
     ],
 )
-def test_what_was_planned_tells_an_end_from_a_stop(
+def test_planned_steps_distinguish_completion_from_a_stop(
     ended_by: BaseException | None,
     last_step: int | None,
     planned: int | None,
@@ -115,11 +115,9 @@ def test_what_was_planned_tells_an_end_from_a_stop(
 
 
 @pytest.mark.parametrize(("last_step", "reason"), [(100, ExitReason.COMPLETED), (40, ExitReason.UNKNOWN)])
-def test_a_process_that_ends_without_a_word_has_completed_what_was_planned_or_nobody_knows(
-    last_step: int, reason: ExitReason
-) -> None:
+def test_end_without_an_error_is_completed_or_unknown(last_step: int, reason: ExitReason) -> None:
     assert (reason, None) == weighed_reason(ExitReason.UNKNOWN, None, last_step, 100)
 
 
-def test_text_that_utf8_cannot_say_is_written_out() -> None:
+def test_text_without_utf8_form_is_escaped() -> None:
     assert "a\\ud800 é" == encodable("a\ud800 é")

@@ -93,7 +93,7 @@ class Training:
         return [r.step for r in self.ring.after(-1, 1 << 30).records if r.statistics is not None and r.step is not None]
 
 
-def test_what_is_made_expensive_is_measured_less_often_and_that_is_said(monkeypatch, capfd, reader, eventually):
+def test_expensive_quantity_is_sampled_less_often_and_reported(monkeypatch, capfd, reader, eventually):
     """30 s at each step of 1 s; half of the time is allowed."""
     monkeypatch.setattr(Costly, "seconds", 30.0)
     training = Training()
@@ -126,7 +126,7 @@ def test_what_is_made_expensive_is_measured_less_often_and_that_is_said(monkeypa
     assert 0 == training.monitor.faults
 
 
-def test_it_is_the_cpu_time_of_the_machine_that_counts(monkeypatch):
+def test_cpu_time_of_the_machine_counts_as_overhead(monkeypatch):
     """20 ms of a busy loop at each step, of which 2 % would be 1 s: on a machine that does much else, too, too much."""
     monkeypatch.setattr(Costly, "busy_seconds", 0.02)
     training = Training(real=True, console=False, max_overhead="2 %")
@@ -139,7 +139,7 @@ def test_it_is_the_cpu_time_of_the_machine_that_counts(monkeypatch):
     assert all(event["share"] > 0.02 for event in training.events())
 
 
-def test_it_is_measured_as_often_as_was_asked_for_when_there_is_room_again(monkeypatch):
+def test_configured_interval_returns_when_overhead_is_low(monkeypatch):
     monkeypatch.setattr(Costly, "seconds", 30.0)
     training = Training(console=False)
     for _ in training.steps():
@@ -157,7 +157,7 @@ def test_it_is_measured_as_often_as_was_asked_for_when_there_is_room_again(monke
     assert all(later["step"] - earlier["step"] >= PATIENCE for earlier, later in itertools.pairwise(tightened))
 
 
-def test_a_switch_by_hand_begins_anew_unstretched(monkeypatch):
+def test_switch_resets_the_stretch(monkeypatch):
     monkeypatch.setattr(Costly, "seconds", 30.0)
     training = Training(console=False)
     at = 0
@@ -174,7 +174,7 @@ def test_a_switch_by_hand_begins_anew_unstretched(monkeypatch):
     assert [at + 1, at + 4, at + 7, at + 10] == [step for step in training.measured() if step > at][:4]
 
 
-def test_every_times_and_start_step_keep_their_meaning():
+def test_every_times_and_start_step_keep_their_meaning_when_stretched():
     """Of the steps 5, 8, 11 and so on every second is left."""
     training = Training(console=False, options={"test_costly": {"start_step": 5, "every": 3, "times": 4}})
     assert training.window is not None
@@ -190,7 +190,7 @@ def test_every_times_and_start_step_keep_their_meaning():
     assert [5, 11, 17, 23] == training.measured()
 
 
-def test_without_a_budget_nothing_is_stretched_whatever_it_costs(monkeypatch):
+def test_without_max_overhead_sampling_is_never_stretched(monkeypatch):
     monkeypatch.setattr(Costly, "seconds", 30.0)
     training = Training(console=False, max_overhead=None)
     for step in training.steps():
@@ -201,7 +201,7 @@ def test_without_a_budget_nothing_is_stretched_whatever_it_costs(monkeypatch):
     assert (list(range(1, 41)), []) == (training.measured(), training.events())
 
 
-def test_what_was_spent_is_asked_for_only_where_a_window_may_end():
+def test_cost_is_read_only_where_a_window_may_end():
     """Adding up all threads costs microseconds. Here steps are of 10 ms and windows of 10 s."""
     training = Training(max_overhead="1 %")
     asked: list[float] = []

@@ -46,17 +46,17 @@ class Training:
     ("given_as", "expected"),
     [(0.01, 0.01), ("1 %", 0.01), ("1%", 0.01), (" 0.5 % ", 0.005), (".5%", 0.005), (None, None)],
 )
-def test_a_share_may_be_written_as_people_write_it(given_as, expected):
+def test_share_accepts_percent_and_fraction(given_as, expected):
     assert expected == share_of(given_as)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 1.0, -0.1, "1", "one percent", True, float("nan"), "0 %", "100 %", [0.01]])
-def test_what_is_no_share_is_refused_with_an_example(wrong):
+def test_invalid_share_raises_with_an_example(wrong):
     with pytest.raises(ConfigError, match=r"such as 0.01 or \"1 %\""):
         MonitorConfig(max_overhead=wrong)
 
 
-def test_what_costs_ten_times_too_much_is_measured_at_every_16th_step():
+def test_tenfold_overhead_stretches_by_16():
     """A measured step costs 10 ms beside 100 ms; one in 16 costs 0.6 %."""
     training = Training(0.01, step=0.1, sampled=0.01, idle=0.0)
     training.train(600)
@@ -65,14 +65,14 @@ def test_what_costs_ten_times_too_much_is_measured_at_every_16th_step():
     assert training.changes[0][0] == pytest.approx(LEAST_SECONDS, rel=0.2)
 
 
-def test_what_keeps_within_its_share_is_left_alone():
+def test_overhead_below_the_limit_changes_nothing():
     training = Training(0.01, step=0.1, sampled=0.0005, idle=0.0)
     training.train(600)
 
     assert [] == training.changes
 
 
-def test_sampling_is_tightened_again_when_there_was_room_for_long():
+def test_interval_is_halved_after_consecutive_low_windows():
     """Steps become 16 times as long, as with a larger batch: 0.6 % of 1.6 s are less than 0.04 %."""
     training = Training(0.01, step=0.1, sampled=0.01, idle=0.0)
     training.train(600)
@@ -84,7 +84,7 @@ def test_sampling_is_tightened_again_when_there_was_room_for_long():
     assert min(gaps) >= PATIENCE * LEAST_SECONDS
 
 
-def test_what_does_not_come_from_sampling_ends_at_the_most_stretch():
+def test_overhead_not_from_sampling_ends_at_the_largest_stretch():
     training = Training(0.01, step=0.01, sampled=0.0001, idle=0.001)
     training.train(600)
 
@@ -100,7 +100,7 @@ def test_what_does_not_come_from_sampling_ends_at_the_most_stretch():
     idle_share=st.floats(0.0, 0.3),
     every=st.integers(1, 5),
 )
-def test_the_share_over_the_long_run_is_kept_and_sampling_settles(allowed, step, times, idle_share, every):
+def test_long_run_overhead_is_below_the_limit_and_sampling_settles(allowed, step, times, idle_share, every):
     """A measured step costs `times` what is allowed of it, each step `idle_share` of that: some stretch suffices."""
     training = Training(
         allowed, step=step, sampled=allowed * step * times, idle=allowed * step * idle_share, every=every
@@ -116,7 +116,7 @@ def test_the_share_over_the_long_run_is_kept_and_sampling_settles(allowed, step,
 
 @settings(deadline=None, max_examples=examples(40))
 @given(st.lists(st.tuples(st.floats(0.0001, 0.05), st.floats(30.0, 300.0)), min_size=1, max_size=6))
-def test_however_costs_change_sampling_is_tightened_no_faster_than_its_patience(costs):
+def test_interval_is_halved_no_faster_than_patience(costs):
     training = Training(0.01, step=0.05, sampled=0.0, idle=0.0)
     for sampled, seconds in costs:
         training.sampled = sampled

@@ -95,7 +95,7 @@ def ranks(world: int, clock: Clock | None = None, store: object = None, margin: 
     return made
 
 
-def test_what_the_first_rank_says_at_attach_holds_for_all():
+def test_document_of_the_first_rank_at_attach_applies_to_all():
     shelf = Shelf()
     one, other = (Agreement(shelf, "s", rank, 2, lambda: (0, None), margin_seconds=1) for rank in range(2))
 
@@ -104,7 +104,7 @@ def test_what_the_first_rank_says_at_attach_holds_for_all():
 
 
 @pytest.mark.parametrize("kind", ["dictionary", "HashStore", "TCPStore"])
-def test_all_ranks_change_at_the_step_that_lies_a_margin_ahead(kind):
+def test_all_ranks_change_at_the_step_after_the_margin(kind):
     """1 s of steps of 0.1 s each."""
     stores = {"HashStore": dist.HashStore, "TCPStore": lambda: dist.TCPStore("127.0.0.1", 0, 1, is_master=True)}
     held = stores[kind]() if kind in stores else None
@@ -122,7 +122,7 @@ def test_all_ranks_change_at_the_step_that_lies_a_margin_ahead(kind):
     assert [{1: 17}] * 3 == [rank.taken for rank in all_ranks]
 
 
-def test_a_rank_that_is_past_the_step_moves_it():
+def test_rank_past_the_step_moves_the_change():
     slow, fast = ranks(2)
     slow.train(5)
     fast.train(30)
@@ -136,7 +136,7 @@ def test_a_rank_that_is_past_the_step_moves_it():
     assert slow.taken == fast.taken == {2: 50}  # twice the margin, from where the fast one was
 
 
-def test_who_comes_too_close_to_the_step_moves_it_rather_than_sealing():
+def test_rank_too_close_to_the_step_moves_instead_of_committing():
     """Fewer than half of the steps were left: the other might not have heard in time."""
     slow, fast = ranks(2)
     slow.agreement.propose("new", "call", 1)  # for step 10
@@ -155,7 +155,7 @@ def test_who_comes_too_close_to_the_step_moves_it_rather_than_sealing():
     assert slow.taken == fast.taken == {2: 26}
 
 
-def test_who_says_nothing_is_left_out_after_a_while_and_catches_up():
+def test_silent_rank_is_left_out_and_applies_the_change_later():
     clock = Clock()
     here, there, silent = ranks(3, clock)
     here.agreement.propose("new", "call", 1)
@@ -176,7 +176,7 @@ def test_who_says_nothing_is_left_out_after_a_while_and_catches_up():
     assert {1: 13} == silent.taken
 
 
-def test_a_later_change_wins_over_one_that_is_pending_and_comes_after_one_that_is_agreed():
+def test_later_change_replaces_pending_and_follows_committed():
     here, there = ranks(2)
     here.agreement.propose("first", "call", 1)
     there.agreement.propose("second", "request")
@@ -194,7 +194,7 @@ def test_a_later_change_wins_over_one_that_is_pending_and_comes_after_one_that_i
     assert sorted(here.taken.values()) == list(here.taken.values())
 
 
-def test_an_old_edit_that_a_rank_sees_late_is_no_change():
+def test_old_edit_that_a_rank_reads_late_is_not_a_change():
     here, there = ranks(2)
     here.agreement.propose("first", "file", 10)
     here.agreement.propose("second", "file", 20)
@@ -207,7 +207,7 @@ def test_an_old_edit_that_a_rank_sees_late_is_no_change():
 
 @settings(max_examples=examples(40), deadline=None)
 @given(st.data())
-def test_ranks_change_at_one_step_however_late_they_look_and_however_fast_they_train(data):
+def test_ranks_change_at_one_step_in_all_interleavings(data):
     """Training goes on between any two words with the store, also of the very rank that speaks."""
     world = data.draw(st.integers(2, 4))
     shelf = Shelf()
@@ -242,7 +242,7 @@ def test_ranks_change_at_one_step_however_late_they_look_and_however_fast_they_t
     assert all_ranks[0].taken
 
 
-def test_a_change_beside_others_replaces_none_and_is_replaced_by_none():
+def test_additional_change_neither_replaces_nor_is_replaced():
     """What a budget or a capture asks for must not cost a switch that is under way, nor the other way round."""
     one, other = ranks(2)
 
@@ -260,7 +260,7 @@ def test_a_change_beside_others_replaces_none_and_is_replaced_by_none():
     assert [["switch", "stretch"]] * 2 == [[change.document for change in rank.waiting] for rank in (one, other)]
 
 
-def test_what_a_source_asks_for_up_to_a_stamp_is_heard_once_of_all_ranks():
+def test_requests_up_to_a_stamp_are_accepted_from_one_rank_only():
     """A NaN that all ranks see at the same step, or soon after, is captured once."""
     one, other = ranks(2)
 

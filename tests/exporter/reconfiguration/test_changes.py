@@ -88,7 +88,7 @@ def _dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("variable", [None, "False"])
-def test_scenario_1_static_mode_measures_whatever_dynamic_on_says(path, monkeypatch, variable):
+def test_scenario_1_static_mode_ignores_dynamic_on(path, monkeypatch, variable):
     if variable is not None:
         monkeypatch.setenv("DYNAMIC_MONITOR", variable)
     write(path, dynamic_on=False, times=2)
@@ -103,7 +103,7 @@ def test_scenario_1_static_mode_measures_whatever_dynamic_on_says(path, monkeypa
 
 @pytest.mark.usefixtures("_dynamic")
 @pytest.mark.parametrize("settings", [{"dynamic_on": False}, {}])
-def test_scenario_2_off_at_first_measures_nothing(path, settings):
+def test_scenario_2_off_at_start_measures_nothing(path, settings):
     write(path, **settings)
     training = Training(path)
     training.train(3)
@@ -112,7 +112,7 @@ def test_scenario_2_off_at_first_measures_nothing(path, settings):
 
 
 @pytest.mark.usefixtures("_dynamic")
-def test_scenario_3_on_at_first_measures_from_step_1_whatever_start_step_says(path):
+def test_scenario_3_on_at_start_measures_from_step_1(path):
     write(path, dynamic_on=True, times=2, options={"parameters": {"start_step": 50}})
     training = Training(path)
     training.train(5)
@@ -135,7 +135,7 @@ def test_scenario_4_switched_on_in_step_3_measures_from_step_4(path):
 
 
 @pytest.mark.usefixtures("_dynamic")
-def test_scenario_5_an_edit_restarts_the_count_and_times_0_stops(path):
+def test_scenario_5_edit_restarts_the_count_and_times_0_stops(path):
     write(path, dynamic_on=True, times=3)
     training = Training(path)
     training.train(3)  # measured: 1, 2
@@ -152,7 +152,7 @@ def test_scenario_5_an_edit_restarts_the_count_and_times_0_stops(path):
 
 
 @pytest.mark.usefixtures("_dynamic")
-def test_an_edit_restarts_the_count_of_what_is_measured_as_before(path):
+def test_edit_restarts_the_count_of_unchanged_quantities(path):
     write(path, dynamic_on=True, times=3)
     training = Training(path)
     training.train(3)  # 1, 2
@@ -163,7 +163,7 @@ def test_an_edit_restarts_the_count_of_what_is_measured_as_before(path):
 
 
 @pytest.mark.usefixtures("_dynamic")
-def test_scenario_6_after_the_end_the_file_says_so_and_switches_on_again(path):
+def test_scenario_6_file_is_off_after_the_end_and_can_switch_on(path):
     write(path, dynamic_on=True, times=1)
     path.chmod(0o640)
     training = Training(path)
@@ -181,7 +181,7 @@ def test_scenario_6_after_the_end_the_file_says_so_and_switches_on_again(path):
 
 
 @pytest.mark.usefixtures("_dynamic")
-def test_a_rank_that_measures_nothing_itself_ends_nothing(path):
+def test_rank_without_quantities_does_not_end_sampling(path):
     """Else it would write the end into the file while the other ranks measure."""
     write(path, dynamic_on=True, times=2, options={"parameters": {"ranks": [1]}})
     training = Training(path)
@@ -194,7 +194,7 @@ def test_a_rank_that_measures_nothing_itself_ends_nothing(path):
 
 
 @pytest.mark.usefixtures("_dynamic")
-def test_dynamic_on_false_stops_at_once(path):
+def test_dynamic_on_false_stops_immediately(path):
     write(path, dynamic_on=True)
     training = Training(path)
     training.train(3)
@@ -215,7 +215,7 @@ def test_dynamic_on_false_stops_at_once(path):
         ("\udcff", "can't decode"),
     ],
 )
-def test_a_broken_edit_keeps_the_old_configuration_and_says_why(path, text, why, capfd):
+def test_invalid_edit_keeps_the_configuration_and_is_reported(path, text, why, capfd):
     write(path, dynamic_on=True, console=True)
     training = Training(path)
     training.train(2)
@@ -231,7 +231,7 @@ def test_a_broken_edit_keeps_the_old_configuration_and_says_why(path, text, why,
     assert 1 == capfd.readouterr().err.count(why)
 
 
-def test_an_edit_counts_once_it_has_stood_from_one_look_to_the_next(path):
+def test_edit_counts_once_unchanged_between_two_polls(path):
     """An editor that writes in two goes leaves half a file for a moment, which is no broken edit."""
     write(path)
     file = SwitchFile(path)
@@ -245,7 +245,7 @@ def test_an_edit_counts_once_it_has_stood_from_one_look_to_the_next(path):
     assert [None, None, None, {"every": 3}, None] == [edit and edit.document for edit in seen]
 
 
-def test_what_cannot_change_while_training_runs_is_named(path, monkeypatch):
+def test_settings_that_need_a_restart_are_named(path, monkeypatch):
     monkeypatch.setenv("RANKSCOPE_SWITCH_FILE", str(path))
     other = path.with_name("other.json")
     write(other)
@@ -258,7 +258,7 @@ def test_what_cannot_change_while_training_runs_is_named(path, monkeypatch):
     assert ["zero_below"] == told[0]["needs_restart"]
 
 
-def test_a_call_changes_what_is_measured_and_off_leaves_no_hook(path):
+def test_call_changes_sampling_and_off_removes_all_hooks(path):
     write(path)
     training = Training(path)
     module_hooks = lambda: sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in training.net.modules())  # noqa: E731 - counts now
@@ -283,7 +283,7 @@ def test_a_call_changes_what_is_measured_and_off_leaves_no_hook(path):
     assert 0 == module_hooks()
 
 
-def test_a_call_that_cannot_be_meant_is_refused_and_changes_nothing(path):
+def test_invalid_call_raises_and_changes_nothing(path):
     write(path)
     training = Training(path)
     with pytest.raises(ConfigError, match="Did you mean 'gradients'"):
@@ -293,7 +293,7 @@ def test_a_call_that_cannot_be_meant_is_refused_and_changes_nothing(path):
     assert ([0], []) == training.finish()
 
 
-def test_rows_of_activations_begin_with_the_first_step_root_included(path):
+def test_activations_of_the_first_step_include_the_root(path):
     """Hooks that were registered while the model's own pre-hook runs would miss the model itself."""
     write(path)
     training = Training(path)
@@ -307,7 +307,7 @@ def test_rows_of_activations_begin_with_the_first_step_root_included(path):
     assert {("act_in", ""), ("act_out", ""), ("act_in", "0"), ("act_out", "0")} <= kinds
 
 
-def test_of_two_changes_for_one_step_the_last_one_holds_from_its_first_module_on(path):
+def test_last_of_two_changes_for_one_step_applies_from_its_first_module(path):
     write(path)
     training = Training(path)
     training.train(1)
@@ -323,7 +323,7 @@ def test_of_two_changes_for_one_step_the_last_one_holds_from_its_first_module_on
     assert {("act_in", ""), ("act_out", ""), ("act_in", "0"), ("act_out", "0")} <= kinds
 
 
-def test_what_the_first_of_two_changes_for_one_step_leaves_out_and_the_last_one_takes_up_again_goes_on(path):
+def test_quantity_dropped_and_restored_at_one_step_continues(path):
     write(path, quantities=["activations"])
     training = Training(path, first_step=1)
     training.train(1)
@@ -363,7 +363,7 @@ def test_detach_leaves_no_trace(path, monkeypatch):
     assert [path] == list(path.parent.iterdir())
 
 
-def test_training_is_the_same_bit_for_bit_while_measuring_is_switched(path):
+def test_training_with_switches_is_bit_identical(path):
     write(path)
     training, twin = Training(path), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     twin.load_state_dict(training.net.state_dict())
@@ -380,7 +380,7 @@ def test_training_is_the_same_bit_for_bit_while_measuring_is_switched(path):
     assert all(torch.equal(a, b) for a, b in zip(training.net.parameters(), twin.parameters(), strict=True))
 
 
-def test_a_monitor_that_is_not_attached_can_be_switched():
+def test_unattached_monitor_accepts_switch():
     Monitor(MonitorConfig(console=False)).switch(on=False)
 
 
@@ -399,7 +399,7 @@ class Held:
         pass
 
 
-def test_training_waits_once_for_a_store_that_gives_no_answer_and_not_at_every_step():
+def test_training_waits_only_once_for_an_unresponsive_store():
     lock, arrived = Held(), []
     agreement: Any = SimpleNamespace(must_resolve=lambda _step: True, resolve=lambda step: arrived.append(step) or [])
     change_queue: Any = None  # of which nothing is asked while nothing is agreed

@@ -156,7 +156,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_ranks_change_at_the_very_same_step_although_one_is_slower(case, outcomes):
+def test_all_ranks_change_at_the_same_step_although_one_is_slower(case, outcomes):
     (one, measured, events, faults), (other, _, others, other_faults) = outcomes[case, 0], outcomes[case, 1]
 
     assert one == other
@@ -165,7 +165,7 @@ def test_all_ranks_change_at_the_very_same_step_although_one_is_slower(case, out
     assert 0 == faults == other_faults
 
 
-def test_a_change_under_way_when_a_rank_dies_holds_up_nobody(outcomes):
+def test_pending_change_of_a_dead_rank_delays_no_rank(outcomes):
     slowest, leaving, events, faults = outcomes["survive", 0]
 
     assert [[1]] == [event["ranks_not_heard"] for event in events]

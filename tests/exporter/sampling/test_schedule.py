@@ -33,16 +33,16 @@ def measured(timing: Timing, steps: Iterable[int]) -> list[int]:
         (Timing(start_step=50), []),
     ],
 )
-def test_steps_that_are_measured(timing, expected):
+def test_schedule_selects_the_expected_steps(timing, expected):
     assert expected == measured(timing, range(1, 13))
 
 
-def test_a_training_number_that_jumps_neither_skips_nor_repeats():
+def test_gap_in_step_numbers_does_not_change_the_interval():
     """Resumed at 100 after 1 … 4: steps are counted, only the first one is looked for by its number."""
     assert [3, 100, 102] == measured(Timing(start_step=3, every=2), [1, 2, 3, 4, 100, 101, 102])
 
 
-def test_a_step_that_was_due_but_not_measured_does_not_count_as_taken():
+def test_due_step_that_was_not_measured_does_not_count():
     schedule = Schedule(Timing(times=1))
 
     assert schedule.begins(1)
@@ -53,7 +53,7 @@ def test_a_step_that_was_due_but_not_measured_does_not_count_as_taken():
 
 
 @given(st.integers(1, 7), st.integers(0, 30), st.integers(0, 9))
-def test_never_more_often_nor_earlier_than_asked(every, start, times):
+def test_schedule_never_exceeds_its_settings(every, start, times):
     taken = measured(Timing(start_step=start, every=every, times=times), range(40))
 
     assert taken == list(range(start, 40, every))[:times]

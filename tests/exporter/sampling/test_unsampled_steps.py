@@ -76,7 +76,7 @@ def hooked_parameters(net: nn.Module) -> list[str]:
 EVERYTHING = ("parameters", "gradients", "micro_gradients", "optimizer_state", "activations", "structure", "linear")
 
 
-def test_a_step_that_is_not_measured_costs_the_same_however_large_the_model_is():
+def test_unsampled_step_costs_the_same_for_all_model_sizes():
     counts = []
     for layers in (2, 20):
         net = deep(layers)
@@ -92,7 +92,7 @@ def test_a_step_that_is_not_measured_costs_the_same_however_large_the_model_is()
     assert counts[0].total() < 300, counts[0]  # about 25 µs
 
 
-def test_what_is_measured_again_is_whole(reader, eventually):
+def test_every_sampled_step_has_all_rows(reader, eventually):
     net, optimizer = net_and_optimizer()
     with Monitor(config_of(*EVERYTHING, every=3)).attach(net, optimizer) as monitor:
         train(net, optimizer, steps=7)
@@ -122,7 +122,7 @@ class TwoHeads(nn.Module):
         return result
 
 
-def test_a_backward_pass_through_parameters_that_were_never_measured_is_seen(reader, eventually):
+def test_backward_pass_through_unmeasured_parameters_is_detected(reader, eventually):
     net = TwoHeads()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     heads = ["left", "right", "right", "left", "right", "left", "right"]
@@ -142,7 +142,7 @@ def test_a_backward_pass_through_parameters_that_were_never_measured_is_seen(rea
     assert skipped == {event["step"] for event in events if event["type"] == "step_skipped"}
 
 
-def test_steps_that_begin_in_a_backward_pass_keep_the_hooks_of_gradients(reader, eventually):
+def test_steps_that_begin_in_a_backward_pass_keep_gradient_hooks(reader, eventually):
     """Who never calls the whole model begins a step with its first gradient: the others come at once."""
     net, optimizer = net_and_optimizer()
     with Monitor(config_of("gradients", every=3)).attach(net, optimizer) as monitor:
@@ -163,7 +163,7 @@ def test_steps_that_begin_in_a_backward_pass_keep_the_hooks_of_gradients(reader,
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])
-def test_hooks_that_come_and_go_compile_nothing_again(compiled_first):
+def test_transient_hooks_cause_no_recompilation(compiled_first):
     torch._dynamo.reset()
     net, optimizer = net_and_optimizer()
     graphs = CompileCounterWithBackend("aot_eager")
@@ -181,7 +181,7 @@ def test_hooks_that_come_and_go_compile_nothing_again(compiled_first):
 
 
 @pytest.mark.parametrize("quantity", ["structure", "activations"])
-def test_hooks_of_modules_go_when_their_last_step_is_over(quantity, reader, eventually):
+def test_module_hooks_are_removed_after_the_last_sampled_step(quantity, reader, eventually):
     net, optimizer = net_and_optimizer()
     config = config_of("parameters", quantity, options={quantity: {"times": 1}})
     with Monitor(config).attach(net, optimizer) as monitor:
@@ -205,7 +205,7 @@ def test_hooks_of_modules_go_when_their_last_step_is_over(quantity, reader, even
     assert ("Linear" in structure) == (quantity == "structure")
 
 
-def test_what_is_over_can_be_switched_on_again(reader, eventually):
+def test_quantity_that_ended_can_be_switched_on_again(reader, eventually):
     net, optimizer = net_and_optimizer()
     with Monitor(config_of("activations", times=1)).attach(net, optimizer) as monitor:
         train(net, optimizer, 3)
@@ -221,7 +221,7 @@ def test_what_is_over_can_be_switched_on_again(reader, eventually):
     assert {"act_in", "act_out", "act_grad_out"} <= {row.kind for row in rows if row.step == 5}
 
 
-def test_a_change_that_is_to_come_is_measured_from_its_first_step_on(reader, eventually):
+def test_planned_change_is_measured_from_its_first_step(reader, eventually):
     """With ranks it is known many steps ahead, and a quantity hooks a model only once."""
     net, optimizer = net_and_optimizer()
     config = config_of("activations", times=1)
@@ -243,7 +243,7 @@ def test_a_change_that_is_to_come_is_measured_from_its_first_step_on(reader, eve
     assert {1, 4} == {row.step for row in rows}
 
 
-def test_skipped_steps_are_told_on_steps_that_nobody_measures(reader, eventually):
+def test_skipped_steps_are_detected_at_unsampled_steps(reader, eventually):
     net, optimizer = net_and_optimizer()
     with Monitor(config_of("gradients", every=100)).attach(net, optimizer) as monitor:
         read = reader(monitor)

@@ -271,7 +271,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
 @pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*lr_scheduler.step", "ignore:.*torch.jit.script")
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_training_is_the_same_to_the_last_bit_and_what_is_missed_is_named_once(case, every):
+def test_training_is_bit_identical_and_gaps_are_reported_once(case, every):
     alone = case()
     alone.train()
     watched = Watched(case, every=every)
@@ -287,7 +287,7 @@ def test_training_is_the_same_to_the_last_bit_and_what_is_missed_is_named_once(c
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*lr_scheduler.step", "ignore:.*torch.jit.script")
-def test_rows_are_there_as_far_as_there_is_something_to_measure():
+def test_rows_exist_for_all_measurable_tensors():
     everything = set(range(1, STEPS + 1))
     frozen, at_first = Watched(FrozenAndThawed), Watched(FrozenAtFirst)
     replaced, later, lazy = Watched(OptimizerReplaced), Watched(SchedulerCreatedLater), Watched(Lazy)
@@ -347,7 +347,7 @@ class InnerGiven(Run):
         super().train()
 
 
-def test_an_optimizer_that_is_none_of_torch_s_is_not_replaced_by_the_one_inside_of_it():
+def test_inner_optimizer_does_not_replace_a_foreign_outer_one():
     """As DeepSpeed's are, whose groups are those of the optimizer inside."""
     net = nn.Linear(2, 2)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -374,7 +374,7 @@ def test_an_optimizer_that_is_none_of_torch_s_is_not_replaced_by_the_one_inside_
 
 
 @pytest.mark.parametrize("case", [TwoOptimizers, OuterGiven, InnerGiven])
-def test_an_optimizer_beside_around_or_inside_of_the_given_one_replaces_nothing(case):
+def test_unrelated_outer_or_inner_optimizer_replaces_nothing(case):
     watched = Watched(case)
 
     assert not [text for text in watched.messages("note") if "replaced" in text]
@@ -393,7 +393,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("quantity", "moment"), PLACES, ids=lambda place: getattr(place, "__name__", place))
-def test_a_hook_of_ours_that_raises_is_counted_and_named_once(quantity, moment, monkeypatch):
+def test_hook_that_raises_is_counted_and_logged_once(quantity, moment, monkeypatch):
     alone = Run()
     alone.train()
 
@@ -508,7 +508,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any]]
 
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_process_ends_as_without_us(ending, ended):
+def test_process_ends_as_without_the_monitor(ending, ended):
     without, with_us = ended[ending]
 
     assert CODES[ending] == without[1], without[0]
