@@ -1,4 +1,4 @@
-"""Parts of a monitor that do not depend on each other: one that fails is named once and takes no other one with it."""
+"""Independent parts of a monitor: a part that fails is logged once, and the other parts continue."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WHY = "no such device"
 
 
 class Training:
-    """A small training under a monitor, whose records are at hand."""
+    """A small training with a monitor, and its records."""
 
     def __init__(self, **settings: Any) -> None:
         torch.manual_seed(0)
@@ -93,7 +93,7 @@ def hooks_of(training: Training) -> int:
 
 
 def named(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the first words of each fault that was named."""
+    """Return the places of all faults that were logged."""
     return [record.getMessage().partition(" failed")[0] for record in caplog.records if WHY in record.getMessage()]
 
 
@@ -172,7 +172,7 @@ ENDING = {
 
 @pytest.mark.parametrize("part", ENDING)
 def test_failed_stop_of_a_part_keeps_the_exit_record(part, monkeypatch, caplog):
-    """And the others are ended, the port is closed."""
+    """The other parts are stopped, and the port is closed."""
     ended: list[str] = []
     skipped: list[Callable[[], object]] = []
 
@@ -195,7 +195,7 @@ def test_failed_stop_of_a_part_keeps_the_exit_record(part, monkeypatch, caplog):
         urllib.request.urlopen(f"{address}/healthz", timeout=5)
 
     monkeypatch.undo()
-    for end in skipped:  # a thread or hook that is left would be seen by later tests
+    for end in skipped:  # a remaining thread or hook would affect later tests
         end()
 
     assert set(ENDING) == set(ended)
@@ -235,7 +235,7 @@ def test_failed_removal_in_a_quantity_removes_hooks_of_the_others(monkeypatch, c
     before = hooks_of(training)
     training.finish()
 
-    assert 0 < hooks_of(training) < before  # those of activations
+    assert 0 < hooks_of(training) < before  # hooks of activations
     assert ["hooks of activations"] == named(caplog)
 
 
@@ -448,7 +448,7 @@ def test_failed_close_of_a_server_part_closes_the_others(part, monkeypatch):
 
 
 def test_fault_in_the_agreement_keeps_the_switch_thread_running(monkeypatch, tmp_path):
-    """Ranks that cannot be asked raise RuntimeError or ValueError; anything else is a fault of ours."""
+    """An unavailable store raises RuntimeError or ValueError. Any other error is a fault of the monitor."""
     path = tmp_path / "switch.json"
     path.write_text(json.dumps({"dynamic_on": False}))
     training = Training(switch_file=str(path), switch_poll_seconds=0.01)
@@ -462,7 +462,7 @@ def test_fault_in_the_agreement_keeps_the_switch_thread_running(monkeypatch, tmp
 
 
 class _Failing:
-    """An agreement with other ranks that raises an error that is not foreseen."""
+    """An agreement with other ranks that raises an unexpected error."""
 
     pending = False
 

@@ -24,7 +24,7 @@ RELATIVE = 1e-5
 
 
 class Net(nn.Module):
-    """Dropout, a frozen tensor and a tensor that no loss depends on: what real models have."""
+    """A model with dropout, a frozen tensor, and a tensor without influence on the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ def test_a_disabled_monitor_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_phase_of_another_thread_remains_when_a_training_phase_ends(quiet: MonitorConfig) -> None:
-    """An evaluation during which a checkpoint begins to be written, which takes longer."""
+    """A checkpoint starts during an evaluation and ends after it."""
     shown: list[str | None] = []
     net, optimizer = make()
     monitor = Monitor(quiet)
@@ -448,7 +448,7 @@ def test_an_exception_in_training_leaves_an_exit_record(quiet: MonitorConfig, ca
     assert '"reason": "exception"' in str(exits[0].details)
     assert '"last_step": 1' in str(exits[0].details)
     assert "training failed at" in str(exits[0].details)
-    str(exits[0].details).encode()  # raises where the stream could not hold it
+    str(exits[0].details).encode()  # raises an error if the stream cannot represent it
 
 
 def test_two_optimizers_step_as_one(quiet: MonitorConfig, reader: MakeReader, eventually: Eventually) -> None:

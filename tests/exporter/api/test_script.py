@@ -1,4 +1,4 @@
-"""What a training script says and does around the hooks: log, phase, event, numbering, copies, compile, odd loops."""
+"""Calls of a training script: log, phase, event, step numbers; and copies, compilation and unusual loops."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_logged_tensor_has_its_value_at_the_time_of_the_call(
 def test_value_that_cannot_be_logged_loses_only_itself(
     bad: Any, quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
-    """More of them than steps may wait for the publisher: sampling goes on."""
+    """There are more invalid values than steps may wait for the publisher: sampling continues."""
     steps = active_quantities.MAX_BACKLOG + 6
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
@@ -77,7 +77,7 @@ def test_value_that_cannot_be_logged_loses_only_itself(
             step(net, optimizer)
             monitor.log(good=1.0)
             monitor.log(bad=bad)
-            if number % 16 == 15:  # a publisher that is slow for want of a processor would skip steps by right
+            if number % 16 == 15:  # a publisher without CPU time would correctly skip steps
                 wanted = number - 8
                 eventually(lambda wanted=wanted: len(read.scalars("good")) > wanted)
         monitor.end_step()
@@ -382,7 +382,7 @@ def test_fused_optimizer_that_skips_on_the_device_is_a_skipped_step(
 def test_failed_backward_pass_does_not_hide_the_next_one(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
-    """In eval mode no forward hook marks the steps, and the second backward dies in the middle."""
+    """In evaluation mode no forward hook begins a step, and the second backward pass fails in the middle."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     fail = False
@@ -456,7 +456,9 @@ def test_steps_beyond_the_backlog_limit_are_counted_as_dropped(
         hold.set()
         step(net, optimizer)
         monitor.end_step()
-        eventually(lambda: any(record["step"] == 11 for record in read.records()))  # the last: all others are there
+        eventually(
+            lambda: any(record["step"] == 11 for record in read.records())
+        )  # the last record: all others are present
         measured = {row.step for row in read.rows()}
 
         assert 10 == len(read.scalars("loss"))
@@ -515,7 +517,7 @@ def test_logging_from_other_threads_loses_nothing(
 def test_gradients_computed_in_a_closure_are_read_after_clipping(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
-    """As Lightning trains: forward, backward and clipping run inside of `optimizer.step(closure)`."""
+    """As in Lightning: forward, backward and clipping run inside `optimizer.step(closure)`."""
     net, optimizer = make()
     clipped: list[float] = []
 

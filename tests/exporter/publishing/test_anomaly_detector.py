@@ -1,4 +1,4 @@
-"""The vectorised judge says, for every series, exactly what the contract's plain evaluator says."""
+"""The vectorised detector gives the same result for every series as the contract's reference evaluator."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ observation = st.tuples(st.booleans(), st.tuples(*[value32] * len(VALUE_OPS)), s
 
 @st.composite
 def stories(draw):
-    """Return rules, the kinds of some entries, and what was observed of each entry at each step."""
+    """Return rules, the kinds of some entries, and the observations of each entry at each step."""
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
     rules = draw(st.lists(turbulence | nan, max_size=4))
     steps = draw(st.lists(st.tuples(*[observation] * len(kinds)), min_size=1, max_size=8))
@@ -59,7 +59,7 @@ def stories(draw):
 
 
 def finished(step) -> Finished:
-    """Return one step's observations as they come from the statistics."""
+    """Return the observations of one step in the form of the statistics."""
     present = np.array([seen for seen, _, _ in step])
     values = np.array([values for _, values, _ in step], np.float32).T
     counts = np.zeros((len(COUNT_OPS), len(step)), np.int64)
@@ -76,7 +76,7 @@ def bits(number: float | None) -> bytes:
 
 
 def one_entry(rules, observations):
-    """Return the judgement on each step of a single gradient."""
+    """Return the verdict on each step of a single gradient."""
     detector = AnomalyDetector(rules, plan(["grad_reduced"]))
     return [detector.observe(finished([observed])) for observed in observations]
 
@@ -86,7 +86,7 @@ def norm_of(value, *, nans=0, infs=0, present=True):
 
 
 def expected_firings(rules, kinds, steps):
-    """Return what the plain evaluator says, series by series: {(step, entry, op): (rule, value, baseline)}."""
+    """Return the results of the reference evaluator: {(step, entry, op): (rule, value, baseline)}."""
     firings = {}
     for entry, kind in enumerate(kinds):
         seen = [(number, step[entry]) for number, step in enumerate(steps) if step[entry][0]]
@@ -140,7 +140,7 @@ def test_baselines_equal_the_reference_evaluator(story):
 
 @pytest.mark.parametrize("vector", json.loads(VECTORS.read_text())["series"], ids=lambda v: v["id"])
 def test_detector_gives_the_recorded_results(vector):
-    """What a tensor cannot show (a NaN norm) is null here, and counted as `nans`."""
+    """A value that no tensor can have (a NaN norm) is null here, and counted as `nans`."""
     rules = [rule_from_config(entry) for entry in vector["rules"]]
     column = VALUE_OPS.index(vector["op"])
     detector = AnomalyDetector(rules, plan(["grad_reduced"]))
@@ -209,7 +209,7 @@ def test_firings_are_ordered_limited_and_counted():
 
 
 def test_limit_keeps_the_first_cause_of_micro_batches():
-    """A NaN that begins in an activation of the first micro-batch is in all that comes behind it."""
+    """A NaN that begins in an activation of the first micro-batch is in all later tensors."""
     order = [("param_before", None), ("act_out", 0), ("act_grad_out", 0), ("act_out", 1), ("grad_unreduced", None)]
     entries = [PlanEntry(kind=kind, tensor="t", micro_step=micro_step) for kind, micro_step in reversed(order)]
     judgement = AnomalyDetector([AnomalyNan()], entries, limit=4).observe(finished([norm_of(5.0, nans=1)] * 5))
@@ -224,7 +224,7 @@ def test_firing_pairs_include_rules_beyond_the_limit():
     detector.observe(finished([norm_of(1.0)] * 3))
     judgement = detector.observe(finished([norm_of(1.0), norm_of(6.0), norm_of(2.0)]))
 
-    # On the gradient turbulence names the alert; the limit is exceeded all the same, and PromQL says so as well.
+    # AnomalyTurbulence names the event of the gradient. The limit rule holds as well, as in PromQL.
     assert {
         ("AnomalyTurbulence", "grad_reduced"),
         ("AnomalyTurbulence", "param_after"),

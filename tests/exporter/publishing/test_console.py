@@ -1,4 +1,4 @@
-"""What a rank prints: who, what and where, and never a flood."""
+"""The lines that a rank prints, and their rate limit; the reason for the end of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rule fires: more is measured for some steps, the samples are named, the script is told, and all is as before."""
+"""A firing starts a capture for some steps, names the samples and calls `on_anomaly`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN: dict[str, Any] = {
 
 
 class Training:
-    """Logs a loss at every step, NaN at some, and waits then until the capture is known."""
+    """A training that logs a loss at every step, NaN at some, and waits for the capture after those."""
 
     def __init__(self, *, on_anomaly: Callable[[Anomaly], object] | None = None, **settings: Any) -> None:
         torch.manual_seed(0)
@@ -49,7 +49,7 @@ class Training:
             self.monitor.log(loss=loss)
 
     def fire(self, **more: Any) -> None:
-        """Make one step whose loss is NaN, and have it published."""
+        """Make one step with a NaN loss, and wait until it is published."""
         self.train(1, loss=float("nan"), **more)
         self.monitor.end_step()
         assert self.publisher.catch_up(60)
@@ -60,7 +60,7 @@ class Training:
         assert 0 == self.monitor.faults
 
     def steps_with(self, kind: str) -> list[int | None]:
-        """Return the numbers of the steps at which something of `kind` was measured."""
+        """Return the numbers of the steps with statistics of `kind`."""
         found = []
         for record in self.records:
             if record.statistics is not None:
@@ -98,7 +98,7 @@ def test_firing_adds_quantities_for_some_steps_and_changes_nothing_else():
 
 
 def test_capture_of_an_active_quantity_keeps_its_schedule():
-    """Parameters at every 4th step, at most 3 times."""
+    """Parameters are sampled at every 4th step, at most 3 times."""
     training = Training(capture={**CAPTURE, "quantities": ["parameters"]}, times=3)
     training.train(1)
     training.fire()
@@ -109,7 +109,7 @@ def test_capture_of_an_active_quantity_keeps_its_schedule():
 
 
 def test_quantity_can_be_captured_with_other_options():
-    """Its rows are no doubles of those that are measured anyway, which go on afterwards with the rows they had."""
+    """Its rows replace those of the active quantity, which continues afterwards with its own rows."""
     capture = {**CAPTURE, "options": {"parameters": {"targets": ["0.*"]}}, "quantities": ["parameters"]}
     training = Training(capture=capture, options={"parameters": {"targets": ["0.weight", "2.*"]}}, every=2)
     training.train(3)
@@ -161,7 +161,7 @@ def test_the_end_of_training_ends_a_capture():
 
 
 def test_capture_that_does_not_begin_before_the_end_is_reported():
-    """The rule fires at the last step, and its capture would begin with the next one."""
+    """The rule fires at the last step. The capture would begin with the next one."""
     training = Training()
     training.train(2)
     training.train(1, loss=float("nan"))
@@ -230,7 +230,7 @@ def test_sample_ids_are_json_values_or_a_tensor(said, expected):
 
 
 def test_sample_ids_belong_to_the_step_of_the_next_forward_pass():
-    """Two micro-batches, and the second of them is named while the step is under way."""
+    """Two micro-batches; the second one is named during the step."""
     training = Training()
     for ids in ([1, 2], [3, 4]):
         training.monitor.batch(ids)
@@ -258,7 +258,7 @@ def test_sample_ids_of_an_evaluation_belong_to_no_step():
 
 
 def test_sample_ids_of_an_evaluated_then_trained_batch_belong_to_the_step():
-    """As with a reference that is the same model without its adapters."""
+    """As for a reference model that is the same model without adapters."""
     training = Training()
     training.monitor.batch([7])
     with torch.no_grad():
@@ -319,7 +319,7 @@ def test_on_anomaly_is_called_once_per_step_on_another_thread():
     training.train(3)
     training.finish()
 
-    assert [2, 5] == [anomaly.step for anomaly, _ in seen]  # at step 5 the parameters are measured again
+    assert [2, 5] == [anomaly.step for anomaly, _ in seen]  # step 5 is the next sampled step of the parameters
     assert {"rankscope-on-anomaly"} == {name for _, name in seen} - {threading.current_thread().name}
     loss, first = seen[0][0], seen[1][0]
     assert ("AnomalyNan", None, "loss") == (loss.rule, loss.tensor, loss.op)
@@ -345,7 +345,7 @@ def test_failing_or_slow_on_anomaly_delays_nothing():
     training.monitor.detach()
     wait_until(lambda: len(calls) == 100 - dropped)
 
-    assert (100, 35) == (published, dropped)  # one is being called, 64 wait
+    assert (100, 35) == (published, dropped)  # one call is running, 64 wait
     assert 65 == training.monitor.faults
 
 
@@ -386,7 +386,7 @@ def test_capture_rules_are_names_of_rules_of_the_monitor():
     assert MonitorConfig(rules=rules, capture={"rules": ["spike"]}).capture is not None  # type: ignore[arg-type]
 
 
-# Parts of a capture that do not depend on each other.
+# Independent parts of a capture.
 
 
 def failing(*_: Any, **__: Any) -> Any:

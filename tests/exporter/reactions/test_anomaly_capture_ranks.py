@@ -1,4 +1,4 @@
-"""Two real ranks under DDP: a NaN in the data of one has both measure the very same steps more, and say why."""
+"""Two real ranks under DDP: a NaN in the data of one rank starts a capture of the same steps on both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the monitor says it costs is what a process spends more with it than without, threads and pages included."""
+"""The reported overhead equals the additional CPU time of a process with the monitor, with threads and pages."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def paired() -> dict[str, Any]:
 
 
 def test_reported_overhead_equals_extra_cpu_time_within_30_percent(paired):
-    """CPU time, not wall time: most of what the process does is ours here, so the difference is no noise."""
+    """Compares CPU time, not wall time. Most work of the process is that of the monitor, so the noise is small."""
     assert paired["share"] > 0.4, paired
     assert 0.7 <= paired["ratio"] <= 1.3, paired
 
@@ -102,7 +102,7 @@ def test_overhead_has_each_active_part(paired):
 
 
 def test_calls_of_the_script_count_as_overhead(quiet):
-    """A log() that is made to work for 50 ms."""
+    """A call of log() that takes 50 ms."""
     net = torch.nn.Linear(2, 2)
     monitor = Monitor(quiet).attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
     before = monitor.overhead_seconds()["hooks"]
@@ -157,7 +157,7 @@ def test_single_threaded_torch_has_no_helper_clocks():
 
 
 def test_stored_overhead_equals_the_metrics_page(reader, eventually):
-    """A row for each thread, from time to time."""
+    """There is a row for each thread at intervals."""
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     monitor = Monitor(MonitorConfig(console=False, exit_wait_seconds=0)).attach(net, optimizer)

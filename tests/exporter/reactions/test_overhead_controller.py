@@ -1,4 +1,4 @@
-"""Measuring that is made expensive is done less often, by itself and aloud; what was asked for else stays."""
+"""An expensive quantity is sampled less often automatically, and this is reported. Other settings keep their effect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEP_SECONDS = 1.0
 
 
 class Times:
-    """A clock and a cost that move as the test says: what else is at work on this machine is no part of it."""
+    """A clock and a cost that the test sets, independent of the load of the machine."""
 
     def __init__(self) -> None:
         self.clock = self.cost = 0.0
@@ -34,7 +34,7 @@ class Times:
 
 
 class Costly(Parameters):
-    """Costs something at every measured step. No direct subclass of Quantity: those are offered to everybody."""
+    """A quantity with a cost at every sampled step. Not a direct subclass of Quantity: those are always selectable."""
 
     name: ClassVar[str] = "test_costly"
     seconds: ClassVar[float] = 0.0
@@ -57,7 +57,7 @@ def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Training:
-    """By the clock of the test; with `real` by the machine's own, and with short windows."""
+    """A training with the clock of the test. With `real`: with the clock of the machine and short windows."""
 
     def __init__(self, *, real: bool = False, **settings: Any) -> None:
         torch.manual_seed(0)
@@ -77,7 +77,7 @@ class Training:
             self.window._least_seconds = 0.2
 
     def steps(self) -> Iterator[int]:
-        """Train as long as it is asked for."""
+        """Yield the number of each step after it."""
         for step in range(1, MOST_STEPS):
             self.net(torch.ones(2, 3)).sum().backward()
             self.optimizer.step()
@@ -94,7 +94,7 @@ class Training:
 
 
 def test_expensive_quantity_is_sampled_less_often_and_reported(monkeypatch, capfd, reader, eventually):
-    """30 s at each step of 1 s; half of the time is allowed."""
+    """The cost is 30 s at each step of 1 s; half of the time is allowed."""
     monkeypatch.setattr(Costly, "seconds", 30.0)
     training = Training()
     enough = MOST_STEPS
@@ -127,7 +127,7 @@ def test_expensive_quantity_is_sampled_less_often_and_reported(monkeypatch, capf
 
 
 def test_cpu_time_of_the_machine_counts_as_overhead(monkeypatch):
-    """20 ms of a busy loop at each step, of which 2 % would be 1 s: on a machine that does much else, too, too much."""
+    """A busy loop of 20 ms per step exceeds 2 % also on a loaded machine."""
     monkeypatch.setattr(Costly, "busy_seconds", 0.02)
     training = Training(real=True, console=False, max_overhead="2 %")
     for _ in training.steps():
@@ -175,7 +175,7 @@ def test_switch_resets_the_stretch(monkeypatch):
 
 
 def test_every_times_and_start_step_keep_their_meaning_when_stretched():
-    """Of the steps 5, 8, 11 and so on every second is left."""
+    """Every second one of the steps 5, 8, 11, … is sampled."""
     training = Training(console=False, options={"test_costly": {"start_step": 5, "every": 3, "times": 4}})
     assert training.window is not None
     for step in training.steps():
@@ -202,7 +202,7 @@ def test_without_max_overhead_sampling_is_never_stretched(monkeypatch):
 
 
 def test_cost_is_read_only_where_a_window_may_end():
-    """Adding up all threads costs microseconds. Here steps are of 10 ms and windows of 10 s."""
+    """Adding the CPU time of all threads costs microseconds. Steps take 10 ms and windows 10 s."""
     training = Training(max_overhead="1 %")
     asked: list[float] = []
 

@@ -1,4 +1,4 @@
-"""One of two real ranks is over its budget: both measure less often, at the same steps, and more again together."""
+"""One of two real ranks exceeds `max_overhead`: both sample less often, at the same steps, and return together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The share over the long run keeps within what is allowed, and sampling does not swing. A clock and costs by hand."""
+"""The long-run overhead remains below the limit, and sampling does not oscillate. The test sets clock and costs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rankscope_exporter.reactions.overhead_window import LEAST_SECONDS, MOST_STR
 
 
 class Training:
-    """Steps of a length of their own, of which every k-th is measured and costs more; obeys the watch at once."""
+    """A training with a given time per step. Every k-th step is sampled and costs more. Applies results immediately."""
 
     def __init__(self, allowed: float, *, step: float, sampled: float, idle: float, every: int = 1) -> None:
         self.window = OverheadWindow(allowed)
         self.step, self.sampled, self.idle, self.every = step, sampled, idle, every
         self.now = self.cost = 0.0
         self.seen = 0
-        self.changes: list[tuple[float, int, int]] = []  # when, from, to
-        self.looks: list[tuple[float, float, float]] = []  # when, cost, share
+        self.changes: list[tuple[float, int, int]] = []  # time, previous and new factor
+        self.looks: list[tuple[float, float, float]] = []  # time, cost, share
 
     def train(self, seconds: float) -> None:
         until = self.now + seconds
@@ -57,7 +57,7 @@ def test_invalid_share_raises_with_an_example(wrong):
 
 
 def test_tenfold_overhead_stretches_by_16():
-    """A measured step costs 10 ms beside 100 ms; one in 16 costs 0.6 %."""
+    """A sampled step costs 10 ms more than the 100 ms of a step; one in 16 costs 0.6 %."""
     training = Training(0.01, step=0.1, sampled=0.01, idle=0.0)
     training.train(600)
 
@@ -73,7 +73,7 @@ def test_overhead_below_the_limit_changes_nothing():
 
 
 def test_interval_is_halved_after_consecutive_low_windows():
-    """Steps become 16 times as long, as with a larger batch: 0.6 % of 1.6 s are less than 0.04 %."""
+    """Steps become 16 times as long, as with a larger batch: the share falls from 0.6 % below 0.04 %."""
     training = Training(0.01, step=0.1, sampled=0.01, idle=0.0)
     training.train(600)
     training.step = 1.6
@@ -101,7 +101,7 @@ def test_overhead_not_from_sampling_ends_at_the_largest_stretch():
     every=st.integers(1, 5),
 )
 def test_long_run_overhead_is_below_the_limit_and_sampling_settles(allowed, step, times, idle_share, every):
-    """A measured step costs `times` what is allowed of it, each step `idle_share` of that: some stretch suffices."""
+    """A sampled step costs `times` the limit, each step `idle_share` of the limit: a finite factor is sufficient."""
     training = Training(
         allowed, step=step, sampled=allowed * step * times, idle=allowed * step * idle_share, every=every
     )

@@ -1,4 +1,4 @@
-"""Switching while training runs: the six scenarios of the existing tool, a call, and what each leaves behind."""
+"""Changes of sampling during training: the six scenarios of msprobe, calls of the script, and cleanup."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Training:
-    """A model that is trained step by step while its configuration is edited."""
+    """A training whose configuration file is edited between steps."""
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
         torch.manual_seed(0)
@@ -48,12 +48,12 @@ class Training:
             self.optimizer.step()
 
     def edit(self, **settings: Any) -> None:
-        """Edit the file, and wait until the edit was seen."""
+        """Edit the file, and wait until the edit was read."""
         write(self.path, **settings)
         wait_until(lambda: self.change_queue.state()["to_come"])
 
     def finish(self) -> tuple[list[int], list[dict[str, Any]]]:
-        """Return the numbers of the measured steps, and what events say."""
+        """Return the numbers of the sampled steps, and the details of the switch events."""
         self.monitor.detach()
         records = self.ring.after(-1, 1 << 30).records
         events = [(record.step, event) for record in records for event in record.events]
@@ -138,9 +138,9 @@ def test_scenario_4_switched_on_in_step_3_measures_from_step_4(path):
 def test_scenario_5_edit_restarts_the_count_and_times_0_stops(path):
     write(path, dynamic_on=True, times=3)
     training = Training(path)
-    training.train(3)  # measured: 1, 2
+    training.train(3)  # sampled: 1, 2
     training.edit(dynamic_on=True, times=3, quantities=["gradients"])
-    training.train(2)  # 3, 4: the third of them is to come
+    training.train(2)  # 3, 4: the third sampled step is still missing
     training.edit(dynamic_on=True, times=0)
     training.train(3)
     steps, told = training.finish()
@@ -182,7 +182,7 @@ def test_scenario_6_file_is_off_after_the_end_and_can_switch_on(path):
 
 @pytest.mark.usefixtures("_dynamic")
 def test_rank_without_quantities_does_not_end_sampling(path):
-    """Else it would write the end into the file while the other ranks measure."""
+    """Otherwise the rank would switch off the file while other ranks measure."""
     write(path, dynamic_on=True, times=2, options={"parameters": {"ranks": [1]}})
     training = Training(path)
     training.train(4)
@@ -232,7 +232,7 @@ def test_invalid_edit_keeps_the_configuration_and_is_reported(path, text, why, c
 
 
 def test_edit_counts_once_unchanged_between_two_polls(path):
-    """An editor that writes in two goes leaves half a file for a moment, which is no broken edit."""
+    """An editor that writes in two parts leaves half a file for a moment. This is not an invalid edit."""
     write(path)
     file = SwitchFile(path)
     file.read()
@@ -250,7 +250,7 @@ def test_settings_that_need_a_restart_are_named(path, monkeypatch):
     other = path.with_name("other.json")
     write(other)
     training = Training(other)
-    write(path, dynamic_on=True, zero_below=0.5)  # a file that was not there before
+    write(path, dynamic_on=True, zero_below=0.5)  # a file that did not exist before
     wait_until(lambda: training.change_queue.state()["to_come"])
     training.train(1)
     _, told = training.finish()
@@ -263,7 +263,7 @@ def test_call_changes_sampling_and_off_removes_all_hooks(path):
     training = Training(path)
     module_hooks = lambda: sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in training.net.modules())  # noqa: E731 - counts now
     training.train(1)
-    before = module_hooks()  # without the one that has a look at the first forward
+    before = module_hooks()  # without the hook on the first forward pass
     training.monitor.switch({"quantities": ["activations", "parameters"]})
     training.train(2)
     entries = len(training.change_queue._active_quantities.plan)
@@ -277,7 +277,7 @@ def test_call_changes_sampling_and_off_removes_all_hooks(path):
 
     assert [0, 1, 2, 5, 7] == steps
     assert [1, 3, 5] == [event["at"] for event in told]
-    assert entries == len(training.change_queue._active_quantities.plan)  # the same rows are filled again
+    assert entries == len(training.change_queue._active_quantities.plan)  # the same rows are used again
     assert during > after
     assert before == after
     assert 0 == module_hooks()
@@ -294,7 +294,7 @@ def test_invalid_call_raises_and_changes_nothing(path):
 
 
 def test_activations_of_the_first_step_include_the_root(path):
-    """Hooks that were registered while the model's own pre-hook runs would miss the model itself."""
+    """Hooks that are registered in the model's own pre-hook would miss the model itself."""
     write(path)
     training = Training(path)
     training.train(1)
@@ -327,13 +327,13 @@ def test_quantity_dropped_and_restored_at_one_step_continues(path):
     write(path, quantities=["activations"])
     training = Training(path, first_step=1)
     training.train(1)
-    hooks = hook_count(training.net)  # without the one that has a look at the first forward
+    hooks = hook_count(training.net)  # without the hook on the first forward pass
 
     for quantities in (["parameters", "linear"], ["activations"], ["router"], ["activations"]):
         training.monitor.switch({"quantities": quantities})
     training.train(2)
 
-    assert hooks == hook_count(training.net)  # and what was asked for in between has left none
+    assert hooks == hook_count(training.net)  # the replaced change has left no hooks
     rows = [row.step for row in training.monitor.current("act_in")]
     assert [3] * 4 == rows  # the model and its three modules
     training.finish()
@@ -385,7 +385,7 @@ def test_unattached_monitor_accepts_switch():
 
 
 class Held:
-    """A lock that somebody else holds until it is `free`; it notes how long it would have been waited for."""
+    """A lock that another thread holds until it is `free`. It records the requested timeouts."""
 
     def __init__(self) -> None:
         self.free = False
@@ -402,7 +402,7 @@ class Held:
 def test_training_waits_only_once_for_an_unresponsive_store():
     lock, arrived = Held(), []
     agreement: Any = SimpleNamespace(must_resolve=lambda _step: True, resolve=lambda step: arrived.append(step) or [])
-    change_queue: Any = None  # of which nothing is asked while nothing is agreed
+    change_queue: Any = None  # not called while nothing is agreed
     change_sources = ChangeSources(
         MonitorConfig(),
         change_queue,

@@ -1,4 +1,4 @@
-"""Two real ranks of a gloo group change at the very same step, one of them slower; a rank that dies holds up nobody."""
+"""Two real ranks of a gloo group, one of them slower, change at the same step. A dead rank delays no other rank."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def train(rank: int, path: Path, model: nn.Module, ask: str) -> tuple[Any, ...]:
                 path.write_text(json.dumps({"dynamic_on": True, "every": 2}))
             elif rank == 1:
                 assert 202 == put(monitor, every=2)
-        time.sleep(0.002 + 0.002 * rank)  # the slower one is the one that asks
+        time.sleep(0.002 + 0.002 * rank)  # the slower rank requests the change
         optimizer.zero_grad()
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()
@@ -103,7 +103,7 @@ def train(rank: int, path: Path, model: nn.Module, ask: str) -> tuple[Any, ...]:
 
 
 def survive(rank: int, folder: Path, results: Any) -> None:
-    """Rank 1 dies before it hears of the change that rank 0 asks for."""
+    """Rank 1 is killed before it reads the change that rank 0 requests."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     path = folder / "survive.json"
@@ -135,7 +135,7 @@ def survive(rank: int, folder: Path, results: Any) -> None:
     results.put(("survive", rank, slowest, leaving, [e for e in events if "source" in e], monitor.faults))
     results.close()
     results.join_thread()
-    os._exit(0)  # the group would wait for the dead rank
+    os._exit(0)  # destroying the group would wait for the dead rank
 
 
 @pytest.fixture(scope="module")
@@ -170,5 +170,5 @@ def test_pending_change_of_a_dead_rank_delays_no_rank(outcomes):
 
     assert [[1]] == [event["ranks_not_heard"] for event in events]
     assert 0 == faults
-    assert slowest < 10.0  # who waited for the dead rank would wait for the whole deadline
+    assert slowest < 10.0  # a rank that waits for the dead rank would wait until the deadline
     assert leaving < 20.0

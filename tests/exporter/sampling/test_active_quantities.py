@@ -1,4 +1,4 @@
-"""Quantities that are due at different steps, plans that grow, and rows beside the table."""
+"""Quantities with different schedules, plans that grow, and rows outside of the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankscope_exporter.statistics import HostCopy, StatisticsTable, finish, mea
 
 
 class Outputs(Parameters):
-    """What each module returns. No direct subclass of Quantity: those are offered to every configuration."""
+    """Outputs of modules. Not a direct subclass of Quantity: those are always selectable."""
 
     name: ClassVar[str] = "test_outputs"
     of_modules: ClassVar[bool] = True
@@ -59,7 +59,7 @@ def _with_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(net: nn.Module, batches: list[list[torch.Tensor]]) -> list[list[dict[str, torch.Tensor]]]:
-    """Train by accumulation; return what each module gave, by step and micro-batch."""
+    """Train with accumulation; return the output of each module, by step and micro-batch."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     seen: list[list[dict[str, torch.Tensor]]] = []
     for micros in batches:
@@ -94,7 +94,7 @@ def test_plan_grows_with_called_modules_per_micro_batch(reader, eventually):
                 net(batch).sum().backward()
             optimizer.step()
         with torch.no_grad():
-            net.eval()(batches[0][0])  # an evaluation is no part of a step
+            net.eval()(batches[0][0])  # an evaluation is not part of a step
         monitor.end_step()
         records = eventually(lambda: [r for r in read.records() if r["step"] == 3] and read.records())
 

@@ -1,4 +1,4 @@
-"""Which steps a quantity is measured at."""
+"""The steps at which a quantity is sampled."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_schedule_selects_the_expected_steps(timing, expected):
 
 
 def test_gap_in_step_numbers_does_not_change_the_interval():
-    """Resumed at 100 after 1 … 4: steps are counted, only the first one is looked for by its number."""
+    """Resumed at 100 after 1 … 4: steps are counted; only `start_step` compares numbers."""
     assert [3, 100, 102] == measured(Timing(start_step=3, every=2), [1, 2, 3, 4, 100, 101, 102])
 
 

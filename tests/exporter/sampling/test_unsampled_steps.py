@@ -1,4 +1,4 @@
-"""What is left to do on a step that nobody measures, and when hooks go by themselves."""
+"""The remaining work at steps that are not sampled, and the removal of hooks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parts_of(monitor: Monitor) -> Any:
 
 
 def calls_of_ours(function: Callable[[], None]) -> Counter[str]:
-    """Return how often `function` calls what of ours, on this thread."""
+    """Return the number of calls of each function of the exporter while `function` runs on this thread."""
     calls: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, _argument: object) -> None:
@@ -106,12 +106,12 @@ def test_every_sampled_step_has_all_rows(reader, eventually):
     seen = [{(row.kind, row.tensor, row.micro_step) for row in rows if row.step == step} for step in (1, 4, 7)]
     assert {1, 4, 7} == {row.step for row in rows}
     assert seen[0] == seen[1] == seen[2]
-    assert 5 * 4 + 14 == len(seen[0])  # of parameters; of the modules and the model but for gradients of the batch
+    assert 5 * 4 + 14 == len(seen[0])  # rows of parameters, and of modules and the model without gradients of the batch
     assert features
 
 
 class TwoHeads(nn.Module):
-    """Trains one of two heads at a step, without anything in common."""
+    """A model that trains one of two independent heads at each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_backward_pass_through_unmeasured_parameters_is_detected(reader, eventua
 
 
 def test_steps_that_begin_in_a_backward_pass_keep_gradient_hooks(reader, eventually):
-    """Who never calls the whole model begins a step with its first gradient: the others come at once."""
+    """If the whole model is never called, a step begins with its first gradient. The others follow immediately."""
     net, optimizer = net_and_optimizer()
     with Monitor(config_of("gradients", every=3)).attach(net, optimizer) as monitor:
         for _ in range(7):
@@ -199,7 +199,7 @@ def test_module_hooks_are_removed_after_the_last_sampled_step(quantity, reader, 
         assert 0 == monitor.faults
 
     assert bare < hooked
-    assert bare <= 2  # that a forward begins and ends
+    assert bare <= 2  # hooks on begin and end of the forward pass
     assert {1} == steps
     assert {1, 2, 3} == {row.step for row in rows if row.kind == "param_after"}
     assert ("Linear" in structure) == (quantity == "structure")
@@ -222,7 +222,7 @@ def test_quantity_that_ended_can_be_switched_on_again(reader, eventually):
 
 
 def test_planned_change_is_measured_from_its_first_step(reader, eventually):
-    """With ranks it is known many steps ahead, and a quantity hooks a model only once."""
+    """With several ranks, a change is planned many steps ahead, and a quantity hooks a model only once."""
     net, optimizer = net_and_optimizer()
     config = config_of("activations", times=1)
     with Monitor(config).attach(net, optimizer) as monitor:
@@ -239,7 +239,7 @@ def test_planned_change_is_measured_from_its_first_step(reader, eventually):
 
     first, second = ({(row.kind, row.tensor) for row in rows if row.step == step} for step in (1, 4))
     assert first == second
-    assert 14 == len(first)  # of three modules and the model, but for gradients of the batch
+    assert 14 == len(first)  # rows of three modules and the model, without gradients of the batch
     assert {1, 4} == {row.step for row in rows}
 
 
@@ -249,7 +249,7 @@ def test_skipped_steps_are_detected_at_unsampled_steps(reader, eventually):
         read = reader(monitor)
         train(net, optimizer, 3)
         net(torch.ones(2, 3)).sum().backward()
-        optimizer.zero_grad()  # and no update
+        optimizer.zero_grad()  # without an update
         train(net, optimizer, 2)
         monitor.end_step()
         eventually(lambda: [record for record in read.records() if record["step"] == 6])

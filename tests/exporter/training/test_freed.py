@@ -1,4 +1,4 @@
-"""The monitor keeps no parameter and no activation alive, and has no weak reference on any of them."""
+"""The monitor keeps no parameter and no activation alive, and has no weak references to them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_activations_are_freed_as_early_as_without_a_monitor(updates, every):
 
 
 def alive_in_forward(*, watched: bool, updates: bool, every: int = 1) -> list[int]:
-    """Return how many outputs of modules are alive at the end of each module's forward, and of each step."""
+    """Return the number of live module outputs at the end of each forward pass of a module and of each step."""
     training = Training(Net(), watched=watched, every=every)
     outputs: list[StorageWeakRef] = []
     counts: list[int] = []
@@ -76,7 +76,7 @@ def test_no_tensor_of_the_model_has_a_weak_reference_in_a_step():
 
 
 class Rewritten(nn.Module):
-    """Passes on a temporary tensor of the same memory each time, which it has written to through another one."""
+    """A module that returns a temporary tensor with the same memory at each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Rewritten(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
-            self.state.data.add_(1.0)  # which leaves the version of `state` as it is
+            self.state.data.add_(1.0)  # does not change the version of `state`
             x = x + self.inner(self.state.data).sum()
         return x * self.scale
 

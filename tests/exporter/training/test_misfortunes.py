@@ -1,4 +1,4 @@
-"""What befalls a training: it goes on, or ends, exactly as without us, and what we miss is named once."""
+"""Unusual events during training: it continues or ends as without the monitor, and gaps are reported once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUANTITIES = ("parameters", "gradients", "micro_gradients", "optimizer_state", "
 
 
 class Run:
-    """A training to which something happens before a step, or in it."""
+    """A training with an unusual event before or in a step."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -40,7 +40,7 @@ class Run:
         self.seen: list[Any] = []
 
     def before(self, step: int) -> None:
-        """Do something to the training."""
+        """Change the training before a step."""
 
     def forward(self, step: int) -> torch.Tensor:
         return self.net(torch.full((2, 3), float(step))).square().sum()
@@ -65,7 +65,7 @@ class Run:
 
 
 class OtherParametersForOnePass(Run):
-    """As meta-learning does: an inner step on plain tensors, whose loss gives the gradients of the outer one."""
+    """Meta-learning: the loss of an inner step on plain tensors gives the gradients of the outer step."""
 
     def forward(self, step: int) -> torch.Tensor:
         inputs = torch.full((2, 3), float(step))
@@ -77,7 +77,7 @@ class OtherParametersForOnePass(Run):
 
 
 class UsersHookRaises(Run):
-    """A hook of the user's own, behind and before ours, whose error the loop survives."""
+    """A user hook that raises, before and after those of the monitor. The loop catches the error."""
 
     def step(self, step: int) -> None:
         def fail(*_: Any) -> None:
@@ -95,7 +95,7 @@ class UsersHookRaises(Run):
 
 
 class Stumbling(torch.optim.SGD):
-    """An optimizer that fails once, when it has changed everything."""
+    """An optimizer that fails once, after it has changed all parameters."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -139,7 +139,7 @@ class LayerAdded(Run):
 
 
 class LayerThawed(Run):
-    """A layer that the optimizer is given once it shall be trained, as when a model is fine-tuned."""
+    """A layer that is added to the optimizer during fine-tuning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class OptimizerReplaced(Run):
 
 
 class SchedulerCreatedLater(Run):
-    """A scheduler puts its own method in place of `optimizer.step`."""
+    """A scheduler that replaces the method `optimizer.step`."""
 
     def before(self, step: int) -> None:
         if step == FAULTY - 1:
@@ -198,7 +198,7 @@ class Lazy(Run):
 
 
 class Scripted(Run):
-    """A layer of TorchScript, whose tables only look like dictionaries; it takes no hooks, and is measured around."""
+    """A layer of TorchScript. It does not accept hooks; the other layers are measured."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Scripted(Run):
 
 
 class ModelCopied(Run):
-    """The loop goes on with a copy of the model, which is not watched."""
+    """The loop continues with a copy of the model, which is not monitored."""
 
     def before(self, step: int) -> None:
         if step == FAULTY:
@@ -229,7 +229,7 @@ CASES = (
 
 
 class Watched:
-    """What is left of a run with the monitor."""
+    """The result of a run with the monitor."""
 
     def __init__(self, case: Callable[[], Run], *, every: int = 1) -> None:
         self.run = case()
@@ -238,7 +238,7 @@ class Watched:
             session = session_of(monitor)
             self.run.train()
             monitor.end_step()
-            assert session.publisher.stop(60)  # all of it is in the ring now, however slow the machine is
+            assert session.publisher.stop(60)  # all records are in the ring now
             self.state = self.run.state()
         self.faults = monitor.faults
         records = session.channel.ring.after(-1, 1 << 30).records
@@ -295,10 +295,10 @@ def test_rows_exist_for_all_measurable_tensors():
 
     assert everything - {FAULTY} == frozen.steps("grad_unreduced", "0.weight")
     assert {step for step in everything if step >= FAULTY} == at_first.steps("grad_reduced", "0.weight")
-    # What stands before the first step of the new optimizer is not known: nobody has told of it yet.
+    # The state before the first step of the new optimizer is unknown.
     assert everything - {FAULTY} == replaced.steps("param_before", "0.weight")
     assert everything == replaced.steps("param_after", "0.weight")
-    assert {1, 2} == replaced.steps("momentum", "0.weight")  # never a number of an optimizer that is gone
+    assert {1, 2} == replaced.steps("momentum", "0.weight")  # never a number of a deleted optimizer
     assert [] == replaced.messages("step_skipped")
     assert everything == later.steps("param_after", "2.weight")
     assert everything == lazy.steps("grad_reduced", "0.weight")
@@ -310,7 +310,7 @@ def test_rows_exist_for_all_measurable_tensors():
 
 
 class TwoOptimizers(Run):
-    """Only one of them is given to the monitor; the other one steps twice as often, on parameters of its own."""
+    """The monitor receives only one of two optimizers. The other one has other parameters and steps twice as often."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class InnerGiven(Run):
 
 
 def test_inner_optimizer_does_not_replace_a_foreign_outer_one():
-    """As DeepSpeed's are, whose groups are those of the optimizer inside."""
+    """An optimizer as in DeepSpeed: its groups are those of the inner optimizer."""
     net = nn.Linear(2, 2)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -496,7 +496,7 @@ CODES = dict(zip(ENDINGS, (0, 0, 1, 1, 6, 5, 7), strict=True))
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any]]]:
-    """Return, for each ending, what a process without and one with the monitor said, and its exit code."""
+    """Return output and exit code of a process with and without the monitor, for each ending."""
     script = tmp_path_factory.mktemp("endings") / "train.py"
     script.write_text(SCRIPT.replace("BODIES", repr([textwrap.dedent(body) for body in ENDINGS.values()])))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""The step tracker: which events end a step, and which steps count as skipped."""
+"""The step tracker: the events that end a step, and the steps that count as skipped."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_explicit_steps_end_only_on_request() -> None:
 
 @given(st.lists(st.booleans(), min_size=1, max_size=50), st.integers(1, 3))
 def test_every_attempt_is_one_step_skipped_or_not(skips: list[bool], micro_batches: int) -> None:
-    """Any pattern of skipped and made steps, with accumulation: numbers run on and each is told right."""
+    """For all patterns of skipped steps with accumulation, step numbers and skips are correct."""
     tracker = StepTracker()
     ended: list[Ended | None] = []
     dropped = True
