@@ -107,17 +107,7 @@ class Session:
         self.steps = StepQueue()
         self.current_step = CurrentStep(self.steps.put)
         self.notices = Notices(self.console, identity.rank, self.current_step)
-        self.channel = self._build_server(total_steps)
-        self.diagnosis = Diagnosis(identity.rank, self.channel.publish, lambda: self.channel.progress()[0], boundary)
-        self.watchdog = Watchdog(
-            HangLimits(training=config.hang_after_seconds, in_phase=config.hang_in_phase_after_seconds),
-            config.stacks_signal,
-            self.diagnosis,
-            boundary,
-            standing=self.channel.progress,
-            planned_steps=total_steps,
-            say=self.console.line,
-        )
+        self._build_serving(total_steps)
         self.step_observers = StepObservers(
             monitored,
             config,
@@ -147,8 +137,10 @@ class Session:
         self._announce_kinds()
         boundary.on_first = self.notices.fault
 
-    def _build_server(self, total_steps: int | None) -> RankServer:
-        return RankServer(
+    def _build_serving(self, total_steps: int | None) -> None:
+        """Build the server, and the detection of hangs, which reports through it."""
+        config, boundary = self.config, self._boundary
+        self.channel = RankServer(
             self.identity,
             self.config.serve,
             rules=self.config.rules,
@@ -165,6 +157,18 @@ class Session:
                 stretch=lambda: self.reactions.overhead_controller.stretch,
                 collectives=lambda: self.step_observers.collectives.counts(),  # noqa: PLW0108 - built later
             ),
+        )
+        self.diagnosis = Diagnosis(
+            self.identity.rank, self.channel.publish, lambda: self.channel.progress()[0], boundary
+        )
+        self.watchdog = Watchdog(
+            HangLimits(training=config.hang_after_seconds, in_phase=config.hang_in_phase_after_seconds),
+            config.stacks_signal,
+            self.diagnosis,
+            boundary,
+            standing=self.channel.progress,
+            planned_steps=total_steps,
+            say=self.console.line,
         )
 
     def _build_changes(self, first_step: int, on_anomaly: OnAnomaly | None) -> None:

@@ -79,7 +79,8 @@ class ChangeSources(StepObserver):
         self._boundary = boundary
         self._agreement = agreement
         self._first_step = first_step
-        self._file = None if base.switch_file is None else FollowedFile(base.switch_file, self._check_file, tell)
+        check = lambda document: self._sampling(document_text(document), FILE)  # noqa: E731 - a single expression
+        self._file = None if base.switch_file is None else FollowedFile(base.switch_file, check, tell)
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._tasks: queue.SimpleQueue[Callable[[Agreement], None]] = queue.SimpleQueue()
         self._calls = itertools.count(1)
@@ -152,10 +153,10 @@ class ChangeSources(StepObserver):
 
         After it, requests of `source` with a stamp of at most `until` are ignored on all ranks.
         """
+        text = document_text(document)
         if self._agreement is None:
-            self._put_reaction(document, source, None)
+            self._put(text, source, None)
         else:
-            text = document_text(document)
             request = _Request(
                 text=text, source=source, stamp=stamp, until=until, is_additional=True, is_obsolete=is_obsolete
             )
@@ -179,25 +180,19 @@ class ChangeSources(StepObserver):
             self._wake.set()
 
     def _put(self, text: str, source: str, step: int | None, without: tuple[int, ...] = ()) -> None:
-        if self._put_reaction(json.loads(text), source, step):
+        change = self._reaction(source, json.loads(text), step)
+        if change is not None:
+            self._change_queue.put(change)
             return
         sampling = self._sampling(text, source)
         self._requested_on, self._is_end_handled = sampling.on, False
         parts = self._parts(sampling.config) if sampling.on else []
-        change = SamplingChange(sampling=sampling, parts=parts, source=source, step=step, without=without)
-        self._change_queue.put(change)
-
-    def _put_reaction(self, document: Mapping[str, Any], source: str, step: int | None) -> bool:
-        change = self._reaction(source, document, step)
-        if change is not None:
-            self._change_queue.put(change)
-        return change is not None
+        self._change_queue.put(
+            SamplingChange(sampling=sampling, parts=parts, source=source, step=step, without=without)
+        )
 
     def _sampling(self, text: str, source: str) -> SamplingConfig:
         return sampling_config_from(json.loads(text), self._base, on=source != FILE)
-
-    def _check_file(self, document: Mapping[str, Any]) -> None:
-        self._sampling(document_text(document), FILE)
 
     # On the training thread.
 

@@ -88,7 +88,7 @@ class FollowedFile:
     """A switch file. Its errors are reported instead of raised. `check` raises ConfigError for a wrong document."""
 
     def __init__(
-        self, path: str | os.PathLike[str], check: Callable[[Mapping[str, Any]], None], tell: Callable[[str], None]
+        self, path: str | os.PathLike[str], check: Callable[[Mapping[str, Any]], object], tell: Callable[[str], None]
     ) -> None:
         self._file = SwitchFile(path)
         self._check = check

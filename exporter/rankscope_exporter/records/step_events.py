@@ -26,7 +26,8 @@ class StepObserver:
     """Base class of observers of training steps. Every event does nothing unless a subclass overrides it.
 
     All events are called on the training thread, except `on_record`, which is called on the publisher thread, and
-    `on_step_end`, which the publisher thread calls for a step that waits too long for the next one.
+    `on_step_end`, which the publisher thread calls for a step that waits too long for the next one. The class has more
+    than 20 methods because it lists all events in one place.
     """
 
     def on_before_step(self, step: int) -> None:
