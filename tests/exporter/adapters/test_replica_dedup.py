@@ -181,10 +181,10 @@ def test_the_store_is_told_who_publishes(name, found):
     case = CASES[name]
     told = [[note for note in found[name, rank].notes if case.group in note] for rank in range(WORLD)]
     if case.left:
-        shares = f"rank 0 publishes what {len(case.left)} of {len(NAMES)} parameters have in common on its ranks"
+        shares = f"rank 0 publishes the equal data of {len(case.left)} of {len(NAMES)} parameters"
         assert [[], [f"{case.group}: {shares}"]] == told
     else:
-        assert all(len(notes) == 1 and "no parameter is known to be the same" in notes[0] for notes in told)
+        assert all(len(notes) == 1 and "no parameter is known to be equal" in notes[0] for notes in told)
 
 
 def test_histograms_and_features_of_the_same_are_left_to_the_first_as_well(found):
@@ -210,7 +210,7 @@ def test_megatrons_marks_tell_what_tensor_parallel_ranks_have_in_common_and_expe
     of_dp = find_replica_dedup(framework, parameters, {"dp_group": object(), "tp_group": None})
 
     assert {0, 1} == of_tp.positions
-    assert ["tp_group: rank 4 publishes what 2 of 6 parameters have in common on its ranks"] == [
+    assert ["tp_group: rank 4 publishes the equal data of 2 of 6 parameters for all ranks of the group"] == [
         event.message for event in of_tp.events
     ]
     assert (frozenset(), 1) == (of_dp.positions, len(of_dp.notices))

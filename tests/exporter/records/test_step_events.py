@@ -1,4 +1,4 @@
-"""The events of a step: which observers are called, in which order, and what happens if one fails."""
+"""The events of a step: the observers that are called, their order, and the effect of a failing observer."""
 
 from __future__ import annotations
 
