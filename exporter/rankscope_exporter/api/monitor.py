@@ -92,7 +92,7 @@ class Monitor(CopiesDoNothing):
     def _unattached(self) -> dict[str, Any]:
         return {
             "_on_anomaly": None,
-            "_guard": ErrorBoundary(),
+            "_boundary": ErrorBoundary(),
             "_session": None,
             "_ending": None,
             "_stop_signal": None,

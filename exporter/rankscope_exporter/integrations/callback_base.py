@@ -32,7 +32,7 @@ class CallbackBase(CopiesDoNothing):
         self._phase_name: str | None = None
 
     def _unattached(self) -> dict[str, Any]:
-        return {"_guard": ErrorBoundary(), "monitor": None, "_phase": None, "_phase_name": None}
+        return {"_boundary": ErrorBoundary(), "monitor": None, "_phase": None, "_phase_name": None}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_config": self._config.without_secrets()}

@@ -181,7 +181,9 @@ def test_the_store_is_told_who_publishes(name, found):
     case = CASES[name]
     told = [[note for note in found[name, rank].notes if case.group in note] for rank in range(WORLD)]
     if case.left:
-        shares = f"rank 0 publishes the equal data of {len(case.left)} of {len(NAMES)} parameters"
+        shares = (
+            f"rank 0 publishes the equal data of {len(case.left)} of {len(NAMES)} parameters for all ranks of the group"
+        )
         assert [[], [f"{case.group}: {shares}"]] == told
     else:
         assert all(len(notes) == 1 and "no parameter is known to be equal" in notes[0] for notes in told)

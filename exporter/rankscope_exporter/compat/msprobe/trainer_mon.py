@@ -104,7 +104,7 @@ class TrainerMon(CopiesDoNothing):
         self._told: dict[str, None] = {}  # what is said once, in order
 
     def _unattached(self) -> dict[str, Any]:
-        return {"_said": Construction(), "_optimizer": None, "_guard": ErrorBoundary(), "_told": {}}
+        return {"_said": Construction(), "_optimizer": None, "_boundary": ErrorBoundary(), "_told": {}}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_config": self._config.without_secrets(), "_document": {}}
