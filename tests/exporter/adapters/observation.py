@@ -179,9 +179,9 @@ def _hooks_of(module: torch.nn.Module) -> list[Any]:
 
 
 def read(monitor: Monitor, outcome: Outcome) -> None:
-    session = session_of(monitor)
-    if session is None:
+    if monitor.address is None:
         return
+    session = session_of(monitor)
     deadline = time.monotonic() + 30
     measured: list[Any] = []
     while len(measured) < STEPS and time.monotonic() < deadline:

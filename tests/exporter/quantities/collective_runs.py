@@ -71,9 +71,9 @@ def train(
 
 def left(monitor: Monitor, net: nn.Module) -> Run:
     """Detach, and return what the run left."""
-    session = session_of(monitor)
     records: Sequence[Any] = ()
-    if session is not None:
+    if monitor.address is not None:
+        session = session_of(monitor)
         monitor.end_step()
         assert session.publisher.catch_up(LONG_SECONDS)
         monitor.detach()
