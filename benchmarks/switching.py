@@ -55,7 +55,7 @@ def _coming_and_going(model: nn.Module, optimizer: torch.optim.Optimizer, config
     monitor = Monitor(config).attach(model, optimizer)
     _steps(model, optimizer, 3)
     hooks = monitor._session.hooks  # noqa: SLF001 - the calls themselves
-    member = next(item for item in monitor._session._collection._members if item.quantity.name == "activations")  # noqa: SLF001 - see above
+    member = next(item for item in monitor._session.active_quantities._members if item.quantity.name == "activations")  # noqa: SLF001 - see above
 
     def come_and_go() -> None:
         hooks._gradients.hook_all()  # noqa: SLF001 - see above
