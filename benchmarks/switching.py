@@ -58,8 +58,8 @@ def _coming_and_going(model: nn.Module, optimizer: torch.optim.Optimizer, config
     member = next(item for item in monitor._session.active_quantities._members if item.quantity.name == "activations")  # noqa: SLF001 - see above
 
     def come_and_go() -> None:
-        hooks._gradients.on_sampling_decided(True)  # noqa: SLF001, FBT003 - see above
-        hooks._gradients.on_sampling_decided(False)  # noqa: SLF001, FBT003 - see above
+        hooks._gradients.on_sampling_decided(True)  # noqa: SLF001 - see above
+        hooks._gradients.on_sampling_decided(False)  # noqa: SLF001 - see above
         member.transient.register()
         for transient in member.transient._all:  # noqa: SLF001 - see above
             transient.hook.was_called = True  # as after a sampled step
