@@ -6,12 +6,16 @@ import json
 
 import pytest
 
+from rankscope_exporter.serving.routes import RankServerSources
+
 
 @pytest.fixture
 def guarded(new_rank):
     """Return a rank with a token, and the stacks it will give."""
     rank = new_rank(token="secret")
-    rank.channel.take_stacks = lambda: {"rank": 0, "stacks": {"threads": []}, "loss": "ünïcode"}
+    rank.channel._sources = RankServerSources(
+        take_stacks=lambda: {"rank": 0, "stacks": {"threads": []}, "loss": "ünïcode"}
+    )
     return rank
 
 
@@ -28,7 +32,7 @@ def test_stacks_are_given_for_the_right_token(guarded):
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}])
 def test_without_the_right_token_nothing_is_taken(guarded, headers):
-    guarded.channel.take_stacks = lambda: pytest.fail("taken")
+    guarded.channel._sources = RankServerSources(take_stacks=lambda: pytest.fail("taken"))
     got = guarded.get("/stacks", "POST", **headers)
 
     assert 401 == got.status
@@ -36,7 +40,7 @@ def test_without_the_right_token_nothing_is_taken(guarded, headers):
 
 
 def test_a_rank_without_a_token_gives_none_and_says_what_to_set(rank):
-    rank.channel.take_stacks = lambda: pytest.fail("taken")
+    rank.channel._sources = RankServerSources(take_stacks=lambda: pytest.fail("taken"))
     got = rank.get("/stacks", "POST", b"{}")
 
     assert 403 == got.status
@@ -50,7 +54,7 @@ def test_a_get_is_told_to_post(guarded):
 
 
 def test_a_rank_that_ends_says_so(guarded):
-    guarded.channel.take_stacks = None
+    guarded.channel._sources = RankServerSources(take_stacks=None)
 
     assert 503 == guarded.get("/stacks", "POST", Authorization="Bearer secret").status
 

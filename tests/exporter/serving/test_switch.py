@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.serving.routes import RankServerSources
 
 RIGHT = {"Authorization": "Bearer secret"}
 
@@ -16,7 +17,7 @@ RIGHT = {"Authorization": "Bearer secret"}
 def guarded(new_rank):
     """Return a rank with a token, whose measuring can be changed."""
     rank = new_rank(token="secret")
-    rank.channel.take_switch = take
+    rank.channel._sources = RankServerSources(change_sampling=take)
     return rank
 
 
@@ -36,13 +37,13 @@ def test_what_is_measured_is_taken_over(guarded, method):
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
 def test_without_the_right_token_nothing_changes(guarded, headers):
-    guarded.channel.take_switch = lambda _: pytest.fail("changed")
+    guarded.channel._sources = RankServerSources(change_sampling=lambda _: pytest.fail("changed"))
 
     assert 401 == guarded.get("/config", "PUT", b"{}", **headers).status
 
 
 def test_a_rank_without_a_token_changes_nothing_and_says_what_to_set(rank):
-    rank.channel.take_switch = lambda _: pytest.fail("changed")
+    rank.channel._sources = RankServerSources(change_sampling=lambda _: pytest.fail("changed"))
     got = rank.get("/config", "PUT", b"{}")
 
     assert 403 == got.status
@@ -68,12 +69,12 @@ def test_what_cannot_be_meant_is_refused_with_the_reason(guarded, body, why):
 
 
 def test_a_rank_that_ends_says_so(guarded):
-    guarded.channel.take_switch = None
+    guarded.channel._sources = RankServerSources(change_sampling=None)
 
     assert 503 == guarded.get("/config", "PUT", b'{"quantities": []}', **RIGHT).status
 
 
 def test_the_configuration_page_shows_what_is_measured_now(guarded):
-    guarded.channel.measuring = lambda: {"since_step": 7}
+    guarded.channel._sources = RankServerSources(sampling_state=lambda: {"since_step": 7})
 
     assert {"since_step": 7} == json.loads(guarded.get("/config", **RIGHT).body)["measuring"]
