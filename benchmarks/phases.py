@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from _rows import Row
 
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.observers.step_timing.clock import HostClock
 from rankscope_exporter.observers.step_timing.observer import StepTimingObserver
 from rankscope_exporter.observers.step_timing.timeline import LoopTraits
@@ -43,24 +43,29 @@ def run() -> list[Row]:
 
 
 def _step(step_events: StepEvents, pending_steps: list[PendingStep], micro_batches: int) -> None:
-    step_events.tell("step_begins", 1)
+    step_events.on_step_begin(1)
     for _ in range(micro_batches):
-        for moment in ("forward_begins", "forward_ended", "backward_begins", "backward_ends", "backward_ended"):
-            step_events.tell(moment)
-    step_events.tell("update_begins")
-    step_events.tell("updated")
+        step_events.on_forward_begin()
+        step_events.on_forward_end()
+        step_events.on_backward_begin()
+        step_events.on_gradients_ready()
+        step_events.on_backward_end()
+    step_events.on_optimizer_step_begin()
+    step_events.on_optimizer_step_end()
     pending_step = PendingStep(1, 0, ended_at=time.monotonic())
-    step_events.tell("step_ends", pending_step)
-    step_events.tell("step_timed", pending_step, "forward")
+    step_events.on_step_end(pending_step)
+    step_events.on_step_timed(pending_step, "forward")
     pending_steps.append(pending_step)
 
 
 def _least(step: Callable[[StepEvents, list[PendingStep]], None], *, follow: bool) -> float:
     best = float("inf")
     for _ in range(REPEATS):
-        step_events, pending_steps = StepEvents(Guard()), []
-        if follow:
-            step_events.follow(StepTimingObserver(HostClock(), LoopTraits(shows_reductions=True), lambda _draft: None))
+        pending_steps: list[PendingStep] = []
+        observers = (
+            [StepTimingObserver(HostClock(), LoopTraits(shows_reductions=True), lambda _: None)] if follow else []
+        )
+        step_events = StepEvents(ErrorBoundary(), observers)
         began = time.thread_time()
         for _ in range(STEPS):
             step(step_events, pending_steps)
@@ -71,8 +76,9 @@ def _least(step: Callable[[StepEvents, list[PendingStep]], None], *, follow: boo
 def _read() -> float:
     best = float("inf")
     for _ in range(REPEATS):
-        step_events, pending_steps = StepEvents(Guard()), []
-        step_events.follow(StepTimingObserver(HostClock(), LoopTraits(shows_reductions=True), lambda _draft: None))
+        pending_steps: list[PendingStep] = []
+        observer = StepTimingObserver(HostClock(), LoopTraits(shows_reductions=True), lambda _: None)
+        step_events = StepEvents(ErrorBoundary(), [observer])
         for _ in range(STEPS):
             _step(step_events, pending_steps, 1)
         began = time.thread_time()

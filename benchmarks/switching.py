@@ -55,15 +55,15 @@ def _coming_and_going(model: nn.Module, optimizer: torch.optim.Optimizer, config
     monitor = Monitor(config).attach(model, optimizer)
     _steps(model, optimizer, 3)
     hooks = monitor._session.hooks  # noqa: SLF001 - the calls themselves
-    member = next(item for item in monitor._session._collection._members if item.quantity.name == "activations")  # noqa: SLF001 - see above
+    member = next(item for item in monitor._session.active_quantities._members if item.quantity.name == "activations")  # noqa: SLF001 - see above
 
     def come_and_go() -> None:
-        hooks._gradients.hook_all()  # noqa: SLF001 - see above
-        hooks._gradients.keep_few()  # noqa: SLF001 - see above
-        member.coming.come()
-        for coming in member.coming._all:  # noqa: SLF001 - see above
-            coming.hook.was_called = True  # as a measured step leaves them
-        member.coming.go()
+        hooks._gradients.on_sampling_decided(True)  # noqa: SLF001 - see above
+        hooks._gradients.on_sampling_decided(False)  # noqa: SLF001 - see above
+        member.transient.register()
+        for transient in member.transient._all:  # noqa: SLF001 - see above
+            transient.hook.was_called = True  # as after a sampled step
+        member.transient.remove_called()
 
     seconds = min(timeit.repeat(come_and_go, number=1, repeat=200))
     monitor.detach()

@@ -60,9 +60,9 @@ def followed(model: nn.Module, inputs: Inputs) -> float:
 
     def step() -> None:
         made = pending_step()
-        meter.forward_begins()
-        meter.step_ends(made)
-        meter.step_timed(made, "forward")
+        meter.on_forward_begin()
+        meter.on_step_end(made)
+        meter.on_step_timed(made, "forward")
 
     return seconds_of(step) - seconds_of(pending_step)
 
@@ -70,8 +70,8 @@ def followed(model: nn.Module, inputs: Inputs) -> float:
 def published(model: nn.Module, inputs: Inputs) -> float:
     meter, pending_step = metered(model, inputs)
     made = pending_step()
-    meter.step_ends(made)
-    meter.step_timed(made, "forward")
+    meter.on_step_end(made)
+    meter.on_step_timed(made, "forward")
     return seconds_of(made.later[0])
 
 

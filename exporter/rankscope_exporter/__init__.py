@@ -1,4 +1,7 @@
-"""Runs inside the training process: hooks, statistics, step records, HTTP. Training never stops for it."""
+"""The part of Rankscope inside the training process: hooks, statistics, step records, HTTP server.
+
+An error of the exporter never stops the training.
+"""
 
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence

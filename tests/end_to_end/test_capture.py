@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig, ServeConfig
@@ -37,8 +38,7 @@ def test_sql_finds_samples_and_captured_steps_of_a_bad_loss(service):
         serve=ServeConfig(ingest_url=service.url),
     )
     with Monitor(config).attach(net, optimizer) as monitor:
-        session = monitor._session
-        assert session is not None
+        session = session_of(monitor)
         for step in range(1, 13):
             monitor.batch([f"shard-{step}", f"shard-{step + 100}"])
             loss = net(torch.ones(2, 3)).mean()

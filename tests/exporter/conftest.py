@@ -1,4 +1,4 @@
-"""Reading a rank as its readers do: over HTTP, through the published stream and nothing else."""
+"""A reader of a rank that uses only HTTP and the published stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rankscope_exporter import Monitor, MonitorConfig
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One tensor at one step, as a reader of the stream sees it."""
+    """The statistics of one tensor at one step in the stream."""
 
     step: int
     kind: str
@@ -30,7 +30,7 @@ class Row:
 
 
 class Reader:
-    """A slow, obvious decoder of the record channel, independent of the service's."""
+    """A slow, simple decoder of the record channel, independent of that of the service."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -45,7 +45,7 @@ class Reader:
         body = self.get(f"{RECORDS_PATH}?after=-1", **{SCHEMA_HEADER: "1"})
         if not body:
             return []
-        none = dict.fromkeys(NESTED, ())  # a dataset of which no record has a row has no column
+        none = dict.fromkeys(NESTED, ())  # a dataset without rows has no column
         return [{**none, **row} for row in pa.ipc.open_stream(body).read_all().to_pylist()]
 
     def rows(self) -> list[Row]:
@@ -76,7 +76,7 @@ class Reader:
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Return the first true value of `condition`, polled; fails after `seconds`."""
+    """Poll `condition` and return its first true value; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = condition()
@@ -88,13 +88,13 @@ def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 @pytest.fixture
 def quiet() -> MonitorConfig:
-    """Return a configuration that prints nothing and does not wait at the end."""
+    """Return a configuration without console output and without a wait at the end."""
     return MonitorConfig(console=False, exit_wait_seconds=0)
 
 
 @pytest.fixture
 def reader() -> Callable[[Monitor], Reader]:
-    """Return what makes a Reader of an attached monitor."""
+    """Return a function that makes a Reader of an attached monitor."""
 
     def make(monitor: Monitor) -> Reader:
         assert monitor.address is not None

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # programs of tests begin el
 import torch
 from tests.exporter.adapters.observation import Found, rows_of, unequal
 from tests.exporter.adapters.training import ADAM, Net, loss_of
+from tests.exporter.parts import session_of
 from torch.utils.data import DataLoader
 
 from rankscope_exporter import Monitor, MonitorConfig
@@ -73,8 +74,7 @@ class Watch:
 
     def take(self, monitor: Monitor | None) -> None:
         assert monitor is not None
-        assert monitor._session is not None
-        self.monitor, self.ring = monitor, monitor._session.channel.ring
+        self.monitor, self.ring = monitor, session_of(monitor).channel.ring
 
     def results(self) -> TrainingResults:
         assert self.monitor is not None

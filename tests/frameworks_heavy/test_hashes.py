@@ -18,6 +18,7 @@ import torch.distributed as dist
 from heavy_checks import require
 from tests.exporter.adapters.loops import WORLD
 from tests.exporter.adapters.observation import begin, outcomes
+from tests.exporter.parts import session_of
 
 from rankscope_exporter import Monitor, MonitorConfig
 
@@ -48,8 +49,7 @@ def hashed(loop: Any) -> tuple[dict[tuple[int, str], tuple[str, int]], int]:
     monitor = Monitor(config).attach(loop.attached, optimizer)
     loop.train(optimizer)
     monitor.end_step()
-    session = monitor._session
-    assert session is not None
+    session = session_of(monitor)
     assert session.publisher.catch_up(60)
     records = session.channel.ring.after(-1, 1 << 40).records
     monitor.detach()

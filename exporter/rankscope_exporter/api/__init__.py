@@ -1,1 +1,1 @@
-"""The façade that a script calls (`Monitor`), and the composition root behind it (`Session`)."""
+"""The monitor that a training script uses, and the session that exists between attach and detach."""

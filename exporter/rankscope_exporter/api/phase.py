@@ -1,4 +1,4 @@
-"""Phases that the script announces, `with monitor.phase("evaluation"): …`, and calls that compiled code must skip."""
+"""Phases that the script announces, `with monitor.phase("evaluation"): …`, and methods that compiled code skips."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from rankscope_exporter.base.tracing import is_dynamo_compiling, uncompiled
 M = TypeVar("M", bound=Callable[..., None])
 
 
-def _nobody(*_: Any) -> None:
+def _nothing(*_: Any) -> None:
     """Do nothing."""
 
 
 class OpenPhases(CopiesDoNothing):
-    """The phases under way, the innermost last; `begins` and `ended` are called with the name of each."""
+    """The open phases, the innermost last. `begins` is called with a name, `ended` with a name and the seconds."""
 
-    def __init__(self, begins: Callable[[str], None] = _nobody, ended: Callable[[str, float], None] = _nobody) -> None:
+    def __init__(
+        self, begins: Callable[[str], None] = _nothing, ended: Callable[[str, float], None] = _nothing
+    ) -> None:
         self.names: list[str] = []
         self._begins = begins
         self._ended = ended
 
     def _unattached(self) -> dict[str, Any]:
-        return {"names": [], "_begins": _nobody, "_ended": _nobody}
+        return {"names": [], "_begins": _nothing, "_ended": _nothing}
 
     def begin(self, name: str) -> None:
-        """Begin a phase."""
+        """Open the phase `name`."""
         self.names.append(name)
         self._begins(name)
 
     def end(self, name: str, seconds: float) -> None:
-        """End the phase of this name that began last; phases of other names may have begun since on other threads."""
+        """Close the phase `name` that was opened last. Other threads may have opened phases of other names since."""
         if name in self.names:
             del self.names[len(self.names) - 1 - self.names[::-1].index(name)]
             self._ended(name, seconds)
 
 
 class Phase(CopiesDoNothing, contextlib.ContextDecorator):
-    """Lasts from `__enter__` to `__exit__`, and may be entered again afterwards. As a decorator, it is one per call."""
+    """A phase from `__enter__` to `__exit__`. Can be entered several times. As a decorator: one phase for each call."""
 
     def __init__(self, name: str, phases: OpenPhases) -> None:
         self.name = name
@@ -69,7 +71,7 @@ class Phase(CopiesDoNothing, contextlib.ContextDecorator):
 
 
 def opaque(method: M) -> M:
-    """Return `method` in a form that Dynamo does not look into: in compiled code it does nothing."""
+    """Return `method` in a form that Dynamo does not trace: in compiled code it has no effect."""
 
     @uncompiled
     @functools.wraps(method)

@@ -1,110 +1,95 @@
-"""The composition root: all objects that exist between attach and detach for one monitored model.
-
-`current_rows` returns statistics of the step under way. It waits for the device, which nothing else here does.
-"""
+"""The composition root: all objects that exist between attach and detach for one monitored model."""
 
 from __future__ import annotations
 
-import logging
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
-from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.model.events import ExitReason
+from rankscope_contract.model.kinds import COUNT_OPS
+from rankscope_contract.model.schema import WIRE_VALUE_OPS
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.api.step_observers import StepObservers
-from rankscope_exporter.base.errors import Guard, fault_text
+from rankscope_exporter.api.wiring import (
+    KernelWarmUp,
+    Notices,
+    StepObservers,
+    build_active_quantities,
+    build_sinks,
+    open_rows,
+    published_rows,
+)
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import public_settings
-from rankscope_exporter.model.parameter_names import element_count, encodable
+from rankscope_exporter.model.parameter_names import element_count
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
 from rankscope_exporter.observers.resources import OverheadReporter
 from rankscope_exporter.observers.throughput.parameter_counts import ALONE, Parallel
+from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.identity import resolve_identity
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
 from rankscope_exporter.publishing.console import Console, banner
-from rankscope_exporter.publishing.publisher import Publisher
-from rankscope_exporter.quantities.structure import Structure
+from rankscope_exporter.publishing.publisher import Publisher, StepQueue
 from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
 from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, ReactionDependencies
 from rankscope_exporter.reconfiguration.agreement import agreement_of
-from rankscope_exporter.reconfiguration.change_queue import ChangeQueue
+from rankscope_exporter.reconfiguration.change_queue import TIMES, ChangeQueue, SamplingChange, StepPace
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
-from rankscope_exporter.records.pending_step import PendingStep
+from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities
-from rankscope_exporter.sampling.plan import Measurement
-from rankscope_exporter.sampling.sampling_config import SamplingConfig, chosen
+from rankscope_exporter.sampling.sampling_config import SamplingConfig, selected_parts
 from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_exporter.serving.rank_state import RankServerSources
-from rankscope_exporter.serving.ring import Ring
-from rankscope_exporter.sinks import sink_class
-from rankscope_exporter.sinks.base import Sinks
-from rankscope_exporter.sinks.memory import Row, rows_of
-from rankscope_exporter.statistics import Finished, backend_name, warm_up, warm_up_seconds
-from rankscope_exporter.statistics.selection import op_notices, rule_notices
+from rankscope_exporter.sinks.memory import Row
+from rankscope_exporter.statistics import backend_name, warm_up_seconds
+from rankscope_exporter.training.cpu_time import HookClock
+from rankscope_exporter.training.current_step import CurrentStep
+from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.hooks import Hooks
+from rankscope_exporter.training.model_changes import ModelChanges
 from rankscope_exporter.training.recorder import Recorder
 from rankscope_exporter.training.step_tracker import StepTracker
 
 CATCH_UP_SECONDS: Final = 1.0
-"""How long is waited for the publisher to have read the last step: milliseconds, unless the machine is overloaded."""
+"""Longest wait of `current` for the publisher to read the last step: milliseconds, unless the machine is overloaded."""
+
+PUBLISH_SECONDS: Final = 3.0
+"""The last steps are published even with exit_wait_seconds = 0: milliseconds, unless the machine is overloaded."""
+
+BYTES_PER_ENTRY: Final = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
+"""Size of one tensor in a record before compression."""
+
+ONE_TIME_COSTS: Final = ("attach", "warm_up")
+"""Parts of the CPU time that occur only at the beginning: fewer samples would not reduce them."""
 
 
-def current_rows(recorder: Recorder, publisher: Publisher, ring: Ring, kinds: tuple[str, ...]) -> tuple[Row, ...]:
-    """Return the rows of `kinds` (all without any) that the step under way has so far, else those of the last one."""
-    under_way = recorder.look()
-    rows = () if under_way is None else tuple(_rows(*under_way, kinds))
-    if not rows:
-        publisher.catch_up(CATCH_UP_SECONDS)
-    return rows or _published(ring, kinds)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """The end of a training, as far as it is known before its last step is finished."""
 
-
-def _rows(step: int, entries: Sequence[PlanEntry], finished: Finished, kinds: tuple[str, ...]) -> Iterator[Row]:
-    values, counts = finished.values.tolist(), finished.counts.tolist()
-    for position, present in enumerate(finished.present.tolist()):
-        entry = entries[position]
-        if present and (not kinds or entry.kind in kinds):
-            told = {op: _known(row[position]) for op, row in zip(VALUE_OPS, values, strict=True)}
-            yield Row(step, entry, told | {op: row[position] for op, row in zip(COUNT_OPS, counts, strict=True)})
-
-
-def _published(ring: Ring, kinds: tuple[str, ...]) -> tuple[Row, ...]:
-    for record in reversed(ring.after(-1, 1 << 62).records):
-        rows = tuple(rows_of(record, kinds))
-        if rows:
-            return rows
-    return ()
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-log = logging.getLogger("rankscope")
-
-BYTES_PER_ENTRY = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
-"""What one tensor costs in a record before compression."""
-
-WARM_UP_AT_STEP = 3
-"""The compiled kernel is made once training really runs: a script that only looks at its model need not wait for it."""
-
-ONCE = ("attach", "warm_up")
-"""What costs CPU time at the beginning alone: no fewer samples would make it less."""
+    reason: ExitReason
+    error: str | None
+    total_steps: int | None
+    signal: str | None
+    """The signal that requested the end."""
 
 
 class Session:
-    """Builds the parts and connects them; starting, stopping and guarding them is the Monitor's."""
+    """Builds the parts of the monitor for one model and connects them by constructor arguments, from bottom to top.
+
+    Parts that need a later part receive a bound method of the session, which is called only after `start`. Monitor
+    starts and stops the session and catches its errors.
+    """
 
     def __init__(
         self,
         monitored: MonitoredModel,
         config: MonitorConfig,
-        guard: Guard,
+        boundary: ErrorBoundary,
         *,
         first_step: int,
         total_steps: int | None,
@@ -113,133 +98,164 @@ class Session:
     ) -> None:
         self.monitored = monitored
         self.config = config
-        self._guard = guard
-        self.identity = resolve_identity(os.environ, config.run)
-        device = monitored.device
-        self.console = Console(self.identity.rank, enabled=config.console)
-        explicit = config.steps == "explicit"
-        self._active_quantities = ActiveQuantities(
-            [] if config.switch_file is not None else chosen(monitored, config, self.identity.rank),
-            device=device,
-            guard=guard,
-            measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),
-        )
-        self._book = self._active_quantities.book
-        self.recorder = Recorder(
-            monitored,
-            self._active_quantities,
-            self._hand_over,
-            guard=guard,
-            tracker=StepTracker(first_step, has_optimizer=bool(monitored.optimizers), explicit=explicit),
-        )
+        self._boundary = boundary
+        self.attach_seconds = 0.0
+        """CPU time of attach() on the thread that called it."""
+        self.identity = identity = resolve_identity(os.environ, config.run)
+        self.console = Console(identity.rank, enabled=config.console)
+        self.active_quantities = build_active_quantities(monitored, config, identity.rank, boundary)
+        self.steps = StepQueue()
+        self.current_step = CurrentStep(self.steps.put)
+        self.notices = Notices(self.console, identity.rank, self.current_step)
+        self._build_serving(total_steps)
         self.step_observers = StepObservers(
             monitored,
             config,
-            guard,
-            device=device,
+            boundary,
+            self.notices,
             parallel=parallel,
-            rank=self.identity.rank,
-            hand_over=self._hand_over,
-            publish=self._send,
-            tell=self._tell,
-            mention=self._say,
+            rank=identity.rank,
+            hand_over=self.steps.put,
+            publish=self.channel.publish,
         )
-        self.step_observers.follow(self.recorder.step_events)
-        self.attach_seconds = 0.0
-        """CPU time of what attach() did on the thread that called it."""
-        self._is_warm = False
-        self._remarked: set[str] = set()
-        self.hooks = Hooks(monitored, self.recorder, guard)
+        self._build_changes(first_step, on_anomaly)
+        self._build_training(first_step)
+        self.sinks = build_sinks(config, identity, boundary)
+        self.publisher = Publisher(
+            self.steps,
+            self.active_quantities.plan,
+            self.active_quantities.backlog,
+            AnomalyDetector(config.rules),
+            boundary=boundary,
+            publish=self._publish,
+            on_record=self.events.on_record,
+            flush_idle=self.recorder.flush_idle,
+            finished=self.sinks.close,
+            pp_stage=monitored.framework.pp_stage,
+            has_chunks=len(monitored.framework.chunks) > 1,
+        )
+        self._announce_kinds()
+        boundary.on_first = self.notices.fault
+
+    def _build_serving(self, total_steps: int | None) -> None:
+        """Build the server, and the detection of hangs, which reports through it."""
+        config, boundary = self.config, self._boundary
         self.channel = RankServer(
             self.identity,
-            config.serve,
-            rules=config.rules,
-            settings={**public_settings(config), "device": str(device)},
+            self.config.serve,
+            rules=self.config.rules,
+            settings={**public_settings(self.config), "device": str(self.monitored.device)},
             planned_steps=total_steps,
-            on_fault=guard.report,
+            on_fault=self._boundary.report,
             overhead=self.overhead_seconds,
             dropped=self._dropped,
-            faults=lambda: guard.count,
+            faults=lambda: self._boundary.count,
             sources=RankServerSources(
                 take_stacks=lambda: self.diagnosis.take("request").document(self.identity.rank),
-                change_sampling=lambda document: self.change_sources.request(document),  # noqa: PLW0108 - created below
-                sampling_state=lambda: self.change_queue.state(),  # noqa: PLW0108 - as above
+                change_sampling=self._change_sampling,
+                sampling_state=self.sampling_state,
                 stretch=lambda: self.reactions.overhead_controller.stretch,
-                collectives=self.step_observers.collectives.counts,
+                collectives=lambda: self.step_observers.collectives.counts(),  # noqa: PLW0108 - built later
             ),
         )
-        classes = [sink_class(name) for name in config.sinks]
-        self.sinks = Sinks([cls(config.options_of_sink(cls), self.identity) for cls in classes], guard)
-        self.publisher = Publisher(
-            self._book,
-            AnomalyDetector(config.rules),
-            self._publish,
-            guard=guard,
-            on_firing=self._fired,
+        self.diagnosis = Diagnosis(
+            self.identity.rank, self.channel.publish, lambda: self.channel.progress()[0], boundary
         )
-        self.channel.announce(sorted(self._active_quantities.kinds()))
-        self.diagnosis = Diagnosis(self.identity.rank, self.channel.publish, lambda: self.channel.progress()[0], guard)
         self.watchdog = Watchdog(
             HangLimits(training=config.hang_after_seconds, in_phase=config.hang_in_phase_after_seconds),
             config.stacks_signal,
             self.diagnosis,
-            guard,
+            boundary,
             progress=self.channel.progress,
             planned_steps=total_steps,
             print_line=self.console.line,
         )
+
+    def _build_changes(self, first_step: int, on_anomaly: OnAnomaly | None) -> None:
+        """Build the parts that change sampling during training."""
+        config, identity, boundary = self.config, self.identity, self._boundary
+        self._pace = StepPace(first_step)
         self.change_queue = ChangeQueue(
-            self._active_quantities,
+            self.active_quantities,
             SamplingConfig(on=config.switch_file is None, config=config),
-            guard=guard,
-            first_step=first_step,
+            self._pace,
+            boundary=boundary,
+            changed=self._sampling_changed,
+            record=self.current_step.add_event,
         )
         self.change_sources = ChangeSources(
             config,
             self.change_queue,
-            lambda changed: chosen(monitored, changed, self.identity.rank, switched=True),
-            guard=guard,
-            tell=self._tell,
-            agreement=agreement_of(self.identity, self.change_queue.pace, config.switch_poll_seconds),
+            self._pace,
+            parts=lambda changed: selected_parts(self.monitored, changed, identity.rank, ignore_start=True),
+            reaction=lambda *change: self.reactions.planned_change(*change),  # noqa: PLW0108 - built later
+            boundary=boundary,
+            tell=self.notices.tell,
+            agreement=agreement_of(identity, self._pace.now, config.switch_poll_seconds),
             first_step=first_step,
         )
-        wired = ReactionDependencies(
-            monitored=monitored,
-            active_quantities=self._active_quantities,
-            recorder=self.recorder,
+        dependencies = ReactionDependencies(
+            monitored=self.monitored,
+            active_quantities=self.active_quantities,
             change_queue=self.change_queue,
             change_sources=self.change_sources,
-            diagnosis=self.diagnosis,
-            cost=self._lasting_overhead,
-            changed=lambda: self.channel.announce(sorted(self._active_quantities.kinds())),
-            say=self._say,
+            record=self.current_step.publish_event,
+            take_flight_record=self.diagnosis.take_flight,
+            cost=self._recurring_overhead,
+            kinds_changed=self._announce_kinds,
+            say=self.notices.say,
         )
-        self.reactions = AnomalyReactions(config, self.identity, guard, wired, on_anomaly)
-        self.recorder.step_events.follow(
-            OverheadReporter(self.overhead, lambda: self.reactions.overhead_controller.stretch)
-        )
-        self._connect()
-        guard.on_first = self._tell_fault
+        self.reactions = AnomalyReactions(config, identity, boundary, dependencies, on_anomaly)
 
-    def _connect(self) -> None:
-        """Tell the parts whom they call; nothing runs yet."""
-        self.change_queue.on_change = self._measuring_changed
-        self.change_queue.resolve_pending = self.change_sources.resolve
-        self.recorder.before_step, self.recorder.after_update = self.change_queue.before_step, self.change_queue.ready
-        self.hooks.beat = self.watchdog.beat
-        self.hooks.tell = self._tell
-        self.publisher.published = self.recorder.published
-        self.publisher.flush_idle = self.recorder.flush_idle
-        self.publisher.finished = self.sinks.close
-        self.publisher.pp_stage = self.monitored.framework.pp_stage
-        self.publisher.has_chunks = len(self.monitored.framework.chunks) > 1
-        self.recorder.on_open, self.recorder.on_rest = self._step_opens, self.hooks.rest
+    def _build_training(self, first_step: int) -> None:
+        """Build the hooks, the recorder, and the events that they send to the observers."""
+        monitored, config, boundary = self.monitored, self.config, self._boundary
+        clock = HookClock(boundary, on_cpu=monitored.device.type == "cpu")
+        gradients = GradientHooks(monitored)
+        changes = ModelChanges(monitored, self.notices.tell)
+        stretch = self.reactions.overhead_controller
+        observers = (
+            *self.step_observers.all,
+            clock.team,
+            self._pace,
+            self.change_sources,
+            self.console,
+            *self.reactions.observers,
+            self.change_queue,  # after the observers that request changes for the same step
+            *([KernelWarmUp()] if config.statistics == "auto" else []),
+            gradients,
+            changes,
+            OverheadReporter(self.overhead, lambda: stretch.stretch),
+        )
+        self.events = StepEvents(boundary, observers)
+        tracker = StepTracker(first_step, has_optimizer=bool(monitored.optimizers), explicit=config.steps == "explicit")
+        self.recorder = Recorder(
+            monitored,
+            self.active_quantities,
+            self.current_step,
+            events=self.events,
+            tracker=tracker,
+            gradients=gradients,
+            boundary=boundary,
+        )
+        self.hooks = Hooks(
+            monitored,
+            self.recorder,
+            self.events,
+            boundary,
+            current=self.current_step,
+            gradients=gradients,
+            changes=changes,
+            clock=clock,
+            tell=self.notices.tell,
+            beat=self.watchdog.beat,
+        )
 
     def start(self) -> str:
-        """Listen, publish, hook; return the address.
+        """Start server and publisher, install the hooks, and return the address of the server.
 
-        These three are needed: where one fails, the others are stopped again and the error is raised. All other parts
-        are optional: one that does not start is reported, and the session runs without it.
+        These three parts are required: if one fails, the others are stopped and the error is raised. All other parts
+        are optional: a part that does not start is reported, and the session runs without it.
         """
         undo: list[Callable[[], Any]] = [self.channel.close]
         try:
@@ -247,32 +263,29 @@ class Session:
             undo.append(lambda: self.publisher.stop(1.0))
             self.publisher.start()
             undo.append(self.hooks.remove)
-            self.hooks.install()
+            self.hooks.install(self.active_quantities)
         except BaseException:
             for step in reversed(undo):
-                self._guard.call("undoing attach()", step)
+                self._boundary.call("undoing attach()", step)
             raise
-        self._guard.call("starting the watchdog", self.watchdog.start)
+        self._boundary.call("starting the watchdog", self.watchdog.start)
         self.step_observers.start(self.hooks)
-        self._guard.call("remarks on the configuration", self._publish_notices, self.config)
-        self._guard.call("starting the switch thread", self.change_sources.start)
+        self._boundary.call("remarks on the configuration", self._publish_notices)
+        self._boundary.call("starting the switch thread", self.change_sources.start)
         return address
 
-    def switch(self, document: Mapping[str, Any]) -> None:
-        """Change what is measured because the script says so. Raises ConfigError."""
-        self.change_sources.call(document)
-        self.recorder.between(self.change_queue.ready)
-
     def print_banner(self, address: str) -> None:
-        """Tell on rank 0 what is monitored, what it costs, and who reads it."""
+        """Print on rank 0: the monitored tensors, the size of records, and the reader of them."""
         if self.identity.rank != 0:
             return
-        entries = len(self._book)
+        entries = len(self.active_quantities.plan)
         parameters = self.monitored.parameters
+        switch_file = self.config.switch_file
+        quantities = ", ".join(name.replace("_", " ") for name in self.config.quantities)
         lines = banner(
             run=self.identity.run,
             world_size=self.identity.world_size,
-            what=self._what(),
+            measured=quantities if switch_file is None else f"nothing until {switch_file} switches it on",
             tensors=len(parameters),
             elements=element_count(parameters),
             series=entries * 2,
@@ -285,8 +298,79 @@ class Session:
         for line in (*lines, *filter(None, [self.watchdog.signal_note()])):
             self.console.line(line)
 
+    def record_end(self, ending: Ending) -> None:
+        """Finish the last step and record the exit event."""
+        last_step = self._boundary.call("end of training", self.recorder.finish)
+        self._boundary.call("end of training", self.reactions.finish, self.publisher.catch_up)
+        reason, error = lifecycle.weighed_reason(
+            ending.reason, ending.error, last_step, ending.total_steps, ending.signal
+        )
+        self.current_step.publish_event(lifecycle.exit_event(reason, error, last_step))
+
+    def drain(self, deadline: float, wait_seconds: float) -> None:
+        """Publish the remaining records and wait for their commit until `deadline`; report records that are left."""
+        left_seconds = max(PUBLISH_SECONDS, deadline - time.monotonic())
+        self._boundary.call("detach()", self.step_observers.collectives.stop, left_seconds)
+        for part in (self.publisher, self.reactions):
+            self._boundary.call("end of training", part.stop, max(PUBLISH_SECONDS, deadline - time.monotonic()))
+        left = self.channel.drain(max(0.0, deadline - time.monotonic()))
+        if left and self.channel.service_url:
+            folder = self.channel.persistence.folder
+            fate = f"wait in {folder} for a service or the next rank here" if folder else "are lost with this process"
+            self.notices.say(
+                f"{left} records were not committed by {self.channel.service_url} within {wait_seconds:g} s and {fate}"
+            )
+
+    # Sampling.
+
+    def switch(self, document: Mapping[str, Any]) -> None:
+        """Change the sampling at the request of the script. Raises ConfigError."""
+        self.change_sources.call(document)
+        with self.current_step.lock:
+            self.events.on_update_applied()  # registers the hooks of the change before the next forward pass
+
+    def sampling_state(self) -> dict[str, Any]:
+        """Return the present sampling, its first step, and the waiting changes, for /config."""
+        return {**self.change_queue.state(), **self.reactions.state()}
+
+    def _change_sampling(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        self.change_sources.request(document)
+        return self.sampling_state()
+
+    def _sampling_changed(self, change: SamplingChange, step: int) -> None:
+        if change.source != TIMES:
+            self._announce_kinds()
+            self._publish_notices()
+        self.reactions.sampling_changed(step)
+
+    def _announce_kinds(self) -> None:
+        self.channel.announce(sorted(self.active_quantities.published()))
+
+    def _publish_notices(self) -> None:
+        self.notices.about(self.change_queue.sampling.config, self.config.rules, self.active_quantities.published())
+
+    # Records and state.
+
+    def _publish(self, record: StepRecord) -> None:
+        self._boundary.call("publishing a record", self.channel.publish, record)
+        self.sinks.put(record)
+
+    def current(self, kinds: tuple[str, ...]) -> tuple[Row, ...]:
+        """Return the rows of `kinds` (all if empty) that the open step has so far, else those of the last step.
+
+        Waits for the device, which no other function here does.
+        """
+        rows: tuple[Row, ...] = ()
+        with self.current_step.lock:
+            step = self.current_step.pending
+            if step is not None and step.step is not None and step.sampled:
+                rows = tuple(open_rows(step.step, *self.active_quantities.peek(), kinds))
+        if not rows:
+            self.publisher.catch_up(CATCH_UP_SECONDS)
+        return rows or published_rows(self.channel.ring, kinds)
+
     def overhead_seconds(self) -> dict[str, float]:
-        """Return CPU seconds by who spent them; the serving threads count for themselves."""
+        """Return the CPU seconds of the monitor by part, without the serving threads."""
         return {
             "attach": self.attach_seconds,
             "hooks": self.hooks.clock.cpu_seconds,
@@ -298,82 +382,19 @@ class Session:
             **self.step_observers.overhead_seconds(),
         }
 
-    def _what(self) -> str:
-        if self.config.switch_file is not None:
-            return f"measuring as {self.config.switch_file} says; nothing yet"
-        return ", ".join(name.replace("_", " ") for name in self.config.quantities)
+    def overhead(self) -> dict[str, float]:
+        """Return the CPU seconds of the monitor by part, including the serving threads."""
+        return {**self.overhead_seconds(), **self.channel.overhead_seconds()}
+
+    def _recurring_overhead(self) -> float:
+        return sum(seconds for part, seconds in self.overhead().items() if part not in ONE_TIME_COSTS)
 
     def _dropped(self) -> dict[str, int]:
         return {
-            "publisher_behind": self._active_quantities.unsampled + self.publisher.dropped,
+            "publisher_behind": self.active_quantities.unsampled + self.steps.dropped,
             "events_per_step": self.publisher.events_left_out,
-            "plan_full": self._book.left_out,
+            "plan_full": self.active_quantities.plan.left_out,
             **self.step_observers.left_out(),
             **self.reactions.dropped(),
             **self.sinks.missed,
         }
-
-    def overhead(self) -> dict[str, float]:
-        """Return CPU seconds by who spent them, the serving threads included."""
-        return {**self.overhead_seconds(), **self.channel.overhead_seconds()}
-
-    def _lasting_overhead(self) -> float:
-        """Return the CPU seconds of all that goes on, and not only once."""
-        return sum(seconds for who, seconds in self.overhead().items() if who not in ONCE)
-
-    def _fired(self, step: int | None, anomalies: Sequence[Event]) -> None:
-        self._guard.call("the console", self.console.firing, step, anomalies)
-        self.reactions.fired(step, anomalies)
-
-    def _hand_over(self, pending_step: PendingStep) -> None:
-        self.publisher.put(pending_step)
-
-    def _send(self, record: StepRecord) -> None:
-        self.channel.publish(record)
-
-    def _publish(self, record: StepRecord) -> None:
-        self._guard.call("publishing a record", self._send, record)
-        self.sinks.put(record)
-
-    def _step_opens(self, attempt: int) -> None:
-        if attempt >= WARM_UP_AT_STEP and not self._is_warm and self.config.statistics == "auto":
-            self._is_warm = True
-            warm_up()
-        self.hooks.look_again()
-
-    def _measuring_changed(self) -> None:
-        self.channel.announce(sorted(self._active_quantities.kinds()))
-        self._publish_notices(self.change_queue.measuring.config)
-
-    def _publish_notices(self, config: MonitorConfig) -> None:
-        """Say once what is asked for and not done, chosen without an effect, and which rules miss what is left out."""
-        own = [
-            (f"options.{name}.", table["ops"]) for name, table in config.options.items() if table.get("ops") is not None
-        ]
-        told = [*config.remarks]
-        told += [f"{where}{text}" for where, names in [("", config.ops), *own] for text in op_notices(names)]
-        for sentence in (*told, *rule_notices(self.config.rules, self._active_quantities.published())):
-            if sentence not in self._remarked:
-                self._remarked.add(sentence)
-                self._tell(sentence)
-
-    def current(self, kinds: tuple[str, ...]) -> tuple[Row, ...]:
-        """Return the rows of `kinds` of the step under way, else of the last one; waits for the device."""
-        return current_rows(self.recorder, self.publisher, self.channel.ring, kinds)
-
-    def structure(self) -> str:
-        """Return the structure of the model in words, empty until it was seen."""
-        quantity = self._active_quantities.quantity(Structure.name)
-        return quantity.text if isinstance(quantity, Structure) else ""
-
-    def _say(self, message: str) -> None:
-        self.console.line(f"rank {self.identity.rank}: {message}")
-
-    def _tell(self, message: str) -> None:
-        self._say(message)
-        note = Event(type=EventType.NOTE, severity=Severity.WARNING, message=encodable(message))
-        self.recorder.event(note)
-
-    def _tell_fault(self, where: str, error: BaseException) -> None:
-        text = encodable(fault_text(where, error))
-        self.recorder.event(Event(type=EventType.FAULT, severity=Severity.WARNING, message=text))

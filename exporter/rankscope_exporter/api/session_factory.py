@@ -1,7 +1,7 @@
-"""Creates a session from a model and its optimizers, with facts that are found once, when a monitor is attached.
+"""Creates and starts the session of a model and its optimizers when a monitor is attached.
 
-This includes the parameters that another rank publishes for this one, because they are equal by construction. Equality
-is never assumed: the adapter states of each parameter that it keeps ranks equal, or an attribute does.
+Finds the parameters that another rank publishes for this one because they are equal by construction. Equality is never
+assumed: the adapter, or an attribute of the parameter, states that the ranks of a group have equal values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.adapters import Framework, Stage, framework_of
 from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel
 from rankscope_exporter.api.session import Session
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.model.name_patterns import Targets, target_notices
 from rankscope_exporter.model.parameter_names import NamedParameter, named_parameters
@@ -34,20 +34,20 @@ def attached(
     model: torch.nn.Module | Stage | Framework,
     optimizer: Optimizers,
     config: MonitorConfig,
-    guard: Guard,
+    boundary: ErrorBoundary,
     *,
     groups: Mapping[str, Any],
     first_step: int,
     total_steps: int | None,
     on_anomaly: OnAnomaly | None = None,
 ) -> Session:
-    """Return the session of `model`, hooked and serving; what the user should know of it is said.
+    """Return the session of `model`, with hooks installed and the server started. Publishes notices for the user.
 
-    `groups` has the process groups of `Monitor.attach` by their names, None for those that were not given.
+    `groups` has the process groups of `Monitor.attach` by name; None for groups that were not given.
     """
     began = time.thread_time()
     framework = framework_of(model)
-    place = guard.call("pp_group", place_in, groups["pp_group"])
+    place = boundary.call("pp_group", place_in, groups["pp_group"])
     framework.pp_stage = place[0] if place else framework.pp_stage
     parameters, targets = named_parameters(framework.module), Targets(config.tensors)
     selected = [item for item in parameters if targets.selects(item.name, *item.aliases)]
@@ -55,44 +55,36 @@ def attached(
     chosen = tuple(item for item in selected if not item.is_lazy)
     of_groups = {DP: groups["dp_group"], TP: groups["tp_group"]}
     replica_dedup = (
-        guard.call("dp_group and tp_group", find_replica_dedup, framework, chosen, of_groups) or ReplicaDedup()
+        boundary.call("dp_group and tp_group", find_replica_dedup, framework, chosen, of_groups) or ReplicaDedup()
     )
     given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
-    world_size = torch.distributed.get_world_size() if _in_process_group() else 1
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     optimizers = Borrowed(framework.optimizers(given))
     monitored = MonitoredModel(framework, chosen, optimizers, world_size, elsewhere=replica_dedup.positions)
     names = [name for item in parameters for name in (item.name, *item.aliases)]
     notices = [f"tensors: {sentence}" for sentence in target_notices(targets, names, "parameter")]
     if lazy:
-        notices.append(_of_lazy(lazy))
+        notices.append(
+            f"{len(lazy)} parameters have no shape yet and are not measured ({', '.join(lazy[:3])}): "
+            "run a forward pass before attach()"
+        )
     session = Session(
         monitored,
         config,
-        guard,
+        boundary,
         first_step=first_step,
         total_steps=total_steps,
         on_anomaly=on_anomaly,
-        parallel=guard.call("how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
+        parallel=boundary.call("how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
     )
     address = session.start()
     session.attach_seconds = time.thread_time() - began
     for sentence in (*notices, *replica_dedup.notices):
-        guard.call("a remark of attach()", session.hooks.tell, sentence)
+        boundary.call("a remark of attach()", session.notices.tell, sentence)
     for event in replica_dedup.events:
-        guard.call("an event of attach()", session.recorder.event, event)
-    guard.call("the banner", session.print_banner, address)
+        boundary.call("an event of attach()", session.current_step.publish_event, event)
+    boundary.call("the banner", session.print_banner, address)
     return session
-
-
-def _of_lazy(names: Sequence[str]) -> str:
-    return (
-        f"{len(names)} parameters have no shape yet and are not measured ({', '.join(names[:3])}): "
-        "run a forward pass before attach()"
-    )
-
-
-def _in_process_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 DP, TP = "dp_group", "tp_group"
@@ -100,7 +92,7 @@ DP, TP = "dp_group", "tp_group"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDedup:
-    """What is left to others: positions of parameters, what the store is told of it, what a reader should know."""
+    """Positions of the parameters that other ranks publish, events about them, and notices for the user."""
 
     positions: frozenset[int] = frozenset()
     events: tuple[Event, ...] = ()
@@ -110,7 +102,7 @@ class ReplicaDedup:
 def find_replica_dedup(
     framework: Framework, parameters: Sequence[NamedParameter], groups: dict[str, Any]
 ) -> ReplicaDedup:
-    """Return what the first ranks of `groups`, by DP and TP, publish for this one."""
+    """Return the parameters that the first ranks of `groups` (by the names DP and TP) publish for this rank."""
     positions: set[int] = set()
     events, notices = [], []
     for name, group in groups.items():
@@ -120,11 +112,13 @@ def find_replica_dedup(
             ranks = dist.get_process_group_ranks(group)
             here = ranks.index(dist.get_rank())
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-            notices.append(f"{name} is no process group of this rank, which publishes everything: {error}")
+            notices.append(f"{name} is not a process group of this rank; this rank publishes all parameters: {error}")
             continue
         same = [i for i, named in enumerate(parameters) if _is_same(framework, named, name, ranks)]
         if len(ranks) > 1 and not same:
-            notices.append(f"{name}: no parameter is known to be the same on its ranks: each publishes everything")
+            notices.append(
+                f"{name}: no parameter is known to be equal on its ranks; each rank publishes all parameters"
+            )
         if here > 0 and same:
             positions.update(same)
             events.append(_event(name, ranks, len(same), len(parameters)))
@@ -135,12 +129,12 @@ def _is_same(framework: Framework, named: NamedParameter, name: str, ranks: Sequ
     parameter = framework.parameter(named)
     if parameter is None or framework.is_same_on(parameter, ranks):
         return parameter is not None
-    # Megatron marks every parameter; those of experts are reduced over another group.
+    # Megatron sets the attribute on every parameter. Parameters of experts are reduced over another group.
     of_tp = name == TP and getattr(parameter, "tensor_model_parallel", None) is False
     return of_tp and getattr(parameter, "allreduce", True) is not False
 
 
 def _event(name: str, ranks: Sequence[int], same: int, all_: int) -> Event:
-    text = f"{name}: rank {ranks[0]} publishes what {same} of {all_} parameters have in common on its ranks"
+    text = f"{name}: rank {ranks[0]} publishes the equal data of {same} of {all_} parameters for all ranks of the group"
     details = {"group": name, "published_by": ranks[0], "ranks": list(ranks), "parameters": same}
     return Event(type=EventType.NOTE, severity=Severity.INFO, message=text, details=json.dumps(details))

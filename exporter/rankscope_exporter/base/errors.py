@@ -1,6 +1,6 @@
 """Errors that are raised before training starts, and the error boundary around everything that runs during training.
 
-After `attach` nothing of the monitor raises into training: `Guard` catches the error, counts it, and logs it once.
+After `attach`, no error of the monitor is raised into training: `ErrorBoundary` counts it and logs it once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_CHARACTERS: Final = 1_000
 log = logging.getLogger("rankscope")
 
 
-class Guard:
+class ErrorBoundary:
     """Calls functions for the training and catches all their exceptions. Thread-safe.
 
     `count` is exported as rankscope_exporter_faults_total. Each combination of place and exception type is logged once,
@@ -48,7 +48,7 @@ class Guard:
         self._seen: set[tuple[str, type[BaseException]]] = set()
         self._lock = (
             threading.RLock()
-        )  # reentrant: a signal handler of the training may call the guard while this thread holds the lock
+        )  # reentrant: a signal handler of the training may call the error boundary while this thread holds the lock
 
     def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
         """Return `function(*args)`, or None if it raised."""

@@ -1,4 +1,4 @@
-"""What callbacks of all trainers share: one monitor for each training, and the phase it is in. No trainer is known."""
+"""The common part of the callbacks for trainers: one monitor for each training, and its present phase."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from rankscope_exporter.adapters import Framework
 from rankscope_exporter.api.monitor import Monitor
 from rankscope_exporter.api.session_factory import Optimizers
 from rankscope_exporter.base.copies import CopiesDoNothing
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import Given
 
 
 class CallbackBase(CopiesDoNothing):
-    """The monitor of the training under way; before and after it nothing happens.
+    """The monitor of the present training. Before and after a training, its methods have no effect.
 
-    The configuration is checked at construction and raises ConfigError; nothing after it raises into training.
+    The constructor checks the configuration and raises ConfigError. No later error is raised into training.
     """
 
     def __init__(self, config: Given) -> None:
         self._config = Monitor(config).config
-        self._guard = Guard()
+        self._boundary = ErrorBoundary()
         self.monitor: Monitor | None = None
         self._phase: AbstractContextManager[Any] | None = None
         self._phase_name: str | None = None
 
     def _unattached(self) -> dict[str, Any]:
-        return {"_guard": Guard(), "monitor": None, "_phase": None, "_phase_name": None}
+        return {"_boundary": ErrorBoundary(), "monitor": None, "_phase": None, "_phase_name": None}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_config": self._config.without_secrets()}
 
     def safely(self, where: str, function: Callable[..., None], *args: Any) -> None:
-        """Call `function(*args)`; an error in it is logged once and never reaches training. A copy calls nothing."""
+        """Call `function(*args)`. An error in it is logged once, not raised. A copy of the callback calls nothing."""
         if not self.is_copy:
-            self._guard.call(where, function, *args)
+            self._boundary.call(where, function, *args)
 
     def begin(
         self,
@@ -51,7 +51,7 @@ class CallbackBase(CopiesDoNothing):
         total_steps: int | None,
         config: MonitorConfig | None = None,
     ) -> Monitor:
-        """Attach; a training that ended before without a word is over now, and nobody knows why."""
+        """Attach a new monitor and return it. A previous training without an end gets the exit reason `unknown`."""
         self.leave_phase()
         if self.monitor is not None:
             self.monitor.end_of_process(ExitReason.UNKNOWN, "another training began in this process")
@@ -60,24 +60,24 @@ class CallbackBase(CopiesDoNothing):
 
     @property
     def config(self) -> MonitorConfig:
-        """Return the configuration, checked and with the environment's part."""
+        """The checked configuration, including settings of environment variables."""
         return self._config
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say why training ends, and detach."""
+        """Record the reason for the end of training, and detach."""
         self.leave_phase()
         monitor, self.monitor = self.monitor, None
         if monitor is not None:
             monitor.__exit__(type(error) if error is not None else None, error, None)
 
     def log(self, step: int | None, values: Mapping[str, Any]) -> None:
-        """Log those of `values` that are numbers."""
+        """Log the entries of `values` that are numbers, for step number `step`."""
         if self.monitor is not None:
             numbers = {name: value for name, value in values.items() if name != "step" and _is_number(value)}
             self.monitor.log(step=step, **numbers)
 
     def enter_phase(self, name: str) -> None:
-        """Begin a phase, unless it is under way, in the place of another one."""
+        """Begin the phase `name` and end the present one. No effect if `name` is the present phase."""
         if self.monitor is None or self._phase_name == name:
             return
         self.leave_phase()
@@ -86,7 +86,7 @@ class CallbackBase(CopiesDoNothing):
         phase.__enter__()
 
     def leave_phase(self) -> None:
-        """End the phase under way, if there is one."""
+        """End the present phase, if there is one."""
         phase, self._phase, self._phase_name = self._phase, None, None
         if phase is not None:
             phase.__exit__(None, None, None)

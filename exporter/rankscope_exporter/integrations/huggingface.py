@@ -1,6 +1,6 @@
 """Hugging Face Trainer: `Trainer(…, callbacks=[RankscopeCallback()])`. Needs transformers.
 
-Trainer drives its model through Accelerate, whose optimizers `attach()` unwraps: with Accelerate alone, that is all.
+Trainer uses Accelerate, and `attach()` unwraps its optimizers. Scripts that use only Accelerate need no callback.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
 class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformers may be missing where types are checked
     """Attaches a monitor when training begins, numbers steps by `global_step`, and detaches at the end.
 
-    What Trainer logs is logged under its own names: its loss is the mean since it logged last. A copy of the callback,
-    also a pickled one, does nothing.
+    The numbers that Trainer logs are logged under the same names. Its loss is the mean since its last log. A copy of
+    the callback, also a pickled one, does nothing.
     """
 
     def __init__(self, config: Given = None) -> None:
-        """Take what Monitor takes."""
+        """Check the configuration; `config` is the same as for Monitor."""
         self._attended = CallbackBase(config)
         self._tokens_seen = 0
 
     def on_train_begin(
         self, _args: Any, state: Any, _control: Any, *, model: nn.Module, optimizer: Any, **_kwargs: Any
     ) -> None:
-        """Attach; a resumed training goes on with the step after its checkpoint's."""
+        """Attach. A resumed training continues with the step after that of its checkpoint."""
         if self._refuses("on_train_begin()"):
             return
         self._attended.safely("on_train_begin", self._begin, state, model, optimizer)
@@ -46,47 +46,47 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
         self._attended.begin(outermost(model), optimizer, first_step=state.global_step + 1, total_steps=planned)
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        """Evaluation and saving are over."""
+        """End the phase: evaluation and saving have ended."""
         self._attended.leave_phase()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
-        """Number the step, and see what is next: Trainer tells of an evaluation or a checkpoint only afterwards."""
-        # Trainer counts them where `include_num_input_tokens_seen` is set, of all ranks together.
+        """Set the number of the step, and begin the next phase: Trainer reports an evaluation only after its end."""
+        # Trainer counts the tokens of all ranks together if `include_num_input_tokens_seen` is set.
         tokens, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         self._attended.log(state.global_step, {"tokens": tokens / args.world_size} if tokens else {})
         self._next_phase(control)
 
     def on_epoch_end(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> None:
-        """See what is next."""
+        """Begin the phase of an evaluation or a checkpoint that comes next."""
         self._next_phase(control)
 
     def on_log(
         self, _args: Any, state: Any, _control: Any, *, logs: Mapping[str, Any] | None = None, **_kwargs: Any
     ) -> None:
-        """Log the same numbers for the step that Trainer has reached."""
+        """Log the numbers of Trainer for its present step."""
         values = {name: value for name, value in (logs or {}).items() if name not in _NOTED_BY_THE_MONITOR}
         self._attended.log(state.global_step or None, values)
 
     def on_prediction_step(self, *_args: Any, **_kwargs: Any) -> None:
-        """An evaluation is under way, also one that nobody planned."""
+        """Begin the phase `evaluation`, also for an evaluation that the script starts."""
         self._attended.enter_phase("evaluation")
 
     def on_evaluate(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> None:
-        """The evaluation is over; a checkpoint may follow."""
+        """End the phase `evaluation`. A checkpoint may follow."""
         self._attended.leave_phase()
         if control.should_save:
             self._attended.enter_phase("checkpoint")
 
     def on_predict(self, *_args: Any, **_kwargs: Any) -> None:
-        """The prediction is over."""
+        """End the phase of the prediction."""
         self._attended.leave_phase()
 
     def on_save(self, *_args: Any, **_kwargs: Any) -> None:
-        """The checkpoint is written."""
+        """End the phase `checkpoint`."""
         self._attended.leave_phase()
 
     def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
-        """Say goodbye. After an exception Trainer calls nothing, and the end of the process tells of it."""
+        """Detach. After an exception, Trainer does not call this method; the end of the process records the error."""
         self._attended.end()
 
     def _next_phase(self, control: Any) -> None:
@@ -97,16 +97,16 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
 
 
 def outermost(model: nn.Module) -> nn.Module:
-    """Return what wraps `model`: callbacks are given the bare model, and training calls the wrapper.
+    """Return the outermost wrapper of `model`. Callbacks receive the bare model, but the training calls the wrapper.
 
-    Nobody hands the wrapper out, so it is looked for among the objects that are alive, once per training.
+    No interface returns the wrapper. It is therefore searched among all live objects, once per training.
     """
     wrappers = [found for found in gc.get_objects() if _is_wrapper_of(found, model)]
     return outermost(wrappers[-1]) if wrappers else model
 
 
 def _is_wrapper_of(found: Any, model: nn.Module) -> bool:
-    # type(), because a lazy proxy may import what it stands for when it is asked for its class
+    # type() instead of isinstance: a lazy proxy may import its module when its class is read
     if not issubclass(type(found), nn.Module) or not defines_forward(type(found)):
         return False
     parts = found.__dict__.get("_modules") or {}

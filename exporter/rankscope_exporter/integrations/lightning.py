@@ -1,4 +1,4 @@
-"""Lightning: `Trainer(callbacks=[RankscopeCallback()])`. Needs lightning, whose trainer it is for."""
+"""Lightning: `Trainer(callbacks=[RankscopeCallback()])`. Needs lightning."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rankscope_exporter.integrations.callback_base import CallbackBase
 
 
 class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-ignore]  # lightning may be missing where types are checked
-    """Attaches a monitor when fitting begins, and detaches at its end, saying why. A copy of the callback does nothing.
+    """Attaches a monitor when fitting begins, and detaches with the reason at its end. A copy does nothing.
 
-    Steps go on from `trainer.global_step`. With automatic optimization a step is one update; where a module optimizes
-    by itself it may use several optimizers for one batch, and a step is one batch.
+    Steps are numbered from `trainer.global_step` on. With automatic optimization a step is one update. With manual
+    optimization a module may use several optimizers for one batch, and a step is one batch.
     """
 
     def __init__(self, config: Given = None) -> None:
-        """Take what Monitor takes."""
+        """Check the configuration; `config` is the same as for Monitor."""
         self._attended = CallbackBase(config)
         self._announced: Announced | None = None
         self._updates = 0
@@ -35,7 +35,7 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         return {"_announced": None, "_before_evaluation": set(), "_of_evaluation": set()}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach what the strategy has made of the module."""
+        """Attach to the module as the strategy has wrapped it."""
         if self._refuses("on_train_start()"):
             return
         self._attended.safely("on_train_start", self._begin, trainer, pl_module)
@@ -53,18 +53,18 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         )
 
     def on_train_batch_start(self, *_args: Any) -> None:
-        """A training forward begins."""
+        """End the phase, and announce the training forward pass."""
         self._attended.leave_phase()
         if self._announced is not None:
             self._announced.begins()
 
     def on_before_backward(self, *_args: Any) -> None:
-        """The training forward is over."""
+        """Announce the end of the training forward pass."""
         if self._announced is not None:
             self._announced.ends()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_args: Any) -> None:
-        """Log what the module has logged; with automatic optimization of batches that end in an update."""
+        """Log the numbers of the module. With automatic optimization: at batches that end with an update."""
         if self._announced is not None:
             self._announced.ends()  # a batch without a loss has no backward pass
         self._attended.safely("on_train_batch_end", self._end_batch, trainer, pl_module, outputs)
@@ -81,31 +81,31 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
             self._attended.log(self._updates, values)
 
     def on_validation_start(self, trainer: Any, _pl_module: Any) -> None:
-        """An evaluation begins."""
+        """Begin the phase `evaluation`."""
         self._attended.enter_phase("evaluation")
         self._before_evaluation = set(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, _pl_module: Any) -> None:
-        """The evaluation is over; what it found belongs to the step before it, and is no news in the steps after."""
+        """End the phase `evaluation`. Its numbers belong to the step before it and are not logged for later steps."""
         self._attended.leave_phase()
         metrics = trainer.callback_metrics
         self._of_evaluation |= metrics.keys() - self._before_evaluation
         self._attended.log(None, {name: metrics[name] for name in metrics.keys() & self._of_evaluation})
 
     def on_save_checkpoint(self, *_args: Any) -> None:
-        """A checkpoint is about to be written; Lightning does not say when that is done."""
+        """Begin the phase `checkpoint`. Lightning does not report its end."""
         self._attended.enter_phase("checkpoint")
 
     def on_train_end(self, *_args: Any) -> None:
-        """Say goodbye."""
+        """Detach."""
         self._attended.end()
 
     def on_exception(self, _trainer: Any, _pl_module: Any, exception: BaseException) -> None:
-        """Say why training ends."""
+        """Detach, with `exception` as the reason."""
         self._attended.end(exception)
 
     def _monitored(self, model: Any, pl_module: Any) -> Framework:
-        """Return the adapter; a module that nothing wraps is never called as a whole."""
+        """Return the adapter. Lightning never calls an unwrapped module as a whole, so its forward is announced."""
         framework = framework_of(model)
         self._announced = Announced(pl_module) if model is pl_module else None
         framework.announced = self._announced

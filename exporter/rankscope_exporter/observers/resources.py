@@ -40,7 +40,7 @@ class MemoryObserver(StepObserver):
 
     device: torch.device
 
-    def step_ends(self, pending_step: PendingStep) -> None:
+    def on_step_end(self, pending_step: PendingStep) -> None:
         """Schedule the reading for the publication of the step."""
         if pending_step.sampled:
             pending_step.later += [self.of_process, self.of_allocator]
@@ -89,14 +89,14 @@ class OverheadReporter(StepObserver):
     clock: Callable[[], float] = time.monotonic
     due_at: float = field(default=float("-inf"), init=False)
 
-    def step_ends(self, pending_step: PendingStep) -> None:
+    def on_step_end(self, pending_step: PendingStep) -> None:
         """Schedule the reading on the publisher thread, if it is due."""
         now = self.clock()
         if now >= self.due_at:
             self.due_at = now + EVERY_SECONDS
             pending_step.later.append(self._scalars)
 
-    def training_ends(self) -> None:
+    def on_training_end(self) -> None:
         """Schedule a reading for the last step."""
         self.due_at = float("-inf")
 

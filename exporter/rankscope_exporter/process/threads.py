@@ -12,6 +12,7 @@ alone. `torch.set_num_threads` is not for this: it sets the default of every thr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -24,7 +25,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 
 _TORCH_LIBRARIES: Final = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 
@@ -34,11 +35,26 @@ class OwnThread(threading.Thread):
 
     def __init__(self, *, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
+        self._clock: int | None = None
+        self._spent: float | None = None  # after the end of the thread
 
     def run(self) -> None:
         """Limit the thread, then call the target."""
         limit_this_thread()
-        super().run()
+        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        try:
+            super().run()
+        finally:
+            self._spent = time.thread_time()
+
+    @property
+    def cpu_seconds(self) -> float:
+        """The CPU seconds of the thread so far. On systems without thread clocks (macOS), 0 until the thread ends."""
+        if self._spent is None and self._clock is not None:
+            with contextlib.suppress(OSError):  # the thread has ended meanwhile
+                return time.clock_gettime(self._clock)
+        return self._spent or 0.0
 
 
 def limit_this_thread() -> bool:
@@ -121,11 +137,11 @@ MOST_WAITING: Final = 64
 class BackgroundWorker:
     """Runs functions one after another, in order, in one thread. The thread starts with the first function."""
 
-    def __init__(self, name: str, guard: Guard) -> None:
+    def __init__(self, name: str, boundary: ErrorBoundary) -> None:
         self.dropped = 0
         """Number of functions that were dropped because the queue was full."""
         self._name = name
-        self._guard = guard
+        self._boundary = boundary
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -155,4 +171,4 @@ class BackgroundWorker:
 
     def _run(self) -> None:
         while (chore := self._queue.get()) is not None:
-            self._guard.call(self._name, chore)
+            self._boundary.call(self._name, chore)

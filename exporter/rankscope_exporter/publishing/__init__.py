@@ -1,1 +1,1 @@
-"""The publisher thread, anomaly detection, and the lines on the console."""
+"""The publisher thread, anomaly detection, and the lines that a rank prints."""

@@ -1,21 +1,21 @@
 """Evaluate the rules for all series of a rank together.
 
-The result is equal, bit for bit, to `rankscope_contract.rules.reference`, which evaluates one series at a time.
+The results are bit-identical to `rankscope_contract.rules.reference`, which evaluates one series at a time.
 
-Runs on the publisher thread, with numpy, and holds the only state rules have: one float32 baseline for each series.
+Runs on the publisher thread, with numpy. The only state of the rules is one float32 baseline per series.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rankscope_contract.model.events import causal_micro_step, causal_stage
+from rankscope_contract.model.events import Event, causal_key, causal_micro_step, causal_stage
 from rankscope_contract.model.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import AnomalyRule
@@ -24,12 +24,12 @@ from rankscope_exporter.statistics import Finished
 
 _COUNTS_JUDGED: Final = ("nans", "infs")
 _OPS: Final = (*_COUNTS_JUDGED, *VALUE_OPS)
-"""Every statistic that a rule may judge, in the order in which firings of one entry are listed."""
+"""All statistics that a rule can evaluate, in the order of the firings of one entry."""
 
 _JUDGED_ROWS: Final = [VALUE_OPS.index(op) for op in JUDGED_OPS]
 _NO_BASELINE: Final = np.array(math.nan, np.float64)
 _STAGES: Final = 1 + max(CAUSAL_STAGE.values())
-_MOST_MICRO_STEPS: Final = 1 << 20  # as a number beside stage and call that float64 still tells apart
+_MOST_MICRO_STEPS: Final = 1 << 20  # float64 can represent micro-batch, stage and call order in one number
 
 
 Float32s = npt.NDArray[np.float32]
@@ -37,56 +37,56 @@ Bools = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 MAX_SCALARS: Final = 1000
-"""Scalar names that are judged; a script that makes up names without end must not fill the memory."""
+"""Most scalar names that are evaluated: a script that creates names without end must not fill the memory."""
 
 
 class Firing(NamedTuple):
-    """A statistic of an entry on which a rule fired."""
+    """A statistic of an entry for which a rule holds."""
 
     entry: int
     op: str
     rule: AnomalyRule
     value: float
-    baseline: float | None  # before this observation; None at the first one and where the statistic keeps none
+    baseline: float | None  # before this observation; None at the first one, and for statistics without a baseline
     threshold: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class StepVerdict:
-    """The verdict on one step."""
+    """The result of all rules at one step."""
 
-    baselines: Float32s  # [len(JUDGED_OPS), T]: what each value was compared with, NaN where nothing
-    firings: tuple[Firing, ...] = ()  # in causal order of micro-batch and kind, then by call
+    baselines: Float32s  # [len(JUDGED_OPS), T]: the values compared with, NaN if there is none
+    firings: tuple[Firing, ...] = ()  # in causal order: micro-batch, kind, call
     left_out: int = 0  # firings beyond the limit
     firing: frozenset[tuple[str, str]] = field(default_factory=frozenset)
-    """(rule, kind) of every rule that fires by itself, whether or not it names the alert: PromQL says the same."""
+    """(rule, kind) of every rule that holds, also if another rule names the event. PromQL rules give the same."""
     calls: Mapping[int, int] = field(default_factory=dict)
-    """By entry that fired: when what it belongs to was called within the step."""
+    """For each entry with a firing: the position of its parameter or module in the order of calls in the step."""
 
     def call_order(self, entry: int) -> int | None:
-        """Return when within the step the tensor of `entry` was seen; None when that is not known."""
+        """Return the position of `entry` in the order of calls in the step; None if it is not known."""
         order = self.calls.get(entry, -1)
         return None if order < 0 else order
 
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """Which entries a rule judges by one statistic."""
+    """The entries that a rule evaluates for one statistic."""
 
     rule: AnomalyRule
     order: int
-    mask: Bools | None  # [T]; None means all of them
+    mask: Bools | None  # bool [T]; None for all entries
 
 
 class AnomalyDetector:
-    """Keeps the baselines of the entries of a plan, which may grow, and judges step after step."""
+    """Keeps the baselines of the entries of a plan, which may grow, and evaluates the rules for one step at a time."""
 
     def __init__(self, rules: Sequence[AnomalyRule], entries: Sequence[PlanEntry] = (), *, limit: int = 64) -> None:
         self._rules = tuple(rules)
         self._limit = limit
         self._kinds: list[str] = []
         self._kind_of_entry = np.empty(0, np.int64)
-        self._moment_of_entry = np.empty(0, np.float64)
+        self._position_of_entry = np.empty(0, np.float64)
         self._owner_of_entry = np.empty(0, np.int64)
         self._scopes: dict[str, tuple[_Scope, ...]] = {}
         self._baselines = np.empty((len(JUDGED_OPS), 0), np.float32)
@@ -94,9 +94,9 @@ class AnomalyDetector:
         self.extend(entries)
 
     def extend(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> None:
-        """Take over the whole plan as it is now: entries known before stand at the beginning, unchanged.
+        """Add the new entries of the plan. `entries` is the whole plan and begins with the entries of earlier calls.
 
-        `owners` says of each entry which parameter it belongs to, -1 for none; without it, none does.
+        `owners` has the position of the parameter of each entry, -1 for none. If it is None, no entry has a parameter.
         """
         known = len(self._kind_of_entry)
         if len(entries) == known and self._scopes:
@@ -105,22 +105,22 @@ class AnomalyDetector:
         self._kinds += sorted({entry.kind for entry in added} - set(self._kinds))
         place = {kind: index for index, kind in enumerate(self._kinds)}
         kinds = np.array([place[entry.kind] for entry in added], np.int64)
-        step_events = np.array([_moment(entry) for entry in added], np.float64)
+        positions = np.array([_position(entry) for entry in added], np.float64)
         own = np.array([-1] * len(added) if owners is None else owners[known:], np.int64)
         self._kind_of_entry = np.concatenate([self._kind_of_entry, kinds])
-        self._moment_of_entry = np.concatenate([self._moment_of_entry, step_events])
+        self._position_of_entry = np.concatenate([self._position_of_entry, positions])
         self._owner_of_entry = np.concatenate([self._owner_of_entry, own])
         fresh = np.full((len(JUDGED_OPS), len(added)), math.nan, np.float32)
         self._baselines = np.concatenate([self._baselines, fresh], axis=1)
         self._scopes = {op: self._scopes_of(op) for op in _OPS}
 
     def observe(self, finished: Finished, call_order: Sequence[int] = ()) -> StepVerdict:
-        """Judge one step and move the baselines on. Absent entries and null values leave their baseline alone.
+        """Return the verdict on one step and update the baselines. Absent entries and null values do not change them.
 
-        `call_order` says of each parameter when its gradient arrived (-1: not at all). What belongs to no parameter was
-        called in the order in which it entered the plan.
+        `call_order` has the position of each parameter in the order of gradients, -1 for no gradient. Entries without a
+        parameter are ordered as in the plan.
         """
-        with np.errstate(all="ignore"):  # products with Inf and NaN are meant
+        with np.errstate(all="ignore"):  # products with Inf and NaN are intended
             before, against = self._advance(finished)
             verdicts = self._verdicts(finished, against)
             shown = np.where(finished.present, against, np.float32(math.nan))
@@ -132,7 +132,7 @@ class AnomalyDetector:
             return StepVerdict(shown, firings, left_out, self._firing(verdicts), order)
 
     def check_scalar(self, name: str, value: float) -> AnomalyRule | None:
-        """Return the rule that fires on this observation of the scalar `name`."""
+        """Return the rule that holds for this value of the scalar `name`; None if no rule does."""
         series = self._scalars.get(name)
         if series is None and len(self._scalars) >= MAX_SCALARS:
             return None
@@ -142,11 +142,11 @@ class AnomalyDetector:
         return None if firing is None else firing.rule
 
     def _advance(self, finished: Finished) -> tuple[Float32s, Float32s]:
-        """Move the baselines on; return them as they were, and what the values are to be compared with."""
+        """Update the baselines; return the previous ones, and those with which the values are compared."""
         before = self._baselines
         values = finished.values[_JUDGED_ROWS]
         magnitude = np.abs(values)
-        # Two products and a sum in float64, as the reference has them: a fused multiply-add would round differently.
+        # Two products and a sum in float64, as in the reference: a fused multiply-add would round differently.
         kept, taken = EMA_KEEP * before.astype(np.float64), EMA_TAKE * magnitude.astype(np.float64)
         moved = (kept + taken).astype(np.float32)
         first = np.isnan(before)
@@ -163,7 +163,7 @@ class AnomalyDetector:
         return tuple(scopes)
 
     def _verdicts(self, finished: Finished, against: Float32s) -> dict[tuple[str, int], tuple[_Scope, Bools]]:
-        """Return, for each (op, rule), on which entries the rule fires by itself."""
+        """Return the entries for which each rule holds, by (op, position of the rule)."""
         verdicts = {}
         value: npt.NDArray[Any]
         for op, scopes in self._scopes.items():
@@ -187,16 +187,19 @@ class AnomalyDetector:
         verdicts: dict[tuple[str, int], tuple[_Scope, Bools]],
         calls: Integers,
     ) -> tuple[tuple[Firing, ...], int]:
-        """Return the first rule that fires for each (entry, op); NaN and Inf of one entry are one firing."""
-        nobody = len(self._rules)
-        winner = np.full((len(finished.present), len(_OPS)), nobody, np.int64)
+        """Return the first rule that holds for each (entry, op), and the number of firings beyond the limit.
+
+        NaN and Inf of one entry count as one firing.
+        """
+        no_rule = len(self._rules)
+        winner = np.full((len(finished.present), len(_OPS)), no_rule, np.int64)
         for (op, order), (_, fires) in verdicts.items():
             column = winner[:, _OPS.index(op)]
             column[fires] = np.minimum(column[fires], order)
         nans, infs = winner[:, 0], winner[:, 1]
-        infs[nans < nobody] = nobody
-        places = np.argwhere(winner < nobody)
-        # What is cut off must be effects: one NaN loss makes every kind of every tensor fire, the gradients first.
+        infs[nans < no_rule] = no_rule
+        places = np.argwhere(winner < no_rule)
+        # The limit must remove effects, not causes: one NaN loss causes firings of every kind of every tensor.
         places = places[np.argsort(self._causal_rank(places[:, 0], calls), kind="stable")]
         firings = tuple(
             self._firing_at(finished, before, entry, _OPS[column], self._rules[int(winner[entry, column])])
@@ -205,7 +208,7 @@ class AnomalyDetector:
         return firings, max(0, len(places) - self._limit)
 
     def _calls(self, call_order: Sequence[int]) -> Integers:
-        """Return for each entry when its tensor was seen within its stage; -1 where that is not known."""
+        """Return the position of each entry in the order of calls of its stage; -1 if it is not known."""
         own = np.arange(len(self._owner_of_entry), dtype=np.int64)
         if not call_order:
             return np.where(self._owner_of_entry >= 0, np.int64(-1), own)
@@ -213,9 +216,9 @@ class AnomalyDetector:
         return np.where(self._owner_of_entry >= 0, seen[self._owner_of_entry.clip(min=0)], own)
 
     def _causal_rank(self, entries: Integers, calls: Integers) -> npt.NDArray[np.float64]:
-        last = int(calls.max()) + 1  # what was not seen comes behind what was
+        last = int(calls.max()) + 1  # entries with an unknown position are last
         order = np.where(calls < 0, last, calls)[entries]
-        return self._moment_of_entry[entries] * (last + 1) + order
+        return self._position_of_entry[entries] * (last + 1) + order
 
     def _firing_at(self, finished: Finished, before: Float32s, entry: int, op: str, rule: AnomalyRule) -> Firing:
         if op in _COUNTS_JUDGED:
@@ -223,21 +226,33 @@ class AnomalyDetector:
         else:
             value = float(finished.values[VALUE_OPS.index(op), entry])
         baseline = float(before[JUDGED_OPS.index(op), entry]) if op in JUDGED_OPS else math.nan
-        return Firing(entry, op, rule, value, _known(baseline), rule.limit())
+        return Firing(entry, op, rule, value, None if math.isnan(baseline) else baseline, rule.limit())
 
     def _firing(self, verdicts: dict[tuple[str, int], tuple[_Scope, Bools]]) -> frozenset[tuple[str, str]]:
-        pairs = set()
-        for scope, fires in verdicts.values():
-            for kind in np.unique(self._kind_of_entry[fires]).tolist():
-                pairs.add((scope.rule.name, self._kinds[kind]))
-        return frozenset(pairs)
+        return frozenset(
+            (scope.rule.name, self._kinds[kind])
+            for scope, fires in verdicts.values()
+            for kind in np.unique(self._kind_of_entry[fires]).tolist()
+        )
 
 
-def _moment(entry: PlanEntry) -> float:
-    """Return when in the step the tensor of an entry is seen, as `causal_key` has it: micro-batch, then stage."""
+def _position(entry: PlanEntry) -> float:
+    """Return the position of an entry within the step, in the order of `causal_key`: micro-batch, then stage."""
     stage = causal_stage(entry.kind)
     return min(causal_micro_step(entry.micro_step, stage), _MOST_MICRO_STEPS) * _STAGES + stage
 
 
-def _known(baseline: float) -> float | None:
-    return None if math.isnan(baseline) else baseline
+def in_causal_order(step: int | None, events: Iterable[Event]) -> tuple[Event, ...]:
+    """Return the anomalies of one step, the first cause first."""
+
+    def key(event: Event) -> tuple[float, ...]:
+        return causal_key(
+            step=step,
+            micro_step=event.micro_step,
+            kind=event.kind,
+            vpp_stage=event.vpp_stage,
+            pp_stage=event.pp_stage,
+            call_id=event.call_id,
+        )
+
+    return tuple(sorted(events, key=key))

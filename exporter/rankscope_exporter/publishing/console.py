@@ -1,21 +1,24 @@
-"""What a rank prints: a banner at attach, and one rate-limited line when a rule fires."""
+"""The lines that a rank prints: a banner at attach, and one rate-limited line when rules fire."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, TextIO
 
-from rankscope_contract.model.events import Event, causal_key
+from rankscope_contract.model.events import EventType
+from rankscope_exporter.publishing.anomaly_detector import in_causal_order
+from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.records.step_record import StepRecord
 
 MIN_SECONDS_BETWEEN_LINES: Final = 10.0
 FREE_LINES: Final = 3
-"""The first firings of a run are each worth a line."""
+"""The number of firings of a run that are printed without a rate limit."""
 
 
-class Console:
-    """Lines on a stream, whole and flushed, so that ranks sharing a terminal do not cut into each other."""
+class Console(StepObserver):
+    """Writes whole, flushed lines to a stream, so that ranks that share a terminal do not mix their lines."""
 
     def __init__(
         self,
@@ -33,46 +36,38 @@ class Console:
         self._suppressed = 0
         self._last = float("-inf")
 
-    def firing(self, step: int | None, anomalies: Sequence[Event]) -> None:
-        """Say that rules fired at `step`, naming the first cause; counts what the rate limit swallowed."""
+    def on_record(self, record: StepRecord) -> None:
+        """Print that rules fired at the step of `record`, with the first cause. Suppressed lines are counted."""
+        anomalies = [event for event in record.events if event.type == EventType.ANOMALY]
+        if not anomalies:
+            return
         now = self._clock()
         if self._lines >= FREE_LINES and now - self._last < MIN_SECONDS_BETWEEN_LINES:
             self._suppressed += 1
             return
-        first = min(anomalies, key=lambda event: _order(step, event))
+        first = in_causal_order(record.step, anomalies)[0]
         more = f" (and {len(anomalies) - 1} more at this step)" if len(anomalies) > 1 else ""
         earlier = f" [{self._suppressed} steps with firings not shown]" if self._suppressed else ""
-        self.line(f"step {step}, rank {self._rank}: {first.message}{more}{earlier}")
+        self.line(f"step {record.step}, rank {self._rank}: {first.message}{more}{earlier}")
         self._lines, self._suppressed, self._last = self._lines + 1, 0, now
 
     def line(self, text: str) -> None:
-        """Print `text` behind our name, unless the console is off or its stream is gone."""
+        """Print `text` with the prefix "rankscope:", unless the console is off or its stream is closed."""
         if not self._enabled:
             return
         stream = self._stream or sys.stderr
         try:
             stream.write(f"rankscope: {text}\n")
             stream.flush()
-        except (OSError, ValueError):  # a closed or broken pipe is the user's, and silence is the answer
+        except (OSError, ValueError):  # the user has closed the stream or the pipe: print nothing more
             self._enabled = False
-
-
-def _order(step: int | None, event: Event) -> tuple[float, ...]:
-    return causal_key(
-        step=step,
-        micro_step=event.micro_step,
-        kind=event.kind,
-        vpp_stage=event.vpp_stage,
-        pp_stage=event.pp_stage,
-        call_id=event.call_id,
-    )
 
 
 def banner(
     *,
     run: str,
     world_size: int,
-    what: str,
+    measured: str,
     tensors: int,
     elements: int,
     series: int,
@@ -82,11 +77,11 @@ def banner(
     address: str,
     service: str | None,
 ) -> list[str]:
-    """Return the lines that tell at attach what is monitored, what it costs, where it listens and who reads it."""
+    """Return the lines that are printed at attach: the monitored tensors, the cost, the address, and the reader."""
     ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
-    reader = f"service {service}" if service else "nobody yet: set RANKSCOPE_INGEST_URL, or let Prometheus scrape it"
+    reader = f"service {service}" if service else "no service: set RANKSCOPE_INGEST_URL, or scrape it with Prometheus"
     cadence = "every step" if every == 1 else f"every {every} steps"
     return [
-        f"run {run!r} on {ranks}; {what} of {tensors} tensors ({elements:,} elements) {cadence}, {backend} kernel",
-        f"{series:,} series, about {bytes_per_step / 1000:,.0f} kB a step; {address}/metrics, read by {reader}",
+        f"run {run!r} on {ranks}; {measured} of {tensors} tensors ({elements:,} elements) {cadence}, {backend} kernel",
+        f"{series:,} series, about {bytes_per_step / 1000:,.0f} kB per step; {address}/metrics, read by {reader}",
     ]

@@ -1,4 +1,4 @@
-"""Turns drafts into step records on a thread of its own: finishes statistics, judges them, publishes the record."""
+"""The publisher thread: finishes the statistics of a step, evaluates the rules, and publishes the step record."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -18,126 +18,150 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.kinds import OPS, VALUE_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.adapters.monitored_model import with_chunk_number
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, Firing, StepVerdict
 from rankscope_exporter.records.host_transfer import Deferred, Row
 from rankscope_exporter.records.pending_step import PendingStep, skipped_event
 from rankscope_exporter.records.step_record import Scalar, Statistics, StepRecord
+from rankscope_exporter.sampling.active_quantities import StepBacklog
 from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.serving.latest_values import NO_KIND
 from rankscope_exporter.statistics import Finished, finish
 from rankscope_exporter.statistics.selection import Published, SelectionMasks
 
-IDLE_FLUSH_SECONDS = 2.0
-"""A finished step does not wait longer than this for the next one to begin: a checkpoint may take minutes."""
+IDLE_FLUSH_SECONDS: Final = 2.0
+"""Longest time that a finished step waits for the next one to begin: a checkpoint may take minutes."""
 
-MAX_QUEUE = 10_000
-"""Drafts that may wait; more are dropped and counted, since training must not fill the memory."""
+MAX_QUEUE: Final = 10_000
+"""Records that may wait. Further ones are dropped and counted: training must not fill the memory."""
 
 _OF_CHUNKS: Final = frozenset({"features", "histograms"})
-"""Datasets whose rows say the chunk of a model by their names alone."""
+"""Datasets with rows that contain the number of a model chunk in their names only."""
 
-CUMULATIVE = {"tokens": "tokens_total", "samples": "samples_total"}
+CUMULATIVE: Final = {"tokens": "tokens_total", "samples": "samples_total"}
+"""Scalars with a running total, and the name of the total."""
+
+
+class StepQueue:
+    """Records on their way from the training thread to the publisher thread."""
+
+    def __init__(self) -> None:
+        self.items: queue.SimpleQueue[PendingStep | threading.Event | None] = queue.SimpleQueue()
+        """Records; events to set when all earlier records are published; None at the end."""
+        self.dropped = 0  # records that found the queue full
+
+    def put(self, pending_step: PendingStep) -> None:
+        """Add a record; never blocks. Called on any thread."""
+        if self.items.qsize() >= MAX_QUEUE:
+            self.dropped += 1
+        else:
+            self.items.put(pending_step)
 
 
 class Publisher:
-    """One daemon thread between the training thread and the channel. Records leave in the order drafts arrived."""
+    """One daemon thread that turns queued steps into records, in the order of the queue."""
 
     def __init__(
         self,
-        book: PlanRegistry,
+        steps: StepQueue,
+        plan: PlanRegistry,
+        backlog: StepBacklog,
         detector: AnomalyDetector,
-        publish: Callable[[StepRecord], object],
         *,
-        guard: Guard,
-        on_firing: Callable[[int | None, Sequence[Event]], None],
+        boundary: ErrorBoundary,
+        publish: Callable[[StepRecord], object],
+        on_record: Callable[[StepRecord], None],
+        flush_idle: Callable[[float], None],
+        finished: Callable[[], None],
+        pp_stage: int | None,
+        has_chunks: bool,
     ) -> None:
-        self._book = book
-        self._judge = detector
+        """`publish` stores a record, `on_record` is called after it, `finished` when no record follows.
+
+        `flush_idle` publishes a step that waits longer than the given seconds. `pp_stage` is the pipeline stage of this
+        rank. With `has_chunks`, names of tensors begin with the number of a model chunk.
+        """
+        self.publish = publish
+        self._steps = steps
+        self._plan = plan
+        self._backlog = backlog
+        self._detector = detector
         self._choices = SelectionMasks()
-        self._publish_record = publish
-        self._guard = guard
-        self._on_firing = on_firing
-        self._queue: queue.SimpleQueue[PendingStep | threading.Event | None] = queue.SimpleQueue()
+        self._boundary = boundary
+        self._on_record = on_record
+        self._flush_idle = flush_idle
+        self._finished = finished
+        self._pp_stage = pp_stage
+        self._has_chunks = has_chunks
         self._thread = OwnThread(target=self._run, name="rankscope-publisher")
         self._totals: dict[str, float] = {}
-        self.pp_stage: int | None = None
-        """Stage of the pipeline that anomalies are said to be of."""
-        self.has_chunks = False
-        """Whether the model is a list of chunks, with whose numbers names begin."""
-        self.published: Callable[[], None] = lambda: None
-        self.flush_idle: Callable[[float], None] = lambda _seconds: None
-        self.finished: Callable[[], None] = lambda: None
-        """Called on the thread when nothing follows."""
-        self.cpu_seconds = 0.0
-        """CPU time of the thread so far."""
         self.events_left_out = 0
-        self.dropped = 0  # drafts that found the queue full
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of the thread so far."""
+        return self._thread.cpu_seconds
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def put(self, pending_step: PendingStep) -> None:
-        """Take over a draft; never blocks."""
-        if self._queue.qsize() >= MAX_QUEUE:
-            self.dropped += 1
-        else:
-            self._queue.put(pending_step)
-
     def catch_up(self, timeout_seconds: float) -> bool:
-        """Wait until everything that is queued now has been published, and return whether that was done in time."""
+        """Wait until all records that are queued now are published; return whether that succeeded in time."""
         if threading.current_thread() is self._thread:
             return False
         reached = threading.Event()
-        self._queue.put(reached)
+        self._steps.items.put(reached)
         return reached.wait(timeout_seconds)
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Publish what is queued, end the thread, and return whether that was done in time."""
-        self._queue.put(None)
+        """Publish the queued records and end the thread; return whether that succeeded in time."""
+        self._steps.items.put(None)
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        looked_at = time.monotonic()
+        checked_at = time.monotonic()
         while True:
-            # Also where much else is published: an evaluation that announces phases must not hold up the step before.
-            if time.monotonic() - looked_at >= IDLE_FLUSH_SECONDS / 2:
-                self._guard.call("flush of an idle step", self.flush_idle, IDLE_FLUSH_SECONDS)
-                looked_at = time.monotonic()
+            # Also while other records arrive: an evaluation that announces phases must not delay the step before it.
+            if time.monotonic() - checked_at >= IDLE_FLUSH_SECONDS / 2:
+                self._boundary.call("flush of an idle step", self._flush_idle, IDLE_FLUSH_SECONDS)
+                checked_at = time.monotonic()
             try:
-                pending_step = self._queue.get(timeout=IDLE_FLUSH_SECONDS / 2)
+                item = self._steps.items.get(timeout=IDLE_FLUSH_SECONDS / 2)
             except queue.Empty:
                 continue
-            if pending_step is None:
-                self.finished()
+            if item is None:
+                self._finished()
                 return
-            if isinstance(pending_step, threading.Event):
-                pending_step.set()
-                continue
-            self._guard.call("publishing a step", self._publish, pending_step)
-            self.cpu_seconds = time.thread_time()
+            if isinstance(item, threading.Event):
+                item.set()
+            else:
+                self._boundary.call("publishing a step", self._publish, item)
 
     def _publish(self, pending_step: PendingStep) -> None:
-        statistics, judgement = self._guard.call("statistics of a step", self._statistics, pending_step) or (None, None)
-        read = (self._guard.call("a logged number", pending.scalar) for pending in pending_step.pending)
+        statistics, verdict = self._boundary.call("statistics of a step", self._statistics, pending_step) or (
+            None,
+            None,
+        )
+        read = (self._boundary.call("a logged number", pending.scalar) for pending in pending_step.pending)
         scalars = [scalar for scalar in read if scalar is not None]
         events = list(pending_step.events)
-        found_inf = [self._guard.call("found_inf", pending.scalar) for pending in pending_step.found_inf]
+        found_inf = [self._boundary.call("found_inf", pending.scalar) for pending in pending_step.found_inf]
         if any(scalar is not None and scalar.value for scalar in found_inf):
             events.append(skipped_event())
-        if judgement is not None:
-            events += [self._anomaly(firing, judgement.call_order(firing.entry)) for firing in judgement.firings]
-            self.events_left_out += judgement.left_out
-        firing = set(judgement.firing) if judgement is not None else set()
-        for event in self._judged_scalars(scalars):
+        firing: set[tuple[str, str]] = set()
+        if verdict is not None:
+            events += [self._anomaly(item, verdict.call_order(item.entry)) for item in verdict.firings]
+            firing |= verdict.firing
+            self.events_left_out += verdict.left_out
+        for event in self._scalar_anomalies(scalars):
             events.append(event)
             firing.add((str(event.rule), NO_KIND))
         scalars += self._running_totals(scalars)
-        for later in pending_step.later:  # not judged: bytes and seconds of ours are no numbers of the training
-            scalars += self._guard.call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
+        for later in pending_step.later:  # no rule evaluates these: bytes and seconds of the monitor itself
+            scalars += self._boundary.call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
         record = StepRecord(
             ts=pending_step.ts,
             step=pending_step.step,
@@ -147,44 +171,42 @@ class Publisher:
             firing=frozenset(firing),
             **self._other_rows(pending_step),
         )
-        self._guard.call("publishing a step", self._publish_record, record)
-        anomalies = [event for event in events if event.type == EventType.ANOMALY]
-        if anomalies:
-            self._on_firing(pending_step.step, anomalies)
+        self._boundary.call("publishing a step", self.publish, record)
+        self._on_record(record)
 
     def _statistics(self, pending_step: PendingStep) -> tuple[Statistics | None, StepVerdict | None]:
         if pending_step.copy is None:
             return None, None
         known = pending_step.copy.used
-        plan = self._book.plan(known, pending_step.ops)
+        plan = self._plan.plan(known, pending_step.ops)
         try:
             finished = finish(pending_step.copy, plan.plan.value_ops)
         finally:
-            self.published()
+            self._backlog.published += 1
         published = self._choices.of(pending_step.ops, known)
         finished = published.only(finished) if published is not None else finished
-        self._judge.extend(self._book.entries[:known], self._book.owners[:known])
-        judgement = self._judge.observe(finished, pending_step.call_order)
-        values, counts = arrow_statistics(finished, judgement.baselines, published, plan.plan.value_ops)
+        self._detector.extend(self._plan.entries[:known], self._plan.owners[:known])
+        verdict = self._detector.observe(finished, pending_step.call_order)
+        values, counts = arrow_statistics(finished, verdict.baselines, published, plan.plan.value_ops)
         if published is None:
-            return Statistics(plan, values, counts), judgement
+            return Statistics(plan, values, counts), verdict
         measured = arrow_counts(finished.counts, np.broadcast_to(finished.present, finished.counts.shape))
-        return Statistics(plan, values, counts, pending_step.ops, measured), judgement
+        return Statistics(plan, values, counts, pending_step.ops, measured), verdict
 
     def _other_rows(self, pending_step: PendingStep) -> dict[str, Any]:
         rows = {name: list(known) for name, known in pending_step.rows.items()}
         for deferred in pending_step.deferred:
-            read = self._guard.call(f"rows of {deferred.dataset}", self._rows_of, deferred)
+            read = self._boundary.call(f"rows of {deferred.dataset}", self._rows_of, deferred)
             if deferred.dataset is not None:
                 rows.setdefault(deferred.dataset, []).extend(read or ())
         return {name: tuple(items) for name, items in rows.items()}
 
     def _rows_of(self, deferred: Deferred) -> Sequence[Row]:
         read = deferred.read()
-        return [with_chunk_number(row) for row in read] if self.has_chunks and deferred.dataset in _OF_CHUNKS else read
+        return [with_chunk_number(row) for row in read] if self._has_chunks and deferred.dataset in _OF_CHUNKS else read
 
     def _anomaly(self, firing: Firing, order: int | None) -> Event:
-        entry = self._book.entries[firing.entry]
+        entry = self._plan.entries[firing.entry]
         return Event(
             type=EventType.ANOMALY,
             severity=firing.rule.severity,
@@ -195,16 +217,16 @@ class Publisher:
             value=firing.value,
             baseline=firing.baseline,
             threshold=firing.threshold,
-            pp_stage=self.pp_stage,
+            pp_stage=self._pp_stage,
             vpp_stage=entry.vpp_stage,
             micro_step=entry.micro_step,
             call_id=order,
-            message=_sentence(firing, entry),
+            message=_message(firing, entry),
         )
 
-    def _judged_scalars(self, scalars: Iterable[Scalar]) -> Iterable[Event]:
+    def _scalar_anomalies(self, scalars: Sequence[Scalar]) -> Iterator[Event]:
         for scalar in scalars:
-            rule = self._judge.check_scalar(scalar.name, scalar.value)
+            rule = self._detector.check_scalar(scalar.name, scalar.value)
             if rule is not None:
                 yield Event(
                     type=EventType.ANOMALY,
@@ -213,21 +235,21 @@ class Publisher:
                     op=scalar.name,
                     value=scalar.value,
                     threshold=rule.limit(),
-                    pp_stage=self.pp_stage,
+                    pp_stage=self._pp_stage,
                     message=f"{rule.name}: {scalar.name} is {scalar.value:g}",
                 )
 
     def _running_totals(self, scalars: Sequence[Scalar]) -> list[Scalar]:
-        return [total for scalar in scalars for total in self._total(scalar)]
+        totals = []
+        for item in scalars:
+            total = CUMULATIVE.get(item.name)
+            if total is not None and math.isfinite(item.value):  # one NaN would make all later totals NaN
+                self._totals[total] = self._totals.get(total, 0.0) + item.value
+                totals.append(Scalar(total, self._totals[total], item.name))
+        return totals
 
-    def _total(self, item: Scalar) -> Iterable[Scalar]:
-        total = CUMULATIVE.get(item.name)
-        if total is not None and math.isfinite(item.value):  # one NaN must not spoil the sum for good
-            self._totals[total] = self._totals.get(total, 0.0) + item.value
-            yield Scalar(total, self._totals[total], item.name)
 
-
-def _sentence(firing: Firing, entry: PlanEntry) -> str:
+def _message(firing: Firing, entry: PlanEntry) -> str:
     where = f"{firing.rule.name} on {entry.kind} of {entry.label}: {firing.op} is {firing.value:g}"
     if firing.baseline:
         return f"{where}, {firing.value / firing.baseline:.3g} times its average"
@@ -240,9 +262,9 @@ def arrow_statistics(
     published: Published | None = None,
     value_ops: Sequence[str] = WIRE_VALUE_OPS,
 ) -> tuple[pa.FloatArray, pa.Int64Array]:
-    """Return a record's `values` and `counts`: statistic-major, null where a number does not exist.
+    """Return the `values` (float32) and `counts` (int64) of a record: statistic-major, null if a number is absent.
 
-    NaN stands for null up to here, which is safe because no statistic over finite elements is ever NaN.
+    Up to here NaN represents null. This is safe because no statistic over finite elements is NaN.
     """
     rows = [finished.values[VALUE_OPS.index(op)] for op in value_ops if op in OPS]
     numbers = _arrow(np.concatenate((*rows, *baselines)), pa.float32())
@@ -252,12 +274,12 @@ def arrow_statistics(
 
 
 def arrow_counts(counts: npt.NDArray[np.int64], exists: npt.NDArray[np.bool_]) -> pa.Int64Array:
-    """Return counts statistic-major, null where `exists` is false."""
+    """Return `counts` statistic-major as int64, null where `exists` is false."""
     numbers = _arrow(counts, pa.int64())
     if exists.all():
         return numbers
-    told = _arrow(exists.astype(np.uint8), pa.uint8()).cast(pa.bool_())
-    return pc.if_else(told, numbers, pa.scalar(None, pa.int64()))
+    valid = _arrow(exists.astype(np.uint8), pa.uint8()).cast(pa.bool_())
+    return pc.if_else(valid, numbers, pa.scalar(None, pa.int64()))
 
 
 def _arrow(numbers: npt.NDArray[Any], arrow_type: pa.DataType) -> pa.Array:

@@ -60,7 +60,7 @@ class AdamUpdates(Quantity):
         """Return the positions of parameters that another rank publishes, and whose optimizer state is not divided."""
         return monitored.state_elsewhere
 
-    def after_update(self, table: Table) -> None:
+    def on_optimizer_step_end(self, table: Table) -> None:
         """Compute the histograms of all parameters with Adam state."""
         states = self.monitored.framework.optimizer_states(self.monitored.tensors(), self.monitored.optimizers)
         names, counted = [], []

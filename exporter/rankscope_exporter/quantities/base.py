@@ -256,30 +256,25 @@ class Quantity:
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Register the quantity's own hooks. Called once, when the model is attached."""
 
-    @classmethod
-    def hears(cls, moment: str) -> bool:
-        """Return whether the class overrides the event method named `moment`."""
-        return getattr(cls, moment) is not getattr(Quantity, moment)
-
-    def step_begins(self, table: Table) -> None:
+    def on_step_begin(self, table: Table) -> None:
         """Handle the beginning of a sampled step; the table is empty."""
 
-    def gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
+    def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
         """Handle the gradient that parameter `index` has just accumulated in `holder`, inside the backward pass."""
 
-    def backward_ends(self, table: Table) -> None:
+    def on_gradients_ready(self, table: Table) -> None:
         """Handle the end of accumulation: the framework has not yet written reduced gradients back."""
 
-    def backward_ended(self, table: Table) -> None:
+    def on_backward_end(self, table: Table) -> None:
         """Handle the end of the backward pass, after the framework has finished its own work in it."""
 
-    def before_update(self, table: Table) -> None:
+    def on_optimizer_step_begin(self, table: Table) -> None:
         """Handle the beginning of an optimizer step."""
 
-    def after_update(self, table: Table) -> None:
+    def on_optimizer_step_end(self, table: Table) -> None:
         """Handle the end of an optimizer step."""
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """Handle the end of a sampled step, whether or not an optimizer has stepped."""
 
     def parameter_entries(self, kind: str, *, local: bool = False, reduced: bool = False) -> list[PlanEntry]:

@@ -32,7 +32,7 @@ class GradientAlignment(Quantity):
         """Return the positions of parameters that another rank publishes, and whose optimizer state is not divided."""
         return monitored.state_elsewhere
 
-    def before_update(self, table: Table) -> None:
+    def on_optimizer_step_begin(self, table: Table) -> None:
         """Compare the signs; one transfer to the host for all parameters."""
         names, agreements = [], []
         framework, parameters = self.monitored.framework, self.monitored.tensors()

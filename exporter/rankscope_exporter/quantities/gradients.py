@@ -64,18 +64,18 @@ class Gradients(Quantity):
         """Prepare the sums over micro-batches, for frameworks that keep none."""
         self._sums.install(hooking, gate)
 
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         """Reset the state of the step: nothing is reduced yet."""
         self._mixed = False
         self._left = []
         self._arrived.clear()
-        self._sums.step_begins()
+        self._sums.on_step_begin()
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """Release the sums over micro-batches."""
         self._sums.release()
 
-    def gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
+    def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
         """Read one gradient in its own hook, before the framework reduces it in place or shards it."""
         if self._batched or self._mixed or self._sums.are_kept:
             return
@@ -87,7 +87,7 @@ class Gradients(Quantity):
         else:
             table.measure([gradient], row)
 
-    def backward_ends(self, table: Table) -> None:
+    def on_gradients_ready(self, table: Table) -> None:
         """Read all local gradients in one pass."""
         if self._sums.are_kept:
             self._read_sums(table)
@@ -99,7 +99,7 @@ class Gradients(Quantity):
             own = (None if parameter is None else parameter.grad for parameter in self.monitored.tensors())
             table.measure(list(own), self._unreduced)
 
-    def backward_ended(self, table: Table) -> None:
+    def on_backward_end(self, table: Table) -> None:
         """Read the reduced gradients; without a reduction these are the local gradients."""
         if self.monitored.framework.reduces_in_backward():
             self._mixed = True
@@ -124,7 +124,7 @@ class Gradients(Quantity):
         elif not self._batched and len(self._arrived) < sum(gradient is not None for gradient in self._gradients()):
             self._sums.learn()
 
-    def before_update(self, table: Table) -> None:
+    def on_optimizer_step_begin(self, table: Table) -> None:
         """Read the gradients that a loop reduces itself, and the gradients that changed since backward."""
         self._sums.release()
         gradients = self._gradients()

@@ -95,7 +95,7 @@ class Hashes(Quantity):
             )
         return found
 
-    def after_update(self, table: Table) -> None:
+    def on_optimizer_step_end(self, table: Table) -> None:
         """Hash and measure all tensors; with several optimizers, the last update of the step counts."""
         table.withdraw(DATASET)
         by_device: dict[torch.device, list[_Item]] = {}

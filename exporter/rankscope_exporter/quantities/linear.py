@@ -90,9 +90,9 @@ class Linear(ModuleQuantity):
         else:
             self.missing(whole, named)
 
-    def step_begins(self, table: Table) -> None:
+    def on_step_begin(self, table: Table) -> None:
         """Read all weights that are whole between calls."""
-        super().step_begins(table)
+        super().on_step_begin(table)
         self._measured.clear()
         self._measure(self._whole, table)
 

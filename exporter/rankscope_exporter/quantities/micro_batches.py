@@ -116,7 +116,7 @@ class MicroBatchSums:
         self.hooks = GradientHooks(self._monitored, hooking, gate, "a gradient to be summed up", self._hook_of)
         hooking.keep(CallbackHandle(self.release))
 
-    def step_begins(self) -> None:
+    def on_step_begin(self) -> None:
         """Release the sums of the last step, and start new ones if they are needed and fit into the memory."""
         self.release()
         self.are_kept = self.hooks is not None and self._is_needed() and self._fits()
@@ -225,7 +225,7 @@ class MicroGradients(Quantity):
         self._hooks = GradientHooks(self.monitored, hooking, gate, "a micro-batch's gradient", hook_of)
         self._hooks.register()
 
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         """Count from the first micro-batch, and hook parameters that were unfrozen since."""
         self._passes = [0] * len(self.monitored.parameters)
         self._hooks.register()

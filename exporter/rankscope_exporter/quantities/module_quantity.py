@@ -99,13 +99,13 @@ class ModuleQuantity(Quantity):
 
         self._register(named, hook_after, f"{self.name} of modules", ended)
 
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         """Forget the calls of the last sampled step."""
         self._release()
         self._seen.clear()
         self._called.clear()
 
-    def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Report the modules that were not measured in this step."""
         self._note_uncalled(self._called)
         self._notes.report(self.tell)

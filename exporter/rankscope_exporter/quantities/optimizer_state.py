@@ -61,7 +61,7 @@ class OptimizerState(Quantity):
         """Return the entries of all parameters, kind after kind."""
         return [entry for _, kind in self._kinds for entry in self.parameter_entries(kind)]
 
-    def after_update(self, table: Table) -> None:
+    def on_optimizer_step_end(self, table: Table) -> None:
         """Read the state after the step."""
         known = self.monitored.framework.optimizer_states(self.monitored.tensors(), self.monitored.optimizers)
         states: list[Mapping[str, Any]] = [{} if own is None else own.state for own in known]

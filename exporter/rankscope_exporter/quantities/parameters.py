@@ -35,11 +35,11 @@ class Parameters(Quantity):
         """Return all `param_before`, then all `param_after`."""
         return [*self.parameter_entries(Kind.PARAM_BEFORE), *self.parameter_entries(Kind.PARAM_AFTER)]
 
-    def before_update(self, table: Table) -> None:
+    def on_optimizer_step_begin(self, table: Table) -> None:
         """Read the parameters that the update starts from."""
         table.measure(self._updated_tensors(), self._before)
 
-    def after_update(self, table: Table) -> None:
+    def on_optimizer_step_end(self, table: Table) -> None:
         """Read the parameters that the update produced."""
         table.measure(self._updated_tensors(), self._after)
 

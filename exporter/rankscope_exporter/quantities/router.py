@@ -87,9 +87,9 @@ class Router(ModuleQuantity):
         else:
             self.after(named, functools.partial(self._read_output, parent))
 
-    def step_begins(self, table: Table) -> None:
+    def on_step_begin(self, table: Table) -> None:
         """Forget the calls of the last sampled step."""
-        super().step_begins(table)
+        super().on_step_begin(table)
         self._compared.clear()
 
     def _read_arguments(self, parent: _Parent, call: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

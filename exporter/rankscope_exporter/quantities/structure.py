@@ -227,7 +227,7 @@ class Structure(ModuleQuantity):
         self._register(named, hook_before, "structure of inputs", before)
         self._register(named, hook_after, "structure of outputs", after)
 
-    def step_begins(self, table: Table) -> None:
+    def on_step_begin(self, table: Table) -> None:
         """Start a new record of all modules; its rows are made when the step is over."""
         self._handles.remove()
         self._open.clear()
@@ -241,7 +241,7 @@ class Structure(ModuleQuantity):
                 placement, vpp_stage = _placement(module, self.placement), self.monitored.framework.vpp_stage(module)
                 yield named.name, ModuleRecord(named.name, type(module).__name__, placement, vpp_stage=vpp_stage)
 
-    def after_update(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         """Remove the hooks of tensors that outlive their graph."""
         self._handles.remove()
 

@@ -1,7 +1,8 @@
 """Controls the overhead of the monitor: all ranks change the sampling interval together, at the same step.
 
-A rank that exceeds its budget requests a longer interval alone: the longest wins. The interval is shortened when every
-rank has had room for long: each counts itself in the store of the process group, and the last one requests it.
+A rank that exceeds `max_overhead` requests a longer interval; the longest requested interval applies. The interval is
+shortened when the overhead of every rank has been low for several windows. Each such rank increments a counter in the
+store of the process group, and the last one requests the change.
 """
 
 from __future__ import annotations
@@ -9,113 +10,91 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.base.validation import percent
-from rankscope_exporter.reactions.overhead_window import MOST_STRETCH, Judged, OverheadWindow, Verdict
+from rankscope_exporter.reactions.overhead_window import MOST_STRETCH, OverheadWindow, Verdict, WindowResult
 from rankscope_exporter.reconfiguration.agreement import Agreement
+from rankscope_exporter.reconfiguration.change_queue import PlannedChange
+from rankscope_exporter.reconfiguration.change_sources import ChangeSources
+from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 
 BUDGET: Final = "budget"
-"""The source that such a change names."""
+"""The source of a change of the sampling interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecimationRequest:
-    """What a rank asks of all: numbers, as they stand in the event of each."""
+    """The request of one rank to change the sampling interval of all ranks."""
 
     stretch: int
+    """Factor by which the configured interval is multiplied."""
     share: float
+    """CPU time of the monitor per time of training, measured with the previous factor."""
     max_overhead: float
     rank: int
     changes: int
-    """How many changes had taken place where that was measured: behind another one it means nothing any more."""
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> DecimationRequest:
-        """Return what a document says."""
-        return cls(**document)
-
-    def document(self) -> dict[str, Any]:
-        """Return it as ranks tell each other."""
-        return {name: getattr(self, name) for name in ("stretch", "share", "max_overhead", "rank", "changes")}
+    """Number of changes that had taken effect when the share was measured. After another change it is void."""
 
 
 @dataclass(slots=True, kw_only=True)
-class DecimationChange:
-    """One change of the stretch. `stretch` takes it over and returns what held before; None where it means nothing."""
+class DecimationChange(PlannedChange):
+    """A change of the sampling interval. `accept` returns the previous factor; None if the request is void."""
 
-    need: DecimationRequest
-    step: int | None
-    stretch: Callable[[DecimationRequest], int | None]
+    request: DecimationRequest
+    accept: Callable[[DecimationRequest], int | None]
 
-    def is_due(self, step: int) -> bool:
-        """Return whether it holds from step number `step` on at the latest."""
-        return self.step is None or self.step <= step
-
-    def ready(self, active_quantities: ActiveQuantities) -> None:
-        """Need no hooks."""
-
-    def take(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
-        """Stretch from this step on, which is measured or not as all later ones are."""
-        before = self.stretch(self.need)
-        if before is None or before == self.need.stretch:
+    def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
+        """Multiply the sampling intervals from this step on. The factor decides whether this step is sampled."""
+        before = self.accept(self.request)
+        if before is None or before == self.request.stretch:
             return []
-        active_quantities.stretch(self.need.stretch)
+        active_quantities.set_stretch(self.request.stretch)
         return [self._event(before, step)]
 
-    def shown(self) -> dict[str, Any]:
-        """Return it as /config shows what is to come."""
-        return {"stretch": self.need.stretch, "source": BUDGET}
+    def document(self) -> dict[str, Any]:
+        """Return the new factor for /config."""
+        return {"stretch": self.request.stretch, "source": BUDGET}
 
     def _event(self, before: int, step: int) -> Event:
-        need = self.need
+        request = self.request
         details = {
             "step": step,
             "agreed_step": self.step,
             "was": before,
-            "now": need.stretch,
-            "share": need.share,
-            "max_overhead": need.max_overhead,
-            "rank": need.rank,
+            "now": request.stretch,
+            "share": request.share,
+            "max_overhead": request.max_overhead,
+            "rank": request.rank,
         }
-        severity = Severity.WARNING if need.stretch > before else Severity.INFO
-        message = f"from step {step} on {sentence(need, before)}"
+        severity = Severity.WARNING if request.stretch > before else Severity.INFO
+        message = f"from step {step}: {_reason(request, before)}"
         return Event(type=EventType.BUDGET, severity=severity, message=message, details=json.dumps(details))
 
 
-def sentence(need: DecimationRequest, before: int) -> str:
-    """Return what is measured from now on, and why."""
-    what = f"one in {need.stretch} of the chosen steps is measured" if need.stretch > 1 else "every chosen step is"
-    allowed = f"max_overhead is {percent(need.max_overhead)}"
-    share = f"measuring one in {before} costs {percent(need.share)} of the time of training" if before > 1 else ""
-    share = share or f"measuring costs {percent(need.share)} of the time of training"
-    return f"{what}: {share} on rank {need.rank}, {allowed}"
+def _reason(request: DecimationRequest, before: int) -> str:
+    interval = "every configured step is sampled"
+    if request.stretch > 1:
+        interval = f"one in {request.stretch} of the configured steps is sampled"
+    previous = "measuring" if before == 1 else f"measuring one in {before}"
+    cost = f"{previous} costs {percent(request.share)} of the time of training on rank {request.rank}"
+    return f"{interval}: {cost}, max_overhead is {percent(request.max_overhead)}"
 
 
-class ChangeRequester(Protocol):
-    """How changes beside what is measured are asked for."""
+class OverheadController(StepObserver):
+    """Keeps the overhead of this rank below `max_overhead`. Without a `window` it only follows other ranks.
 
-    def aside(
-        self, document: Mapping[str, Any], source: str, *, is_obsolete: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Ask for one."""
-        ...
-
-    def run_with_agreement(self, ask: Callable[[Agreement], None]) -> bool:
-        """Ask the other ranks something; return whether there are any."""
-        ...
-
-
-class OverheadController:
-    """One rank's part; without a `watch` it goes along with what others ask for. Called on the training thread."""
+    `cost` returns the CPU seconds of the monitor so far, `period` the steps of one sampling cycle, `changes` the number
+    of changes that took effect. All methods run on the training thread, except callbacks of the agreement.
+    """
 
     def __init__(
         self,
-        watch: OverheadWindow | None,
-        asking: ChangeRequester,
+        window: OverheadWindow | None,
+        sources: ChangeSources,
         *,
         cost: Callable[[], float],
         period: Callable[[], int],
@@ -126,8 +105,9 @@ class OverheadController:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stretch = 1
-        self._watch = watch
-        self._asking = asking
+        """Factor by which the configured sampling interval is multiplied."""
+        self._window = window
+        self._sources = sources
         self._cost = cost
         self._period = period
         self._changes = changes
@@ -135,98 +115,97 @@ class OverheadController:
         self._world_size = world_size
         self._say = say
         self._clock = clock
-        self._asked_at = -1  # how many changes there were when this rank asked last
-        self._counted_at = -1  # and when it counted itself among those that have room
-        self._said_floor = False
+        self._requested_at = -1  # the number of changes at the last request of this rank
+        self._counted_at = -1  # and when this rank incremented the counter of ranks with low overhead
+        self._is_floor_reported = False
 
     def make(self, document: Mapping[str, Any], step: int | None) -> DecimationChange:
-        """Return the change that `document` means."""
-        return DecimationChange(need=DecimationRequest.of(document), step=step, stretch=self._take)
+        """Return the change that `document` describes, for `step`."""
+        return DecimationChange(request=DecimationRequest(**document), step=step, accept=self._accept)
 
-    # Of every step.
-
-    def step_begins(self, _step: int) -> list[Event]:
-        """Look whether a window ends here; next to nothing at all other steps."""
-        watch = self._watch
-        if watch is not None and watch.may_end(self._period()):
+    def on_before_step(self, step: int) -> None:  # noqa: ARG002 - only the number of steps matters
+        """Evaluate the window if it ends here. Costs little at all other steps."""
+        window = self._window
+        if window is not None and window.may_end(self._period()):
             now = self._clock()
-            judged = watch.look(now, self._cost()) if watch.may_judge(now) else None
-            if judged is not None:
-                self._act(judged)
-        return []
+            result = window.evaluate(now, self._cost()) if window.is_long_enough(now) else None
+            if result is not None:
+                self._act(result)
 
-    def switched(self, _step: int) -> list[Event]:
-        """Begin anew, unstretched: what is measured now was never judged."""
+    def sampling_changed(self) -> None:
+        """Reset the factor to 1: the cost of the new configuration is unknown."""
         self._hold(1)
-        return []
 
     def pause(self) -> None:
-        """Leave out of judgement what was measured up to now."""
-        if self._watch is not None:
-            self._watch.restart()
+        """Exclude the measurements so far from evaluation."""
+        if self._window is not None:
+            self._window.restart()
 
-    def shown(self) -> dict[str, Any]:
-        """Return where it stands."""
-        if self._watch is None:
+    def state(self) -> dict[str, Any]:
+        """Return factor, limit and the overhead of the last window, for /config."""
+        if self._window is None:
             return {"stretch": self.stretch}
-        return {"stretch": self.stretch, "max_overhead": self._watch.max_overhead, "overhead": self._watch.share}
+        return {"stretch": self.stretch, "max_overhead": self._window.max_overhead, "overhead": self._window.share}
 
-    def _act(self, judged: Judged) -> None:
-        has_room = judged.verdict is Verdict.ROOM
-        if self._counted_at == self._changes() and not has_room:
+    def _act(self, result: WindowResult) -> None:
+        is_low = result.verdict is Verdict.LOW
+        if self._counted_at == self._changes() and not is_low:
             self._count(-1)
-        if judged.verdict is Verdict.OVER and self._asked_at != self._changes():
-            self._asked_at = self._changes()
-            self._ask(judged)
-        elif has_room and self._counted_at != self._changes():
-            self._count(+1, judged)
-        elif judged.share > self._over and self.stretch == MOST_STRETCH:
-            self._say_floor(judged.share)
+        if result.verdict is Verdict.OVER and self._requested_at != self._changes():
+            self._requested_at = self._changes()
+            self._request(result)
+        elif is_low and self._counted_at != self._changes():
+            self._count(+1, result)
+        elif result.share > self._max_overhead and self.stretch == MOST_STRETCH:
+            self._report_floor(result.share)
 
-    def _count(self, amount: int, judged: Judged | None = None) -> None:
-        """Count this rank among those that have room, or no more; the last of them asks."""
+    def _count(self, amount: int, result: WindowResult | None = None) -> None:
+        """Change the counter of ranks with low overhead. The last rank of all requests a shorter interval."""
         changes = self._changes()
         self._counted_at = changes if amount > 0 else -1
 
         def count(agreement: Agreement) -> None:
-            if agreement.count(f"room/{changes}", amount) >= self._world_size and judged is not None:
-                self._ask(judged)
+            if agreement.count(f"room/{changes}", amount) >= self._world_size and result is not None:
+                self._request(result)
 
-        if not self._asking.run_with_agreement(count) and judged is not None:
-            self._ask(judged)
+        if not self._sources.run_with_agreement(count) and result is not None:
+            self._request(result)
 
-    def _ask(self, judged: Judged) -> None:
-        changes, allowed = self._changes(), self._over
-        need = DecimationRequest(
-            stretch=judged.wanted, share=judged.share, max_overhead=allowed, rank=self._rank, changes=changes
+    def _request(self, result: WindowResult) -> None:
+        changes = self._changes()
+        request = DecimationRequest(
+            stretch=result.stretch,
+            share=result.share,
+            max_overhead=self._max_overhead,
+            rank=self._rank,
+            changes=changes,
         )
-        self._asking.aside(need.document(), BUDGET, is_obsolete=lambda: self._changes() != changes)
+        self._sources.request_reaction(asdict(request), BUDGET, is_obsolete=lambda: self._changes() != changes)
 
     @property
-    def _over(self) -> float:
-        return 1.0 if self._watch is None else self._watch.max_overhead
+    def _max_overhead(self) -> float:
+        return 1.0 if self._window is None else self._window.max_overhead
 
-    def _say_floor(self, share: float) -> None:
-        if not self._said_floor:
-            self._said_floor = True
+    def _report_floor(self, share: float) -> None:
+        if not self._is_floor_reported:
+            self._is_floor_reported = True
             self._say(
-                f"at one in {MOST_STRETCH} of the chosen steps the monitor still costs {percent(share)} of the time "
-                f"of training, above max_overhead = {percent(self._over)}: what is left does not come from measuring"
+                f"the monitor costs {percent(share)} of the time of training, above max_overhead = "
+                f"{percent(self._max_overhead)}, although only one in {MOST_STRETCH} of the configured steps is "
+                "sampled: sampling is not the cause"
             )
 
-    # When a change takes place.
-
-    def _take(self, need: DecimationRequest) -> int | None:
-        """Hold the stretch that `need` names, and return the one before; None where something changed meanwhile."""
-        if need.changes != self._changes() - 1:  # the change itself is counted already
+    def _accept(self, request: DecimationRequest) -> int | None:
+        """Adopt the factor of `request` and return the previous one; None if another change took effect meanwhile."""
+        if request.changes != self._changes() - 1:  # the change itself is already counted
             return None
         before = self.stretch
-        self._hold(need.stretch)
-        if need.rank == self._rank and need.stretch != before:
-            self._say(sentence(need, before))
+        self._hold(request.stretch)
+        if request.rank == self._rank and request.stretch != before:
+            self._say(_reason(request, before))
         return before
 
     def _hold(self, stretch: int) -> None:
         self.stretch = stretch
-        if self._watch is not None:
-            self._watch.restart(stretch)
+        if self._window is not None:
+            self._window.restart(stretch)

@@ -1,6 +1,7 @@
-"""Which samples a step was made of, as the script says: kept for the last steps, so that a bad one can be found again.
+"""The ids of the samples of the last steps, as given by the script, so that a bad sample can be found.
 
-Said before the forward pass of a batch, on the training thread; asked for on others. Nothing waits for a device.
+The script names a batch before its forward pass, on the training thread. Other threads read the ids. Only reading waits
+for a device.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ from rankscope_exporter.records.step_events import StepObserver
 
 KEPT_STEPS: Final = 64
 MOST_IDS: Final = 1024
-"""Of one batch; of the others only their number is kept."""
+"""Largest number of ids that are kept per batch. Of further ids only the number is kept."""
 
 MOST_BYTES: Final = 16_384
-"""Of all ids in one event, as JSON."""
+"""Largest size of all ids in one event, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The ids of one batch, as far as they are kept."""
+    """The kept ids of one batch, and the number of ids that are not kept."""
 
     ids: Any
     left_out: int = 0
 
     @classmethod
     def of(cls, ids: Any) -> Batch:
-        """Take over what the script may change afterwards; a tensor without waiting for it."""
+        """Return a copy of `ids`, which the script may change afterwards. Does not wait for a tensor."""
         if isinstance(ids, torch.Tensor):
             flat = ids.detach().reshape(-1)
             return cls(Transfer.of(flat[:MOST_IDS]), max(0, flat.numel() - MOST_IDS))
         if isinstance(ids, Mapping):
             return cls(dict(ids))
-        if isinstance(ids, Collection) and not isinstance(ids, str | bytes):  # an iterator is the script's to consume
+        if isinstance(ids, Collection) and not isinstance(ids, str | bytes):  # an iterator must not be consumed here
             return cls(list(itertools.islice(ids, MOST_IDS)), max(0, len(ids) - MOST_IDS))
         return cls(ids)
 
     def read(self) -> Any:
-        """Return the ids as JSON has them; waits for a copy, so it is called off the training thread."""
+        """Return the ids as JSON values. Waits for a copy from a device: never called on the training thread."""
         try:
             ids = self.ids.wait().tolist() if isinstance(self.ids, Transfer) else self.ids
         except Exception as error:  # noqa: BLE001 - a copy from a device may fail; the event is recorded without it
@@ -58,7 +59,7 @@ class Batch:
             return f"a {type(ids).__name__} that JSON cannot hold: {type(error).__name__}"
 
 
-Named = Mapping[int | None, list[Batch]]
+BatchesByStep = Mapping[int | None, list[Batch]]
 """Batches by the number of their step."""
 
 
@@ -67,73 +68,73 @@ def _plain(value: Any) -> Any:
 
 
 class SampleIds(StepObserver):
-    """Gives each batch to the step that its forward pass belongs to."""
+    """Assigns each batch to the step of its forward pass."""
 
     def __init__(self) -> None:
-        self._said: list[Batch] = []  # of forward passes to come
-        self._evaluated = 0  # how many of them an evaluation has passed forward meanwhile
-        self._has_forward = False  # whether the step under way has one
-        self._now: list[Batch] = []  # of the step under way
+        self._coming: list[Batch] = []  # batches of the next forward passes
+        self._evaluated = 0  # number of them that an evaluation has used meanwhile
+        self._has_forward = False  # whether the present step has a training forward pass
+        self._now: list[Batch] = []  # batches of the present step
         self._ended: deque[tuple[int | None, list[Batch]]] = deque(maxlen=KEPT_STEPS)
         self._lock = threading.Lock()
 
-    def say(self, ids: Any) -> None:
-        """Name the samples of the batch whose forward pass comes next."""
+    def add(self, ids: Any) -> None:
+        """Add the ids of the batch whose forward pass comes next."""
         batch = Batch.of(ids)
         with self._lock:
-            del self._said[: self._evaluated]
+            del self._coming[: self._evaluated]
             self._evaluated = 0
-            self._said.append(batch)
-            del self._said[:-KEPT_STEPS]  # where no forward pass is seen
+            self._coming.append(batch)
+            del self._coming[:-KEPT_STEPS]  # a limit, if no forward pass is detected
 
-    def forward_begins(self) -> None:
-        """What was said is about this one."""
+    def on_forward_begin(self) -> None:
+        """Assign the named batches to the present step."""
         self._has_forward = True
-        if self._said:
+        if self._coming:
             self._take()
 
-    def evaluation_begins(self) -> None:
-        """What was said is about this one, and of no step; unless the same batch is trained on without a new word."""
-        self._evaluated = len(self._said)
+    def on_evaluation_begin(self) -> None:
+        """Mark the named batches as used by an evaluation, unless the script trains on them without naming another."""
+        self._evaluated = len(self._coming)
 
-    def backward_begins(self) -> None:
-        """Without a training forward, what looked like an evaluation was one, in evaluation mode."""
-        if self._said and not self._has_forward:
+    def on_backward_begin(self) -> None:
+        """Assign the named batches if there was no training forward pass: the model trains in evaluation mode."""
+        if self._coming and not self._has_forward:
             self._take()
 
     def _take(self) -> None:
         with self._lock:
-            self._now += self._said
-            self._said, self._evaluated = [], 0
+            self._now += self._coming
+            self._coming, self._evaluated = [], 0
 
-    def step_ends(self, pending_step: PendingStep) -> None:
-        """Only now the number of the step is certain: the script may have given it late."""
+    def on_step_end(self, pending_step: PendingStep) -> None:
+        """Store the batches under the number of the step, which is final now: the script may have set it late."""
         with self._lock:
             self._ended.append((pending_step.step, self._now))
             self._now, self._has_forward = [], False
 
-    def of(self, step: int | None) -> Named:
-        """Return the batches of step number `step` under it; nothing where the script named none."""
+    def of(self, step: int | None) -> BatchesByStep:
+        """Return the batches of step number `step`; empty if the script has named none."""
         with self._lock:
             found = next((batches for number, batches in reversed(self._ended) if number == step), [])
         return {step: found} if found else {}
 
-    def of_last(self, steps: int) -> Named:
-        """Return the batches of the last steps that ended, by number, without those that have none."""
+    def of_last(self, steps: int) -> BatchesByStep:
+        """Return the batches of the last `steps` steps that have ended, without steps that have none."""
         with self._lock:
             found = list(self._ended)[-steps:] if steps > 0 else []
         return {step: batches for step, batches in found if batches}
 
 
-def read(batches: Named, most_bytes: int = MOST_BYTES) -> tuple[dict[str, list[Any]], int]:
-    """Return the ids by step as far as they fit an event, and how many do not. Waits for copies."""
-    room = most_bytes // max(1, sum(map(len, batches.values())))
+def read(batches: BatchesByStep, most_bytes: int = MOST_BYTES) -> tuple[dict[str, list[Any]], int]:
+    """Return the ids by step, at most `most_bytes` of JSON, and the number of ids left out. Waits for copies."""
+    limit = most_bytes // max(1, sum(map(len, batches.values())))
     ids: dict[str, list[Any]] = {}
     left_out = 0
-    for step, of_step in batches.items():
-        for batch in of_step:
+    for step, items in batches.items():
+        for batch in items:
             whole = batch.read()
-            kept = _cut(whole, room)
+            kept = _cut(whole, limit)
             ids.setdefault(str(step), []).append(kept)
             left_out += batch.left_out + (len(whole) - len(kept) if isinstance(whole, list) else 0)
     return ids, left_out

@@ -1,1 +1,1 @@
-"""Changes of the sampling configuration while training runs, at the same step on all ranks."""
+"""Changes of the sampling configuration during training: their sources, agreement among ranks, and their queue."""

@@ -1,4 +1,4 @@
-"""Changes of the sampling configuration that wait for their step. The training thread applies, other threads put.
+"""Changes of sampling that wait for their step. The training thread applies them; other threads add them.
 
 Automatic changes (decimation, capture) adjust sampling without replacing the configured quantities.
 """
@@ -10,239 +10,230 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_exporter.base.errors import Guard
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities, Part, PreparedQuantities
-from rankscope_exporter.sampling.sampling_config import SamplingConfig
+from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities, PreparedQuantities
+from rankscope_exporter.sampling.sampling_config import Part, SamplingConfig
 
-
-class PlannedChange(Protocol):
-    """Comes at a step, as a change of what is measured does."""
-
-    step: int | None
-    """From the first step at or behind this one on; None from the next one on."""
-
-    def is_due(self, step: int) -> bool:
-        """Return whether it holds from step number `step` on at the latest."""
-        ...
-
-    def ready(self, active_quantities: ActiveQuantities) -> None:
-        """Register hooks, outside of the forward pass that would miss some of them. May be called again."""
-        ...
-
-    def take(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
-        """Take place as step number `step` begins; return what is to be said."""
-        ...
-
-    def shown(self) -> dict[str, Any]:
-        """Return it as /config shows what is to come."""
-        ...
-
-
-class ChangeListener(Protocol):
-    """Goes along with the steps, on the training thread."""
-
-    def step_begins(self, step: int) -> list[Event]:
-        """Note that step number `step` is about to begin; return what is to be said."""
-        ...
-
-    def switched(self, step: int) -> list[Event]:
-        """Note that something else is measured from step number `step` on, because somebody said so."""
-        ...
-
-    def shown(self) -> dict[str, Any]:
-        """Return where it stands, as /config shows it."""
-        ...
-
+TIMES: Final = "times"
+"""The source of the change that ends sampling after `times` sampled steps."""
 
 _KEEP: Final = 0.8
-"""How much of the average time of a step is kept when another has passed."""
+"""Weight of the previous average in the moving average of the time of a step."""
+
+
+class StepPace(StepObserver):
+    """The number of the step that began last, and the average time of a step. Other threads may call `now`."""
+
+    def __init__(self, first_step: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._now: tuple[int, float | None] = (first_step - 1, None)
+        self._began_at: float | None = None
+
+    def now(self) -> tuple[int, float | None]:
+        """Return the number of the last step that began, and the seconds per step; None before the second step."""
+        return self._now
+
+    def on_before_step(self, step: int) -> None:
+        """Update number and average."""
+        now, seconds = self._clock(), self._now[1]
+        if self._began_at is not None:
+            took = now - self._began_at
+            seconds = took if seconds is None else _KEEP * seconds + (1 - _KEEP) * took
+        self._began_at = now
+        self._now = (step, seconds)
 
 
 @dataclass(slots=True, kw_only=True)
-class Change:
-    """What is measured from the first step at or behind `step` on; without a number from the next one on."""
+class PlannedChange:
+    """A change that takes effect when its step begins."""
 
-    measuring: SamplingConfig
-    parts: list[Part]
-    source: str
     step: int | None = None
-    without: tuple[int, ...] = ()
-    """Ranks that were not heard and may take the change over later."""
-    prepared: PreparedQuantities | None = None
+    """The first step with at least this number; None for the next step."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether it holds from step number `step` on at the latest."""
+        """Return whether the change takes effect at step number `step` at the latest."""
         return self.step is None or self.step <= step
 
-    def ready(self, active_quantities: ActiveQuantities) -> None:
-        """Register the hooks it needs."""
+    def prepare(self, active_quantities: ActiveQuantities) -> None:
+        """Register hooks before the forward pass that needs them. May be called several times."""
+
+    def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
+        """Take effect as step number `step` begins; return events for the record of the step."""
+        raise NotImplementedError
+
+    def document(self) -> dict[str, Any]:
+        """Return the change for /config."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingChange(PlannedChange):
+    """A new sampling configuration."""
+
+    sampling: SamplingConfig
+    parts: list[Part]
+    source: str
+    without: tuple[int, ...] = ()
+    """Ranks that did not acknowledge the change and may apply it later."""
+    prepared: PreparedQuantities | None = None
+
+    def prepare(self, active_quantities: ActiveQuantities) -> None:
+        """Register the hooks of the new quantities."""
         if self.prepared is None:
             self.prepared = active_quantities.prepare(self.parts)
 
-    def shown(self) -> dict[str, Any]:
-        """Return it as /config shows what is to come."""
-        return self.measuring.shown()
+    def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:  # noqa: ARG002 - of the base class
+        """Replace the active quantities. The event needs the previous configuration: the queue creates it."""
+        self.prepare(active_quantities)
+        active_quantities.replace(self.prepared or [])
+        return []
+
+    def document(self) -> dict[str, Any]:
+        """Return the new configuration for /config."""
+        return self.sampling.document()
 
 
-class ChangeQueue:
-    """Changes the members of a collection between two steps, and says so with an event of the first new step."""
+class ChangeQueue(StepObserver):
+    """Applies the changes between two steps, and adds an event of each to the record of the first new step.
+
+    `changed` is called on the training thread after each change of the sampling configuration, with its step.
+    `record` adds an event to the record of the step that begins.
+    """
 
     def __init__(
-        self, active_quantities: ActiveQuantities, measuring: SamplingConfig, *, guard: Guard, first_step: int
+        self,
+        active_quantities: ActiveQuantities,
+        sampling: SamplingConfig,
+        pace: StepPace,
+        *,
+        boundary: ErrorBoundary,
+        changed: Callable[[SamplingChange, int], None],
+        record: Callable[[Event], None],
     ) -> None:
-        self.measuring = measuring
+        self.sampling = sampling
+        """The configuration that is in effect."""
         self.ended = threading.Event()
-        """Set when everything that was switched on has been measured as often as was asked for."""
-        self.on_change: Callable[[], None] = lambda: None
-        """Called on the training thread when a change has taken place."""
-        self.resolve_pending: Callable[[int], None] = lambda _: None
-        """Called on the training thread with the number of a step that begins, before what is due is looked at."""
-        self.companions: list[ChangeListener] = []
-        """Told of every step, and of every change but those beside what is measured."""
+        """Set after all quantities were sampled `times` times."""
         self.changes = 0
-        """How many took place, those beside what is measured included: the same on all ranks at the same step."""
+        """Number of changes that took effect, automatic ones included: the same on all ranks at the same step."""
         self._active_quantities = active_quantities
-        self._guard = guard
-        self._waiting: list[Change | PlannedChange] = []
+        self._pace = pace
+        self._boundary = boundary
+        self._changed = changed
+        self._record = record
+        self._waiting: list[PlannedChange] = []
         self._lock = threading.Lock()
-        self._pace: tuple[int, float | None] = (first_step - 1, None)
-        self._opened_at: float | None = None
         self._since: int | None = None
-        self._by: str | None = None
+        self._source: str | None = None
 
-    # From any thread.
-
-    def put(self, change: Change | PlannedChange) -> None:
-        """Have `change` take place at its step, behind those that wait already."""
+    def put(self, change: PlannedChange) -> None:
+        """Add `change` behind those that wait. Called on any thread."""
         with self._lock:
             self._waiting.append(change)
 
-    def pace(self) -> tuple[int, float | None]:
-        """Return the number of the last step that began, and about how many seconds one takes."""
-        return self._pace
-
     def state(self) -> dict[str, Any]:
-        """Return what is measured, since when, and what is to come, as /config shows it."""
+        """Return the present configuration, its first step, and the waiting changes, for /config. On any thread."""
         with self._lock:
-            waiting = [{"step": change.step, **change.shown()} for change in self._waiting]
-        state = {**self.measuring.shown(), "since_step": self._since, "source": self._by, "to_come": waiting}
-        for companion in self.companions:
-            state |= companion.shown()
-        return state
+            waiting = [{"step": change.step, **change.document()} for change in self._waiting]
+        return {**self.sampling.document(), "since_step": self._since, "source": self._source, "to_come": waiting}
 
-    # On the training thread.
+    def is_over(self) -> bool:
+        """Return whether all quantities were sampled `times` times since the last change."""
+        return self.ended.is_set() or (self._since is not None and self.sampling.on and self._active_quantities.is_over)
 
-    def ready(self) -> None:
-        """Register the hooks of the next change, outside of the forward pass that would miss some of them."""
-        coming = self._pace[0] + 1
-        self.resolve_pending(coming)
+    def on_update_applied(self) -> None:
+        """Register the hooks of changes for the next step, before a forward pass that would miss some of them."""
         if not self._waiting:
             return
+        coming = self._pace.now()[0] + 1
         with self._lock:
             due = [change for change in self._waiting if change.is_due(coming)] or self._waiting[:1]
         for index, change in enumerate(due):
             if not _is_replaced(change, due[index + 1 :]):
-                change.ready(self._active_quantities)
+                change.prepare(self._active_quantities)
 
-    def before_step(self, step: int) -> list[Event]:
-        """Note that step number `step` is about to begin, and do what is due. A few comparisons when nothing is."""
-        self._note_pace(step)  # first: the thread that promises something looks at the pace behind its promise
-        self.resolve_pending(step)
-        events: list[Event] = []
-        for companion in self.companions:
-            events += self._guard.call("switching", companion.step_begins, step) or ()
+    def on_before_step(self, step: int) -> None:
+        """Apply the changes that are due. Costs a few comparisons if there are none."""
+        is_changed = False
         while self._waiting and self._waiting[0].is_due(step):
             with self._lock:
                 change = self._waiting.pop(0)
                 due = [later for later in self._waiting if later.is_due(step)]
             self.changes += 1
-            if isinstance(change, Change):
-                events += self._take(change, step, is_replaced=_is_replaced(change, due))
-            else:
-                events += self._guard.call("switching", change.take, self._active_quantities, step) or ()
-        if not events and self._since is not None and self.measuring.on and self._active_quantities.is_over:
-            events += [self._end(step), *self._notify_listeners(step)]
-        return events
+            is_changed |= self._apply(change, step, is_replaced=_is_replaced(change, due))
+        if not is_changed and self._since is not None and self.sampling.on and self._active_quantities.is_over:
+            self._end(step)
 
-    def _take(self, change: Change, step: int, *, is_replaced: bool) -> list[Event]:
-        """Have `change` hold from now on; one that another replaces at this very step is told, and touches no hooks."""
-        before, self.measuring = self.measuring, change.measuring
-        if is_replaced:  # the other's quantities go on with members that this one would have sent away
-            self._guard.call("switching", self._active_quantities.discard, change.prepared or [])
+    def _apply(self, change: PlannedChange, step: int, *, is_replaced: bool) -> bool:
+        """Apply `change` and record its events; return whether there are any.
+
+        A change that is replaced at the same step is recorded, but does not touch the hooks: the later change continues
+        with quantities that this one would remove.
+        """
+        before = self.sampling
+        if isinstance(change, SamplingChange):
+            self.sampling = change.sampling
+        if is_replaced and isinstance(change, SamplingChange):
+            self._boundary.call("switching", self._active_quantities.discard, change.prepared or [])
+            events: list[Event] = []
         else:
-            prepared = self._active_quantities.prepare(change.parts) if change.prepared is None else change.prepared
-            self._guard.call("switching", self._active_quantities.replace, prepared)
-        self.ended.clear()
-        self._since, self._by = step, change.source
-        self.on_change()
-        return [_event(before, change, step), *self._notify_listeners(step)]
+            events = self._boundary.call("switching", change.apply, self._active_quantities, step) or []
+        if isinstance(change, SamplingChange):
+            self.ended.clear()
+            self._since, self._source = step, change.source
+            self._boundary.call("switching", self._changed, change, step)
+            events = [_event(before, change, step)]
+        for event in events:
+            self._record(event)
+        return bool(events)
 
-    def _notify_listeners(self, step: int) -> list[Event]:
-        """Tell those that go along that something else is measured."""
-        told = (self._guard.call("switching", companion.switched, step) for companion in self.companions)
-        return [event for events in told for event in events or ()]
-
-    def _end(self, step: int) -> Event:
+    def _end(self, step: int) -> None:
         self._active_quantities.replace([])
-        before = self.measuring
-        self.measuring = SamplingConfig(on=False, config=before.config)
+        before, self.sampling = self.sampling, SamplingConfig(on=False, config=self.sampling.config)
         self.ended.set()
-        change = Change(measuring=self.measuring, parts=[], source="times", step=step)
-        return _event(before, change, step)
-
-    def is_over(self) -> bool:
-        """Return whether what was switched on has been measured as often as was asked for."""
-        return self.ended.is_set() or (
-            self._since is not None and self.measuring.on and self._active_quantities.is_over
-        )
-
-    def _note_pace(self, step: int) -> None:
-        now = time.monotonic()
-        seconds = self._pace[1]
-        if self._opened_at is not None:
-            took = now - self._opened_at
-            seconds = took if seconds is None else _KEEP * seconds + (1 - _KEEP) * took
-        self._opened_at = now
-        self._pace = (step, seconds)
+        change = SamplingChange(sampling=self.sampling, parts=[], source=TIMES, step=step)
+        self._record(_event(before, change, step))
+        self._boundary.call("switching", self._changed, change, step)
 
 
-def _is_replaced(change: Change | PlannedChange, later: Sequence[Change | PlannedChange]) -> bool:
-    """Return whether one of `later`, due at the same step, says anew what is measured."""
-    return isinstance(change, Change) and any(isinstance(other, Change) for other in later)
+def _is_replaced(change: PlannedChange, later: Sequence[PlannedChange]) -> bool:
+    """Return whether `change` is a configuration that one of `later`, due at the same step, replaces."""
+    return isinstance(change, SamplingChange) and any(isinstance(other, SamplingChange) for other in later)
 
 
-def _event(before: SamplingConfig, change: Change, step: int) -> Event:
-    after = change.measuring
+def _event(before: SamplingConfig, change: SamplingChange, step: int) -> Event:
+    after = change.sampling
     late = 0 if change.step is None else step - change.step
     details = {
         "step": step,
         "agreed_step": change.step,
         "source": change.source,
-        "was": before.shown(),
-        "now": after.shown(),
+        "was": before.document(),
+        "now": after.document(),
         "needs_restart": list(after.fixed),
         "ranks_not_heard": list(change.without),
     }
-    text = f"from step {step} on {_words(after)}, as the {change.source} says"
-    if change.source == "times":
-        text = f"measured as often as was asked for: from step {step} on nothing is"
+    text = f"from step {step}: {_summary(after)} (source: {change.source})"
+    if change.source == TIMES:
+        text = f"from step {step}: nothing is measured, all quantities were sampled `times` times"
     if late:
-        text += f"; agreed for step {change.step}, of which this rank heard too late"
+        text += f"; agreed for step {change.step}, which this rank learned too late"
     if change.without:
-        text += f"; ranks {', '.join(map(str, change.without))} gave no answer"
+        text += f"; ranks {', '.join(map(str, change.without))} did not acknowledge"
     if after.fixed:
         text += f"; {', '.join(after.fixed)} cannot change before the next start"
     severity = Severity.WARNING if late or change.without or after.fixed else Severity.INFO
     return Event(type=EventType.SWITCH, severity=severity, message=text, details=json.dumps(details))
 
 
-def _words(measuring: SamplingConfig) -> str:
-    if not measuring.on or measuring.config.times == 0:
+def _summary(sampling: SamplingConfig) -> str:
+    if not sampling.on or sampling.config.times == 0:
         return "nothing is measured"
-    config = measuring.config
+    config = sampling.config
     every = "every step" if config.every == 1 else f"every {config.every} steps"
     times = "" if config.times is None else f", {config.times} times"
     return f"{', '.join(config.quantities)} {'are' if len(config.quantities) > 1 else 'is'} measured {every}{times}"

@@ -1,7 +1,8 @@
-"""Who may switch measuring while training runs: a file, a call, a request over HTTP; and the thread that listens.
+"""The sources of changes of sampling: a file, a call of the script, an HTTP request, and reactions of the monitor.
 
-The thread runs only where there is something to listen to: a switch file, or other ranks that may be asked. It never
-waits for another rank, and training waits for it only at the very step of a change that is being settled just then.
+A thread follows the switch file and the other ranks. It runs only if there is a switch file, or if other ranks may
+request changes. It never waits for another rank. The training waits for it only at the step of a change that
+is being decided at that time.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ import json
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_exporter.base.errors import ConfigError, Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.reconfiguration.agreement import Agreement, Proposal
-from rankscope_exporter.reconfiguration.change_queue import Change, ChangeQueue, PlannedChange
-from rankscope_exporter.reconfiguration.watched_file import Edit, SwitchFile
-from rankscope_exporter.sampling.sampling_config import Part, SamplingConfig, as_text, sampling_config_from
+from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange, SamplingChange, StepPace
+from rankscope_exporter.reconfiguration.watched_file import FollowedFile
+from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.sampling.sampling_config import Part, SamplingConfig, document_text, sampling_config_from
 
 log = logging.getLogger("rankscope")
 
@@ -31,112 +32,115 @@ CALL: Final = "call"
 REQUEST: Final = "request"
 _OFF: Final = '{"dynamic_on": false}'
 _BUSY_SHARE: Final = 0.25
-"""Of the time between two looks, while a change is being agreed on."""
+"""Factor of the poll interval while a change is pending among the ranks."""
 _ARRIVAL_SECONDS: Final = 2.0
-"""How long training waits at most for the thread's word with the store; without it a change is taken late, and said."""
+"""Longest time that the training waits for the thread's access to the store. After it, the change applies late."""
 
-
-MakeAside = Callable[[Mapping[str, Any], int | None], PlannedChange]
-"""Makes a change beside what is measured of what was said and the step agreed on."""
+MakeChange = Callable[[str, Mapping[str, Any], int | None], PlannedChange | None]
+"""Makes an automatic change of (source, document, agreed step); None if the source is not a reaction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What somebody on this rank wants of all."""
+class _Request:
+    """A change that a source of this rank requests from all ranks."""
 
     text: str
     source: str
     stamp: int | None = None
     until: int | None = None
-    stands: bool = False
+    is_additional: bool = False
     is_obsolete: Callable[[], bool] = lambda: False
 
 
-class ChangeSources:
-    """The sources of changes of one rank. `agree` makes the agreement with the other ranks, None without any."""
+class ChangeSources(StepObserver):
+    """The sources of changes of one rank. Without an `agreement`, the rank changes immediately and alone.
+
+    `parts` returns the quantities of a configuration, `reaction` makes the changes of reactions.
+    """
 
     def __init__(
         self,
         base: MonitorConfig,
         change_queue: ChangeQueue,
-        parts: Callable[[MonitorConfig], list[Part]],
+        pace: StepPace,
         *,
-        guard: Guard,
+        parts: Callable[[MonitorConfig], list[Part]],
+        reaction: MakeChange,
+        boundary: ErrorBoundary,
         tell: Callable[[str], None],
         agreement: Agreement | None,
         first_step: int,
     ) -> None:
         self._base = base
         self._change_queue = change_queue
+        self._pace = pace
         self._parts = parts
-        self._guard = guard
-        self._tell = tell
+        self._reaction = reaction
+        self._boundary = boundary
         self._agreement = agreement
         self._first_step = first_step
-        self._file = SwitchFile(base.switch_file) if base.switch_file is not None else None
-        self._asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
-        self._errands: queue.SimpleQueue[Callable[[Agreement], None]] = queue.SimpleQueue()
-        self.asides: dict[str, MakeAside] = {}
-        """By source: who makes changes beside what is measured. The same on all ranks."""
-        self.listens = False
-        """Whether other ranks may ask for one of those."""
+        check = lambda document: self._sampling(document_text(document), FILE)  # noqa: E731 - a single expression
+        self._file = None if base.switch_file is None else FollowedFile(base.switch_file, check, tell)
+        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[Agreement], None]] = queue.SimpleQueue()
         self._calls = itertools.count(1)
         self._stopped = threading.Event()
-        self._woken = threading.Event()
-        self._agreeing = threading.Lock()  # held from what the store says until the board has it
-        self._is_held_up = False  # training has waited for that lock in vain
+        self._wake = threading.Event()
+        self._agreeing = threading.Lock()  # held from reading the store until the queue has the changes
+        self._is_delayed = False  # the training has waited for that lock without success
         self._thread = OwnThread(target=self._run, name="rankscope-switch")
-        self._complaint: str | None = None
-        self._written_off = False
-        self._wants_on = False  # what was asked for last
-        self.cpu_seconds = 0.0
+        self._is_end_handled = False
+        self._requested_on = False  # whether the last request switches sampling on
+
+    @property
+    def cpu_seconds(self) -> float:
         """CPU time of the thread so far."""
+        return self._thread.cpu_seconds
 
     def start(self) -> None:
-        """Agree on what holds at the beginning, and listen where there is something to listen to."""
-        self._guard.call("switching", self._begin)
-        is_asked = self.listens or self._base.serve.secret is not None
-        if self._file is not None or (self._agreement is not None and is_asked):
+        """Agree with the other ranks on the first configuration, and start the thread if it is needed."""
+        self._boundary.call("switching", self._begin)
+        base = self._base
+        has_requests = base.max_overhead is not None or base.capture is not None or base.serve.secret is not None
+        if self._file is not None or (self._agreement is not None and has_requests):
             self._thread.start()
 
     def _begin(self) -> None:
-        edit = self._read(self._file.read) if self._file is not None else None
-        text, stamp = (_OFF, 0) if edit is None else (as_text(edit.document), edit.stamp)
-        step = self._first_step + 1  # as in the existing tool: the first step is never measured in dynamic mode
+        edit = None if self._file is None else self._file.read()
+        text, stamp = (_OFF, 0) if edit is None else (document_text(edit.document), edit.stamp)
+        step = self._first_step + 1  # as in msprobe: the first step is never measured in dynamic mode
         if self._agreement is not None:
             try:
                 first = self._agreement.begin(step, text, stamp)
             except (RuntimeError, ValueError) as error:
-                self._alone(error)
+                self._continue_alone(error)
             else:
                 text, step = first.document, first.step
-        if self._file is not None and self._measuring(text, FILE).on:
+        if self._file is not None and self._sampling(text, FILE).on:
             self._put(text, FILE, step)
 
     def stop(self) -> None:
-        """End the thread; say in the file when measuring has ended."""
+        """End the thread. If all quantities were sampled `times` times, set `dynamic_on` to false in the file."""
         self._stopped.set()
-        self._woken.set()
+        self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(1.0)
-        if self._change_queue.is_over():
-            self._guard.call("the switch file", self._write_off)
+        if self._change_queue.is_over() and self._file is not None:
+            self._boundary.call("the switch file", self._file.switch_off)
 
-    # Sources.
+    # Requests, from any thread.
 
     def call(self, document: Mapping[str, Any]) -> None:
-        """Take over what the script says. Raises ConfigError."""
-        text = self._checked(document, CALL)
-        self._submit(text, CALL, next(self._calls))
+        """Apply a document of the script. Raises ConfigError."""
+        self._submit(document_text(document), CALL, next(self._calls))
         if self._agreement is not None and self._thread.ident is None:
             self._thread.start()
 
-    def request(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Take over what a request says, and return what is measured and what is to come. Raises ConfigError."""
-        self._submit(self._checked(document, REQUEST), REQUEST, None)
-        return self._change_queue.state()
+    def request(self, document: Mapping[str, Any]) -> None:
+        """Apply a document of an HTTP request. Raises ConfigError."""
+        self._submit(document_text(document), REQUEST, None)
 
-    def aside(
+    def request_reaction(
         self,
         document: Mapping[str, Any],
         source: str,
@@ -145,163 +149,142 @@ class ChangeSources:
         until: int | None = None,
         is_obsolete: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Ask for a change beside what is measured, unless it `is_obsolete` by the time others can hear of it.
+        """Request an automatic change of all ranks, unless it `is_obsolete` when it is proposed to them.
 
-        Of what `source` asks for on all ranks, nothing up to the stamp `until` is heard any more.
+        After it, requests of `source` with a stamp of at most `until` are ignored on all ranks.
         """
-        if self._agreement is None:
-            self._change_queue.put(self.asides[source](document, None))
-        else:
-            asked = _Asked(
-                text=as_text(document), source=source, stamp=stamp, until=until, stands=True, is_obsolete=is_obsolete
-            )
-            self._asked.put(asked)
-            self._woken.set()
-
-    def run_with_agreement(self, ask: Callable[[Agreement], None]) -> bool:
-        """Have the thread ask the other ranks something; return whether there are any that can be asked."""
-        if self._agreement is None:
-            return False
-        self._errands.put(ask)
-        self._woken.set()
-        return True
-
-    def _checked(self, document: Mapping[str, Any], source: str) -> str:
-        text = as_text(document)
-        self._measuring(text, source)
-        return text
-
-    def _submit(self, text: str, source: str, stamp: int | None) -> None:
-        self._wants_on = self._measuring(text, source).on
+        text = document_text(document)
         if self._agreement is None:
             self._put(text, source, None)
         else:
-            self._asked.put(_Asked(text=text, source=source, stamp=stamp))
-            self._woken.set()
+            request = _Request(
+                text=text, source=source, stamp=stamp, until=until, is_additional=True, is_obsolete=is_obsolete
+            )
+            self._requests.put(request)
+            self._wake.set()
+
+    def run_with_agreement(self, task: Callable[[Agreement], None]) -> bool:
+        """Call `task` on the thread with the agreement; return False, without a call, if this rank is alone."""
+        if self._agreement is None:
+            return False
+        self._tasks.put(task)
+        self._wake.set()
+        return True
+
+    def _submit(self, text: str, source: str, stamp: int | None) -> None:
+        self._requested_on = self._sampling(text, source).on
+        if self._agreement is None:
+            self._put(text, source, None)
+        else:
+            self._requests.put(_Request(text=text, source=source, stamp=stamp))
+            self._wake.set()
 
     def _put(self, text: str, source: str, step: int | None, without: tuple[int, ...] = ()) -> None:
-        if source in self.asides:
-            self._change_queue.put(self.asides[source](json.loads(text), step))
+        change = self._reaction(source, json.loads(text), step)
+        if change is not None:
+            self._change_queue.put(change)
             return
-        measuring = self._measuring(text, source)
-        self._wants_on, self._written_off = measuring.on, False
-        parts = self._parts(measuring.config) if measuring.on else []
-        self._change_queue.put(Change(measuring=measuring, parts=parts, source=source, step=step, without=without))
+        sampling = self._sampling(text, source)
+        self._requested_on, self._is_end_handled = sampling.on, False
+        parts = self._parts(sampling.config) if sampling.on else []
+        self._change_queue.put(
+            SamplingChange(sampling=sampling, parts=parts, source=source, step=step, without=without)
+        )
 
-    def _measuring(self, text: str, source: str) -> SamplingConfig:
+    def _sampling(self, text: str, source: str) -> SamplingConfig:
         return sampling_config_from(json.loads(text), self._base, on=source != FILE)
 
     # On the training thread.
 
-    def resolve(self, step: int) -> None:
-        """Learn what became of a change for step number `step`, which is about to begin, unless that is known."""
+    def on_before_step(self, step: int) -> None:
+        """Obtain the outcome of a change for step number `step`, which is about to begin, if it is not known yet."""
         agreement = self._agreement
         if agreement is None or not agreement.must_resolve(step):
             return
-        # Whoever holds it waits for a store that gives no answer: training waits for that once, and not at every step.
-        if not self._agreeing.acquire(timeout=0.0 if self._is_held_up else _ARRIVAL_SECONDS):
-            if not self._is_held_up:
-                self._is_held_up = True
-                log.warning("step %d begins without the word of the other ranks on a change of what is measured", step)
+        # If the store does not respond, the thread holds the lock for long. Wait for that once, not at every step.
+        if not self._agreeing.acquire(timeout=0.0 if self._is_delayed else _ARRIVAL_SECONDS):
+            if not self._is_delayed:
+                self._is_delayed = True
+                log.warning(
+                    "step %d: timed out after %g s waiting for the key-value store; pending sampling changes apply at "
+                    "a later step",
+                    step,
+                    _ARRIVAL_SECONDS,
+                )
             return
-        self._is_held_up = False
+        self._is_delayed = False
         try:
             self._take_over(lambda: agreement.resolve(step))
         finally:
             self._agreeing.release()
 
+    def on_update_applied(self) -> None:
+        """Obtain the outcome of a change for the next step, so that its hooks can be registered."""
+        self.on_before_step(self._pace.now()[0] + 1)
+
     # The thread.
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            busy = self._agreement is not None and (self._agreement.pending or not self._asked.empty())
-            self._woken.wait(self._base.switch_poll_seconds * (_BUSY_SHARE if busy else 1.0))
-            self._woken.clear()
+            is_busy = self._agreement is not None and (self._agreement.pending or not self._requests.empty())
+            self._wake.wait(self._base.switch_poll_seconds * (_BUSY_SHARE if is_busy else 1.0))
+            self._wake.clear()
             if not self._stopped.is_set():
-                self._guard.call("the switch file", self._look_at_file)
+                if self._file is not None:
+                    self._boundary.call("the switch file", self._poll_file, self._file)
                 if self._agreement is not None:
-                    self._guard.call("agreeing with other ranks", self._take_part, self._agreement)
-            self.cpu_seconds = time.thread_time()
+                    self._boundary.call("agreeing with other ranks", self._take_part, self._agreement)
 
-    def _look_at_file(self) -> None:
-        if self._file is None:
-            return
-        if self._change_queue.ended.is_set() and not self._written_off:
-            self._written_off, self._wants_on = True, False
-            if self._of_others(Agreement.claim, self._file.stamp, alone=True):
-                self._write_off()
-        before = self._file.stamp
-        edit = self._read(self._file.poll)
+    def _poll_file(self, file: FollowedFile) -> None:
+        if self._change_queue.ended.is_set() and not self._is_end_handled:
+            self._is_end_handled, self._requested_on = True, False
+            if self._ask_ranks(Agreement.claim, file.stamp, alone=True):
+                file.switch_off()
+        before = file.stamp
+        edit = file.poll()
         if edit is None:
             return
-        text = as_text(edit.document)
-        is_on = self._measuring(text, FILE).on
-        # Off where it is off already, or because another rank has written that measuring has ended, is no change.
-        if is_on or (self._wants_on and not self._of_others(Agreement.is_claimed, before, alone=False)):
+        text = document_text(edit.document)
+        is_on = self._sampling(text, FILE).on
+        # "Off" is not a change if sampling is off, or if another rank has written it because sampling has ended.
+        if is_on or (self._requested_on and not self._ask_ranks(Agreement.is_claimed, before, alone=False)):
             self._submit(text, FILE, edit.stamp)
 
-    def _of_others(self, ask: Callable[[Agreement, str], bool], stamp: int, *, alone: bool) -> bool:
-        """Ask the other ranks about the end of what the file said since `stamp`; `alone` where there are none."""
+    def _ask_ranks(self, question: Callable[[Agreement, str], bool], stamp: int, *, alone: bool) -> bool:
+        """Return the answer about the end of the file's configuration of `stamp`; `alone` if there are no ranks."""
         try:
-            return alone if self._agreement is None else ask(self._agreement, f"ended/{stamp}")
+            return alone if self._agreement is None else question(self._agreement, f"ended/{stamp}")
         except (RuntimeError, ValueError) as error:
-            self._alone(error)
+            self._continue_alone(error)
             return alone
-
-    def _read(self, read: Callable[[], Edit | None]) -> Edit | None:
-        try:
-            edit = read()
-            if edit is not None:
-                self._checked(edit.document, FILE)
-        except (ConfigError, OSError) as error:
-            complaint = f"the switch file is not followed, what is measured stays as it was: {error}"
-            if complaint != self._complaint:
-                self._complaint = complaint
-                self._tell(complaint)
-            return None
-        self._complaint = self._complaint if edit is None else None
-        return edit
-
-    def _write_off(self) -> None:
-        if self._file is not None:
-            try:
-                self._file.switch_off()
-            except OSError as error:
-                self._tell(f"measuring has ended, but the switch file cannot say so: {error}")
 
     def _take_part(self, agreement: Agreement) -> None:
         def look() -> list[Proposal]:
-            while not self._errands.empty():
-                self._errands.get()(agreement)
-            while not self._asked.empty():
-                asked = self._asked.get()
-                if not self._propose(agreement, asked):  # another change is pending, or others did the same just now
-                    self._asked.put(asked)
+            while not self._tasks.empty():
+                self._tasks.get()(agreement)
+            while not self._requests.empty():
+                item = self._requests.get()
+                is_done = item.is_obsolete() or agreement.propose(
+                    item.text, item.source, item.stamp, until=item.until, is_additional=item.is_additional
+                )
+                if not is_done:  # another change is pending, or other ranks have written at the same time
+                    self._requests.put(item)
                     break
             return agreement.look()
 
         with self._agreeing:
             self._take_over(look)
 
-    @staticmethod
-    def _propose(agreement: Agreement, asked: _Asked) -> bool:
-        return asked.is_obsolete() or agreement.propose(
-            asked.text, asked.source, asked.stamp, until=asked.until, stands=asked.stands
-        )
-
-    def _take_over(self, ask: Callable[[], list[Proposal]]) -> None:
+    def _take_over(self, agreed: Callable[[], list[Proposal]]) -> None:
         try:
-            changes = ask()
+            proposals = agreed()
         except (RuntimeError, ValueError) as error:
-            self._alone(error)
+            self._continue_alone(error)
             return
-        for proposal in changes:
-            self._guard.call("switching", self._agreed, proposal)
+        for item in proposals:
+            self._boundary.call("switching", self._put, item.document, item.source, item.step, item.without)
 
-    def _agreed(self, proposal: Proposal) -> None:
-        self._put(proposal.document, proposal.source, proposal.step, proposal.without)
-
-    def _alone(self, error: Exception) -> None:
-        """Go on without the others: the process that held the group's store has ended, or the group was destroyed."""
+    def _continue_alone(self, error: Exception) -> None:
+        """Continue without agreement: the process with the group's store has ended, or the group was destroyed."""
         self._agreement = None
-        log.info("ranks cannot agree any more on a step, each changes for itself: %s", error)
+        log.info("the key-value store is not available, changes of sampling now apply to this rank only: %s", error)

@@ -1,7 +1,7 @@
-"""The file by which measuring is switched: noticed when edited, and told when measuring has ended.
+"""The switch file: detects edits of it, and sets `dynamic_on` to false in it when sampling has ended.
 
-Looked at from a background thread. An edit counts once it has stood from one look to the next, so that a file is not
-read while an editor writes it.
+A background thread polls the file. An edit counts once the file is unchanged from one poll to the next: a file
+must not be read while an editor writes it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,59 +23,59 @@ _SWITCHED_ON: Final = re.compile(r"""(["']?\bdynamic_on["']?\s*[:=]\s*)[Tt]rue\b
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What the file says since `stamp`, the time of its last change in nanoseconds."""
+    """The content of the file since `stamp`, the time of its last change in nanoseconds."""
 
     document: Mapping[str, Any]
     stamp: int
 
 
 class SwitchFile:
-    """One file, which need not exist yet."""
+    """One switch file, which need not exist yet."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.stamp = 0
-        """When the text that was told last was written, in nanoseconds."""
-        self._known: str | None = None  # that text
-        self._seen: tuple[int, str] | None = None  # what stood there at the last look
+        """Time of the last change of the text that was returned last, in nanoseconds."""
+        self._known: str | None = None  # the text that was returned last
+        self._seen: tuple[int, str] | None = None  # the content at the last poll
 
     def read(self) -> Edit | None:
-        """Return what stands there now; None where nothing does. Raises ConfigError."""
+        """Return the present content; None if there is no file. Raises ConfigError."""
         found = self._seen = self._content()
         if found is None:
             return None
-        return self._told(*found)
+        return self._edit(*found)
 
     def poll(self) -> Edit | None:
-        """Return an edit that has stood since the last look. Raises ConfigError, once for each text that is wrong."""
+        """Return an edit that is unchanged since the last poll. Raises ConfigError, once for each wrong text."""
         found, before = self._content(), self._seen
         self._seen = found
         if found is None or found != before or found[1] == self._known:
             return None
-        return self._told(*found)
+        return self._edit(*found)
 
     def switch_off(self) -> bool:
-        """Write `dynamic_on: false`, all else as it was; False when the file was edited since or does not say it."""
+        """Set `dynamic_on` to false in the text. Return False if the file was edited or has no such setting."""
         found = self._content()
         if found is None or found[1] != self._known:
             return False
         text = found[1]
-        # Looked for where comments are blank: an example in one of them is not what is switched.
+        # Search the text without comments: a comment may contain an example of the setting.
         on = _SWITCHED_ON.search(text if self.path.suffix == ".toml" else without_comments(text))
         if on is None:
             return False
         text = f"{text[: on.end(1)]}false{text[on.end() :]}"
         _replace(self.path.resolve(), text)
-        self._known = text  # our own edit is none
+        self._known = text  # the monitor's own edit is not an edit
         return True
 
-    def _told(self, stamp: int, text: str) -> Edit:
+    def _edit(self, stamp: int, text: str) -> Edit:
         self.stamp, self._known = stamp, text
         return Edit(parse_settings(self.path, text), stamp)
 
     def _content(self) -> tuple[int, str] | None:
         with contextlib.suppress(FileNotFoundError):
-            # Read every time: an edit within the resolution of the file system's clock keeps the time.
+            # Read at each poll: an edit within the resolution of the file system's clock does not change the time.
             data = self.path.read_bytes()
             try:
                 return self.path.stat().st_mtime_ns, data.decode("utf-8")
@@ -84,8 +84,54 @@ class SwitchFile:
         return None
 
 
+class FollowedFile:
+    """A switch file. Its errors are reported instead of raised. `check` raises ConfigError for a wrong document."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], check: Callable[[Mapping[str, Any]], object], tell: Callable[[str], None]
+    ) -> None:
+        self._file = SwitchFile(path)
+        self._check = check
+        self._tell = tell
+        self._reported: str | None = None
+
+    @property
+    def stamp(self) -> int:
+        """Time of the last change of the text that was returned last, in nanoseconds."""
+        return self._file.stamp
+
+    def read(self) -> Edit | None:
+        """Return the present content; None if there is none, or after reporting an error."""
+        return self._checked(self._file.read)
+
+    def poll(self) -> Edit | None:
+        """Return an edit that is unchanged since the last poll; None if there is none, or after reporting an error."""
+        return self._checked(self._file.poll)
+
+    def switch_off(self) -> None:
+        """Set `dynamic_on` to false in the file, or report why this is not possible."""
+        try:
+            self._file.switch_off()
+        except OSError as error:
+            self._tell(f"sampling has ended, but dynamic_on cannot be set to false in the switch file: {error}")
+
+    def _checked(self, read: Callable[[], Edit | None]) -> Edit | None:
+        try:
+            edit = read()
+            if edit is not None:
+                self._check(edit.document)
+                self._reported = None
+        except (ConfigError, OSError) as error:
+            text = f"the switch file cannot be used, sampling does not change: {error}"
+            if text != self._reported:
+                self._reported = text
+                self._tell(text)
+            return None
+        return edit
+
+
 def _replace(path: Path, text: str) -> None:
-    """Put a file with `text` in the place of `path` at once: whoever reads sees the old or the new, whole."""
+    """Replace the file `path` atomically: a reader sees either the whole old text or the whole new one."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,1 +1,1 @@
-"""Which quantities are measured at which steps, and the table rows and plan entries that they write to."""
+"""Decide which quantities are measured at which steps, and own the table rows and plan entries that they fill."""

@@ -1,7 +1,8 @@
-"""The plan of a rank while it grows, and the buffers of one sampled step: table rows, and rows of other datasets.
+"""The plan of a rank: the ordered list of entries to which the numbers of a record refer, and views of its table.
 
-Parameters are known when the monitor is attached; activations only once a module has run. An entry never moves and
-never leaves, so a position means the same in every table, and a plan is identified by its length.
+The entries of a quantity may be unknown at attach: the optimizer's state appears with the first update, and the shapes
+of activations once a module has run. An entry never moves and is never removed. A position therefore means the same
+tensor in every table, and the length of a plan identifies it.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, copy_en
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops, carried_ops
 
 MAX_ENTRIES: Final = 200_000
-"""64 bytes each in every table; a model that makes up names without end must not fill the memory."""
+"""Limit of the memory of a model that creates new names without end: 64 bytes per entry in every table."""
 
 
 class PlanRegistry:
-    """Grows on the training thread; the publisher may ask for a plan of any length that has been."""
+    """All entries of the plan. Grows on the training thread; the publisher thread requests plans of earlier lengths."""
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self.entries: list[PlanEntry] = []
         self.owners: list[int] = []
-        """By entry: the position of the parameter it belongs to, -1 for none."""
+        """For each entry: the position of its parameter, -1 for none."""
         self.ops: list[Ops] = []
-        """By entry: which statistics leave the rank. What stands there stays as it is, so that a step that waits for
-        the publisher keeps its own: another choice is another list."""
-        self.left_out = 0  # entries that found the book full
+        """For each entry: the statistics that leave the rank. The list is replaced, never changed in place: a step that
+        waits for the publisher keeps the list of its own time."""
+        self.left_out = 0  # entries that did not fit
         self._max_entries = max_entries
         self._released: dict[tuple[PlanEntry, ...], range] = {}
         self._named: NamedPlan | None = None
@@ -45,9 +46,9 @@ class PlanRegistry:
     def add(
         self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None, ops: Ops = EVERY_OP
     ) -> range | None:
-        """Append `entries` and return their positions; None, and counted, when they do not fit any more.
+        """Append `entries` and return their positions. If they do not fit, count them and return None.
 
-        Where the same ones stand already, and whoever added them has released them, these are returned.
+        If the same entries exist and were released, return their existing positions.
         """
         released = self._released.pop(tuple(entries), None) if self._released else None
         if released is not None:
@@ -63,17 +64,17 @@ class PlanRegistry:
         return range(first, first + len(entries))
 
     def release(self, rows: range) -> None:
-        """Let the entries of one `add` be filled by whoever adds the same ones again."""
+        """Allow the entries of one `add` to be filled by the next caller that adds the same entries."""
         if rows:
             self._released[tuple(self.entries[rows.start : rows.stop])] = rows
 
     def reclaim(self, rows: range) -> None:
-        """Let the entries of one `add`, which were released, be filled by whoever added them, and nobody else."""
+        """Revoke a `release` of the entries of one `add`."""
         if rows:
             self._released.pop(tuple(self.entries[rows.start : rows.stop]), None)
 
     def publish(self, rows: range, ops: Ops) -> None:
-        """Have the statistics `ops` of the entries `rows` leave the rank from now on."""
+        """Set the statistics that leave the rank for the entries `rows`, from now on."""
         if any(choice != ops for choice in self.ops[rows.start : rows.stop]):
             self.ops = [*self.ops[: rows.start], *[ops] * len(rows), *self.ops[rows.stop :]]
 
@@ -90,7 +91,7 @@ class PlanRegistry:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How tensors are measured."""
+    """Settings of the computation of statistics."""
 
     zero_below: float = 0.0
     compiled: bool = True  # use the compiled CPU kernel once it is ready
@@ -98,111 +99,107 @@ class Measurement:
 
 @dataclass(slots=True)
 class StepBuffers:
-    """What the quantities share: the plan, the table of its entries, and the other rows of the step under way."""
+    """The data that all quantities of a step write to: the plan, the table of its entries, and other rows."""
 
-    book: PlanRegistry
+    plan: PlanRegistry
     table: StatisticsTable
     measurement: Measurement
     deferred: list[Deferred] = field(default_factory=list)
     rows: dict[str, list[Row]] = field(default_factory=dict)
 
     def take_rows(self) -> tuple[list[Deferred], dict[str, list[Row]]]:
-        """Return what was written beside the table, and begin anew."""
+        """Return the rows that were written outside of the table, and start with none for the next step."""
         deferred, rows = self.deferred, self.rows
         self.deferred, self.rows = [], {}
         return deferred, rows
 
 
 class TableView(Table):
-    """One quantity's view of the sheet: its rows are counted from its own first entry."""
+    """The rows of one quantity in the shared table. Row 0 is the first entry of the quantity."""
 
-    def __init__(self, sheet: StepBuffers, first: int, ops: Ops) -> None:
-        self._sheet = sheet
-        self._first = first
+    def __init__(self, buffers: StepBuffers, entries: Sequence[PlanEntry], owners: Sequence[int], ops: Ops) -> None:
+        """Add `entries` to the plan as the first rows. Their statistics `ops` are published."""
+        self._buffers = buffers
+        self._first = len(buffers.plan)  # of the first entry, or of a later one where the plan is full
         self._ops = ops
         self._groups: dict[range, MeasureGroup] = {}
         self._added: list[range] = []
-
-    @classmethod
-    def create(cls, sheet: StepBuffers, entries: Sequence[PlanEntry], owners: Sequence[int], ops: Ops) -> TableView:
-        """Return a window whose first rows are `entries`, of which the statistics `ops` are published."""
-        rows = sheet.book.add(entries, owners, ops)
-        window = cls(sheet, len(sheet.book) if rows is None else rows.start, ops)
+        rows = self._add(entries, owners)
         if rows is not None:
-            window._added.append(rows)
-            sheet.table.grow(rows.stop)
-            sheet.table.accumulate(ops)
-        return window
+            self._first = rows.start
 
     def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
-        """Append entries that were not known before; None when the plan is full."""
-        rows = self._sheet.book.add(entries, owners, self._ops)
-        if rows is None:
-            return None
-        self._added.append(rows)
-        self._sheet.table.grow(rows.stop)
-        self._sheet.table.accumulate(self._ops)
-        return range(rows.start - self._first, rows.stop - self._first)
+        """Append entries that were not known before, and return their rows; None when the plan is full."""
+        rows = self._add(entries, owners)
+        return None if rows is None else range(rows.start - self._first, rows.stop - self._first)
+
+    def _add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None) -> range | None:
+        rows = self._buffers.plan.add(entries, owners, self._ops)
+        if rows is not None:
+            self._added.append(rows)
+            self._buffers.table.grow(rows.stop)
+            self._buffers.table.accumulate(self._ops)
+        return rows
 
     def publish(self, ops: Ops) -> None:
-        """Have the statistics `ops` of all entries, also of those to come, leave the rank."""
+        """Set the statistics that leave the rank, for all present and future entries of this view."""
         self._ops = ops
         for rows in self._added:
-            self._sheet.book.publish(rows, ops)
-        self._sheet.table.accumulate(ops)
+            self._buffers.plan.publish(rows, ops)
+        self._buffers.table.accumulate(ops)
 
     def release(self) -> None:
-        """Let others fill the entries that were added here: nothing is written any more."""
+        """Allow another view to fill the entries of this one, which writes no more."""
         for rows in self._added:
-            self._sheet.book.release(rows)
+            self._buffers.plan.release(rows)
 
     def reclaim(self) -> None:
-        """Take the entries back that were released."""
+        """Fill the released entries again."""
         for rows in self._added:
-            self._sheet.book.reclaim(rows)
-            self._sheet.book.publish(rows, self._ops)
+            self._buffers.plan.reclaim(rows)
+            self._buffers.plan.publish(rows, self._ops)
 
     def measure(self, tensors: Sequence[torch.Tensor | None], rows: range) -> None:
-        """Take the statistics of `tensors` into entries `rows`; None leaves an entry absent."""
+        """Compute the statistics of `tensors` into the entries `rows`; None leaves an entry absent."""
         group = self._groups.get(rows)
         if group is None:
-            how = self._sheet.measurement
+            how = self._buffers.measurement
             group = MeasureGroup(self._shifted(rows), zero_below=how.zero_below, compiled=how.compiled)
             self._groups[rows] = group
-        group.measure(tensors, self._sheet.table)
+        group.measure(tensors, self._buffers.table)
 
     def copy(self, source: range, target: range) -> None:
-        """Set entries `target` equal to entries `source`, which were measured before."""
-        copy_entries(self._sheet.table, self._shifted(source), self._shifted(target))
+        """Copy the statistics of the entries `source`, which were measured before, to the entries `target`."""
+        copy_entries(self._buffers.table, self._shifted(source), self._shifted(target))
 
     def forget(self, rows: range) -> None:
         """Make entries absent that were measured before."""
-        self._sheet.table.forget(self._shifted(rows))
+        self._buffers.table.forget(self._shifted(rows))
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Make those of `rows` absent whose statistics are, bit for bit, those of the entry beside them in `others`."""
-        return self._sheet.table.forget_equal(self._shifted(rows), self._shifted(others))
+        """Make each entry of `rows` absent that is bit-identical to its counterpart in `others`."""
+        return self._buffers.table.forget_equal(self._shifted(rows), self._shifted(others))
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
-        """Have `rows` make rows of `dataset` of `tensor` once it is on the host; nothing waits for the device."""
-        self._sheet.deferred.append(Deferred(dataset, Transfer.of(tensor), rows))
+        """Call `rows` for rows of `dataset` once `tensor` has reached the host; does not wait for the device."""
+        self._buffers.deferred.append(Deferred(dataset, Transfer.of(tensor), rows))
 
     def withdraw(self, dataset: str) -> None:
-        """Forget what was deferred to `dataset` at this step: it is read anew."""
-        self._sheet.deferred = [item for item in self._sheet.deferred if item.dataset != dataset]
+        """Discard the deferred rows of `dataset` of this step: the quantity reads it again."""
+        self._buffers.deferred = [item for item in self._buffers.deferred if item.dataset != dataset]
 
     def later(self, tensor: torch.Tensor, use: Callable[[Numbers], None]) -> None:
-        """Call `use` on the publisher's thread with what `tensor` holds now, once it is on the host."""
+        """Call `use` on the publisher thread with the present values of `tensor`, once they have reached the host."""
 
         def no_rows(numbers: Numbers) -> tuple[()]:
             use(numbers)
             return ()
 
-        self._sheet.deferred.append(Deferred(None, Transfer.of(tensor), no_rows))
+        self._buffers.deferred.append(Deferred(None, Transfer.of(tensor), no_rows))
 
     def write(self, dataset: str, row: Row) -> None:
-        """Add a row of `dataset` that is known already."""
-        self._sheet.rows.setdefault(dataset, []).append(row)
+        """Add a complete row of `dataset`."""
+        self._buffers.rows.setdefault(dataset, []).append(row)
 
     def _shifted(self, rows: range) -> range:
         return range(self._first + rows.start, self._first + rows.stop)

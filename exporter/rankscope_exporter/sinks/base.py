@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, Self
 
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter.base.copies import CopiesDoNothing
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 
 
@@ -74,9 +74,9 @@ class Sinks:
     counted and not kept.
     """
 
-    def __init__(self, sinks: Sequence[Sink], guard: Guard) -> None:
+    def __init__(self, sinks: Sequence[Sink], boundary: ErrorBoundary) -> None:
         self.by_name: Mapping[str, Sink] = {sink.name: sink for sink in sinks}
-        self._guard = guard
+        self._boundary = boundary
         self._feeds = [_Feed(sink) for sink in sinks]
         self._process = os.getpid()
 
@@ -93,13 +93,13 @@ class Sinks:
             try:
                 feed.put(record)
             except Exception as error:  # noqa: BLE001 - a sink may raise anything; training and the channel go on
-                self._guard.report(f"sink {feed.sink.name}", error)
+                self._boundary.report(f"sink {feed.sink.name}", error)
 
     def close(self) -> None:
         """Close every sink."""
         if os.getpid() == self._process:
             for feed in self._feeds:
-                self._guard.call(f"sink {feed.sink.name}", feed.sink.close)
+                self._boundary.call(f"sink {feed.sink.name}", feed.sink.close)
 
 
 class _Feed:

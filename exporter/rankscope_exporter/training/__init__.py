@@ -1,1 +1,1 @@
-"""Hooks of torch, the step tracker, and the recorder, which together turn training into sampled steps."""
+"""Hooks on model and optimizers, the boundaries of steps, and the record of the step that is being measured."""

@@ -1,8 +1,8 @@
-"""CPU time of what training calls of ours: on its own thread, and on torch's threads that help with it.
+"""CPU time of the monitor in calls by the training: on the training thread, and on torch's threads that help it.
 
-Torch divides an operation on the CPU among threads that no clock of the calling thread sees. They are found by what one
-operation moves, and their clocks are read around what is measured; with one thread, or where tensors are on another
-device, there are none.
+Torch divides a CPU operation among threads that the clock of the calling thread does not include. These threads are
+found by the CPU time that one operation adds to them. Their clocks are read before and after each measurement. If torch
+uses one thread, or the tensors are on another device, there are none.
 """
 
 from __future__ import annotations
@@ -15,19 +15,14 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.records.step_events import StepObserver
 
 _ELEMENTS_PER_THREAD: Final = 1 << 16
-"""torch gives a thread at least 2**15 elements of an operation (at::internal::GRAIN_SIZE)."""
+"""torch gives each thread at least 2**15 elements of an operation (at::internal::GRAIN_SIZE)."""
 
 _ROUNDS: Final = 2
 _TASKS: Final = Path("/proc/self/task")
-
-
-def _least(call: Callable[[], object], rounds: int = 50) -> float:
-    """Return the CPU seconds of one call, the least of some."""
-    return min(_seconds(call) for _ in range(rounds))
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -36,12 +31,12 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.thread_time() - began
 
 
-_READING_SECONDS: Final = _least(lambda: None)
-"""Of one reading of the clock: half of each of the two falls outside of what they enclose."""
+_CLOCK_READ_SECONDS: Final = min(_seconds(lambda: None) for _ in range(50))
+"""CPU time of one clock read. Half of each of two reads falls outside of the interval between them."""
 
 
 class IntraOpThreads(StepObserver):
-    """The threads of torch's pool that work for the training thread; `seconds` is what they worked for us."""
+    """The threads of torch's pool that work for the training thread. `seconds` is their CPU time for the monitor."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -50,18 +45,18 @@ class IntraOpThreads(StepObserver):
         self._began = 0.0
 
     def find(self) -> None:
-        """Look for them; on the training thread, whose pool it is."""
+        """Find the threads. Called on the training thread, which owns the pool."""
         self._clocks = _pool() if torch.get_num_threads() > 1 and _TASKS.is_dir() else ()
 
-    def reading_begins(self) -> None:
-        """Something of ours begins that torch may divide."""
+    def on_measurement_begin(self) -> None:
+        """Read the clocks: operations follow that torch may divide. Calls can be nested."""
         if self._clocks:
             if self._depth == 0:
                 self._began = self._now()
             self._depth += 1
 
-    def reading_ended(self) -> None:
-        """It is over."""
+    def on_measurement_end(self) -> None:
+        """Add the CPU time since the outermost `on_measurement_begin`."""
         if self._clocks:
             self._depth -= 1
             if self._depth == 0:
@@ -70,54 +65,54 @@ class IntraOpThreads(StepObserver):
     def _now(self) -> float:
         try:
             return sum(map(time.clock_gettime, self._clocks))
-        except OSError:  # the pool was made anew
+        except OSError:  # torch has replaced the pool
             self._clocks = ()
             return self._began
 
 
 class HookClock:
-    """Calls what training calls of ours, through the guard, and adds up what that costs."""
+    """Calls functions of the monitor for the training, through the error boundary, and adds up their CPU time."""
 
-    def __init__(self, guard: Guard, *, on_cpu: bool) -> None:
+    def __init__(self, boundary: ErrorBoundary, *, on_cpu: bool) -> None:
         self.cpu_seconds = 0.0
-        """Of the training thread: everything that reads a tensor, begins or ends a step, or comes from the script. The
-        bare calls, of a few hooks in each step, are not in it: timing them would cost more than they do."""
+        """CPU time on the training thread of calls that read a tensor, begin or end a step, or come from the script.
+        The few other hooks of each step are not included: to time them would cost more than the hooks themselves."""
         self.team = IntraOpThreads()
-        self._guard = guard
+        self._boundary = boundary
         self._on_cpu = on_cpu
 
     def start(self) -> None:
-        """Find out who works for the training thread, which calls this."""
+        """Find the threads that help the training thread, which calls this."""
         if self._on_cpu:
-            self._guard.call("threads of torch", self.team.find)
+            self._boundary.call("threads of torch", self.team.find)
 
     def timed(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Return `function(*args)`, or None when it raised."""
+        """Return `function(*args)`, or None if it raised."""
         began = time.thread_time()
-        result = self._guard.call(where, function, *args)
-        self.cpu_seconds += time.thread_time() - began + _READING_SECONDS
+        result = self._boundary.call(where, function, *args)
+        self.cpu_seconds += time.thread_time() - began + _CLOCK_READ_SECONDS
         return result
 
     def timed_reading(self, where: str, function: Callable[..., Any], *args: Any) -> None:
-        """Call what reads tensors by itself, outside of the moments that the team follows."""
-        self.team.reading_begins()
+        """Call a function that reads tensors outside of `on_measurement_begin` and `on_measurement_end`."""
+        self.team.on_measurement_begin()
         self.timed(where, function, *args)
-        self.team.reading_ended()
+        self.team.on_measurement_end()
 
 
 def _pool() -> tuple[int, ...]:
-    """Return the clocks of the threads that one divided operation moves, each time it is made."""
+    """Return the clocks of the threads to which one divided operation adds CPU time, each time it runs."""
     source = torch.ones(_ELEMENTS_PER_THREAD * torch.get_num_threads(), device="cpu")
-    source.add(source)  # the pool is there from now on
+    source.add(source)  # creates the pool
     ours = {thread.native_id for thread in threading.enumerate()}
-    moved = {_clock(int(task.name)) for task in _TASKS.iterdir() if int(task.name) not in ours}
+    clocks = {_clock(int(task.name)) for task in _TASKS.iterdir() if int(task.name) not in ours}
     for _ in range(_ROUNDS):
-        before = {clock: time.clock_gettime(clock) for clock in moved}
+        before = {clock: time.clock_gettime(clock) for clock in clocks}
         source.add(source)
-        moved = {clock for clock, seconds in before.items() if time.clock_gettime(clock) > seconds}
-    return tuple(sorted(moved))
+        clocks = {clock for clock, seconds in before.items() if time.clock_gettime(clock) > seconds}
+    return tuple(sorted(clocks))
 
 
 def _clock(thread: int) -> int:
-    """Return the clock of a thread's CPU time by its number, as Linux has them."""
+    """Return the number of Linux's CPU time clock of a thread, by its native id."""
     return (~thread << 3) | 6

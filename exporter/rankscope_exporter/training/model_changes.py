@@ -14,28 +14,47 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.model.parameter_names import entry
+from rankscope_exporter.records.step_events import StepObserver
 
 REMEDY: Final = "detach() and attach() again"
 
 
-class ChangedModel:
-    """Compares the model with what it was. Asked when a measured step begins: some lookups for each module."""
+class ModelChanges(StepObserver):
+    """Compares the model with its state at attach, when a sampled step begins. Costs a few lookups per module."""
 
-    def __init__(self, monitored: MonitoredModel) -> None:
+    def __init__(self, monitored: MonitoredModel, tell: Callable[[str], None]) -> None:
         self._monitored = monitored
+        self._tell = tell
         self._tree = _tree(monitored.framework.module)
-        self._optimized, self._strange = self._count(), self._strangers()
+        self._optimized, self._unknown = self._count(), self._count_unknown()
+
+    def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
+        """Report parameters that were added to the optimizers, or that the model no longer uses.
+
+        Raises LookupError once for each parameter that is gone, after retiring it.
+        """
+        if not sampled:
+            return
+        added = self.added()
+        if added > 0:
+            self._tell(f"{added} parameters were added to the optimizer after attach() and are not measured: {REMEDY}")
+        gone = self._gone()
+        if gone:
+            names = ", ".join(self._monitored.parameters[i].name for i in gone[:3])
+            raise LookupError(
+                f"{len(gone)} parameters were replaced after attach() and are no longer measured ({names}): {REMEDY}"
+            )
 
     def added(self) -> int:
-        """Return how many parameters the optimizers have got, since this was asked last, that are not measured."""
+        """Return how many unmeasured parameters the optimizers have received since the last call."""
         before, self._optimized = self._optimized, self._count()
         if before == self._optimized:
             return 0
-        earlier, self._strange = self._strange, self._strangers()
-        return self._strange - earlier
+        earlier, self._unknown = self._unknown, self._count_unknown()
+        return self._unknown - earlier
 
-    def gone(self) -> list[int]:
-        """Return the positions of parameters that the model uses no more, and retire them: each is told once."""
+    def _gone(self) -> list[int]:
+        """Retire the parameters that the model no longer uses, and return their positions, each only once."""
         retired, is_in_place = self._monitored.retired, self._monitored.framework.is_in_place
         found = {i for i, named in enumerate(self._monitored.parameters) if not is_in_place(named)}
         if any(branch.has_changed for branch in self._tree):
@@ -46,7 +65,7 @@ class ChangedModel:
         return gone
 
     def _left_behind(self) -> set[int]:
-        """Return the parameters of modules that are no part of the model any more."""
+        """Return the positions of parameters in modules that are no longer part of the model."""
         held = {id(module) for module in self._monitored.framework.module.modules()}
         parameters = enumerate(self._monitored.parameters)
         return {i for i, named in parameters if id(named.owner()) not in held}
@@ -55,8 +74,11 @@ class ChangedModel:
         groups = (group for optimizer in self._monitored.optimizers for group in optimizer.param_groups)
         return sum(len(group["params"]) for group in groups)
 
-    def _strangers(self) -> int:
-        """Return how many of them are not among those that were found at attach: layers are often thawed one by one."""
+    def _count_unknown(self) -> int:
+        """Return the number of optimized parameters that were not found at attach.
+
+        A change of `_count` alone is not sufficient: layers are often unfrozen one by one.
+        """
         known = {named.identity for named in self._monitored.parameters}
         groups = (group for optimizer in self._monitored.optimizers for group in optimizer.param_groups)
         return sum(id(parameter) not in known for group in groups for parameter in group["params"])
@@ -64,7 +86,7 @@ class ChangedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """A module and where it is held; neither is kept alive."""
+    """A module, the module that holds it, and its key there. Neither is kept alive."""
 
     holder: weakref.ref[nn.Module]
     key: str
@@ -72,7 +94,7 @@ class _Branch:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the holder holds something else now. One that is gone was itself held by another."""
+        """True if the holder has another object under the key. If the holder is gone, another branch has changed."""
         holder, module = self.holder(), self.module()
         # The dictionary itself: `__getattr__` may be the user's.
         return holder is not None and (module is None or entry(holder._modules, self.key) is not module)  # noqa: SLF001 - see above
@@ -83,7 +105,7 @@ def _tree(root: nn.Module) -> list[_Branch]:
     return [
         _Branch(weakref.ref(module), key, weakref.ref(child))
         for module in root.modules()
-        for key, child in module._modules.items()  # noqa: SLF001 - the dictionary itself, to see it change
+        for key, child in module._modules.items()  # noqa: SLF001 - the dictionary itself, to detect changes
         if child is not None
     ]
 
@@ -92,13 +114,14 @@ Optimizer = torch.optim.Optimizer
 
 
 class ReplacedOptimizers:
-    """Sees the steps of all optimizers of the process, by torch's own hooks for that.
+    """Detects optimizers that replace observed ones, by torch's hooks on the steps of all optimizers of the process.
 
-    `followed` are those whose steps are followed; one that replaces some of them takes their place there, and `follow`
-    is called with it behind its first step. An optimizer around or inside of a followed one steps together with it and
-    replaces nothing, and so does one of parameters that none of them has. But where the model itself has got other
-    parameters, as by `load_state_dict(assign=True)`, one of these replaces those of parameters that are gone:
-    `in_model` returns the identities of the parameters that the model has now.
+    `followed` has the observed optimizers. An optimizer that replaces some of them takes their place in the list, and
+    `follow` is called with it after its first step. An optimizer that shares no parameter with them replaces nothing.
+    Neither does an optimizer around or inside of an observed one: they step together.
+
+    If the model has other parameters now, as after `load_state_dict(assign=True)`, an optimizer of these parameters
+    replaces the optimizers of parameters that are gone. `in_model` returns the identities of the present parameters.
     """
 
     def __init__(
@@ -111,41 +134,38 @@ class ReplacedOptimizers:
         self._follow = follow
         self._in_model = in_model
         self._known = [_Known(optimizer) for optimizer in followed]
-        self._under_way: set[int] = set()  # followed optimizers, by identity, that are inside of their step
-        self._steps = 0  # of followed ones
-        self._before: dict[int, int] = {}  # by identity of others whose step is under way: `_steps` when it began
+        self._stepping: set[int] = set()  # observed optimizers in their step, by identity
+        self._steps = 0  # of observed optimizers
+        self._before: dict[int, int] = {}  # other optimizers in their step: `_steps` at its begin
 
     def install(self, keep: Callable[[Removable], None], guarded: Callable[..., Callable[..., None]]) -> None:
-        """Register both hooks."""
+        """Register the hooks on all optimizers of the process."""
         keep(register_optimizer_step_pre_hook(guarded("an optimizer's step", self._begins)))
         keep(register_optimizer_step_post_hook(guarded("an optimizer's step", self._ended)))
 
     def followed_begins(self, optimizer: Any) -> None:
-        """Note that a followed optimizer, which need not be one of torch's, begins its step."""
-        self._under_way.add(id(optimizer))
+        """Note that an observed optimizer, which need not be a class of torch, begins its step."""
+        self._stepping.add(id(optimizer))
         self._steps += 1
         for known in self._known:
             known.note()
 
     def followed_ended(self, optimizer: Any) -> None:
-        """Note that it has made it."""
-        self._under_way.discard(id(optimizer))
+        """Note that an observed optimizer has ended its step."""
+        self._stepping.discard(id(optimizer))
 
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
-        is_inside = any(id(known) in self._under_way for known in self._followed)
-        if not is_inside and not self._is_followed(optimizer):
+        is_inside = any(id(known) in self._stepping or known is optimizer for known in self._followed)
+        if not is_inside:
             self._before[id(optimizer)] = self._steps
 
     def _ended(self, optimizer: Optimizer, *_: Any) -> None:
         if self._before.pop(id(optimizer), -1) == self._steps and (gone := self._replaced_by(optimizer)):
-            replaced = [known.optimizer for known in gone]
-            staying = [item for item in self._followed if not any(item is other for other in replaced)]
-            self._followed[:] = [*staying, optimizer]
+            replaced = [known.optimizer() for known in gone]
+            kept = [item for item in self._followed if not any(item is other for other in replaced)]
+            self._followed[:] = [*kept, optimizer]
             self._known = [known for known in self._known if known not in gone] + [_Known(optimizer)]
             self._follow(optimizer)
-
-    def _is_followed(self, optimizer: Optimizer) -> bool:
-        return any(optimizer is known for known in self._followed)
 
     def _replaced_by(self, optimizer: Optimizer) -> list[_Known]:
         own = _parameters(optimizer)
@@ -156,28 +176,23 @@ class ReplacedOptimizers:
 
 
 class _Known:
-    """A followed optimizer, and its parameters, which are still known once the script has dropped the optimizer."""
+    """An observed optimizer and its parameters, which remain known after the script has deleted the optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._reference = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
         self._count = 0
         self._parameters: set[int] = set()
         self.note()
 
     @property
-    def optimizer(self) -> Optimizer | None:
-        """Return the optimizer; None once the script has dropped it."""
-        return self._reference()
-
-    @property
     def parameters(self) -> set[int]:
-        """Return the identities of its parameters: now, or at its last step where the script has dropped it."""
-        optimizer = self._reference()
+        """The identities of its parameters; at its last step if the script has deleted the optimizer."""
+        optimizer = self.optimizer()
         return self._parameters if optimizer is None else _parameters(optimizer)
 
     def note(self) -> None:
-        """Look at its parameters again where their number has changed."""
-        optimizer = self._reference()
+        """Update the parameters if their number has changed."""
+        optimizer = self.optimizer()
         if optimizer is not None and self._count != (count := _count(optimizer.param_groups)):
             self._count, self._parameters = count, _parameters(optimizer)
 

@@ -1,10 +1,10 @@
-"""Where one step ends and the next begins, derived from what hooks can see; and optimizer steps without hooks.
+"""Finds where one step ends and the next begins, and optimizer steps in which no hook runs.
 
-A training loop does not announce its steps. Forward, backward and optimizer can be seen; a step whose optimizer was
-*not* called cannot, as with a gradient scaler or a guard against NaN. Such a step shows by its gradients being gone
-when the next one begins. (A loop that zeroes gradients in place and skips the optimizer leaves no trace of it: there
-`Monitor.end_step(skipped=True)` says so.) Dynamo compiles the hooks of an optimizer away (see `base.tracing`); such
-steps are found by the optimizer's state.
+A training loop does not announce its steps. Forward passes, backward passes and optimizer steps call hooks. A
+skipped optimizer step, as by a gradient scaler or a check for NaN, does not. It is detected by the gradients, which are
+gone when the next step begins. A loop that zeroes gradients in place and skips the optimizer leaves no trace: it
+must call `Monitor.end_step(skipped=True)`. Dynamo removes the hooks of a compiled optimizer step (see `base.tracing`).
+Such steps are detected by the state of the optimizer.
 """
 
 from __future__ import annotations
@@ -18,44 +18,46 @@ import torch
 
 
 class _Trace(NamedTuple):
-    """Numbers that an update changes. A fused kernel leaves the versions of parameters, but counts its steps."""
+    """Numbers that an update changes. Fused kernels do not change the versions of parameters, but count steps."""
 
-    versions: int  # of all parameters, added up
-    steps: int  # versions of the step counters that are tensors, and the values of those that are numbers
-    states: int  # parameters with a state, which the first update makes
+    versions: int  # sum over all parameters
+    steps: int  # sum of the step counters; of the version of a counter that is a tensor
+    states: int  # number of parameters with a state, which the first update creates
 
 
 class UnseenUpdates:
-    """Compares the traces of updates with those at the last look. Costs nothing until an update is compiled.
+    """Detects updates by comparing the state of the optimizers with the last call. Free until an update is compiled.
 
-    Training thread only; some 0.1 µs a parameter and look.
+    Used on the training thread only. A call costs about 0.1 µs per parameter.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._traces: dict[int, _Trace] | None = None  # by identity of the optimizer; None: none is expected
+        self._traces: dict[int, _Trace] | None = None  # by identity of the optimizer; None: no update is compiled
 
     @property
     def are_expected(self) -> bool:
-        """Return whether the step of some optimizer was compiled."""
+        """True if the step of an optimizer was compiled."""
         return self._traces is not None
 
     @property
     def may_leave_no_trace(self) -> bool:
-        """Return whether a step is compiled that would not be found: fused SGD counts no steps."""
+        """True if a compiled step may remain undetected: fused SGD counts no steps."""
         return self._traces is not None and any(_leaves_no_trace(optimizer) for optimizer in self._optimizers)
 
     def expect(self) -> None:
-        """Look for updates from now on. Call it while the first one is compiled, before it runs."""
+        """Detect updates from now on. Must be called while the first update is compiled, before it runs."""
         if self._traces is None:
             self._traces = {id(optimizer): _trace(optimizer) for optimizer in self._optimizers}
 
     def look(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that have stepped since the last look, in the order of `attach`."""
+        """Return the optimizers that have stepped since the last call, in the order of `attach`."""
         if self._traces is None:
             return []
         before, self._traces = self._traces, {id(optimizer): _trace(optimizer) for optimizer in self._optimizers}
-        known = (item for item in self._optimizers if id(item) in before)  # one that was added since has no past
+        known = (
+            item for item in self._optimizers if id(item) in before
+        )  # without optimizers that were added meanwhile
         return [item for item in known if before[id(item)] != self._traces[id(item)]]
 
 
@@ -66,7 +68,7 @@ def _trace(optimizer: torch.optim.Optimizer) -> _Trace:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else int(tensor._version)  # noqa: SLF001 - torch has no other name for it
+    return 0 if tensor.is_inference() else int(tensor._version)  # noqa: SLF001 - torch has no public name for it
 
 
 def _count(step: Any) -> int:
@@ -81,31 +83,31 @@ def _leaves_no_trace(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class StepStage(enum.Enum):
-    """How far the current step has come."""
+    """The progress of the present step."""
 
-    IDLE = "idle"  # between steps: the last one is closed, the next has not begun
-    OPEN = "open"  # a training forward was seen
-    GRADIENTS = "gradients"  # at least one backward was seen
-    UPDATED = "updated"  # the optimizer has run; numbers logged now still belong to this step
+    IDLE = "idle"  # between two steps
+    OPEN = "open"  # a training forward pass has begun
+    GRADIENTS = "gradients"  # a backward pass has begun
+    UPDATED = "updated"  # the optimizer has stepped; numbers that are logged now still belong to this step
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A step is over. `skipped`: it had gradients, yet no optimizer ran."""
+    """A step that has ended. `skipped`: it had gradients, but no optimizer step."""
 
     step: int
     skipped: bool
 
 
 Cleared = Callable[[], bool]
-"""Asks whether the gradients of the last backward pass have been dropped since. Only called when it matters."""
+"""Returns whether the gradients of the last backward pass are gone. Called only when the answer matters."""
 
 
 class StepTracker:
-    """Counts optimizer attempts, skipped ones included, from `first_step` on.
+    """Numbers the steps from `first_step` on, skipped ones included, and finds their ends.
 
-    Without `has_optimizer` there is no update to miss, so no step counts as skipped. With `explicit`, only `end` ends
-    a step: for loops that do more than one thing with a model, as adversarial training does.
+    Without `has_optimizer`, no step counts as skipped. With `explicit`, only `end` ends a step: for loops that use a
+    model in several ways per step, such as adversarial training.
     """
 
     def __init__(self, first_step: int = 1, *, has_optimizer: bool = True, explicit: bool = False) -> None:
@@ -114,26 +116,26 @@ class StepTracker:
         self._updating = False
         self.stage = StepStage.IDLE
         self.step = first_step
-        """Number of the step under way; in IDLE of the one to come."""
+        """Number of the present step; in the stage IDLE, of the next one."""
 
     def forward_begins(self, cleared: Cleared) -> Ended | None:
-        """A training forward of the whole model begins."""
+        """A training forward pass of the whole model begins; return the step that ends by it, if any."""
         ended = self._end_if_over(cleared)
         if self.stage is StepStage.IDLE:
             self.stage = StepStage.OPEN
         return ended
 
     def backward_begins(self, cleared: Cleared) -> Ended | None:
-        """The first gradient of a backward pass has arrived."""
+        """The first gradient of a backward pass has arrived; return the step that ends by it, if any."""
         ended = self._end_if_over(cleared)
         self.stage = StepStage.GRADIENTS
         return ended
 
     def update_begins(self, *, repeated: bool) -> Ended | None:
-        """An optimizer is about to step; `repeated` when the same one has stepped in this step already.
+        """An optimizer is about to step; return the step that ends by it, if any.
 
-        A closure-driven optimizer computes its gradients inside, as often as it likes: this is the first sign of a
-        new step, and what happens until `updated` belongs to it.
+        `repeated`: the same optimizer has already stepped in the present step. An optimizer with a closure may run
+        several backward passes until `updated`. They all belong to the step that begins here.
         """
         over = self.stage is StepStage.UPDATED and repeated and not self._explicit
         ended = self.end() if over else None
@@ -148,7 +150,7 @@ class StepTracker:
         self._updating = False
 
     def end(self, *, skipped: bool | None = None) -> Ended | None:
-        """End the current step, if one is under way; without `skipped`, gradients without an update mean so."""
+        """End the present step, if any. If `skipped` is None, gradients without an update mean a skipped step."""
         if self.stage is StepStage.IDLE:
             return None
         if skipped is None:

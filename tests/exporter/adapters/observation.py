@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from tests.exporter.adapters.loops import ALONE, LOOPS, MISFORTUNES, WORLD, Loop
 from tests.exporter.adapters.training import OUTER, STEPS
+from tests.exporter.parts import session_of
 from tests.programs import warm_processes
 
 from rankscope_exporter import Monitor, MonitorConfig
@@ -178,9 +179,9 @@ def _hooks_of(module: torch.nn.Module) -> list[Any]:
 
 
 def read(monitor: Monitor, outcome: Outcome) -> None:
-    session = monitor._session
-    if session is None:
+    if monitor.address is None:
         return
+    session = session_of(monitor)
     deadline = time.monotonic() + 30
     measured: list[Any] = []
     while len(measured) < STEPS and time.monotonic() < deadline:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.exporter.parts import session_of
 from tests.programs import warm_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -77,8 +78,7 @@ def train(rank: int, micro_batches: int = 1, *, always_sync: bool = False, **opt
         optimizer.step()
         optimizer.zero_grad()
     monitor.end_step()
-    session = monitor._session
-    assert session is not None
+    session = session_of(monitor)
     deadline = time.monotonic() + 60
     found = measured(session.channel.ring)
     while len({step for step, *_ in found}) < STEPS and time.monotonic() < deadline:

@@ -12,6 +12,7 @@ from tests.exporter.adapters.expectations import ALL, GRADIENTS, LOCAL, check
 from tests.exporter.adapters.loops import SKIPPED, Loop
 from tests.exporter.adapters.observation import Outcome, watched
 from tests.exporter.adapters.training import ADAM, CLIP, STEPS, Net, batch, loss_of, truths
+from tests.exporter.parts import session_of
 
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.adapters import framework_of
@@ -166,7 +167,7 @@ def test_learning_rates_of_all_groups_are_logged():
         monitor.attach(loop.attached, loop.optimizer())
         loop.train(None)
         monitor.end_step()
-        session = monitor._session
+        session = session_of(monitor)
         session.publisher.stop(5.0)
         records = session.channel.ring.after(-1, 1 << 30).records
     rates = {item.value for record in records for item in record.scalars if item.name == "learning_rate"}

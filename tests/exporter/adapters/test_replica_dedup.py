@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.exporter.adapters.loops import WORLD, Loop, ddp, ddp_scaled, fsdp1, fsdp2, plainly, tensor_parallel
 from tests.exporter.adapters.observation import Found, Outcome, begin, outcomes, read, unequal
 from tests.exporter.adapters.training import ADAM, Net
+from tests.exporter.parts import session_of
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -121,8 +122,7 @@ def train(case: Case, rank: int, outcome: Outcome, pair: Pair, groups: dict[str,
         monitor.end_step()
         read(monitor, outcome)
         outcome.faults = monitor.faults
-        session = monitor._session
-        assert session is not None
+        session = session_of(monitor)
         records = session.channel.ring.after(-1, 1 << 30).records
     if groups:
         pair.notes = [str(e.message) for record in records for e in record.events if e.type == "note"]

@@ -1,4 +1,4 @@
-"""Parts of a monitor that do not depend on each other: one that fails is named once and takes no other one with it."""
+"""Independent parts of a monitor: a part that fails is logged once, and the other parts continue."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from rankscope_contract.model.events import EventType
 from rankscope_exporter import AnomalyNan, Monitor
 from rankscope_exporter.adapters.parameter_hooks import remove_all
 from rankscope_exporter.api.session import Session
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 from rankscope_exporter.observers.throughput.meter import Throughput
 from rankscope_exporter.publishing import publisher as publisher_module
+from rankscope_exporter.publishing.console import Console
 from rankscope_exporter.publishing.publisher import Publisher
 from rankscope_exporter.quantities.gradients import Gradients
 from rankscope_exporter.quantities.micro_batches import MicroGradients
@@ -41,7 +42,7 @@ WHY = "no such device"
 
 
 class Training:
-    """A small training under a monitor, whose records are at hand."""
+    """A small training with a monitor, and its records."""
 
     def __init__(self, **settings: Any) -> None:
         torch.manual_seed(0)
@@ -49,7 +50,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         config = {"console": False, "exit_wait_seconds": 0, "quantities": ["parameters", "gradients"], **settings}
         self.monitor = Monitor(config).attach(self.net, self.optimizer)
-        self.session: Session = self.monitor._session  # type: ignore[assignment]
+        self.session: Session = self.monitor._session  # type: ignore[assignment]  # one that fails has none
 
     def train(self, steps: int = 3, **values: Any) -> None:
         for _ in range(steps):
@@ -92,7 +93,7 @@ def hooks_of(training: Training) -> int:
 
 
 def named(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the first words of each fault that was named."""
+    """Return the places of all faults that were logged."""
     return [record.getMessage().partition(" failed")[0] for record in caplog.records if WHY in record.getMessage()]
 
 
@@ -108,7 +109,7 @@ OPTIONAL = {
 
 
 @pytest.mark.parametrize("part", OPTIONAL)
-def test_an_optional_part_that_does_not_start_leaves_the_others(part, monkeypatch, caplog):
+def test_failed_start_of_an_optional_part_keeps_the_others(part, monkeypatch, caplog):
     started = []
     for name, (owner, method) in OPTIONAL.items():
         original = getattr(owner, method)
@@ -131,7 +132,7 @@ def _noting(started: list[str], name: str, original: Callable[..., Any]) -> Call
     return call
 
 
-def test_an_attach_that_fails_undoes_all_it_began_whatever_raises(monkeypatch, caplog):
+def test_failed_attach_stops_all_started_parts(monkeypatch, caplog):
     undone = []
     monkeypatch.setattr(Hooks, "install", broken)
     monkeypatch.setattr(Hooks, "remove", _noting(undone, "hooks", broken))
@@ -144,7 +145,7 @@ def test_an_attach_that_fails_undoes_all_it_began_whatever_raises(monkeypatch, c
     assert ["undoing attach()", "attach()"] == named(caplog)
 
 
-def test_groups_that_cannot_be_looked_up_leave_the_model_measured(monkeypatch, caplog):
+def test_invalid_process_groups_do_not_stop_measuring(monkeypatch, caplog):
     monkeypatch.setattr("rankscope_exporter.api.session_factory.find_replica_dedup", broken)
     training = Training()
     training.train()
@@ -170,8 +171,8 @@ ENDING = {
 
 
 @pytest.mark.parametrize("part", ENDING)
-def test_a_part_that_fails_at_the_end_leaves_the_exit_record(part, monkeypatch, caplog):
-    """And the others are ended, the port is closed."""
+def test_failed_stop_of_a_part_keeps_the_exit_record(part, monkeypatch, caplog):
+    """The other parts are stopped, and the port is closed."""
     ended: list[str] = []
     skipped: list[Callable[[], object]] = []
 
@@ -194,7 +195,7 @@ def test_a_part_that_fails_at_the_end_leaves_the_exit_record(part, monkeypatch, 
         urllib.request.urlopen(f"{address}/healthz", timeout=5)
 
     monkeypatch.undo()
-    for end in skipped:  # a thread or hook that is left would be seen by later tests
+    for end in skipped:  # a remaining thread or hook would affect later tests
         end()
 
     assert set(ENDING) == set(ended)
@@ -215,7 +216,7 @@ class Handle:
             raise OSError(WHY)
 
 
-def test_a_hook_that_cannot_be_removed_leaves_no_other_hook(caplog):
+def test_failed_removal_of_a_hook_removes_the_others(caplog):
     training = Training()
     training.train()
     removed: list[str] = []
@@ -227,14 +228,14 @@ def test_a_hook_that_cannot_be_removed_leaves_no_other_hook(caplog):
     assert ["removing a hook"] == named(caplog)
 
 
-def test_a_quantity_whose_hooks_cannot_be_removed_leaves_those_of_no_other(monkeypatch, caplog):
+def test_failed_removal_in_a_quantity_removes_hooks_of_the_others(monkeypatch, caplog):
     training = Training(quantities=["activations", "structure", "gradients"])
     training.train()
     monkeypatch.setattr(ActiveQuantity, "unhook", _breaking("activations", ActiveQuantity.unhook))
     before = hooks_of(training)
     training.finish()
 
-    assert 0 < hooks_of(training) < before  # those of activations
+    assert 0 < hooks_of(training) < before  # hooks of activations
     assert ["hooks of activations"] == named(caplog)
 
 
@@ -280,7 +281,7 @@ os.wait()
 """
 
 
-def test_a_monitor_that_fails_at_fork_or_exit_leaves_the_others():
+def test_failed_monitor_at_fork_or_exit_keeps_the_others():
     done = run_program(OF_PROCESS)
 
     assert 0 == done.returncode, done.stderr
@@ -313,7 +314,7 @@ time.sleep(60)
 """
 
 
-def test_a_monitor_that_fails_at_a_stop_signal_leaves_the_others():
+def test_failed_monitor_at_a_stop_signal_keeps_the_others():
     done = run_program(OF_SIGNAL)
 
     assert -15 == done.returncode, done.stderr
@@ -324,7 +325,7 @@ def test_a_monitor_that_fails_at_a_stop_signal_leaves_the_others():
 # A step.
 
 
-def test_a_logged_value_that_is_no_number_leaves_the_others(caplog):
+def test_logged_value_that_is_not_a_number_keeps_the_others(caplog):
     training = Training()
     training.train(2, loss=1.5, note="a text", tokens=4)
     training.finish()
@@ -334,7 +335,7 @@ def test_a_logged_value_that_is_no_number_leaves_the_others(caplog):
     assert 1 == len([record for record in caplog.records if "log(note=…) failed" in record.getMessage()])
 
 
-def test_a_learning_rate_that_cannot_be_read_leaves_the_other_values():
+def test_unreadable_learning_rate_keeps_the_other_values():
     training = Training()
     training.optimizer.param_groups[0]["lr"] = {"of": "nothing"}
     training.optimizer.step = lambda *_: None  # type: ignore[method-assign]
@@ -347,7 +348,7 @@ def test_a_learning_rate_that_cannot_be_read_leaves_the_other_values():
     assert 1 == training.monitor.faults
 
 
-def test_statistics_that_cannot_be_read_leave_numbers_and_events_of_the_step(monkeypatch, caplog):
+def test_unreadable_statistics_keep_numbers_and_events_of_the_step(monkeypatch, caplog):
     monkeypatch.setattr(publisher_module, "finish", broken)
     training = Training(rules=[AnomalyNan()])
     training.train(1)
@@ -359,7 +360,7 @@ def test_statistics_that_cannot_be_read_leave_numbers_and_events_of_the_step(mon
     assert ["statistics of a step"] == named(caplog)
 
 
-def test_a_copy_of_statistics_that_fails_leaves_the_numbers_of_the_step(monkeypatch, caplog):
+def test_failed_copy_of_statistics_keeps_the_numbers_of_the_step(monkeypatch, caplog):
     monkeypatch.setattr("rankscope_exporter.sampling.active_quantities.HostCopy", broken)
     training = Training()
     training.train(2)
@@ -369,23 +370,23 @@ def test_a_copy_of_statistics_that_fails_leaves_the_numbers_of_the_step(monkeypa
     assert ["copying statistics"] == named(caplog)
 
 
-def test_a_quantity_that_fails_at_a_gradient_leaves_the_others(monkeypatch, caplog):
-    monkeypatch.setattr(Gradients, "gradient_ready", broken)
+def test_quantity_that_fails_at_a_gradient_keeps_the_others(monkeypatch, caplog):
+    monkeypatch.setattr(Gradients, "on_gradient_ready", broken)
     heard: list[str] = []
-    monkeypatch.setattr(MicroGradients, "gradient_ready", lambda *_: heard.append("micro"), raising=False)
+    monkeypatch.setattr(MicroGradients, "on_gradient_ready", lambda *_: heard.append("micro"), raising=False)
     training = Training(quantities=["gradients", "micro_gradients"])
     training.train(1)
     training.finish()
 
     assert 4 == len(heard)
-    assert ["gradients (gradient_ready)"] == named(caplog)
+    assert ["gradients (on_gradient_ready)"] == named(caplog)
 
 
-def test_a_channel_that_refuses_a_record_leaves_sinks_and_callbacks(monkeypatch, caplog):
+def test_record_refused_by_the_server_reaches_sinks_and_callbacks(monkeypatch, caplog):
     told: list[int | None] = []
     training = Training(rules=[AnomalyNan()], sinks={"api": {}})
     monkeypatch.setattr(training.session.channel, "publish", broken)
-    monkeypatch.setattr(training.session.reactions, "fired", lambda step, _events: told.append(step))
+    monkeypatch.setattr(training.session.reactions.captures, "fired", lambda step, _events: told.append(step))
     training.train(1, loss=float("nan"))
     training.monitor.detach()
 
@@ -394,11 +395,11 @@ def test_a_channel_that_refuses_a_record_leaves_sinks_and_callbacks(monkeypatch,
     assert ["publishing a record"] == named(caplog)
 
 
-def test_a_console_that_fails_leaves_captures_and_callbacks(monkeypatch):
+def test_failed_console_keeps_captures_and_callbacks(monkeypatch):
     told: list[int | None] = []
     training = Training(rules=[AnomalyNan()])
-    monkeypatch.setattr(training.session.console, "firing", broken)
-    monkeypatch.setattr(training.session.reactions, "fired", lambda step, _events: told.append(step))
+    monkeypatch.setattr(Console, "line", broken)
+    monkeypatch.setattr(training.session.reactions.captures, "fired", lambda step, _events: told.append(step))
     training.train(1, loss=float("nan"))
     training.finish()
 
@@ -409,7 +410,7 @@ def test_a_console_that_fails_leaves_captures_and_callbacks(monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["_overhead", "_dropped", "collectives", "stretch"])
-def test_a_part_of_the_page_that_fails_leaves_the_others(part, monkeypatch, caplog):
+def test_failed_part_of_the_page_keeps_the_others(part, monkeypatch, caplog):
     training = Training()
     training.train()
     channel = training.session.channel
@@ -426,7 +427,7 @@ def test_a_part_of_the_page_that_fails_leaves_the_others(part, monkeypatch, capl
 
 
 @pytest.mark.parametrize("part", ["persistence", "_server", "_registration"])
-def test_a_part_of_the_channel_that_fails_to_close_leaves_no_other_open(part, monkeypatch):
+def test_failed_close_of_a_server_part_closes_the_others(part, monkeypatch):
     training = Training(serve={"ingest_url": "http://127.0.0.1:9"})
     channel = training.session.channel
     closed: list[str] = []
@@ -445,8 +446,8 @@ def test_a_part_of_the_channel_that_fails_to_close_leaves_no_other_open(part, mo
 # Switching.
 
 
-def test_a_fault_in_agreeing_leaves_the_switch_thread_at_work(monkeypatch, tmp_path):
-    """Ranks that cannot be asked raise RuntimeError or ValueError; anything else is a fault of ours."""
+def test_fault_in_the_agreement_keeps_the_switch_thread_running(monkeypatch, tmp_path):
+    """An unavailable store raises RuntimeError or ValueError. Any other error is a fault of the monitor."""
     path = tmp_path / "switch.json"
     path.write_text(json.dumps({"dynamic_on": False}))
     training = Training(switch_file=str(path), switch_poll_seconds=0.01)
@@ -460,7 +461,7 @@ def test_a_fault_in_agreeing_leaves_the_switch_thread_at_work(monkeypatch, tmp_p
 
 
 class _Failing:
-    """An agreement with other ranks that raises an error that is not foreseen."""
+    """An agreement with other ranks that raises an unexpected error."""
 
     pending = False
 
@@ -472,10 +473,10 @@ class _Failing:
         raise TypeError(WHY)
 
 
-def test_a_guard_names_each_place_once(caplog):
+def test_error_boundary_logs_each_place_once(caplog):
     caplog.set_level(logging.ERROR, "rankscope")
-    guard = Guard()
+    boundary = ErrorBoundary()
     for where in ("one", "two", "one"):
-        guard.call(where, broken)
+        boundary.call(where, broken)
 
-    assert (["one", "two"], 3) == (named(caplog), guard.count)
+    assert (["one", "two"], 3) == (named(caplog), boundary.count)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import AnomalyNan, AnomalyTurbulence, Monitor, MonitorConfig, ServeConfig
@@ -23,7 +24,7 @@ RELATIVE = 1e-5
 
 
 class Net(nn.Module):
-    """Dropout, a frozen tensor and a tensor that no loss depends on: what real models have."""
+    """A model with dropout, a frozen tensor, and a tensor without influence on the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ def assert_equal_statistics(expected: dict[str, float], numbers: dict[str, Any])
         assert expected[op] == numbers[op], op
 
 
-def test_every_quantity_of_every_step_equals_a_float64_reference(
+def test_all_quantities_of_all_steps_equal_a_float64_reference(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     net, optimizer = make()
@@ -137,7 +138,7 @@ def test_tensors_without_a_gradient_are_absent_not_zero(
     assert {"unused.weight", "frozen"} <= {row.tensor for row in rows if row.kind == "param_after"}
 
 
-def test_fifty_steps_with_dropout_are_bit_identical_with_and_without_the_monitor(quiet: MonitorConfig) -> None:
+def test_fifty_steps_with_dropout_are_bit_identical_with_the_monitor(quiet: MonitorConfig) -> None:
     results = []
     for watched in (False, True):
         net, optimizer = make()
@@ -154,7 +155,7 @@ def test_fifty_steps_with_dropout_are_bit_identical_with_and_without_the_monitor
     assert all(torch.equal(without, with_it) for without, with_it in zip(*results, strict=True))
 
 
-def test_a_skipped_step_is_recorded_with_its_gradients_and_named_skipped(
+def test_skipped_step_has_its_gradients_and_a_skip_event(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     net, optimizer = make()
@@ -183,7 +184,7 @@ def test_a_skipped_step_is_recorded_with_its_gradients_and_named_skipped(
         assert [True, True, False, True] == [math.isfinite(norms[step]) for step in (1, 2, 3, 4)]
 
 
-def test_a_nan_gradient_is_counted_and_named_and_its_norm_is_over_the_finite_rest(
+def test_nan_gradient_is_counted_and_its_norm_covers_finite_elements(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     net, optimizer = make()
@@ -241,7 +242,7 @@ def test_micro_batches_accumulate_into_one_step(
     assert (2, 48.0) == tokens[-1]
 
 
-def test_only_sampled_steps_are_measured_but_every_step_is_logged(
+def test_only_sampled_steps_are_measured_and_all_steps_are_logged(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     net, optimizer = make()
@@ -257,7 +258,7 @@ def test_only_sampled_steps_are_measured_but_every_step_is_logged(
         assert list(range(1, 8)) == [step for step, _ in read.scalars("loss")]
 
 
-def test_logged_numbers_keep_nan_inf_zero_and_absence_apart(
+def test_logged_nan_inf_zero_and_absence_differ(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     net, optimizer = make()
@@ -278,7 +279,7 @@ def test_logged_numbers_keep_nan_inf_zero_and_absence_apart(
     assert 0.01 == pytest.approx(scalars["learning_rate", '{"group":"0"}'])
 
 
-def test_a_value_that_is_no_number_is_a_counted_fault_and_training_goes_on(quiet: MonitorConfig) -> None:
+def test_logged_value_that_is_not_a_number_is_a_counted_fault(quiet: MonitorConfig) -> None:
     net, optimizer = make()
     monitor = Monitor(quiet)
     with monitor.attach(net, optimizer):
@@ -289,9 +290,7 @@ def test_a_value_that_is_no_number_is_a_counted_fault_and_training_goes_on(quiet
         assert 2 == monitor.faults
 
 
-def test_the_training_may_number_its_own_steps(
-    quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
-) -> None:
+def test_script_can_number_its_steps(quiet: MonitorConfig, reader: MakeReader, eventually: Eventually) -> None:
     net, optimizer = make()
     monitor = Monitor(quiet)
     with monitor.attach(net, optimizer):
@@ -305,13 +304,13 @@ def test_the_training_may_number_its_own_steps(
     assert [0, 1, 2] == [record["seq"] for record in records]
 
 
-def test_a_quantity_that_raises_costs_its_rows_not_the_training(
+def test_quantity_that_raises_loses_only_its_rows(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("broken quantity")
 
-    monkeypatch.setattr(Parameters, "after_update", fail)
+    monkeypatch.setattr(Parameters, "on_optimizer_step_end", fail)
     with_fault, plain = make(), make()
     monitor = Monitor(quiet)
     with monitor.attach(*with_fault):
@@ -328,7 +327,7 @@ def test_a_quantity_that_raises_costs_its_rows_not_the_training(
     assert 3 == monitor.faults
     assert {"grad_reduced", "exp_avg", "param_before"} <= {row.kind for row in rows if row.step == 3}
     assert [] == [event for event in events if event["type"] == "step_skipped"]
-    assert ["parameters (after_update) failed, training goes on: RuntimeError('broken quantity')"] == [
+    assert ["parameters (on_optimizer_step_end) failed, training goes on: RuntimeError('broken quantity')"] == [
         event["message"] for event in events if event["type"] == "fault"
     ]
     assert all(torch.equal(a, b) for a, b in zip(with_fault[0].parameters(), plain[0].parameters(), strict=True))
@@ -356,7 +355,7 @@ def count_hooks(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return on_parameters + on_optimizer + len(net._forward_pre_hooks)
 
 
-def test_a_port_that_is_taken_is_said_once_and_training_goes_on(
+def test_used_port_is_logged_once_and_training_continues(
     quiet: MonitorConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket() as taken:
@@ -385,14 +384,13 @@ def test_a_disabled_monitor_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert 0 == count_hooks(net, optimizer)
 
 
-def test_a_phase_on_another_thread_goes_on_when_one_of_training_ends(quiet: MonitorConfig) -> None:
-    """An evaluation during which a checkpoint begins to be written, which takes longer."""
+def test_phase_of_another_thread_remains_when_a_training_phase_ends(quiet: MonitorConfig) -> None:
+    """A checkpoint starts during an evaluation and ends after it."""
     shown: list[str | None] = []
     net, optimizer = make()
     monitor = Monitor(quiet)
     with monitor.attach(net, optimizer):
-        session = monitor._session
-        assert session is not None
+        session = session_of(monitor)
         session.channel.set_phase = shown.append  # type: ignore[method-assign]
         evaluation, checkpoint = monitor.phase("evaluation"), monitor.phase("checkpoint")
         evaluation.__enter__()
@@ -433,10 +431,9 @@ def test_an_exception_in_training_leaves_an_exit_record(quiet: MonitorConfig, ca
     monitor = Monitor(quiet)
     published: list[Any] = []
     monitor.attach(net, optimizer)
-    session = monitor._session
-    assert session is not None
-    publish = session.publisher._publish_record
-    session.publisher._publish_record = lambda record: published.append(record) or publish(record)  # type: ignore[func-returns-value]
+    session = session_of(monitor)
+    publish = session.publisher.publish
+    session.publisher.publish = lambda record: published.append(record) or publish(record)  # type: ignore[func-returns-value]
 
     def fail() -> None:
         with monitor:
@@ -451,7 +448,7 @@ def test_an_exception_in_training_leaves_an_exit_record(quiet: MonitorConfig, ca
     assert '"reason": "exception"' in str(exits[0].details)
     assert '"last_step": 1' in str(exits[0].details)
     assert "training failed at" in str(exits[0].details)
-    str(exits[0].details).encode()  # raises where the stream could not hold it
+    str(exits[0].details).encode()  # raises an error if the stream cannot represent it
 
 
 def test_two_optimizers_step_as_one(quiet: MonitorConfig, reader: MakeReader, eventually: Eventually) -> None:

@@ -1,4 +1,4 @@
-"""What a training script says and does around the hooks: log, phase, event, numbering, copies, compile, odd loops."""
+"""Calls of a training script: log, phase, event, step numbers; and copies, compilation and unusual loops."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_contract.rules.nan import AnomalyNan
@@ -46,7 +47,7 @@ def page(read: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-def test_a_logged_tensor_is_taken_as_it_is_now(
+def test_logged_tensor_has_its_value_at_the_time_of_the_call(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     net, optimizer = make()
@@ -64,10 +65,10 @@ def test_a_logged_tensor_is_taken_as_it_is_now(
 @pytest.mark.parametrize(
     "bad", [torch.tensor(1 + 2j), torch.tensor(1.0, device="meta"), "high", torch.ones(2)], ids=repr
 )
-def test_a_value_that_cannot_be_logged_costs_nothing_but_itself(
+def test_value_that_cannot_be_logged_loses_only_itself(
     bad: Any, quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
-    """More of them than steps may wait for the publisher: sampling goes on."""
+    """There are more invalid values than steps may wait for the publisher: sampling continues."""
     steps = active_quantities.MAX_BACKLOG + 6
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
@@ -76,7 +77,7 @@ def test_a_value_that_cannot_be_logged_costs_nothing_but_itself(
             step(net, optimizer)
             monitor.log(good=1.0)
             monitor.log(bad=bad)
-            if number % 16 == 15:  # a publisher that is slow for want of a processor would skip steps by right
+            if number % 16 == 15:  # a publisher without CPU time would correctly skip steps
                 wanted = number - 8
                 eventually(lambda wanted=wanted: len(read.scalars("good")) > wanted)
         monitor.end_step()
@@ -87,9 +88,7 @@ def test_a_value_that_cannot_be_logged_costs_nothing_but_itself(
         assert [] == read.scalars("bad")
 
 
-def test_nan_that_training_logs_shows_in_gauge_and_counter(
-    quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
-) -> None:
+def test_logged_nan_is_in_gauge_and_counter(quiet: MonitorConfig, reader: MakeReader, eventually: Eventually) -> None:
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
         read = reader(monitor)
@@ -108,7 +107,7 @@ def test_nan_that_training_logs_shows_in_gauge_and_counter(
     assert (1.0, 1.0) == (after["rankscope_rule_firing", labels], after["rankscope_anomaly_events_total", labels])
 
 
-def test_the_first_cause_survives_when_everything_fires_at_once(
+def test_first_cause_is_kept_when_all_rules_fire(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     torch.manual_seed(0)
@@ -127,7 +126,7 @@ def test_the_first_cause_survives_when_everything_fires_at_once(
     assert "39.weight" in {by_call[0]["tensor"], by_call[1]["tensor"]}
 
 
-def test_numbers_given_before_and_after_the_step_mean_the_same_step(
+def test_step_number_before_or_after_the_step_means_the_same_step(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     for before in (True, False):
@@ -147,7 +146,7 @@ def test_numbers_given_before_and_after_the_step_mean_the_same_step(
             assert [100, 101, 102, 50, 51] == list(dict.fromkeys(row.step for row in read.rows())), before
 
 
-def test_a_number_given_between_steps_is_the_next_one(
+def test_step_number_between_steps_is_that_of_the_next_step(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     net, optimizer = make()
@@ -182,7 +181,7 @@ def test_rates_and_totals_follow_from_amounts(quiet: MonitorConfig, reader: Make
         assert ("seconds", "tokens/s") == (units["step_seconds"], units["tokens_per_second"])
 
 
-def test_rules_judge_what_training_logs_and_not_what_we_add(reader: MakeReader, eventually: Eventually) -> None:
+def test_rules_evaluate_logged_scalars_and_not_derived_ones(reader: MakeReader, eventually: Eventually) -> None:
     net, optimizer = make()
     rules = (AnomalyNan(threshold=1_000.0),)
     config = MonitorConfig(quantities=("parameters",), rules=rules, console=False, exit_wait_seconds=0)
@@ -200,7 +199,7 @@ def test_rules_judge_what_training_logs_and_not_what_we_add(reader: MakeReader, 
     assert [(2, "loss")] == fired
 
 
-def test_a_learning_rate_is_logged_once_by_us_or_by_the_script(
+def test_learning_rate_is_logged_once_by_monitor_or_script(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     net, optimizer = make()
@@ -215,9 +214,7 @@ def test_a_learning_rate_is_logged_once_by_us_or_by_the_script(
         assert [(1, pytest.approx(0.1)), (2, 0.5)] == read.scalars("learning_rate")
 
 
-def test_memory_is_part_of_every_measured_step(
-    quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
-) -> None:
+def test_memory_is_part_of_every_sampled_step(quiet: MonitorConfig, reader: MakeReader, eventually: Eventually) -> None:
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
         read = reader(monitor)
@@ -229,7 +226,7 @@ def test_memory_is_part_of_every_measured_step(
     assert 50e6 < resident < 100e9
 
 
-def test_a_step_is_handed_over_when_training_pauses_and_its_time_follows(
+def test_step_is_published_during_a_pause_and_its_time_follows(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rankscope_exporter.publishing.publisher.IDLE_FLUSH_SECONDS", 0.2)
@@ -267,13 +264,12 @@ def test_a_pause_between_two_optimizers_does_not_split_the_step(
     assert 4 == sum(row.kind == "exp_avg" for row in rows)
 
 
-def test_phases_nest_add_up_and_are_events(quiet: MonitorConfig, reader: MakeReader, eventually: Eventually) -> None:
+def test_nested_phases_have_totals_and_events(quiet: MonitorConfig, reader: MakeReader, eventually: Eventually) -> None:
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
         read = reader(monitor)
         shown = []
-        session = monitor._session
-        assert session is not None
+        session = session_of(monitor)
         for _ in range(2):
             with monitor.phase("evaluation"):
                 with monitor.phase("checkpoint"):
@@ -303,7 +299,7 @@ def test_an_event_carries_its_text_and_details(
     assert 0 == monitor.faults
 
 
-def test_a_model_can_be_copied_and_saved_while_it_is_watched(quiet: MonitorConfig) -> None:
+def test_monitored_model_can_be_copied_and_saved(quiet: MonitorConfig) -> None:
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
         step(net, optimizer)
@@ -364,7 +360,7 @@ def test_lbfgs_makes_one_step_of_many_evaluations(
         assert [] == [event for event in read.events() if event["type"] == "step_skipped"]
 
 
-def test_a_fused_optimizer_that_skips_by_itself_is_a_skipped_step(
+def test_fused_optimizer_that_skips_on_the_device_is_a_skipped_step(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
     net = nn.Linear(4, 2)
@@ -383,10 +379,10 @@ def test_a_fused_optimizer_that_skips_by_itself_is_a_skipped_step(
         assert [2] == [event["step"] for event in read.events() if event["type"] == "step_skipped"]
 
 
-def test_a_failed_backward_does_not_hide_the_next_one(
+def test_failed_backward_pass_does_not_hide_the_next_one(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
-    """In eval mode no forward hook marks the steps, and the second backward dies in the middle."""
+    """In evaluation mode no forward hook begins a step, and the second backward pass fails in the middle."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     fail = False
@@ -416,7 +412,7 @@ def test_a_failed_backward_does_not_hide_the_next_one(
     assert [2] == skipped
 
 
-def test_a_parameter_that_was_replaced_is_absent_and_said_once(
+def test_replaced_parameter_is_absent_and_reported_once(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     net, _ = make()
@@ -439,29 +435,30 @@ def test_a_parameter_that_was_replaced_is_absent_and_said_once(
     assert ["bias" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_steps_that_wait_beyond_the_limit_are_counted_not_kept(
+def test_steps_beyond_the_backlog_limit_are_counted_as_dropped(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(active_quantities, "MAX_BACKLOG", 3)
     net, optimizer = make()
     with Monitor(quiet).attach(net, optimizer) as monitor:
         read = reader(monitor)
-        session = monitor._session
-        assert session is not None
-        hold, publish = threading.Event(), session.publisher._publish_record
+        session = session_of(monitor)
+        hold, publish = threading.Event(), session.publisher.publish
 
         def slow(record: Any) -> int:
             hold.wait(20)
             return publish(record)
 
-        session.publisher._publish_record = slow
+        session.publisher.publish = slow
         for _ in range(10):
             step(net, optimizer)
             monitor.log(loss=1.0)
         hold.set()
         step(net, optimizer)
         monitor.end_step()
-        eventually(lambda: any(record["step"] == 11 for record in read.records()))  # the last: all others are there
+        eventually(
+            lambda: any(record["step"] == 11 for record in read.records())
+        )  # the last record: all others are present
         measured = {row.step for row in read.rows()}
 
         assert 10 == len(read.scalars("loss"))
@@ -517,10 +514,10 @@ def test_logging_from_other_threads_loses_nothing(
         assert 0 == monitor.faults
 
 
-def test_gradients_that_the_optimizer_computes_by_itself_are_read_after_clipping(
+def test_gradients_computed_in_a_closure_are_read_after_clipping(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
-    """As Lightning trains: forward, backward and clipping run inside of `optimizer.step(closure)`."""
+    """As in Lightning: forward, backward and clipping run inside `optimizer.step(closure)`."""
     net, optimizer = make()
     clipped: list[float] = []
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from rankscope_exporter.base.errors import MOST_CHARACTERS, Guard, fault_text
+from rankscope_exporter.base.errors import MOST_CHARACTERS, ErrorBoundary, fault_text
 
 
 def fail(error: Exception) -> None:
@@ -14,13 +14,13 @@ def fail(error: Exception) -> None:
 
 
 def test_a_fault_is_swallowed_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    guard = Guard()
+    boundary = ErrorBoundary()
     with caplog.at_level(logging.ERROR, logger="rankscope"):
         for _ in range(3):
-            guard.call("the hook", fail, ValueError("first"))
-        guard.call("the hook", fail, KeyError("second"))
+            boundary.call("the hook", fail, ValueError("first"))
+        boundary.call("the hook", fail, KeyError("second"))
 
-    assert 4 == guard.count
+    assert 4 == boundary.count
     assert [
         "the hook failed, training goes on: ValueError('first')",
         "the hook failed, training goes on: KeyError('second')",
@@ -36,13 +36,13 @@ def test_a_file_that_failed_is_named_and_an_error_that_quotes_all_is_cut() -> No
 
 
 def test_the_result_comes_back() -> None:
-    assert 3 == Guard().call("sum", sum, (1, 2))
+    assert 3 == ErrorBoundary().call("sum", sum, (1, 2))
 
 
 def test_an_interrupt_is_not_a_fault() -> None:
     """Ctrl-C and SystemExit belong to the user."""
-    guard = Guard()
+    boundary = ErrorBoundary()
     with pytest.raises(KeyboardInterrupt):
-        guard.call("the hook", fail, KeyboardInterrupt())  # type: ignore[arg-type]  # not an Exception, on purpose
+        boundary.call("the hook", fail, KeyboardInterrupt())  # type: ignore[arg-type]  # not an Exception, on purpose
 
-    assert 0 == guard.count
+    assert 0 == boundary.count

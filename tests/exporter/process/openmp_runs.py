@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.exporter.parts import session_of
 from torch import nn
 from torch.nn import functional
 
@@ -241,8 +242,7 @@ def train(case: Case, folder: Path) -> dict[str, Any]:
         "own": sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread()),
     }
     if monitor is not None:
-        session = monitor._session
-        assert session is not None
+        session = session_of(monitor)
         monitor.detach()
         records = session.channel.ring.after(-1, 1 << 62).records
         found["rows"] = sorted({name for record in records for name in DATASETS if getattr(record, name)})

@@ -25,7 +25,7 @@ def attached(**settings):
             if event.type == "exit":
                 os.write(1, f"{json.loads(event.details)}\\n".encode())
         return publish(record)
-    monitor._session.publisher._publish_record = tell
+    monitor._session.publisher.publish = tell
     net(torch.ones(3, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -113,7 +113,7 @@ def test_a_signal_that_comes_while_our_own_code_runs_waits_until_it_has_left():
             stop()
             time.sleep(0.2)
             say("left")
-        monitor._session.recorder.between(inside)
+        monitor._session.hooks.between(inside)
         time.sleep(10)
         """)
 

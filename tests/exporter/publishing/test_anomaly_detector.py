@@ -1,4 +1,4 @@
-"""The vectorised judge says, for every series, exactly what the contract's plain evaluator says."""
+"""The vectorised detector gives the same result for every series as the contract's reference evaluator."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ observation = st.tuples(st.booleans(), st.tuples(*[value32] * len(VALUE_OPS)), s
 
 @st.composite
 def stories(draw):
-    """Return rules, the kinds of some entries, and what was observed of each entry at each step."""
+    """Return rules, the kinds of some entries, and the observations of each entry at each step."""
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
     rules = draw(st.lists(turbulence | nan, max_size=4))
     steps = draw(st.lists(st.tuples(*[observation] * len(kinds)), min_size=1, max_size=8))
@@ -59,7 +59,7 @@ def stories(draw):
 
 
 def finished(step) -> Finished:
-    """Return one step's observations as they come from the statistics."""
+    """Return the observations of one step in the form of the statistics."""
     present = np.array([seen for seen, _, _ in step])
     values = np.array([values for _, values, _ in step], np.float32).T
     counts = np.zeros((len(COUNT_OPS), len(step)), np.int64)
@@ -76,7 +76,7 @@ def bits(number: float | None) -> bytes:
 
 
 def one_entry(rules, observations):
-    """Return the judgement on each step of a single gradient."""
+    """Return the verdict on each step of a single gradient."""
     detector = AnomalyDetector(rules, plan(["grad_reduced"]))
     return [detector.observe(finished([observed])) for observed in observations]
 
@@ -86,7 +86,7 @@ def norm_of(value, *, nans=0, infs=0, present=True):
 
 
 def expected_firings(rules, kinds, steps):
-    """Return what the plain evaluator says, series by series: {(step, entry, op): (rule, value, baseline)}."""
+    """Return the results of the reference evaluator: {(step, entry, op): (rule, value, baseline)}."""
     firings = {}
     for entry, kind in enumerate(kinds):
         seen = [(number, step[entry]) for number, step in enumerate(steps) if step[entry][0]]
@@ -105,7 +105,7 @@ def expected_firings(rules, kinds, steps):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(stories())
-def test_firings_are_those_of_the_plain_evaluator(story):
+def test_firings_equal_the_reference_evaluator(story):
     rules, kinds, steps = story
     detector = AnomalyDetector(rules, plan(kinds), limit=1000)
     found = {}
@@ -121,7 +121,7 @@ def test_firings_are_those_of_the_plain_evaluator(story):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(stories())
-def test_shown_baselines_are_what_the_plain_evaluator_compares_with(story):
+def test_baselines_equal_the_reference_evaluator(story):
     rules, kinds, steps = story
     detector = AnomalyDetector(rules, plan(kinds))
     own = {(op, entry): math.nan for op in JUDGED_OPS for entry in range(len(kinds))}
@@ -139,8 +139,8 @@ def test_shown_baselines_are_what_the_plain_evaluator_compares_with(story):
 
 
 @pytest.mark.parametrize("vector", json.loads(VECTORS.read_text())["series"], ids=lambda v: v["id"])
-def test_recorded_vectors_through_the_judge(vector):
-    """What a tensor cannot show (a NaN norm) is null here, and counted as `nans`."""
+def test_detector_gives_the_recorded_results(vector):
+    """A value that no tensor can have (a NaN norm) is null here, and counted as `nans`."""
     rules = [rule_from_config(entry) for entry in vector["rules"]]
     column = VALUE_OPS.index(vector["op"])
     detector = AnomalyDetector(rules, plan(["grad_reduced"]))
@@ -165,7 +165,7 @@ def test_nans_and_infs_of_one_entry_are_one_firing():
     assert [("nans", 3.0, None)] == [(firing.op, firing.value, firing.baseline) for firing in judgement.firings]
 
 
-def test_infs_alone_fire_and_in_seed_mode_do_not():
+def test_infs_fire_unless_in_seed_mode():
     (judgement,) = one_entry([AnomalyNan()], [norm_of(1.0, infs=2)])
     (seed,) = one_entry([AnomalyNan(infs=False)], [norm_of(1.0, infs=2)])
 
@@ -173,7 +173,7 @@ def test_infs_alone_fire_and_in_seed_mode_do_not():
     assert () == seed.firings
 
 
-def test_absence_leaves_the_baseline_alone():
+def test_absent_entry_keeps_the_baseline():
     steps = [norm_of(1.0), norm_of(9.0, present=False), norm_of(NULL), norm_of(1.0)]
     shown = [float(judgement.baselines[0, 0]) for judgement in one_entry([], steps)]
 
@@ -198,7 +198,7 @@ def test_an_absent_entry_never_fires():
     assert () == AnomalyDetector([AnomalyNan(threshold=1.0)], plan(["act_out"])).observe(absent).firings
 
 
-def test_firings_are_ordered_by_entry_and_capped_with_the_rest_counted():
+def test_firings_are_ordered_limited_and_counted():
     detector = AnomalyDetector([AnomalyNan(threshold=1.0)], plan(["act_out"] * 50), limit=5)
     judgement = detector.observe(finished([norm_of(5.0, nans=1)] * 50))
 
@@ -208,8 +208,8 @@ def test_firings_are_ordered_by_entry_and_capped_with_the_rest_counted():
     assert 95 == judgement.left_out
 
 
-def test_of_a_step_with_micro_batches_the_first_cause_is_never_cut_off():
-    """A NaN that begins in an activation of the first micro-batch is in all that comes behind it."""
+def test_limit_keeps_the_first_cause_of_micro_batches():
+    """A NaN that begins in an activation of the first micro-batch is in all later tensors."""
     order = [("param_before", None), ("act_out", 0), ("act_grad_out", 0), ("act_out", 1), ("grad_unreduced", None)]
     entries = [PlanEntry(kind=kind, tensor="t", micro_step=micro_step) for kind, micro_step in reversed(order)]
     judgement = AnomalyDetector([AnomalyNan()], entries, limit=4).observe(finished([norm_of(5.0, nans=1)] * 5))
@@ -218,13 +218,13 @@ def test_of_a_step_with_micro_batches_the_first_cause_is_never_cut_off():
     assert order[:4] == told
 
 
-def test_firing_names_every_rule_that_fires_on_a_kind_beyond_the_cap_too():
+def test_firing_pairs_include_rules_beyond_the_limit():
     rules = [AnomalyTurbulence(threshold=0.5), AnomalyNan(threshold=5.0, kinds=["grad_reduced", "act_out"])]
     detector = AnomalyDetector(rules, plan(["act_out", "grad_reduced", "param_after"]), limit=1)
     detector.observe(finished([norm_of(1.0)] * 3))
     judgement = detector.observe(finished([norm_of(1.0), norm_of(6.0), norm_of(2.0)]))
 
-    # On the gradient turbulence names the alert; the limit is exceeded all the same, and PromQL says so as well.
+    # AnomalyTurbulence names the event of the gradient. The limit rule holds as well, as in PromQL.
     assert {
         ("AnomalyTurbulence", "grad_reduced"),
         ("AnomalyTurbulence", "param_after"),
@@ -241,7 +241,7 @@ def test_a_firing_carries_value_baseline_and_threshold():
     assert frozenset({("AnomalyTurbulence", "grad_reduced")}) == judgement.firing
 
 
-def test_scalars_are_judged_by_the_rules_for_scalars():
+def test_scalars_are_evaluated_by_scalar_rules():
     detector = AnomalyDetector([AnomalyTurbulence(threshold=0.5), AnomalyNan()], [])
 
     assert [None, None, "AnomalyNan", "AnomalyNan"] == [
@@ -250,7 +250,7 @@ def test_scalars_are_judged_by_the_rules_for_scalars():
     ]
 
 
-def test_a_plan_without_entries_is_judged():
+def test_empty_plan_has_a_verdict():
     values, counts = np.zeros((len(VALUE_OPS), 0), np.float32), np.zeros((len(COUNT_OPS), 0), np.int64)
     empty = Finished(values, counts, np.zeros(0, np.bool_))
     judgement = AnomalyDetector([AnomalyNan(), AnomalyTurbulence(threshold=1)], []).observe(empty)
@@ -259,7 +259,7 @@ def test_a_plan_without_entries_is_judged():
     assert (len(JUDGED_OPS), 0) == judgement.baselines.shape
 
 
-def test_a_judgement_is_not_changed_by_later_steps():
+def test_verdict_is_not_changed_by_later_steps():
     first, _ = one_entry([], [norm_of(1.0), norm_of(100.0)])
 
     assert 1.0 == float(first.baselines[0, 0])

@@ -1,4 +1,4 @@
-"""What a rank prints: who, what and where, and never a flood."""
+"""The lines that a rank prints, and their rate limit; the reason for the end of a process."""
 
 from __future__ import annotations
 
@@ -9,34 +9,39 @@ import pytest
 from rankscope_contract.model.events import Event, EventType, ExitReason
 from rankscope_exporter.process.lifecycle import encodable, exit_reason, weighed_reason
 from rankscope_exporter.publishing.console import FREE_LINES, MIN_SECONDS_BETWEEN_LINES, Console, banner
+from rankscope_exporter.records.step_record import StepRecord
 
 
 def anomaly(kind: str, message: str) -> Event:
     return Event(type=EventType.ANOMALY, kind=kind, message=message)
 
 
-def test_a_firing_is_one_line_that_names_the_first_cause() -> None:
+def record(step: int, *events: Event) -> StepRecord:
+    return StepRecord(ts=0, step=step, events=events)
+
+
+def test_firing_prints_one_line_with_the_first_cause() -> None:
     stream = io.StringIO()
     console = Console(3, enabled=True, stream=stream)
-    console.firing(7, [anomaly("grad_reduced", "effect"), anomaly("grad_unreduced", "cause")])
+    console.on_record(record(7, anomaly("grad_reduced", "effect"), anomaly("grad_unreduced", "cause")))
 
     assert "rankscope: step 7, rank 3: cause (and 1 more at this step)\n" == stream.getvalue()
 
 
-def test_a_training_that_diverges_does_not_flood_the_console() -> None:
+def test_many_firings_do_not_flood_the_console() -> None:
     stream, now = io.StringIO(), [0.0]
     console = Console(0, enabled=True, stream=stream, clock=lambda: now[0])
     for step in range(100):
-        console.firing(step, [anomaly("grad_reduced", "again")])
+        console.on_record(record(step, anomaly("grad_reduced", "again")))
     now[0] = MIN_SECONDS_BETWEEN_LINES
-    console.firing(100, [anomaly("grad_reduced", "again")])
+    console.on_record(record(100, anomaly("grad_reduced", "again")))
     lines = stream.getvalue().splitlines()
 
     assert FREE_LINES + 1 == len(lines)
     assert f"[{100 - FREE_LINES} steps with firings not shown]" in lines[-1]
 
 
-def test_a_closed_stream_and_a_disabled_console_are_silent() -> None:
+def test_closed_stream_and_disabled_console_print_nothing() -> None:
     stream = io.StringIO()
     Console(0, enabled=False, stream=stream).line("nothing")
     assert "" == stream.getvalue()
@@ -44,11 +49,11 @@ def test_a_closed_stream_and_a_disabled_console_are_silent() -> None:
     Console(0, enabled=True, stream=stream).line("nothing")
 
 
-def test_the_banner_says_what_is_watched_what_it_costs_and_who_reads_it() -> None:
+def test_banner_names_tensors_cost_and_reader() -> None:
     lines = banner(
         run="my run",
         world_size=2,
-        what="gradients",
+        measured="gradients",
         tensors=3,
         elements=1_234_567,
         series=12,
@@ -63,7 +68,7 @@ def test_the_banner_says_what_is_watched_what_it_costs_and_who_reads_it() -> Non
     assert (
         "run 'my run' on 2 ranks; gradients of 3 tensors (1,234,567 elements) every 5 steps, numba kernel" == lines[0]
     )
-    assert lines[1].startswith("12 series, about 0 kB a step; http://127.0.0.1:9/metrics, read by nobody yet: ")
+    assert lines[1].startswith("12 series, about 0 kB per step; http://127.0.0.1:9/metrics, read by no service: ")
     assert "RANKSCOPE_INGEST_URL" in lines[1]
 
 
@@ -82,7 +87,7 @@ def test_the_banner_says_what_is_watched_what_it_costs_and_who_reads_it() -> Non
         (ValueError("no"), ExitReason.EXCEPTION),
     ],
 )
-def test_why_a_process_ends(error: BaseException | None, reason: ExitReason) -> None:
+def test_exit_reason_of_an_exception(error: BaseException | None, reason: ExitReason) -> None:
     assert reason is exit_reason(error)[0]
 
 
@@ -100,7 +105,7 @@ def test_why_a_process_ends(error: BaseException | None, reason: ExitReason) -> 
         (SystemExit(3), 100, 100, (ExitReason.EXCEPTION, "SystemExit: 3")),
     ],
 )
-def test_what_was_planned_tells_an_end_from_a_stop(
+def test_planned_steps_distinguish_completion_from_a_stop(
     ended_by: BaseException | None,
     last_step: int | None,
     planned: int | None,
@@ -110,11 +115,9 @@ def test_what_was_planned_tells_an_end_from_a_stop(
 
 
 @pytest.mark.parametrize(("last_step", "reason"), [(100, ExitReason.COMPLETED), (40, ExitReason.UNKNOWN)])
-def test_a_process_that_ends_without_a_word_has_completed_what_was_planned_or_nobody_knows(
-    last_step: int, reason: ExitReason
-) -> None:
+def test_end_without_an_error_is_completed_or_unknown(last_step: int, reason: ExitReason) -> None:
     assert (reason, None) == weighed_reason(ExitReason.UNKNOWN, None, last_step, 100)
 
 
-def test_text_that_utf8_cannot_say_is_written_out() -> None:
+def test_text_without_utf8_form_is_escaped() -> None:
     assert "a\\ud800 é" == encodable("a\ud800 é")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
@@ -99,8 +100,7 @@ def train(
 
 def published(monitor: Monitor, last_step: int) -> tuple[Sequence[StepRecord], list[str]]:
     """Return the records and the notices in them, after `last_step` was published."""
-    session = monitor._session
-    assert session is not None
+    session = session_of(monitor)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         records = session.channel.ring.after(-1, 1 << 30).records

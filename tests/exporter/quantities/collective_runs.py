@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
@@ -70,9 +71,9 @@ def train(
 
 def left(monitor: Monitor, net: nn.Module) -> Run:
     """Detach, and return the results of the run."""
-    session = monitor._session
     records: Sequence[Any] = ()
-    if session is not None:
+    if monitor.address is not None:
+        session = session_of(monitor)
         monitor.end_step()
         assert session.publisher.catch_up(LONG_SECONDS)
         monitor.detach()

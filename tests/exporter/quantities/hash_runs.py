@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.exporter.parts import session_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -151,8 +152,7 @@ def _bits(parameter: Any) -> list[int]:
 
 
 def _left(monitor: Monitor) -> dict[str, Any]:
-    session = monitor._session
-    assert session is not None
+    session = session_of(monitor)
     assert session.publisher.catch_up(LONG_SECONDS)
     assert monitor.address is not None
     with urllib.request.urlopen(monitor.address + "/metrics", timeout=LONG_SECONDS) as answer:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
@@ -52,11 +53,11 @@ class Run:
 
     @property
     def session(self) -> Any:
-        return self.monitor._session
+        return session_of(self.monitor)
 
     @property
     def sums(self) -> Any:
-        return self.session._active_quantities.quantity("gradients")._sums
+        return self.session.active_quantities.quantity("gradients")._sums
 
     def step(self, micros: int, *, updates: bool = True) -> None:
         own = torch.zeros(2, 3)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -72,8 +73,7 @@ def run(
         optimizer.step()
         optimizer.zero_grad()
     monitor.end_step()
-    session = monitor._session
-    assert session is not None
+    session = session_of(monitor)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         records = session.channel.ring.after(-1, 1 << 30).records

@@ -1,4 +1,4 @@
-"""A rule fires: more is measured for some steps, the samples are named, the script is told, and all is as before."""
+"""A firing starts a capture for some steps, names the samples and calls `on_anomaly`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.conftest import wait_until
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Anomaly, AnomalyNan, AnomalyTurbulence, ConfigError, Monitor, MonitorConfig
@@ -26,7 +27,7 @@ PLAIN: dict[str, Any] = {
 
 
 class Training:
-    """Logs a loss at every step, NaN at some, and waits then until the capture is known."""
+    """A training that logs a loss at every step, NaN at some, and waits for the capture after those."""
 
     def __init__(self, *, on_anomaly: Callable[[Anomaly], object] | None = None, **settings: Any) -> None:
         torch.manual_seed(0)
@@ -34,8 +35,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.monitor = Monitor({**PLAIN, "capture": CAPTURE, **settings}, on_anomaly=on_anomaly)
         self.monitor.attach(self.net, self.optimizer)
-        session = self.monitor._session
-        assert session is not None
+        session = session_of(self.monitor)
         self.change_queue, self.ring, self.publisher = session.change_queue, session.channel.ring, session.publisher
         self.step = 0
 
@@ -49,7 +49,7 @@ class Training:
             self.monitor.log(loss=loss)
 
     def fire(self, **more: Any) -> None:
-        """Make one step whose loss is NaN, and have it published."""
+        """Make one step with a NaN loss, and wait until it is published."""
         self.train(1, loss=float("nan"), **more)
         self.monitor.end_step()
         assert self.publisher.catch_up(60)
@@ -60,7 +60,7 @@ class Training:
         assert 0 == self.monitor.faults
 
     def steps_with(self, kind: str) -> list[int | None]:
-        """Return the numbers of the steps at which something of `kind` was measured."""
+        """Return the numbers of the steps with statistics of `kind`."""
         found = []
         for record in self.records:
             if record.statistics is not None:
@@ -79,7 +79,7 @@ def hooks(net: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
 
 
-def test_a_firing_has_more_measured_for_so_many_steps_while_all_else_goes_on():
+def test_firing_adds_quantities_for_some_steps_and_changes_nothing_else():
     training = Training()
     training.train(5)
     before = hooks(training.net)
@@ -97,8 +97,8 @@ def test_a_firing_has_more_measured_for_so_many_steps_while_all_else_goes_on():
     assert ({"7": [[7]], "8": [[8]], "9": [[9]]}, False) == (ended["samples"], ended["cut_short"])
 
 
-def test_what_is_measured_already_is_captured_too_and_counts_on_as_before():
-    """Parameters at every 4th step, at most 3 times."""
+def test_capture_of_an_active_quantity_keeps_its_schedule():
+    """Parameters are sampled at every 4th step, at most 3 times."""
     training = Training(capture={**CAPTURE, "quantities": ["parameters"]}, times=3)
     training.train(1)
     training.fire()
@@ -108,8 +108,8 @@ def test_what_is_measured_already_is_captured_too_and_counts_on_as_before():
     assert [1, 3, 4, 5, 9] == training.steps_with("param_before")
 
 
-def test_a_quantity_may_be_captured_with_options_of_its_own():
-    """Its rows are no doubles of those that are measured anyway, which go on afterwards with the rows they had."""
+def test_quantity_can_be_captured_with_other_options():
+    """Its rows replace those of the active quantity, which continues afterwards with its own rows."""
     capture = {**CAPTURE, "options": {"parameters": {"targets": ["0.*"]}}, "quantities": ["parameters"]}
     training = Training(capture=capture, options={"parameters": {"targets": ["0.weight", "2.*"]}}, every=2)
     training.train(3)
@@ -128,7 +128,7 @@ def test_a_quantity_may_be_captured_with_options_of_its_own():
     assert {1: usual, 3: usual, 5: captured, 6: captured, 7: captured, 9: usual} == found
 
 
-def test_firings_within_the_cooldown_have_nothing_captured_and_there_is_an_end_of_it():
+def test_firings_in_the_cooldown_or_above_the_limit_start_no_capture():
     training = Training(capture={**CAPTURE, "max_captures": 2})
     for _ in range(20):
         training.fire()
@@ -160,8 +160,8 @@ def test_the_end_of_training_ends_a_capture():
     assert [{"2": [[2]], "3": [[3]]}] == [told["samples"] for told in training.told("ended")]
 
 
-def test_a_capture_that_training_does_not_live_to_see_is_said():
-    """The rule fires at the last step, and its capture would begin with the next one."""
+def test_capture_that_does_not_begin_before_the_end_is_reported():
+    """The rule fires at the last step. The capture would begin with the next one."""
     training = Training()
     training.train(2)
     training.train(1, loss=float("nan"))
@@ -172,7 +172,7 @@ def test_a_capture_that_training_does_not_live_to_see_is_said():
     assert [3] == [told["fired_step"] for told in training.told("missed")]
 
 
-def test_a_capture_that_came_is_none_that_was_missed():
+def test_capture_that_began_is_not_reported_as_missed():
     training = Training()
     training.fire()
     training.train(9)
@@ -182,7 +182,7 @@ def test_a_capture_that_came_is_none_that_was_missed():
     assert [] == training.told("missed")
 
 
-def test_only_the_rules_that_were_chosen_are_captured():
+def test_only_configured_rules_start_a_capture():
     rules = [AnomalyNan(), AnomalyNan(name="large", threshold=1e15)]
     training = Training(rules=rules, capture={**CAPTURE, "rules": ["large"]})
     training.fire()
@@ -196,7 +196,7 @@ def test_only_the_rules_that_were_chosen_are_captured():
     assert [(4, "large")] == [(told["fired_step"], told["rule"]) for told in training.told("asked")]
 
 
-def test_training_is_the_same_to_the_bit():
+def test_training_with_captures_is_bit_identical():
     def weights(capture: Any) -> list[torch.Tensor]:
         training = Training(capture=capture)
         training.train(2)
@@ -221,7 +221,7 @@ def test_training_is_the_same_to_the_bit():
         ([float("nan")], "a list that JSON cannot hold: ValueError"),
     ],
 )
-def test_ids_may_be_what_json_can_hold_or_a_tensor(said, expected):
+def test_sample_ids_are_json_values_or_a_tensor(said, expected):
     training = Training()
     training.fire(ids=lambda _: said)
     training.finish()
@@ -229,8 +229,8 @@ def test_ids_may_be_what_json_can_hold_or_a_tensor(said, expected):
     assert [{"1": [expected]}] == [told["samples"] for told in training.told("asked")]
 
 
-def test_ids_belong_to_the_step_of_the_forward_pass_that_follows():
-    """Two micro-batches, and the second of them is named while the step is under way."""
+def test_sample_ids_belong_to_the_step_of_the_next_forward_pass():
+    """Two micro-batches; the second one is named during the step."""
     training = Training()
     for ids in ([1, 2], [3, 4]):
         training.monitor.batch(ids)
@@ -245,7 +245,7 @@ def test_ids_belong_to_the_step_of_the_forward_pass_that_follows():
     assert [{"1": [[1, 2], [3, 4]]}] == [told["samples"] for told in training.told("asked")]
 
 
-def test_ids_of_an_evaluation_are_of_no_step():
+def test_sample_ids_of_an_evaluation_belong_to_no_step():
     training = Training()
     for ids in (["seen", 1], ["seen", 2]):
         training.monitor.batch(ids)
@@ -257,8 +257,8 @@ def test_ids_of_an_evaluation_are_of_no_step():
     assert [{"1": [[1]]}] == [told["samples"] for told in training.told("asked")]
 
 
-def test_ids_of_a_batch_that_is_evaluated_before_it_is_trained_on_are_of_the_step():
-    """As with a reference that is the same model without its adapters."""
+def test_sample_ids_of_an_evaluated_then_trained_batch_belong_to_the_step():
+    """As for a reference model that is the same model without adapters."""
     training = Training()
     training.monitor.batch([7])
     with torch.no_grad():
@@ -271,7 +271,7 @@ def test_ids_of_a_batch_that_is_evaluated_before_it_is_trained_on_are_of_the_ste
     assert [{"1": [[7]]}] == [told["samples"] for told in training.told("asked")]
 
 
-def test_ids_of_a_model_that_is_trained_in_evaluation_mode_are_of_the_step():
+def test_sample_ids_of_training_in_evaluation_mode_belong_to_the_step():
     training = Training()
     training.net.eval()
     training.train(2)
@@ -281,7 +281,7 @@ def test_ids_of_a_model_that_is_trained_in_evaluation_mode_are_of_the_step():
     assert [{"3": [[3]]}] == [told["samples"] for told in training.told("asked")]
 
 
-def test_ids_that_are_said_in_an_iterator_are_left_to_the_script():
+def test_iterator_of_sample_ids_is_not_consumed():
     training = Training()
     ids = iter([1, 2])
     training.monitor.batch(ids)
@@ -290,7 +290,7 @@ def test_ids_that_are_said_in_an_iterator_are_left_to_the_script():
     training.finish()
 
 
-def test_of_ids_without_end_only_the_first_are_looked_at():
+def test_only_the_first_of_many_sample_ids_are_read():
     training = Training()
     training.fire(ids=lambda _: range(10**12))
     training.finish()
@@ -299,7 +299,7 @@ def test_of_ids_without_end_only_the_first_are_looked_at():
     assert 10**12 == len(told["samples"]["1"][0]) + told["samples_left_out"]
 
 
-def test_what_ids_do_not_fit_an_event_are_counted():
+def test_sample_ids_that_do_not_fit_an_event_are_counted():
     training = Training()
     training.fire(ids=lambda _: [f"{'x' * 40}{i}" for i in range(5000)])
     training.finish()
@@ -309,7 +309,7 @@ def test_what_ids_do_not_fit_an_event_are_counted():
     assert 0 < len(json.dumps(told)) < 20_000
 
 
-def test_the_script_is_told_once_a_step_off_the_training_thread_with_the_first_cause():
+def test_on_anomaly_is_called_once_per_step_on_another_thread():
     seen: list[tuple[Anomaly, str]] = []
     training = Training(capture=None, on_anomaly=lambda a: seen.append((a, threading.current_thread().name)))
     training.train(1)
@@ -319,7 +319,7 @@ def test_the_script_is_told_once_a_step_off_the_training_thread_with_the_first_c
     training.train(3)
     training.finish()
 
-    assert [2, 5] == [anomaly.step for anomaly, _ in seen]  # at step 5 the parameters are measured again
+    assert [2, 5] == [anomaly.step for anomaly, _ in seen]  # step 5 is the next sampled step of the parameters
     assert {"rankscope-on-anomaly"} == {name for _, name in seen} - {threading.current_thread().name}
     loss, first = seen[0][0], seen[1][0]
     assert ("AnomalyNan", None, "loss") == (loss.rule, loss.tensor, loss.op)
@@ -328,7 +328,7 @@ def test_the_script_is_told_once_a_step_off_the_training_thread_with_the_first_c
     assert len(first.events) > 1
 
 
-def test_a_function_that_fails_or_takes_its_time_holds_up_nothing():
+def test_failing_or_slow_on_anomaly_delays_nothing():
     gate, calls = threading.Event(), []
 
     def told(anomaly: Anomaly) -> None:
@@ -339,13 +339,13 @@ def test_a_function_that_fails_or_takes_its_time_holds_up_nothing():
     training = Training(capture=None, on_anomaly=told)
     for _ in range(100):
         training.fire()
-    dropped = training.monitor._session.reactions.dropped()["on_anomaly"]  # type: ignore[union-attr]  # attached
+    dropped = session_of(training.monitor).reactions.dropped()["on_anomaly"]
     published = len([r for r in training.ring.after(-1, 1 << 30).records if any(e.type == "anomaly" for e in r.events)])
     gate.set()
     training.monitor.detach()
     wait_until(lambda: len(calls) == 100 - dropped)
 
-    assert (100, 35) == (published, dropped)  # one is being called, 64 wait
+    assert (100, 35) == (published, dropped)  # one call is running, 64 wait
     assert 65 == training.monitor.faults
 
 
@@ -364,40 +364,40 @@ def test_a_function_that_fails_or_takes_its_time_holds_up_nothing():
         (True, "capture is a table of settings"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_what_would_be_right(capture, why):
+def test_invalid_capture_settings_raise_with_the_fix(capture, why):
     with pytest.raises(ConfigError, match=why):
         MonitorConfig.from_mapping({"capture": capture})
 
 
-def test_every_rule_may_be_chosen_by_a_star_and_by_default():
+def test_all_rules_start_captures_with_a_star_and_by_default():
     both = (MonitorConfig(capture={"rules": "*"}), MonitorConfig(capture={}))  # type: ignore[arg-type]  # a mapping
 
     assert 2 == sum(c.capture is not None and c.capture.chooses("anything") for c in both)
 
 
-def test_what_is_called_when_a_rule_fires_must_be_a_function():
+def test_on_anomaly_must_be_a_function():
     with pytest.raises(ConfigError, match="on_anomaly is a function"):
         Monitor(on_anomaly="notify")  # type: ignore[arg-type]  # as a script may have it
 
 
-def test_rules_by_name_are_those_that_the_monitor_has():
+def test_capture_rules_are_names_of_rules_of_the_monitor():
     rules = (AnomalyTurbulence(threshold=3.0, name="spike"),)
 
     assert MonitorConfig(rules=rules, capture={"rules": ["spike"]}).capture is not None  # type: ignore[arg-type]
 
 
-# Parts of a capture that do not depend on each other.
+# Independent parts of a capture.
 
 
 def failing(*_: Any, **__: Any) -> Any:
     raise OSError("no such device")
 
 
-def test_a_capture_that_cannot_be_asked_for_leaves_the_flight_record(monkeypatch):
+def test_failed_capture_request_keeps_the_flight_record(monkeypatch):
     taken: list[str] = []
     training = Training()
-    captures = training.monitor._session.reactions.captures
-    monkeypatch.setattr(captures._asking, "aside", failing)
+    captures = session_of(training.monitor).reactions.captures
+    monkeypatch.setattr(captures._sources, "request_reaction", failing)
     monkeypatch.setattr(captures, "_take_flight_record", lambda: taken.append("taken"))
     training.train(2)
     training.fire()
@@ -407,9 +407,9 @@ def test_a_capture_that_cannot_be_asked_for_leaves_the_flight_record(monkeypatch
     assert (["taken"], 1) == (taken, training.monitor.faults)
 
 
-def test_a_capture_whose_hooks_cannot_be_removed_has_an_end(monkeypatch):
+def test_capture_with_unremovable_hooks_ends(monkeypatch):
     training = Training()
-    captures = training.monitor._session.reactions.captures
+    captures = session_of(training.monitor).reactions.captures
     monkeypatch.setattr(captures, "_release", failing)
     training.train(2)
     training.fire()
@@ -421,7 +421,7 @@ def test_a_capture_whose_hooks_cannot_be_removed_has_an_end(monkeypatch):
     assert 1 == training.monitor.faults
 
 
-def test_samples_that_cannot_be_read_leave_event_and_callback(monkeypatch):
+def test_unreadable_samples_keep_event_and_callback(monkeypatch):
     seen: list[tuple[Any, ...]] = []
     training = Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples)))
     training.train(2)
@@ -438,11 +438,11 @@ def test_samples_that_cannot_be_read_leave_event_and_callback(monkeypatch):
     assert [{"3": ["a tensor that cannot be read: OSError"]}] == [told["samples"] for told in training.told("asked")]
 
 
-def test_batches_that_cannot_be_found_leave_the_callback(monkeypatch):
+def test_failed_lookup_of_batches_keeps_the_callback(monkeypatch):
     seen: list[tuple[Any, ...]] = []
     training = Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples)))
     training.train(2)
-    monkeypatch.setattr(training.monitor._session.reactions.callbacks, "_samples", failing)
+    monkeypatch.setattr(session_of(training.monitor).reactions.callbacks, "_samples", failing)
     training.fire()
     wait_until(lambda: seen)
     training.monitor.detach()

@@ -1,4 +1,4 @@
-"""Two real ranks under DDP: a NaN in the data of one has both measure the very same steps more, and say why."""
+"""Two real ranks under DDP: a NaN in the data of one rank starts a capture of the same steps on both."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def told(rank: dict[str, Any], state: str) -> list[dict[str, Any]]:
     return [event for event in rank["told"] if event["state"] == state]
 
 
-def test_both_ranks_measure_exactly_so_many_steps_and_the_very_same_ones(ranks):
+def test_both_ranks_capture_the_same_configured_number_of_steps(ranks):
     one, other = ranks
 
     assert one["captured"] == other["captured"]
@@ -100,7 +100,7 @@ def test_both_ranks_measure_exactly_so_many_steps_and_the_very_same_ones(ranks):
     assert list(range(one["captured"][0], one["captured"][0] + 3)) == one["captured"]
 
 
-def test_each_rank_says_which_rank_fired_and_which_steps_have_more(ranks):
+def test_each_rank_reports_the_firing_rank_and_the_captured_steps(ranks):
     for rank in ranks:
         (began,) = told(rank, "began")
         assert (1, 12) == (began["rank"], began["fired_step"])
@@ -109,7 +109,7 @@ def test_each_rank_says_which_rank_fired_and_which_steps_have_more(ranks):
         assert "loss is nan" in began["reason"]
 
 
-def test_samples_of_the_step_that_fired_and_of_the_captured_ones_are_named(ranks):
+def test_events_have_samples_of_the_fired_and_the_captured_steps(ranks):
     healthy, fired = ranks
 
     assert ([], [{"12": [[1210, 1211]]}]) == (
@@ -122,11 +122,11 @@ def test_samples_of_the_step_that_fired_and_of_the_captured_ones_are_named(ranks
         assert ids == ended["samples"]
 
 
-def test_the_script_of_the_rank_that_fired_is_told(ranks):
+def test_on_anomaly_is_called_on_the_rank_that_fired(ranks):
     assert [[], [["AnomalyNan", 12, [[1210, 1211]]]]] == [rank["anomalies"] for rank in ranks]
 
 
-def test_each_rank_dumps_its_flight_record_and_training_is_the_same_to_the_bit(ranks):
+def test_each_rank_has_a_flight_record_and_training_is_bit_identical(ranks):
     assert [["capture"], ["capture"]] == [rank["flight"] for rank in ranks]
     assert [True, True] == [rank["same"] for rank in ranks]
     assert [0, 0] == [rank["faults"] for rank in ranks]

@@ -1,4 +1,4 @@
-"""What the monitor says it costs is what a process spends more with it than without, threads and pages included."""
+"""The reported overhead equals the additional CPU time of a process with the monitor, with threads and pages."""
 
 from __future__ import annotations
 
@@ -91,18 +91,18 @@ def paired() -> dict[str, Any]:
     return result
 
 
-def test_the_sum_over_threads_is_what_the_process_spends_more_within_30_percent(paired):
-    """CPU time, not wall time: most of what the process does is ours here, so the difference is no noise."""
+def test_reported_overhead_equals_extra_cpu_time_within_30_percent(paired):
+    """Compares CPU time, not wall time. Most work of the process is that of the monitor, so the noise is small."""
     assert paired["share"] > 0.4, paired
     assert 0.7 <= paired["ratio"] <= 1.3, paired
 
 
-def test_each_part_that_worked_is_named(paired):
+def test_overhead_has_each_active_part(paired):
     assert all(paired["by"][name] > 0 for name in ("attach", "hooks", "publisher", "http")), paired
 
 
-def test_what_the_script_calls_counts(quiet):
-    """A log() that is made to work for 50 ms."""
+def test_calls_of_the_script_count_as_overhead(quiet):
+    """A call of log() that takes 50 ms."""
     net = torch.nn.Linear(2, 2)
     monitor = Monitor(quiet).attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
     before = monitor.overhead_seconds()["hooks"]
@@ -121,7 +121,7 @@ class _Slow:
         return 1.0
 
 
-def test_threads_that_torch_divides_our_operations_among_count_while_we_read_and_not_else():
+def test_torch_threads_count_only_during_measurements():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -130,10 +130,10 @@ def test_threads_that_torch_divides_our_operations_among_count_while_we_read_and
         tensor.add(tensor)
         assert 0.0 == team.seconds
         own = time.thread_time()
-        team.reading_begins()
+        team.on_measurement_begin()
         for _ in range(20):
             tensor.add(tensor)
-        team.reading_ended()
+        team.on_measurement_end()
         own = time.thread_time() - own
     finally:
         torch.set_num_threads(threads)
@@ -142,22 +142,22 @@ def test_threads_that_torch_divides_our_operations_among_count_while_we_read_and
     assert 0.1 * own < team.seconds
 
 
-def test_with_one_thread_there_is_no_team_and_nothing_is_read():
+def test_single_threaded_torch_has_no_helper_clocks():
     team = IntraOpThreads()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         team.find()
-        team.reading_begins()
-        team.reading_ended()
+        team.on_measurement_begin()
+        team.on_measurement_end()
     finally:
         torch.set_num_threads(threads)
 
     assert ((), 0.0) == (team._clocks, team.seconds)
 
 
-def test_what_is_stored_is_what_the_page_shows(reader, eventually):
-    """A row for each thread, from time to time."""
+def test_stored_overhead_equals_the_metrics_page(reader, eventually):
+    """There is a row for each thread at intervals."""
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     monitor = Monitor(MonitorConfig(console=False, exit_wait_seconds=0)).attach(net, optimizer)

@@ -1,4 +1,4 @@
-"""Measuring that is made expensive is done less often, by itself and aloud; what was asked for else stays."""
+"""An expensive quantity is sampled less often automatically, and this is reported. Other settings keep their effect."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor, quantities
@@ -22,7 +23,7 @@ STEP_SECONDS = 1.0
 
 
 class Times:
-    """A clock and a cost that move as the test says: what else is at work on this machine is no part of it."""
+    """A clock and a cost that the test sets, independent of the load of the machine."""
 
     def __init__(self) -> None:
         self.clock = self.cost = 0.0
@@ -33,15 +34,15 @@ class Times:
 
 
 class Costly(Parameters):
-    """Costs time at every sampled step. Defined outside of the folder of quantities, so no configuration offers it."""
+    """A quantity with a cost at every sampled step. Not a direct subclass of Quantity: those are always selectable."""
 
     name: ClassVar[str] = "test_costly"
     seconds: ClassVar[float] = 0.0
     busy_seconds: ClassVar[float] = 0.0
     times: ClassVar[Times] = Times()
 
-    def step_begins(self, table: Table) -> None:
-        super().step_begins(table)
+    def on_step_begin(self, table: Table) -> None:
+        super().on_step_begin(table)
         self.times.spend(self.seconds)
         until = time.thread_time() + self.busy_seconds
         while time.thread_time() < until:
@@ -56,7 +57,7 @@ def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Training:
-    """By the clock of the test; with `real` by the machine's own, and with short windows."""
+    """A training with the clock of the test. With `real`: with the clock of the machine and short windows."""
 
     def __init__(self, *, real: bool = False, **settings: Any) -> None:
         torch.manual_seed(0)
@@ -64,20 +65,19 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         base = {"quantities": ["test_costly"], "max_overhead": "50 %", "exit_wait_seconds": 0, "hang_after_seconds": 0}
         self.monitor = Monitor({**base, **settings}).attach(self.net, self.optimizer)
-        session = self.monitor._session
-        assert session is not None
+        session = session_of(self.monitor)
         self.ring, self.overhead_controller = session.channel.ring, session.reactions.overhead_controller
-        self.watch = self.overhead_controller._watch
+        self.window = self.overhead_controller._window
         if not real:
             self.overhead_controller._clock, self.overhead_controller._cost = (
                 lambda: Costly.times.clock,
                 lambda: Costly.times.cost,
             )
-        elif self.watch is not None:
-            self.watch._least_seconds = 0.2
+        elif self.window is not None:
+            self.window._least_seconds = 0.2
 
     def steps(self) -> Iterator[int]:
-        """Train as long as it is asked for."""
+        """Yield the number of each step after it."""
         for step in range(1, MOST_STEPS):
             self.net(torch.ones(2, 3)).sum().backward()
             self.optimizer.step()
@@ -93,13 +93,13 @@ class Training:
         return [r.step for r in self.ring.after(-1, 1 << 30).records if r.statistics is not None and r.step is not None]
 
 
-def test_what_is_made_expensive_is_measured_less_often_and_that_is_said(monkeypatch, capfd, reader, eventually):
-    """30 s at each step of 1 s; half of the time is allowed."""
+def test_expensive_quantity_is_sampled_less_often_and_reported(monkeypatch, capfd, reader, eventually):
+    """The cost is 30 s at each step of 1 s; half of the time is allowed."""
     monkeypatch.setattr(Costly, "seconds", 30.0)
     training = Training()
     enough = MOST_STEPS
     for step in training.steps():
-        share = training.watch.share
+        share = training.window.share
         if enough == MOST_STEPS and share is not None and share <= 0.5:
             enough = step + 2 * training.overhead_controller.stretch
         if step >= enough:
@@ -121,13 +121,13 @@ def test_what_is_made_expensive_is_measured_less_often_and_that_is_said(monkeypa
     assert (stretch, 0.5) == (measuring["stretch"], measuring["max_overhead"])
     assert f" {stretch}.0" in next(line for line in page.splitlines() if line.startswith("rankscope_sampling_stretch{"))
     said = capfd.readouterr().err
-    assert len(events) == said.count("of the chosen steps is measured: measuring")
-    assert f"one in {stretch} of the chosen steps is measured" in said
+    assert len(events) == said.count("of the configured steps is sampled: measuring")
+    assert f"one in {stretch} of the configured steps is sampled" in said
     assert 0 == training.monitor.faults
 
 
-def test_it_is_the_cpu_time_of_the_machine_that_counts(monkeypatch):
-    """20 ms of a busy loop at each step, of which 2 % would be 1 s: on a machine that does much else, too, too much."""
+def test_cpu_time_of_the_machine_counts_as_overhead(monkeypatch):
+    """A busy loop of 20 ms per step exceeds 2 % also on a loaded machine."""
     monkeypatch.setattr(Costly, "busy_seconds", 0.02)
     training = Training(real=True, console=False, max_overhead="2 %")
     for _ in training.steps():
@@ -139,7 +139,7 @@ def test_it_is_the_cpu_time_of_the_machine_that_counts(monkeypatch):
     assert all(event["share"] > 0.02 for event in training.events())
 
 
-def test_it_is_measured_as_often_as_was_asked_for_when_there_is_room_again(monkeypatch):
+def test_configured_interval_returns_when_overhead_is_low(monkeypatch):
     monkeypatch.setattr(Costly, "seconds", 30.0)
     training = Training(console=False)
     for _ in training.steps():
@@ -157,7 +157,7 @@ def test_it_is_measured_as_often_as_was_asked_for_when_there_is_room_again(monke
     assert all(later["step"] - earlier["step"] >= PATIENCE for earlier, later in itertools.pairwise(tightened))
 
 
-def test_a_switch_by_hand_begins_anew_unstretched(monkeypatch):
+def test_switch_resets_the_stretch(monkeypatch):
     monkeypatch.setattr(Costly, "seconds", 30.0)
     training = Training(console=False)
     at = 0
@@ -174,13 +174,13 @@ def test_a_switch_by_hand_begins_anew_unstretched(monkeypatch):
     assert [at + 1, at + 4, at + 7, at + 10] == [step for step in training.measured() if step > at][:4]
 
 
-def test_every_times_and_start_step_keep_their_meaning():
-    """Of the steps 5, 8, 11 and so on every second is left."""
+def test_every_times_and_start_step_keep_their_meaning_when_stretched():
+    """Every second one of the steps 5, 8, 11, … is sampled."""
     training = Training(console=False, options={"test_costly": {"start_step": 5, "every": 3, "times": 4}})
-    assert training.watch is not None
+    assert training.window is not None
     for step in training.steps():
         if step == 1:
-            training.overhead_controller._asking.aside(
+            training.overhead_controller._sources.request_reaction(
                 {"stretch": 2, "share": 0.9, "max_overhead": 0.5, "rank": 0, "changes": 0}, "budget"
             )
         if step == 40:
@@ -190,7 +190,7 @@ def test_every_times_and_start_step_keep_their_meaning():
     assert [5, 11, 17, 23] == training.measured()
 
 
-def test_without_a_budget_nothing_is_stretched_whatever_it_costs(monkeypatch):
+def test_without_max_overhead_sampling_is_never_stretched(monkeypatch):
     monkeypatch.setattr(Costly, "seconds", 30.0)
     training = Training(console=False, max_overhead=None)
     for step in training.steps():
@@ -201,8 +201,8 @@ def test_without_a_budget_nothing_is_stretched_whatever_it_costs(monkeypatch):
     assert (list(range(1, 41)), []) == (training.measured(), training.events())
 
 
-def test_what_was_spent_is_asked_for_only_where_a_window_may_end():
-    """Adding up all threads costs microseconds. Here steps are of 10 ms and windows of 10 s."""
+def test_cost_is_read_only_where_a_window_may_end():
+    """Adding the CPU time of all threads costs microseconds. Steps take 10 ms and windows 10 s."""
     training = Training(max_overhead="1 %")
     asked: list[float] = []
 

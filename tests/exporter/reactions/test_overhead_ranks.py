@@ -1,4 +1,4 @@
-"""One of two real ranks is over its budget: both measure less often, at the same steps, and more again together."""
+"""One of two real ranks exceeds `max_overhead`: both sample less often, at the same steps, and return together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main():
     seen = set()
     for step in range(1, LIMIT):
         net(torch.ones(2, 3)).sum().backward()
-        if rank == 1 and 2 not in seen and session.recorder.sampling:
+        if rank == 1 and 2 not in seen and session.current_step.is_sampled:
             now, cost = now + STEP, cost + STEP  # half of the time
         optimizer.step()
         optimizer.zero_grad()
@@ -62,7 +62,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_two_ranks(PROGRAM)
 
 
-def test_all_ranks_measure_the_very_same_steps_throughout(ranks):
+def test_all_ranks_sample_the_same_steps_throughout(ranks):
     one, other = ranks
 
     assert one["measured"] == other["measured"]
@@ -70,7 +70,7 @@ def test_all_ranks_measure_the_very_same_steps_throughout(ranks):
     assert [0, 0] == [rank["faults"] for rank in ranks]
 
 
-def test_the_rank_that_is_over_its_budget_has_all_of_them_stretch(ranks):
+def test_rank_above_max_overhead_stretches_all_ranks(ranks):
     for rank in ranks:
         up = [event for event in rank["events"] if event["now"] > event["was"]]
         assert up
@@ -78,7 +78,7 @@ def test_the_rank_that_is_over_its_budget_has_all_of_them_stretch(ranks):
         assert all(event["share"] > 0.2 for event in up)
 
 
-def test_all_are_back_when_all_had_room_for_long_and_the_numbers_are_those_of_all(ranks):
+def test_all_ranks_return_to_the_interval_when_all_overheads_are_low(ranks):
     one, other = (rank["events"] for rank in ranks)
 
     assert one == other

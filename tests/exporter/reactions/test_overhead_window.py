@@ -1,4 +1,4 @@
-"""The share over the long run keeps within what is allowed, and sampling does not swing. A clock and costs by hand."""
+"""The long-run overhead remains below the limit, and sampling does not oscillate. The test sets clock and costs."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from rankscope_exporter.reactions.overhead_window import LEAST_SECONDS, MOST_STR
 
 
 class Training:
-    """Steps of a length of their own, of which every k-th is measured and costs more; obeys the watch at once."""
+    """A training with a given time per step. Every k-th step is sampled and costs more. Applies results immediately."""
 
     def __init__(self, allowed: float, *, step: float, sampled: float, idle: float, every: int = 1) -> None:
-        self.watch = OverheadWindow(allowed)
+        self.window = OverheadWindow(allowed)
         self.step, self.sampled, self.idle, self.every = step, sampled, idle, every
         self.now = self.cost = 0.0
         self.seen = 0
-        self.changes: list[tuple[float, int, int]] = []  # when, from, to
-        self.looks: list[tuple[float, float, float]] = []  # when, cost, share
+        self.changes: list[tuple[float, int, int]] = []  # time, previous and new factor
+        self.looks: list[tuple[float, float, float]] = []  # time, cost, share
 
     def train(self, seconds: float) -> None:
         until = self.now + seconds
         while self.now < until:
             self._begins()
-            spent = self.idle + (self.sampled if self.seen % (self.every * self.watch.stretch) == 0 else 0.0)
+            spent = self.idle + (self.sampled if self.seen % (self.every * self.window.stretch) == 0 else 0.0)
             self.seen += 1
             self.cost += spent
             self.now += self.step + spent
 
     def _begins(self) -> None:
-        if self.watch.may_end(self.every * self.watch.stretch):
-            judged = self.watch.look(self.now, self.cost)
-            if judged is not None:
-                self.looks.append((self.now, self.cost, judged.share))
-                if judged.verdict is not Verdict.KEEPS:
-                    self.changes.append((self.now, self.watch.stretch, judged.wanted))
-                    self.watch.restart(judged.wanted)
+        if self.window.may_end(self.every * self.window.stretch):
+            result = self.window.evaluate(self.now, self.cost)
+            if result is not None:
+                self.looks.append((self.now, self.cost, result.share))
+                if result.verdict is not Verdict.KEEPS:
+                    self.changes.append((self.now, self.window.stretch, result.stretch))
+                    self.window.restart(result.stretch)
 
 
 @pytest.mark.parametrize(
     ("given_as", "expected"),
     [(0.01, 0.01), ("1 %", 0.01), ("1%", 0.01), (" 0.5 % ", 0.005), (".5%", 0.005), (None, None)],
 )
-def test_a_share_may_be_written_as_people_write_it(given_as, expected):
+def test_share_accepts_percent_and_fraction(given_as, expected):
     assert expected == share_of(given_as)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 1.0, -0.1, "1", "one percent", True, float("nan"), "0 %", "100 %", [0.01]])
-def test_what_is_no_share_is_refused_with_an_example(wrong):
+def test_invalid_share_raises_with_an_example(wrong):
     with pytest.raises(ConfigError, match=r"such as 0.01 or \"1 %\""):
         MonitorConfig(max_overhead=wrong)
 
 
-def test_what_costs_ten_times_too_much_is_measured_at_every_16th_step():
-    """A measured step costs 10 ms beside 100 ms; one in 16 costs 0.6 %."""
+def test_tenfold_overhead_stretches_by_16():
+    """A sampled step costs 10 ms more than the 100 ms of a step; one in 16 costs 0.6 %."""
     training = Training(0.01, step=0.1, sampled=0.01, idle=0.0)
     training.train(600)
 
@@ -65,15 +65,15 @@ def test_what_costs_ten_times_too_much_is_measured_at_every_16th_step():
     assert training.changes[0][0] == pytest.approx(LEAST_SECONDS, rel=0.2)
 
 
-def test_what_keeps_within_its_share_is_left_alone():
+def test_overhead_below_the_limit_changes_nothing():
     training = Training(0.01, step=0.1, sampled=0.0005, idle=0.0)
     training.train(600)
 
     assert [] == training.changes
 
 
-def test_sampling_is_tightened_again_when_there_was_room_for_long():
-    """Steps become 16 times as long, as with a larger batch: 0.6 % of 1.6 s are less than 0.04 %."""
+def test_interval_is_halved_after_consecutive_low_windows():
+    """Steps become 16 times as long, as with a larger batch: the share falls from 0.6 % below 0.04 %."""
     training = Training(0.01, step=0.1, sampled=0.01, idle=0.0)
     training.train(600)
     training.step = 1.6
@@ -84,11 +84,11 @@ def test_sampling_is_tightened_again_when_there_was_room_for_long():
     assert min(gaps) >= PATIENCE * LEAST_SECONDS
 
 
-def test_what_does_not_come_from_sampling_ends_at_the_most_stretch():
+def test_overhead_not_from_sampling_ends_at_the_largest_stretch():
     training = Training(0.01, step=0.01, sampled=0.0001, idle=0.001)
     training.train(600)
 
-    assert MOST_STRETCH == training.watch.stretch
+    assert MOST_STRETCH == training.window.stretch
     assert MOST_STRETCH == training.changes[-1][2]
 
 
@@ -100,8 +100,8 @@ def test_what_does_not_come_from_sampling_ends_at_the_most_stretch():
     idle_share=st.floats(0.0, 0.3),
     every=st.integers(1, 5),
 )
-def test_the_share_over_the_long_run_is_kept_and_sampling_settles(allowed, step, times, idle_share, every):
-    """A measured step costs `times` what is allowed of it, each step `idle_share` of that: some stretch suffices."""
+def test_long_run_overhead_is_below_the_limit_and_sampling_settles(allowed, step, times, idle_share, every):
+    """A sampled step costs `times` the limit, each step `idle_share` of the limit: a finite factor is sufficient."""
     training = Training(
         allowed, step=step, sampled=allowed * step * times, idle=allowed * step * idle_share, every=every
     )
@@ -116,7 +116,7 @@ def test_the_share_over_the_long_run_is_kept_and_sampling_settles(allowed, step,
 
 @settings(deadline=None, max_examples=examples(40))
 @given(st.lists(st.tuples(st.floats(0.0001, 0.05), st.floats(30.0, 300.0)), min_size=1, max_size=6))
-def test_however_costs_change_sampling_is_tightened_no_faster_than_its_patience(costs):
+def test_interval_is_halved_no_faster_than_patience(costs):
     training = Training(0.01, step=0.05, sampled=0.0, idle=0.0)
     for sampled, seconds in costs:
         training.sampled = sampled

@@ -1,4 +1,4 @@
-"""Ranks agree on a step: every interleaving of looks, however fast each one trains, ends with one step for all."""
+"""Ranks agree on a step: every interleaving of polls and steps ends with the same step for all ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rankscope_exporter.reconfiguration.agreement import Agreement, Proposal
 
 
 class Shelf:
-    """What torch's stores do, in a dictionary."""
+    """The functions of torch's stores, with a dictionary."""
 
     def __init__(self) -> None:
         self.data: dict[str, str] = {}
-        self.between: Callable[[], None] = lambda: None  # what happens before a word is heard
+        self.between: Callable[[], None] = lambda: None  # called before each call of the store
 
     def get(self, key: str) -> bytes:
         self.between()
@@ -54,14 +54,14 @@ class Clock:
 
 @dataclass
 class Rank:
-    """Trains and looks; a change that was agreed takes place when its step opens, or at the next one."""
+    """A rank that trains and polls. A committed change is applied at its step, or at the next one."""
 
     agreement: Agreement
     step: int = 0
     seconds: float | None = 0.1
     waiting: list[Proposal] = field(default_factory=list)
-    taken: dict[int, int] = field(default_factory=dict)  # by number of the change: the step at which it took place
-    asks: bool = False  # training itself has asked the store, and waits for its answer
+    taken: dict[int, int] = field(default_factory=dict)  # number of a change: the step at which it was applied
+    asks: bool = False  # the training thread has called the store and waits for it
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
@@ -95,7 +95,7 @@ def ranks(world: int, clock: Clock | None = None, store: object = None, margin: 
     return made
 
 
-def test_what_the_first_rank_says_at_attach_holds_for_all():
+def test_document_of_the_first_rank_at_attach_applies_to_all():
     shelf = Shelf()
     one, other = (Agreement(shelf, "s", rank, 2, lambda: (0, None), margin_seconds=1) for rank in range(2))
 
@@ -104,11 +104,11 @@ def test_what_the_first_rank_says_at_attach_holds_for_all():
 
 
 @pytest.mark.parametrize("kind", ["dictionary", "HashStore", "TCPStore"])
-def test_all_ranks_change_at_the_step_that_lies_a_margin_ahead(kind):
-    """1 s of steps of 0.1 s each."""
+def test_all_ranks_change_at_the_step_after_the_margin(kind):
+    """The margin is 1 s, and a step takes 0.1 s."""
     stores = {"HashStore": dist.HashStore, "TCPStore": lambda: dist.TCPStore("127.0.0.1", 0, 1, is_master=True)}
     held = stores[kind]() if kind in stores else None
-    store = dist.PrefixStore("group", held).clone() if held is not None else None  # as torch gives the group's
+    store = dist.PrefixStore("group", held).clone() if held is not None else None  # as the store of the process group
     all_ranks = ranks(3, store=store)
     for rank in all_ranks:
         rank.train(7)
@@ -122,7 +122,7 @@ def test_all_ranks_change_at_the_step_that_lies_a_margin_ahead(kind):
     assert [{1: 17}] * 3 == [rank.taken for rank in all_ranks]
 
 
-def test_a_rank_that_is_past_the_step_moves_it():
+def test_rank_past_the_step_moves_the_change():
     slow, fast = ranks(2)
     slow.train(5)
     fast.train(30)
@@ -133,11 +133,11 @@ def test_a_rank_that_is_past_the_step_moves_it():
     slow.train(60)
     fast.train(35)
 
-    assert slow.taken == fast.taken == {2: 50}  # twice the margin, from where the fast one was
+    assert slow.taken == fast.taken == {2: 50}  # twice the margin after the step of the fast rank
 
 
-def test_who_comes_too_close_to_the_step_moves_it_rather_than_sealing():
-    """Fewer than half of the steps were left: the other might not have heard in time."""
+def test_rank_too_close_to_the_step_moves_instead_of_committing():
+    """Fewer than half of the steps remain: the other rank might not read the change in time."""
     slow, fast = ranks(2)
     slow.agreement.propose("new", "call", 1)  # for step 10
     slow.look()
@@ -155,7 +155,7 @@ def test_who_comes_too_close_to_the_step_moves_it_rather_than_sealing():
     assert slow.taken == fast.taken == {2: 26}
 
 
-def test_who_says_nothing_is_left_out_after_a_while_and_catches_up():
+def test_silent_rank_is_left_out_and_applies_the_change_later():
     clock = Clock()
     here, there, silent = ranks(3, clock)
     here.agreement.propose("new", "call", 1)
@@ -176,7 +176,7 @@ def test_who_says_nothing_is_left_out_after_a_while_and_catches_up():
     assert {1: 13} == silent.taken
 
 
-def test_a_later_change_wins_over_one_that_is_pending_and_comes_after_one_that_is_agreed():
+def test_later_change_replaces_pending_and_follows_committed():
     here, there = ranks(2)
     here.agreement.propose("first", "call", 1)
     there.agreement.propose("second", "request")
@@ -194,7 +194,7 @@ def test_a_later_change_wins_over_one_that_is_pending_and_comes_after_one_that_i
     assert sorted(here.taken.values()) == list(here.taken.values())
 
 
-def test_an_old_edit_that_a_rank_sees_late_is_no_change():
+def test_old_edit_that_a_rank_reads_late_is_not_a_change():
     here, there = ranks(2)
     here.agreement.propose("first", "file", 10)
     here.agreement.propose("second", "file", 20)
@@ -207,8 +207,8 @@ def test_an_old_edit_that_a_rank_sees_late_is_no_change():
 
 @settings(max_examples=examples(40), deadline=None)
 @given(st.data())
-def test_ranks_change_at_one_step_however_late_they_look_and_however_fast_they_train(data):
-    """Training goes on between any two words with the store, also of the very rank that speaks."""
+def test_ranks_change_at_one_step_in_all_interleavings(data):
+    """The training of each rank, also of the calling one, continues between any two calls of the store."""
     world = data.draw(st.integers(2, 4))
     shelf = Shelf()
     all_ranks = ranks(world, store=shelf, margin=data.draw(st.sampled_from((0.0, 0.4, 2.0))))
@@ -216,7 +216,7 @@ def test_ranks_change_at_one_step_however_late_they_look_and_however_fast_they_t
 
     def others_train() -> None:
         for rank in data.draw(st.lists(st.sampled_from(all_ranks), max_size=3)):
-            # At the step of a change training waits for its own thread to have spoken.
+            # At the step of a change, the training waits for its own thread.
             waits = rank in speaking and rank.agreement.must_resolve(rank.step + 1)
             if not rank.asks and not waits:
                 rank.train()
@@ -242,16 +242,16 @@ def test_ranks_change_at_one_step_however_late_they_look_and_however_fast_they_t
     assert all_ranks[0].taken
 
 
-def test_a_change_beside_others_replaces_none_and_is_replaced_by_none():
-    """What a budget or a capture asks for must not cost a switch that is under way, nor the other way round."""
+def test_additional_change_neither_replaces_nor_is_replaced():
+    """A requested decimation or capture must not discard a pending switch, and a switch must not discard these."""
     one, other = ranks(2)
 
     assert one.agreement.propose("switch", "file", 1)
-    assert not other.agreement.propose("stretch", "budget", stands=True)
+    assert not other.agreement.propose("stretch", "budget", is_additional=True)
     for _ in range(3):
         one.look()
         other.look()
-    assert other.agreement.propose("stretch", "budget", stands=True)
+    assert other.agreement.propose("stretch", "budget", is_additional=True)
     assert not one.agreement.propose("switch again", "file", 2)
     for _ in range(3):
         one.look()
@@ -260,18 +260,19 @@ def test_a_change_beside_others_replaces_none_and_is_replaced_by_none():
     assert [["switch", "stretch"]] * 2 == [[change.document for change in rank.waiting] for rank in (one, other)]
 
 
-def test_what_a_source_asks_for_up_to_a_stamp_is_heard_once_of_all_ranks():
-    """A NaN that all ranks see at the same step, or soon after, is captured once."""
+def test_requests_up_to_a_stamp_are_accepted_from_one_rank_only():
+    """A NaN that all ranks detect at about the same step is captured once."""
     one, other = ranks(2)
 
-    assert one.agreement.propose("of one", "capture", 7, until=20, stands=True)
+    assert one.agreement.propose("of one", "capture", 7, until=20, is_additional=True)
     assert all(
-        other.agreement.propose("of the other", "capture", step, until=step + 13, stands=True) for step in (7, 20)
+        other.agreement.propose("of the other", "capture", step, until=step + 13, is_additional=True)
+        for step in (7, 20)
     )
     for _ in range(3):
         one.look()
         other.look()
-    assert other.agreement.propose("later", "capture", 21, until=34, stands=True)
+    assert other.agreement.propose("later", "capture", 21, until=34, is_additional=True)
     for _ in range(3):
         one.look()
         other.look()

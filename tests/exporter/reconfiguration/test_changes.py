@@ -1,4 +1,4 @@
-"""Switching while training runs: the six scenarios of the existing tool, a call, and what each leaves behind."""
+"""Changes of sampling during training: the six scenarios of msprobe, calls of the script, and cleanup."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.conftest import wait_until
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.reconfiguration.change_queue import StepPace
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.reconfiguration.watched_file import SwitchFile
 
@@ -27,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Training:
-    """A model that is trained step by step while its configuration is edited."""
+    """A training whose configuration file is edited between steps."""
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
         torch.manual_seed(0)
@@ -36,8 +38,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.monitor = Monitor(path, first_step=first_step)
         self.monitor.attach(self.net, self.optimizer)
-        session = self.monitor._session
-        assert session is not None
+        session = session_of(self.monitor)
         self.change_queue, self.recorder, self.ring = session.change_queue, session.recorder, session.channel.ring
 
     def train(self, steps: int) -> None:
@@ -47,12 +48,12 @@ class Training:
             self.optimizer.step()
 
     def edit(self, **settings: Any) -> None:
-        """Edit the file, and wait until the edit was seen."""
+        """Edit the file, and wait until the edit was read."""
         write(self.path, **settings)
         wait_until(lambda: self.change_queue.state()["to_come"])
 
     def finish(self) -> tuple[list[int], list[dict[str, Any]]]:
-        """Return the numbers of the measured steps, and what events say."""
+        """Return the numbers of the sampled steps, and the details of the switch events."""
         self.monitor.detach()
         records = self.ring.after(-1, 1 << 30).records
         events = [(record.step, event) for record in records for event in record.events]
@@ -87,7 +88,7 @@ def _dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("variable", [None, "False"])
-def test_scenario_1_static_mode_measures_whatever_dynamic_on_says(path, monkeypatch, variable):
+def test_scenario_1_static_mode_ignores_dynamic_on(path, monkeypatch, variable):
     if variable is not None:
         monkeypatch.setenv("DYNAMIC_MONITOR", variable)
     write(path, dynamic_on=False, times=2)
@@ -102,7 +103,7 @@ def test_scenario_1_static_mode_measures_whatever_dynamic_on_says(path, monkeypa
 
 @pytest.mark.usefixtures("_dynamic")
 @pytest.mark.parametrize("settings", [{"dynamic_on": False}, {}])
-def test_scenario_2_off_at_first_measures_nothing(path, settings):
+def test_scenario_2_off_at_start_measures_nothing(path, settings):
     write(path, **settings)
     training = Training(path)
     training.train(3)
@@ -111,7 +112,7 @@ def test_scenario_2_off_at_first_measures_nothing(path, settings):
 
 
 @pytest.mark.usefixtures("_dynamic")
-def test_scenario_3_on_at_first_measures_from_step_1_whatever_start_step_says(path):
+def test_scenario_3_on_at_start_measures_from_step_1(path):
     write(path, dynamic_on=True, times=2, options={"parameters": {"start_step": 50}})
     training = Training(path)
     training.train(5)
@@ -134,12 +135,12 @@ def test_scenario_4_switched_on_in_step_3_measures_from_step_4(path):
 
 
 @pytest.mark.usefixtures("_dynamic")
-def test_scenario_5_an_edit_restarts_the_count_and_times_0_stops(path):
+def test_scenario_5_edit_restarts_the_count_and_times_0_stops(path):
     write(path, dynamic_on=True, times=3)
     training = Training(path)
-    training.train(3)  # measured: 1, 2
+    training.train(3)  # sampled: 1, 2
     training.edit(dynamic_on=True, times=3, quantities=["gradients"])
-    training.train(2)  # 3, 4: the third of them is to come
+    training.train(2)  # 3, 4: the third sampled step is still missing
     training.edit(dynamic_on=True, times=0)
     training.train(3)
     steps, told = training.finish()
@@ -151,7 +152,7 @@ def test_scenario_5_an_edit_restarts_the_count_and_times_0_stops(path):
 
 
 @pytest.mark.usefixtures("_dynamic")
-def test_an_edit_restarts_the_count_of_what_is_measured_as_before(path):
+def test_edit_restarts_the_count_of_unchanged_quantities(path):
     write(path, dynamic_on=True, times=3)
     training = Training(path)
     training.train(3)  # 1, 2
@@ -162,7 +163,7 @@ def test_an_edit_restarts_the_count_of_what_is_measured_as_before(path):
 
 
 @pytest.mark.usefixtures("_dynamic")
-def test_scenario_6_after_the_end_the_file_says_so_and_switches_on_again(path):
+def test_scenario_6_file_is_off_after_the_end_and_can_switch_on(path):
     write(path, dynamic_on=True, times=1)
     path.chmod(0o640)
     training = Training(path)
@@ -180,8 +181,8 @@ def test_scenario_6_after_the_end_the_file_says_so_and_switches_on_again(path):
 
 
 @pytest.mark.usefixtures("_dynamic")
-def test_a_rank_that_measures_nothing_itself_ends_nothing(path):
-    """Else it would write the end into the file while the other ranks measure."""
+def test_rank_without_quantities_does_not_end_sampling(path):
+    """Otherwise the rank would switch off the file while other ranks measure."""
     write(path, dynamic_on=True, times=2, options={"parameters": {"ranks": [1]}})
     training = Training(path)
     training.train(4)
@@ -193,7 +194,7 @@ def test_a_rank_that_measures_nothing_itself_ends_nothing(path):
 
 
 @pytest.mark.usefixtures("_dynamic")
-def test_dynamic_on_false_stops_at_once(path):
+def test_dynamic_on_false_stops_immediately(path):
     write(path, dynamic_on=True)
     training = Training(path)
     training.train(3)
@@ -214,7 +215,7 @@ def test_dynamic_on_false_stops_at_once(path):
         ("\udcff", "can't decode"),
     ],
 )
-def test_a_broken_edit_keeps_the_old_configuration_and_says_why(path, text, why, capfd):
+def test_invalid_edit_keeps_the_configuration_and_is_reported(path, text, why, capfd):
     write(path, dynamic_on=True, console=True)
     training = Training(path)
     training.train(2)
@@ -230,8 +231,8 @@ def test_a_broken_edit_keeps_the_old_configuration_and_says_why(path, text, why,
     assert 1 == capfd.readouterr().err.count(why)
 
 
-def test_an_edit_counts_once_it_has_stood_from_one_look_to_the_next(path):
-    """An editor that writes in two goes leaves half a file for a moment, which is no broken edit."""
+def test_edit_counts_once_unchanged_between_two_polls(path):
+    """An editor that writes in two parts leaves half a file for a moment. This is not an invalid edit."""
     write(path)
     file = SwitchFile(path)
     file.read()
@@ -244,12 +245,12 @@ def test_an_edit_counts_once_it_has_stood_from_one_look_to_the_next(path):
     assert [None, None, None, {"every": 3}, None] == [edit and edit.document for edit in seen]
 
 
-def test_what_cannot_change_while_training_runs_is_named(path, monkeypatch):
+def test_settings_that_need_a_restart_are_named(path, monkeypatch):
     monkeypatch.setenv("RANKSCOPE_SWITCH_FILE", str(path))
     other = path.with_name("other.json")
     write(other)
     training = Training(other)
-    write(path, dynamic_on=True, zero_below=0.5)  # a file that was not there before
+    write(path, dynamic_on=True, zero_below=0.5)  # a file that did not exist before
     wait_until(lambda: training.change_queue.state()["to_come"])
     training.train(1)
     _, told = training.finish()
@@ -257,15 +258,15 @@ def test_what_cannot_change_while_training_runs_is_named(path, monkeypatch):
     assert ["zero_below"] == told[0]["needs_restart"]
 
 
-def test_a_call_changes_what_is_measured_and_off_leaves_no_hook(path):
+def test_call_changes_sampling_and_off_removes_all_hooks(path):
     write(path)
     training = Training(path)
     module_hooks = lambda: sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in training.net.modules())  # noqa: E731 - counts now
     training.train(1)
-    before = module_hooks()  # without the one that has a look at the first forward
+    before = module_hooks()  # without the hook on the first forward pass
     training.monitor.switch({"quantities": ["activations", "parameters"]})
     training.train(2)
-    entries = len(training.change_queue._active_quantities.book)
+    entries = len(training.change_queue._active_quantities.plan)
     during = module_hooks()
     training.monitor.switch(on=False)
     training.train(2)
@@ -276,13 +277,13 @@ def test_a_call_changes_what_is_measured_and_off_leaves_no_hook(path):
 
     assert [0, 1, 2, 5, 7] == steps
     assert [1, 3, 5] == [event["at"] for event in told]
-    assert entries == len(training.change_queue._active_quantities.book)  # the same rows are filled again
+    assert entries == len(training.change_queue._active_quantities.plan)  # the same rows are used again
     assert during > after
     assert before == after
     assert 0 == module_hooks()
 
 
-def test_a_call_that_cannot_be_meant_is_refused_and_changes_nothing(path):
+def test_invalid_call_raises_and_changes_nothing(path):
     write(path)
     training = Training(path)
     with pytest.raises(ConfigError, match="Did you mean 'gradients'"):
@@ -292,8 +293,8 @@ def test_a_call_that_cannot_be_meant_is_refused_and_changes_nothing(path):
     assert ([0], []) == training.finish()
 
 
-def test_rows_of_activations_begin_with_the_first_step_root_included(path):
-    """Hooks that were registered while the model's own pre-hook runs would miss the model itself."""
+def test_activations_of_the_first_step_include_the_root(path):
+    """Hooks that are registered in the model's own pre-hook would miss the model itself."""
     write(path)
     training = Training(path)
     training.train(1)
@@ -306,7 +307,7 @@ def test_rows_of_activations_begin_with_the_first_step_root_included(path):
     assert {("act_in", ""), ("act_out", ""), ("act_in", "0"), ("act_out", "0")} <= kinds
 
 
-def test_of_two_changes_for_one_step_the_last_one_holds_from_its_first_module_on(path):
+def test_last_of_two_changes_for_one_step_applies_from_its_first_module(path):
     write(path)
     training = Training(path)
     training.train(1)
@@ -322,17 +323,17 @@ def test_of_two_changes_for_one_step_the_last_one_holds_from_its_first_module_on
     assert {("act_in", ""), ("act_out", ""), ("act_in", "0"), ("act_out", "0")} <= kinds
 
 
-def test_what_the_first_of_two_changes_for_one_step_leaves_out_and_the_last_one_takes_up_again_goes_on(path):
+def test_quantity_dropped_and_restored_at_one_step_continues(path):
     write(path, quantities=["activations"])
     training = Training(path, first_step=1)
     training.train(1)
-    hooks = hook_count(training.net)  # without the one that has a look at the first forward
+    hooks = hook_count(training.net)  # without the hook on the first forward pass
 
     for quantities in (["parameters", "linear"], ["activations"], ["router"], ["activations"]):
         training.monitor.switch({"quantities": quantities})
     training.train(2)
 
-    assert hooks == hook_count(training.net)  # and what was asked for in between has left none
+    assert hooks == hook_count(training.net)  # the replaced change has left no hooks
     rows = [row.step for row in training.monitor.current("act_in")]
     assert [3] * 4 == rows  # the model and its three modules
     training.finish()
@@ -362,7 +363,7 @@ def test_detach_leaves_no_trace(path, monkeypatch):
     assert [path] == list(path.parent.iterdir())
 
 
-def test_training_is_the_same_bit_for_bit_while_measuring_is_switched(path):
+def test_training_with_switches_is_bit_identical(path):
     write(path)
     training, twin = Training(path), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     twin.load_state_dict(training.net.state_dict())
@@ -379,12 +380,12 @@ def test_training_is_the_same_bit_for_bit_while_measuring_is_switched(path):
     assert all(torch.equal(a, b) for a, b in zip(training.net.parameters(), twin.parameters(), strict=True))
 
 
-def test_a_monitor_that_is_not_attached_can_be_switched():
+def test_unattached_monitor_accepts_switch():
     Monitor(MonitorConfig(console=False)).switch(on=False)
 
 
 class Held:
-    """A lock that somebody else holds until it is `free`; it notes how long it would have been waited for."""
+    """A lock that another thread holds until it is `free`. It records the requested timeouts."""
 
     def __init__(self) -> None:
         self.free = False
@@ -398,20 +399,28 @@ class Held:
         pass
 
 
-def test_training_waits_once_for_a_store_that_gives_no_answer_and_not_at_every_step():
+def test_training_waits_only_once_for_an_unresponsive_store():
     lock, arrived = Held(), []
     agreement: Any = SimpleNamespace(must_resolve=lambda _step: True, resolve=lambda step: arrived.append(step) or [])
-    change_queue: Any = None  # of which nothing is asked while nothing is agreed
+    change_queue: Any = None  # not called while nothing is agreed
     change_sources = ChangeSources(
-        MonitorConfig(), change_queue, lambda _: [], guard=Guard(), tell=print, agreement=agreement, first_step=1
+        MonitorConfig(),
+        change_queue,
+        StepPace(1),
+        parts=lambda _: [],
+        reaction=lambda *_: None,
+        boundary=ErrorBoundary(),
+        tell=print,
+        agreement=agreement,
+        first_step=1,
     )
     change_sources._agreeing = lock
     for step in (1, 2, 3):
-        change_sources.resolve(step)
+        change_sources.on_before_step(step)
     lock.free = True
-    change_sources.resolve(4)
+    change_sources.on_before_step(4)
     lock.free = False
-    change_sources.resolve(5)
+    change_sources.on_before_step(5)
 
     assert [4] == arrived
     assert [2.0, 0.0, 0.0, 0.0, 2.0] == lock.waits

@@ -1,4 +1,4 @@
-"""Two real ranks of a gloo group change at the very same step, one of them slower; a rank that dies holds up nobody."""
+"""Two real ranks of a gloo group, one of them slower, change at the same step. A dead rank delays no other rank."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.exporter.parts import session_of
 from tests.programs import warm_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -70,8 +71,7 @@ def train(rank: int, path: Path, model: nn.Module, ask: str) -> tuple[Any, ...]:
     dist.barrier()
     monitor = Monitor(settings(str(path)))
     monitor.attach(model, optimizer)
-    session = monitor._session
-    assert session is not None
+    session = session_of(monitor)
     dist.barrier()
     stop = path.with_suffix(".stop")
     changed_at = None
@@ -83,11 +83,11 @@ def train(rank: int, path: Path, model: nn.Module, ask: str) -> tuple[Any, ...]:
                 path.write_text(json.dumps({"dynamic_on": True, "every": 2}))
             elif rank == 1:
                 assert 202 == put(monitor, every=2)
-        time.sleep(0.002 + 0.002 * rank)  # the slower one is the one that asks
+        time.sleep(0.002 + 0.002 * rank)  # the slower rank requests the change
         optimizer.zero_grad()
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()
-        if changed_at is None and session.change_queue.measuring.on:
+        if changed_at is None and session.change_queue.sampling.on:
             changed_at = step
             stop.with_suffix(f".{rank}").touch()
         if changed_at is not None and step > changed_at + 8 and stop.with_suffix(f".{1 - rank}").exists():
@@ -103,14 +103,13 @@ def train(rank: int, path: Path, model: nn.Module, ask: str) -> tuple[Any, ...]:
 
 
 def survive(rank: int, folder: Path, results: Any) -> None:
-    """Rank 1 dies before it hears of the change that rank 0 asks for."""
+    """Rank 1 is killed before it reads the change that rank 0 requests."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     path = folder / "survive.json"
     monitor = Monitor(settings(str(path)))
     monitor.attach(model, optimizer)
-    session = monitor._session
-    assert session is not None
+    session = session_of(monitor)
     assert session.change_sources._agreement is not None
     session.change_sources._agreement._patience_seconds = 1.0
     dist.barrier()
@@ -121,7 +120,7 @@ def survive(rank: int, folder: Path, results: Any) -> None:
     path.write_text('{"dynamic_on": true}')
     slowest = 0.0
     deadline = time.monotonic() + 30
-    while not session.change_queue.measuring.on and time.monotonic() < deadline:
+    while not session.change_queue.sampling.on and time.monotonic() < deadline:
         began = time.monotonic()
         optimizer.zero_grad()
         model(torch.ones(3, 4)).sum().backward()
@@ -136,7 +135,7 @@ def survive(rank: int, folder: Path, results: Any) -> None:
     results.put(("survive", rank, slowest, leaving, [e for e in events if "source" in e], monitor.faults))
     results.close()
     results.join_thread()
-    os._exit(0)  # the group would wait for the dead rank
+    os._exit(0)  # destroying the group would wait for the dead rank
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +156,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_ranks_change_at_the_very_same_step_although_one_is_slower(case, outcomes):
+def test_all_ranks_change_at_the_same_step_although_one_is_slower(case, outcomes):
     (one, measured, events, faults), (other, _, others, other_faults) = outcomes[case, 0], outcomes[case, 1]
 
     assert one == other
@@ -166,10 +165,10 @@ def test_all_ranks_change_at_the_very_same_step_although_one_is_slower(case, out
     assert 0 == faults == other_faults
 
 
-def test_a_change_under_way_when_a_rank_dies_holds_up_nobody(outcomes):
+def test_pending_change_of_a_dead_rank_delays_no_rank(outcomes):
     slowest, leaving, events, faults = outcomes["survive", 0]
 
     assert [[1]] == [event["ranks_not_heard"] for event in events]
     assert 0 == faults
-    assert slowest < 10.0  # who waited for the dead rank would wait for the whole deadline
+    assert slowest < 10.0  # a rank that waits for the dead rank would wait until the deadline
     assert leaving < 20.0

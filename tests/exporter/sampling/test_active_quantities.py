@@ -1,4 +1,4 @@
-"""Quantities that are due at different steps, plans that grow, and rows beside the table."""
+"""Quantities with different schedules, plans that grow, and rows outside of the table."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rankscope_exporter.statistics import HostCopy, StatisticsTable, finish, mea
 
 
 class Outputs(Parameters):
-    """The output of each module. Defined outside of the folder of quantities, so no configuration offers it."""
+    """Outputs of modules. Not a direct subclass of Quantity: those are always selectable."""
 
     name: ClassVar[str] = "test_outputs"
     of_modules: ClassVar[bool] = True
-    before_update = after_update = Quantity.step_begins
+    on_optimizer_step_begin = on_optimizer_step_end = Quantity.on_step_begin
 
     def entries(self) -> list[PlanEntry]:
         return []
@@ -59,7 +59,7 @@ def _with_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(net: nn.Module, batches: list[list[torch.Tensor]]) -> list[list[dict[str, torch.Tensor]]]:
-    """Train by accumulation; return what each module gave, by step and micro-batch."""
+    """Train with accumulation; return the output of each module, by step and micro-batch."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     seen: list[list[dict[str, torch.Tensor]]] = []
     for micros in batches:
@@ -77,7 +77,7 @@ def train(net: nn.Module, batches: list[list[torch.Tensor]]) -> list[list[dict[s
 
 
 @pytest.mark.usefixtures("_with_outputs")
-def test_a_plan_grows_with_what_runs_and_micro_batches_are_told_apart(reader, eventually):
+def test_plan_grows_with_called_modules_per_micro_batch(reader, eventually):
     torch.manual_seed(0)
     make = lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))  # noqa: E731 - two equal models
     net, twin = make(), make()
@@ -94,7 +94,7 @@ def test_a_plan_grows_with_what_runs_and_micro_batches_are_told_apart(reader, ev
                 net(batch).sum().backward()
             optimizer.step()
         with torch.no_grad():
-            net.eval()(batches[0][0])  # an evaluation is no part of a step
+            net.eval()(batches[0][0])  # an evaluation is not part of a step
         monitor.end_step()
         records = eventually(lambda: [r for r in read.records() if r["step"] == 3] and read.records())
 
@@ -116,7 +116,7 @@ def test_a_plan_grows_with_what_runs_and_micro_batches_are_told_apart(reader, ev
     assert 12 == sum(len(record["modules"] or ()) for record in records)
 
 
-def test_each_quantity_has_its_own_steps_targets_and_ranks(reader, eventually):
+def test_each_quantity_has_its_own_schedule_targets_and_ranks(reader, eventually):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     config = MonitorConfig(
@@ -156,12 +156,12 @@ def test_each_quantity_has_its_own_steps_targets_and_ranks(reader, eventually):
         ({"gradients": []}, "options.gradients is a table"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(options, text):
+def test_invalid_options_raise_with_the_fix(options, text):
     with pytest.raises(ConfigError, match=text):
         MonitorConfig(quantities=("gradients",), options=options)
 
 
-def test_a_table_that_grows_keeps_what_was_measured():
+def test_growing_table_keeps_its_statistics():
     table = StatisticsTable(1, torch.device("cpu"))
     measure([torch.tensor([3.0, 4.0])], range(1), table)
     early = HostCopy(table, 1)
@@ -175,7 +175,7 @@ def test_a_table_that_grows_keeps_what_was_measured():
     assert [0, 69] == late.present.nonzero()[0].tolist()
 
 
-def test_a_full_plan_counts_what_it_leaves_out():
+def test_full_plan_counts_rejected_entries():
     book = PlanRegistry(max_entries=2)
 
     assert range(2) == book.add([PlanEntry(kind="act_out", tensor=name) for name in "ab"])
@@ -203,7 +203,7 @@ class TiedNet(nn.Module):
         ([r"re:mid\w+\.(weight|bias)"], {"middle.weight", "middle.bias"}),
     ],
 )
-def test_parameters_are_chosen_by_name_glob_or_regular_expression(tensors, expected, reader, eventually):
+def test_targets_select_by_name_glob_or_regular_expression(tensors, expected, reader, eventually):
     net = TiedNet()
     config = MonitorConfig(quantities=("parameters",), tensors=tensors, console=False, exit_wait_seconds=0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -217,7 +217,7 @@ def test_parameters_are_chosen_by_name_glob_or_regular_expression(tensors, expec
     assert expected == {row.tensor for row in rows}
 
 
-def test_a_target_that_selects_no_parameter_names_the_nearest(reader, eventually):
+def test_target_without_a_match_reports_the_nearest_name(reader, eventually):
     net = TiedNet()
     config = MonitorConfig(
         quantities=("parameters", "gradients"),
@@ -236,6 +236,6 @@ def test_a_target_that_selects_no_parameter_names_the_nearest(reader, eventually
     assert any(text.startswith("gradients: target 'midle.bias' matches no parameter; nearest: mid") for text in texts)
 
 
-def test_a_pattern_that_is_none_is_refused_when_the_monitor_is_made():
-    with pytest.raises(ConfigError, match=r"tensors: target 're:\(' is not a valid regular expression"):
+def test_invalid_pattern_raises_at_construction():
+    with pytest.raises(ConfigError, match=r"tensors: target 're:\(' is no regular expression"):
         MonitorConfig(tensors=["re:("])

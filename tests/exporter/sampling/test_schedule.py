@@ -1,4 +1,4 @@
-"""Which steps a quantity is measured at."""
+"""The steps at which a quantity is sampled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def measured(timing: Timing, steps: Iterable[int]) -> list[int]:
     taken = []
     for step in steps:
         if schedule.begins(step):
-            schedule.taken()
+            schedule.sampled()
             taken.append(step)
     return taken
 
@@ -33,27 +33,27 @@ def measured(timing: Timing, steps: Iterable[int]) -> list[int]:
         (Timing(start_step=50), []),
     ],
 )
-def test_steps_that_are_measured(timing, expected):
+def test_schedule_selects_the_expected_steps(timing, expected):
     assert expected == measured(timing, range(1, 13))
 
 
-def test_a_training_number_that_jumps_neither_skips_nor_repeats():
-    """Resumed at 100 after 1 … 4: steps are counted, only the first one is looked for by its number."""
+def test_gap_in_step_numbers_does_not_change_the_interval():
+    """Resumed at 100 after 1 … 4: steps are counted; only `start_step` compares numbers."""
     assert [3, 100, 102] == measured(Timing(start_step=3, every=2), [1, 2, 3, 4, 100, 101, 102])
 
 
-def test_a_step_that_was_due_but_not_measured_does_not_count_as_taken():
+def test_due_step_that_was_not_measured_does_not_count():
     schedule = Schedule(Timing(times=1))
 
     assert schedule.begins(1)
     assert schedule.begins(2)
-    schedule.taken()
+    schedule.sampled()
     assert schedule.is_over
     assert not schedule.begins(3)
 
 
 @given(st.integers(1, 7), st.integers(0, 30), st.integers(0, 9))
-def test_never_more_often_nor_earlier_than_asked(every, start, times):
+def test_schedule_never_exceeds_its_settings(every, start, times):
     taken = measured(Timing(start_step=start, every=every, times=times), range(40))
 
     assert taken == list(range(start, 40, every))[:times]

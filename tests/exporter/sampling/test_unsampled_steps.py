@@ -1,4 +1,4 @@
-"""What is left to do on a step that nobody measures, and when hooks go by themselves."""
+"""The remaining work at steps that are not sampled, and the removal of hooks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.sampling.sampling_config import chosen
+from rankscope_exporter.sampling.sampling_config import selected_parts
 
 
 def net_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -41,13 +42,11 @@ def hooks_of(net: nn.Module) -> int:
 
 
 def parts_of(monitor: Monitor) -> Any:
-    session = monitor._session
-    assert session is not None
-    return session
+    return session_of(monitor)
 
 
 def calls_of_ours(function: Callable[[], None]) -> Counter[str]:
-    """Return how often `function` calls what of ours, on this thread."""
+    """Return the number of calls of each function of the exporter while `function` runs on this thread."""
     calls: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, _argument: object) -> None:
@@ -77,7 +76,7 @@ def hooked_parameters(net: nn.Module) -> list[str]:
 EVERYTHING = ("parameters", "gradients", "micro_gradients", "optimizer_state", "activations", "structure", "linear")
 
 
-def test_a_step_that_is_not_measured_costs_the_same_however_large_the_model_is():
+def test_unsampled_step_costs_the_same_for_all_model_sizes():
     counts = []
     for layers in (2, 20):
         net = deep(layers)
@@ -93,7 +92,7 @@ def test_a_step_that_is_not_measured_costs_the_same_however_large_the_model_is()
     assert counts[0].total() < 300, counts[0]  # about 25 µs
 
 
-def test_what_is_measured_again_is_whole(reader, eventually):
+def test_every_sampled_step_has_all_rows(reader, eventually):
     net, optimizer = net_and_optimizer()
     with Monitor(config_of(*EVERYTHING, every=3)).attach(net, optimizer) as monitor:
         train(net, optimizer, steps=7)
@@ -107,12 +106,12 @@ def test_what_is_measured_again_is_whole(reader, eventually):
     seen = [{(row.kind, row.tensor, row.micro_step) for row in rows if row.step == step} for step in (1, 4, 7)]
     assert {1, 4, 7} == {row.step for row in rows}
     assert seen[0] == seen[1] == seen[2]
-    assert 5 * 4 + 14 == len(seen[0])  # of parameters; of the modules and the model but for gradients of the batch
+    assert 5 * 4 + 14 == len(seen[0])  # rows of parameters, and of modules and the model without gradients of the batch
     assert features
 
 
 class TwoHeads(nn.Module):
-    """Trains one of two heads at a step, without anything in common."""
+    """A model that trains one of two independent heads at each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +122,7 @@ class TwoHeads(nn.Module):
         return result
 
 
-def test_a_backward_pass_through_parameters_that_were_never_measured_is_seen(reader, eventually):
+def test_backward_pass_through_unmeasured_parameters_is_detected(reader, eventually):
     net = TwoHeads()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     heads = ["left", "right", "right", "left", "right", "left", "right"]
@@ -143,8 +142,8 @@ def test_a_backward_pass_through_parameters_that_were_never_measured_is_seen(rea
     assert skipped == {event["step"] for event in events if event["type"] == "step_skipped"}
 
 
-def test_steps_that_begin_in_a_backward_pass_keep_the_hooks_of_gradients(reader, eventually):
-    """Who never calls the whole model begins a step with its first gradient: the others come at once."""
+def test_steps_that_begin_in_a_backward_pass_keep_gradient_hooks(reader, eventually):
+    """If the whole model is never called, a step begins with its first gradient. The others follow immediately."""
     net, optimizer = net_and_optimizer()
     with Monitor(config_of("gradients", every=3)).attach(net, optimizer) as monitor:
         for _ in range(7):
@@ -164,7 +163,7 @@ def test_steps_that_begin_in_a_backward_pass_keep_the_hooks_of_gradients(reader,
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])
-def test_hooks_that_come_and_go_compile_nothing_again(compiled_first):
+def test_transient_hooks_cause_no_recompilation(compiled_first):
     torch._dynamo.reset()
     net, optimizer = net_and_optimizer()
     graphs = CompileCounterWithBackend("aot_eager")
@@ -182,7 +181,7 @@ def test_hooks_that_come_and_go_compile_nothing_again(compiled_first):
 
 
 @pytest.mark.parametrize("quantity", ["structure", "activations"])
-def test_hooks_of_modules_go_when_their_last_step_is_over(quantity, reader, eventually):
+def test_module_hooks_are_removed_after_the_last_sampled_step(quantity, reader, eventually):
     net, optimizer = net_and_optimizer()
     config = config_of("parameters", quantity, options={quantity: {"times": 1}})
     with Monitor(config).attach(net, optimizer) as monitor:
@@ -200,13 +199,13 @@ def test_hooks_of_modules_go_when_their_last_step_is_over(quantity, reader, even
         assert 0 == monitor.faults
 
     assert bare < hooked
-    assert bare <= 2  # that a forward begins and ends
+    assert bare <= 2  # hooks on begin and end of the forward pass
     assert {1} == steps
     assert {1, 2, 3} == {row.step for row in rows if row.kind == "param_after"}
     assert ("Linear" in structure) == (quantity == "structure")
 
 
-def test_what_is_over_can_be_switched_on_again(reader, eventually):
+def test_quantity_that_ended_can_be_switched_on_again(reader, eventually):
     net, optimizer = net_and_optimizer()
     with Monitor(config_of("activations", times=1)).attach(net, optimizer) as monitor:
         train(net, optimizer, 3)
@@ -222,15 +221,15 @@ def test_what_is_over_can_be_switched_on_again(reader, eventually):
     assert {"act_in", "act_out", "act_grad_out"} <= {row.kind for row in rows if row.step == 5}
 
 
-def test_a_change_that_is_to_come_is_measured_from_its_first_step_on(reader, eventually):
-    """With ranks it is known many steps ahead, and a quantity hooks a model only once."""
+def test_planned_change_is_measured_from_its_first_step(reader, eventually):
+    """With several ranks, a change is planned many steps ahead, and a quantity hooks a model only once."""
     net, optimizer = net_and_optimizer()
     config = config_of("activations", times=1)
     with Monitor(config).attach(net, optimizer) as monitor:
         session = parts_of(monitor)
-        prepared = session._active_quantities.prepare(chosen(session.monitored, config, 0, switched=True))
+        prepared = session.active_quantities.prepare(selected_parts(session.monitored, config, 0, ignore_start=True))
         train(net, optimizer, 3)
-        session.recorder.between(lambda: session._active_quantities.replace(prepared))
+        session.hooks.between(lambda: session.active_quantities.replace(prepared))
         train(net, optimizer, 3)
         monitor.end_step()
         read = reader(monitor)
@@ -240,17 +239,17 @@ def test_a_change_that_is_to_come_is_measured_from_its_first_step_on(reader, eve
 
     first, second = ({(row.kind, row.tensor) for row in rows if row.step == step} for step in (1, 4))
     assert first == second
-    assert 14 == len(first)  # of three modules and the model, but for gradients of the batch
+    assert 14 == len(first)  # rows of three modules and the model, without gradients of the batch
     assert {1, 4} == {row.step for row in rows}
 
 
-def test_skipped_steps_are_told_on_steps_that_nobody_measures(reader, eventually):
+def test_skipped_steps_are_detected_at_unsampled_steps(reader, eventually):
     net, optimizer = net_and_optimizer()
     with Monitor(config_of("gradients", every=100)).attach(net, optimizer) as monitor:
         read = reader(monitor)
         train(net, optimizer, 3)
         net(torch.ones(2, 3)).sum().backward()
-        optimizer.zero_grad()  # and no update
+        optimizer.zero_grad()  # without an update
         train(net, optimizer, 2)
         monitor.end_step()
         eventually(lambda: [record for record in read.records() if record["step"] == 6])

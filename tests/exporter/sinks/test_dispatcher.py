@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from tests.exporter.sinks.records import FINITE, entry, identity, record
 
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks.base import LONGEST_PAUSE, Sink, Sinks
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
@@ -53,7 +53,7 @@ class Hearing(Failing):
 
 def test_failing_sink_is_retried_after_growing_pauses():
     sink = Failing()
-    sinks = Sinks([sink], Guard())
+    sinks = Sinks([sink], ErrorBoundary())
     for step in range(1, 20):
         sinks.put(record(step))
 
@@ -63,7 +63,7 @@ def test_failing_sink_is_retried_after_growing_pauses():
 
 def test_recovered_sink_receives_every_record_again():
     sink = Failing()
-    sinks = Sinks([sink], Guard())
+    sinks = Sinks([sink], ErrorBoundary())
     for step in range(1, 8):
         sink.ill = step < 6
         sinks.put(record(step))
@@ -79,7 +79,7 @@ def test_recovered_sink_receives_every_record_again():
 
 def test_sink_that_fails_for_days_is_still_retried():
     sink = Failing()
-    sinks = Sinks([sink], Guard())
+    sinks = Sinks([sink], ErrorBoundary())
     for step in range(5 * LONGEST_PAUSE):
         sinks.put(record(step))
 
@@ -87,8 +87,8 @@ def test_sink_that_fails_for_days_is_still_retried():
 
 
 def test_failing_sink_is_reported_once_and_others_continue(caplog):
-    guard, hearing = Guard(), Hearing()
-    sinks = Sinks([Failing(), hearing], guard)
+    boundary, hearing = ErrorBoundary(), Hearing()
+    sinks = Sinks([Failing(), hearing], boundary)
     with caplog.at_level(logging.ERROR, logger="rankscope"):
         for step in range(1, 7):
             sinks.put(record(step))
@@ -97,11 +97,11 @@ def test_failing_sink_is_reported_once_and_others_continue(caplog):
     assert [1, 2, 3, 4, 5, 6] == hearing.offered
     assert 1 == hearing.closed
     assert ["sink failing", "sink hearing"] == [text.getMessage().split(" failed")[0] for text in caplog.records]
-    assert 3 + 2 == guard.count
+    assert 3 + 2 == boundary.count
 
 
 def test_forked_child_writes_no_sink(tmp_path):
-    sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path)), identity())], Guard())
+    sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path)), identity())], ErrorBoundary())
     sinks.put(record(1, (entry(), FINITE)))
     child = os.fork()
     if child == 0:
@@ -120,13 +120,13 @@ def test_sink_recovers_when_its_folder_can_be_created(tmp_path, blocked):
     """A file has the name of the folder. After its removal, rows are written."""
     in_the_way = tmp_path / "out"
     in_the_way.write_text("in the way")
-    guard = Guard()
-    sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path / blocked)), identity())], guard)
+    boundary = ErrorBoundary()
+    sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path / blocked)), identity())], boundary)
     for step in (1, 2):
         sinks.put(record(step, (entry(), FINITE)))
     in_the_way.unlink()
     sinks.put(record(3, (entry(), FINITE)))
 
-    assert 1 == guard.count
+    assert 1 == boundary.count
     assert {"sink_csv": 2} == sinks.missed
     assert ["grad_reduced_2-2.csv"] == [path.name for path in (tmp_path / blocked).glob("*/*")]

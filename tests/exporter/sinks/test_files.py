@@ -13,7 +13,7 @@ import pytest
 from tests.exporter.sinks.reading import imported
 from tests.exporter.sinks.records import FINITE, entry, identity, record
 
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sinks
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
@@ -35,15 +35,15 @@ def files_no_longer_than(size: int) -> Iterator[None]:
 
 
 def test_full_disk_loses_complete_steps_only(tmp_path):
-    guard = Guard()
-    sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path), steps_per_file=100), identity())], guard)
+    boundary = ErrorBoundary()
+    sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path), steps_per_file=100), identity())], boundary)
     sinks.put(record(1, *ROWS))
     (path,) = tmp_path.glob("*/*")
     before = path.read_bytes()
     with files_no_longer_than(len(before) + len(before) // 2):
         sinks.put(record(2, *ROWS))
 
-    assert 1 == guard.count
+    assert 1 == boundary.count
     assert before == path.read_bytes()
     for step in (3, 4):
         sinks.put(record(step, *ROWS))
@@ -53,7 +53,7 @@ def test_full_disk_loses_complete_steps_only(tmp_path):
 
 
 def test_disk_full_from_the_start_leaves_no_partial_file(tmp_path):
-    sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path)), identity())], Guard())
+    sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path)), identity())], ErrorBoundary())
     with files_no_longer_than(100):
         sinks.put(record(1, *ROWS))
 
@@ -61,7 +61,7 @@ def test_disk_full_from_the_start_leaves_no_partial_file(tmp_path):
 
 
 def test_event_files_can_be_continued_after_a_full_disk(tmp_path):
-    sinks = Sinks([TensorBoard(TensorBoardOptions(folder=str(tmp_path)), identity())], Guard())
+    sinks = Sinks([TensorBoard(TensorBoardOptions(folder=str(tmp_path)), identity())], ErrorBoundary())
     sinks.put(record(1, *ROWS))
     (path,) = tmp_path.rglob("events*")
     before = path.read_bytes()
@@ -142,7 +142,7 @@ def test_no_file_is_open_between_writes(tmp_path):
             Csv(CsvOptions(folder=str(tmp_path)), identity()),
             TensorBoard(TensorBoardOptions(folder=str(tmp_path)), identity()),
         ],
-        Guard(),
+        ErrorBoundary(),
     )
     sinks.put(record(1, *ROWS))
     before = descriptors()

@@ -1,4 +1,4 @@
-"""Parameters and activations that a training leaves in memory, with every quantity measured and without a monitor."""
+"""Parameters and activations that remain in memory after training, with all quantities and without a monitor."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CONFIG = {
     "quantities": list(quantity_classes()),
     "options": OPTIONS,
     "capture": {},
-    "throughput": {"method": "off"},  # a count of FLOPs holds the model while it runs, on another thread
+    "throughput": {"method": "off"},  # the FLOP counter holds the model while it runs on another thread
     "console": False,
     "exit_wait_seconds": 0,
 }
 
 
 class Attend(nn.Module):
-    """The core of an attention, given query and key by position."""
+    """Core of an attention with query and key as positional arguments."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         heads = query.unflatten(-1, (2, -1)).transpose(1, 2), key.unflatten(-1, (2, -1)).transpose(1, 2)
@@ -40,14 +40,14 @@ class Attend(nn.Module):
 
 
 class Tied(nn.Module):
-    """A last layer that is given the weight of the first one."""
+    """A last layer that receives the weight of the first layer."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x @ weight
 
 
 class Net(nn.Module):
-    """Has a parameter as an argument, a part without gradients, a frozen layer, a buffer and a router."""
+    """A model with a parameter as argument, a part without gradients, a frozen layer, a buffer and a router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def data(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 class Training:
-    """Some steps of a model, and the tensors that they leave."""
+    """Some training steps of a model, and the tensors that remain after them."""
 
     def __init__(self, model: nn.Module, *, watched: bool, every: int = 1) -> None:
         self.model: nn.Module | None = model
@@ -103,12 +103,12 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def left(storages: Mapping[str, StorageWeakRef]) -> list[str]:
-    """Return the names of those whose memory is still there."""
+    """Return the names of the tensors that still have memory."""
     return [name for name, storage in storages.items() if not storage.expired()]
 
 
 def assign(training: Training) -> None:
-    """Load other parameters in the place of the model's own, and make a new optimizer, as after a spike of the loss."""
+    """Replace the parameters of the model and create a new optimizer, as after a spike of the loss."""
     assert training.model is not None
     other = {name: value.clone() for name, value in training.model.state_dict().items()}
     training.optimizer = None
@@ -116,7 +116,7 @@ def assign(training: Training) -> None:
 
 
 def convert(training: Training) -> None:
-    """Convert the parameters, which remain the same objects."""
+    """Convert the parameters in place."""
     assert training.model is not None
     training.optimizer = None
     training.model.to(torch.float64)
@@ -141,12 +141,12 @@ def swap(training: Training) -> None:
 
 
 def delete(training: Training) -> None:
-    """Drop the model while the monitor is attached."""
+    """Delete the model while the monitor is attached."""
     training.model = training.optimizer = None
 
 
 def detach_and_delete(training: Training) -> None:
-    """Drop the model once the monitor is detached."""
+    """Delete the model after detach."""
     training.monitor.detach()
     delete(training)
 
@@ -155,7 +155,7 @@ WAYS: tuple[Callable[[Training], None], ...] = (*(assign, convert, convert_to_ot
 
 
 def left_after(way: Callable[[Training], None], make: Callable[[], nn.Module], *, watched: bool) -> list[Any]:
-    """Return the parameters left after some steps and `way`, before and after a collection, and the faults."""
+    """Return the parameters that remain after some steps and `way`, before and after garbage collection, and faults."""
     training = Training(make(), watched=watched)
     for _ in range(STEPS):
         training.step()

@@ -1,4 +1,4 @@
-"""The monitor keeps no parameter and no activation alive, and has no weak reference on any of them."""
+"""The monitor keeps no parameter and no activation alive, and has no weak references to them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def test_parameters_are_freed_when_the_model_drops_them(way):
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("updates", [True, False])
-def test_activations_are_freed_when_they_are_without_a_monitor(updates, every):
+def test_activations_are_freed_as_early_as_without_a_monitor(updates, every):
     assert alive_in_forward(watched=False, updates=updates) == alive_in_forward(
         watched=True, updates=updates, every=every
     )
 
 
 def alive_in_forward(*, watched: bool, updates: bool, every: int = 1) -> list[int]:
-    """Return how many outputs of modules are alive at the end of each module's forward, and of each step."""
+    """Return the number of live module outputs at the end of each forward pass of a module and of each step."""
     training = Training(Net(), watched=watched, every=every)
     outputs: list[StorageWeakRef] = []
     counts: list[int] = []
@@ -49,7 +49,7 @@ def alive_in_forward(*, watched: bool, updates: bool, every: int = 1) -> list[in
     return counts
 
 
-def test_no_tensor_of_the_model_has_a_weak_reference_inside_of_a_step():
+def test_no_tensor_of_the_model_has_a_weak_reference_in_a_step():
     found: list[int] = []
     training = Training(Net(), watched=True)
     net = training.model
@@ -76,7 +76,7 @@ def test_no_tensor_of_the_model_has_a_weak_reference_inside_of_a_step():
 
 
 class Rewritten(nn.Module):
-    """Passes on a temporary tensor of the same memory each time, which it has written to through another one."""
+    """A module that returns a temporary tensor with the same memory at each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,12 +86,12 @@ class Rewritten(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
-            self.state.data.add_(1.0)  # which leaves the version of `state` as it is
+            self.state.data.add_(1.0)  # does not change the version of `state`
             x = x + self.inner(self.state.data).sum()
         return x * self.scale
 
 
-def test_a_tensor_with_the_id_of_a_freed_one_gets_its_own_numbers():
+def test_tensor_with_the_id_of_a_freed_tensor_has_its_own_numbers():
     net = Rewritten()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with Monitor({**CONFIG, "quantities": ["activations"], "options": {}}).attach(net, optimizer) as monitor:
@@ -122,7 +122,7 @@ def test_the_entry_of_a_tensor_ends_with_the_tensor():
     assert memory.get(made.detach().requires_grad_() * 1) is None
 
 
-def test_a_parameter_is_never_remembered_weakly():
+def test_parameters_have_no_weak_references():
     memory: TensorCache[int] = TensorCache()
     parameter = nn.Parameter(torch.zeros(2))
     memory.keep(parameter, 1)
@@ -138,7 +138,7 @@ def training() -> Iterator[Training]:
     made.monitor.detach()
 
 
-def test_steps_go_on_with_assigned_parameters_and_a_new_optimizer(training, reader, eventually):
+def test_steps_continue_with_assigned_parameters_and_a_new_optimizer(training, reader, eventually):
     read = reader(training.monitor)
     for number in range(1, 6):
         if number == 3:

@@ -1,4 +1,4 @@
-"""Two ranks: the monitor keeps no parameter of a wrapped model alive that torch frees without it."""
+"""Two ranks: the monitor keeps no parameter of a wrapped model alive that torch frees without a monitor."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, s
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", MODELS)
-def test_parameters_are_freed_when_torch_frees_them_without_a_monitor(model, way, outcomes):
+def test_parameters_are_freed_as_without_a_monitor(model, way, outcomes):
     for of_rank in outcomes:
         alone, watched = of_rank[model, way]
 
@@ -101,7 +101,7 @@ def test_parameters_are_freed_when_torch_frees_them_without_a_monitor(model, way
 
 
 def test_sharded_parameters_are_freed(outcomes):
-    """Else the cases above would show nothing; of flat parameters and DDP's buckets torch itself frees nothing."""
+    """Without this the other cases prove nothing: torch itself keeps flat parameters and DDP's buckets."""
     for of_rank in outcomes:
         assert [[], [], 0] == of_rank["fsdp2", "assign"][1] == of_rank["fsdp2", "convert"][1]
         assert [] == of_rank["fsdp2", "delete"][1][1] == of_rank["fsdp1", "delete"][1][1]

@@ -1,4 +1,4 @@
-"""What befalls a training: it goes on, or ends, exactly as without us, and what we miss is named once."""
+"""Unusual events during training: it continues or ends as without the monitor, and gaps are reported once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 from torch.func import functional_call
 
@@ -29,7 +30,7 @@ QUANTITIES = ("parameters", "gradients", "micro_gradients", "optimizer_state", "
 
 
 class Run:
-    """A training to which something happens before a step, or in it."""
+    """A training with an unusual event before or in a step."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -39,7 +40,7 @@ class Run:
         self.seen: list[Any] = []
 
     def before(self, step: int) -> None:
-        """Do something to the training."""
+        """Change the training before a step."""
 
     def forward(self, step: int) -> torch.Tensor:
         return self.net(torch.full((2, 3), float(step))).square().sum()
@@ -64,7 +65,7 @@ class Run:
 
 
 class OtherParametersForOnePass(Run):
-    """As meta-learning does: an inner step on plain tensors, whose loss gives the gradients of the outer one."""
+    """Meta-learning: the loss of an inner step on plain tensors gives the gradients of the outer step."""
 
     def forward(self, step: int) -> torch.Tensor:
         inputs = torch.full((2, 3), float(step))
@@ -76,7 +77,7 @@ class OtherParametersForOnePass(Run):
 
 
 class UsersHookRaises(Run):
-    """A hook of the user's own, behind and before ours, whose error the loop survives."""
+    """A user hook that raises, before and after those of the monitor. The loop catches the error."""
 
     def step(self, step: int) -> None:
         def fail(*_: Any) -> None:
@@ -94,7 +95,7 @@ class UsersHookRaises(Run):
 
 
 class Stumbling(torch.optim.SGD):
-    """An optimizer that fails once, when it has changed everything."""
+    """An optimizer that fails once, after it has changed all parameters."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -138,7 +139,7 @@ class LayerAdded(Run):
 
 
 class LayerThawed(Run):
-    """A layer that the optimizer is given once it shall be trained, as when a model is fine-tuned."""
+    """A layer that is added to the optimizer during fine-tuning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ class OptimizerReplaced(Run):
 
 
 class SchedulerCreatedLater(Run):
-    """A scheduler puts its own method in place of `optimizer.step`."""
+    """A scheduler that replaces the method `optimizer.step`."""
 
     def before(self, step: int) -> None:
         if step == FAULTY - 1:
@@ -197,7 +198,7 @@ class Lazy(Run):
 
 
 class Scripted(Run):
-    """A layer of TorchScript, whose tables only look like dictionaries; it takes no hooks, and is measured around."""
+    """A layer of TorchScript. It does not accept hooks; the other layers are measured."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +207,7 @@ class Scripted(Run):
 
 
 class ModelCopied(Run):
-    """The loop goes on with a copy of the model, which is not watched."""
+    """The loop continues with a copy of the model, which is not monitored."""
 
     def before(self, step: int) -> None:
         if step == FAULTY:
@@ -215,8 +216,8 @@ class ModelCopied(Run):
 
 
 NOTES: dict[type[Run], str] = {
-    LayerAdded: "the optimizer has 2 parameters more than before, which are not measured",
-    OptimizerReplaced: "the optimizer was replaced after attach(): Adam is followed",
+    LayerAdded: "2 parameters were added to the optimizer after attach() and are not measured",
+    OptimizerReplaced: "the optimizer was replaced after attach(): the monitor now observes Adam",
     Scripted: "activations: 2: no hook can be registered",
     Lazy: "2 parameters have no shape yet and are not measured (1.weight, 1.bias)",
 }
@@ -228,17 +229,16 @@ CASES = (
 
 
 class Watched:
-    """What is left of a run with the monitor."""
+    """The result of a run with the monitor."""
 
     def __init__(self, case: Callable[[], Run], *, every: int = 1) -> None:
         self.run = case()
         config = MonitorConfig(quantities=QUANTITIES, every=every, console=False, exit_wait_seconds=0)
         with Monitor(config).attach(self.run.net, self.run.optimizer) as monitor:
-            session = monitor._session
-            assert session is not None
+            session = session_of(monitor)
             self.run.train()
             monitor.end_step()
-            assert session.publisher.stop(60)  # all of it is in the ring now, however slow the machine is
+            assert session.publisher.stop(60)  # all records are in the ring now
             self.state = self.run.state()
         self.faults = monitor.faults
         records = session.channel.ring.after(-1, 1 << 30).records
@@ -271,7 +271,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
 @pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*lr_scheduler.step", "ignore:.*torch.jit.script")
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_training_is_the_same_to_the_last_bit_and_what_is_missed_is_named_once(case, every):
+def test_training_is_bit_identical_and_gaps_are_reported_once(case, every):
     alone = case()
     alone.train()
     watched = Watched(case, every=every)
@@ -287,7 +287,7 @@ def test_training_is_the_same_to_the_last_bit_and_what_is_missed_is_named_once(c
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*lr_scheduler.step", "ignore:.*torch.jit.script")
-def test_rows_are_there_as_far_as_there_is_something_to_measure():
+def test_rows_exist_for_all_measurable_tensors():
     everything = set(range(1, STEPS + 1))
     frozen, at_first = Watched(FrozenAndThawed), Watched(FrozenAtFirst)
     replaced, later, lazy = Watched(OptimizerReplaced), Watched(SchedulerCreatedLater), Watched(Lazy)
@@ -295,10 +295,10 @@ def test_rows_are_there_as_far_as_there_is_something_to_measure():
 
     assert everything - {FAULTY} == frozen.steps("grad_unreduced", "0.weight")
     assert {step for step in everything if step >= FAULTY} == at_first.steps("grad_reduced", "0.weight")
-    # What stands before the first step of the new optimizer is not known: nobody has told of it yet.
+    # The state before the first step of the new optimizer is unknown.
     assert everything - {FAULTY} == replaced.steps("param_before", "0.weight")
     assert everything == replaced.steps("param_after", "0.weight")
-    assert {1, 2} == replaced.steps("momentum", "0.weight")  # never a number of an optimizer that is gone
+    assert {1, 2} == replaced.steps("momentum", "0.weight")  # never a number of a deleted optimizer
     assert [] == replaced.messages("step_skipped")
     assert everything == later.steps("param_after", "2.weight")
     assert everything == lazy.steps("grad_reduced", "0.weight")
@@ -310,7 +310,7 @@ def test_rows_are_there_as_far_as_there_is_something_to_measure():
 
 
 class TwoOptimizers(Run):
-    """Only one of them is given to the monitor; the other one steps twice as often, on parameters of its own."""
+    """The monitor receives only one of two optimizers. The other one has other parameters and steps twice as often."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,8 +347,8 @@ class InnerGiven(Run):
         super().train()
 
 
-def test_an_optimizer_that_is_none_of_torch_s_is_not_replaced_by_the_one_inside_of_it():
-    """As DeepSpeed's are, whose groups are those of the optimizer inside."""
+def test_inner_optimizer_does_not_replace_a_foreign_outer_one():
+    """An optimizer as in DeepSpeed: its groups are those of the inner optimizer."""
     net = nn.Linear(2, 2)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -374,7 +374,7 @@ def test_an_optimizer_that_is_none_of_torch_s_is_not_replaced_by_the_one_inside_
 
 
 @pytest.mark.parametrize("case", [TwoOptimizers, OuterGiven, InnerGiven])
-def test_an_optimizer_beside_around_or_inside_of_the_given_one_replaces_nothing(case):
+def test_unrelated_outer_or_inner_optimizer_replaces_nothing(case):
     watched = Watched(case)
 
     assert not [text for text in watched.messages("note") if "replaced" in text]
@@ -385,15 +385,15 @@ def test_an_optimizer_beside_around_or_inside_of_the_given_one_replaces_nothing(
 
 PLACES = [
     (Activations, "install"),
-    (Gradients, "gradient_ready"),
-    (Gradients, "backward_ends"),
-    (Gradients, "before_update"),
-    (OptimizerState, "after_update"),
+    (Gradients, "on_gradient_ready"),
+    (Gradients, "on_gradients_ready"),
+    (Gradients, "on_optimizer_step_begin"),
+    (OptimizerState, "on_optimizer_step_end"),
 ]
 
 
 @pytest.mark.parametrize(("quantity", "moment"), PLACES, ids=lambda place: getattr(place, "__name__", place))
-def test_a_hook_of_ours_that_raises_is_counted_and_named_once(quantity, moment, monkeypatch):
+def test_hook_that_raises_is_counted_and_logged_once(quantity, moment, monkeypatch):
     alone = Run()
     alone.train()
 
@@ -496,7 +496,7 @@ CODES = dict(zip(ENDINGS, (0, 0, 1, 1, 6, 5, 7), strict=True))
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any]]]:
-    """Return, for each ending, what a process without and one with the monitor said, and its exit code."""
+    """Return output and exit code of a process with and without the monitor, for each ending."""
     script = tmp_path_factory.mktemp("endings") / "train.py"
     script.write_text(SCRIPT.replace("BODIES", repr([textwrap.dedent(body) for body in ENDINGS.values()])))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -508,7 +508,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any]]
 
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_process_ends_as_without_us(ending, ended):
+def test_process_ends_as_without_the_monitor(ending, ended):
     without, with_us = ended[ending]
 
     assert CODES[ending] == without[1], without[0]

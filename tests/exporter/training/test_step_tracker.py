@@ -1,4 +1,4 @@
-"""The step tracker: which events end a step, and which steps count as skipped."""
+"""The step tracker: the events that end a step, and the steps that count as skipped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def never() -> bool:
     raise AssertionError("asked although the answer cannot matter")
 
 
-def test_a_plain_step_ends_when_the_next_forward_begins() -> None:
+def test_step_ends_when_the_next_forward_pass_begins() -> None:
     tracker = StepTracker()
     tracker.forward_begins(never)
     tracker.backward_begins(never)
@@ -51,7 +51,7 @@ def test_gradients_dropped_without_an_update_are_a_skipped_step() -> None:
     assert StepStage.OPEN is tracker.stage
 
 
-def test_a_skip_is_noticed_at_the_next_backward_when_no_forward_hook_fires() -> None:
+def test_skipped_step_is_detected_at_a_backward_pass_without_forward() -> None:
     tracker = StepTracker()
     tracker.backward_begins(never)
 
@@ -69,7 +69,7 @@ def test_two_optimizers_step_in_one_step() -> None:
     assert Ended(1, skipped=False) == tracker.forward_begins(never)
 
 
-def test_a_closure_optimizer_ends_the_last_step_when_it_begins_again() -> None:
+def test_optimizer_with_closure_ends_the_step_when_it_steps_again() -> None:
     tracker = StepTracker()
     tracker.update_begins(repeated=False)
     tracker.backward_begins(kept)
@@ -78,7 +78,7 @@ def test_a_closure_optimizer_ends_the_last_step_when_it_begins_again() -> None:
     assert Ended(1, skipped=False) == tracker.update_begins(repeated=True)
 
 
-def test_an_explicit_end_says_whether_the_step_was_skipped() -> None:
+def test_explicit_end_states_whether_the_step_was_skipped() -> None:
     tracker = StepTracker(first_step=7)
     tracker.backward_begins(never)
 
@@ -93,7 +93,7 @@ def test_without_an_optimizer_no_step_counts_as_skipped() -> None:
     assert Ended(1, skipped=False) == tracker.forward_begins(gone)
 
 
-def test_whatever_a_closure_optimizer_does_inside_is_one_step() -> None:
+def test_all_passes_inside_a_closure_are_one_step() -> None:
     tracker = StepTracker()
     ended = []
     for _ in range(2):
@@ -105,7 +105,7 @@ def test_whatever_a_closure_optimizer_does_inside_is_one_step() -> None:
     assert [Ended(1, skipped=False)] == [item for item in ended if item is not None]
 
 
-def test_explicit_steps_end_only_when_told() -> None:
+def test_explicit_steps_end_only_on_request() -> None:
     tracker = StepTracker(explicit=True)
     for _ in range(3):
         tracker.forward_begins(gone)
@@ -117,8 +117,8 @@ def test_explicit_steps_end_only_when_told() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=50), st.integers(1, 3))
-def test_every_attempt_is_one_step_whether_it_was_skipped_or_not(skips: list[bool], micro_batches: int) -> None:
-    """Any pattern of skipped and made steps, with accumulation: numbers run on and each is told right."""
+def test_every_attempt_is_one_step_skipped_or_not(skips: list[bool], micro_batches: int) -> None:
+    """For all patterns of skipped steps with accumulation, step numbers and skips are correct."""
     tracker = StepTracker()
     ended: list[Ended | None] = []
     dropped = True

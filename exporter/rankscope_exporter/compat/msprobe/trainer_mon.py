@@ -21,7 +21,7 @@ from rankscope_contract.model.kinds import VALUE_OPS, Kind
 from rankscope_contract.msprobe.files import anomaly_tag
 from rankscope_exporter.api.monitor import Monitor
 from rankscope_exporter.base.copies import CopiesDoNothing
-from rankscope_exporter.base.errors import ConfigError, Guard
+from rankscope_exporter.base.errors import ConfigError, ErrorBoundary
 from rankscope_exporter.compat.msprobe.argument_checks import Attachment, Construction, first_step, wrong_hints
 from rankscope_exporter.compat.msprobe.config_translation import translated
 from rankscope_exporter.config.loader import read_settings
@@ -87,11 +87,11 @@ class TrainerMon(CopiesDoNothing):
         self._config = _config_of(self._document, self._path)
         self._optimizer: Any = None
         self._monitor: Monitor | None = None
-        self._guard = Guard()
+        self._boundary = ErrorBoundary()
         self._remarks: dict[str, None] = {}  # each is reported once, in order
 
     def _unattached(self) -> dict[str, Any]:
-        return {"_hints": Construction(), "_optimizer": None, "_guard": Guard(), "_remarks": {}}
+        return {"_hints": Construction(), "_optimizer": None, "_boundary": ErrorBoundary(), "_remarks": {}}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_config": self._config.without_secrets(), "_document": {}}
@@ -104,7 +104,7 @@ class TrainerMon(CopiesDoNothing):
     @property
     def faults(self) -> int:
         """The number of errors that were caught in this object. The Monitor counts its own errors."""
-        return self._guard.count
+        return self._boundary.count
 
     # Attaching.
 
@@ -154,7 +154,7 @@ class TrainerMon(CopiesDoNothing):
         groups = {"dp_group": given.dp_group, "tp_group": given.tp_group, "pp_group": self._hints.process_group}
         monitor.attach(given.watched, given.optimizer, **groups)
         self._monitor = monitor
-        self._guard.call("process_group", _place_in_pipeline, monitor, self._hints.process_group)
+        self._boundary.call("process_group", _place_in_pipeline, monitor, self._hints.process_group)
         for sentence in self._remarks:
             monitor.remark(sentence)
 
@@ -180,7 +180,7 @@ class TrainerMon(CopiesDoNothing):
             one, other = ([row for row in rows if row.entry.kind in kinds] for kinds in (first, second))
             return metrics_of(one, ops, rank), metrics_of(other, ops, rank)
 
-        found: tuple[Metrics, Metrics] | None = self._guard.call("a getter", read)
+        found: tuple[Metrics, Metrics] | None = self._boundary.call("a getter", read)
         return ({}, {}) if found is None else found
 
     # Changes while training runs.
@@ -197,7 +197,7 @@ class TrainerMon(CopiesDoNothing):
             return
         instead = "call monitor.monitor.switch({'ops': […]}), or edit the watched file"
         self._remark_once(f"monitor.ops = […] is deprecated: {instead}")
-        self._guard.call("ops", self._change_ops, names)
+        self._boundary.call("ops", self._change_ops, names)
 
     def _change_ops(self, names: Sequence[str]) -> None:
         try:
@@ -214,7 +214,7 @@ class TrainerMon(CopiesDoNothing):
             return
         instead = f"set {DYNAMIC_VARIABLE}=True and edit the file, or call monitor.monitor.switch"
         self._remark_once(f"reload_xy is deprecated: {instead}")
-        self._guard.call("reload_xy()", self._reload_activations, bool(xy_distribution))
+        self._boundary.call("reload_xy()", self._reload_activations, bool(xy_distribution))
 
     def _reload_activations(self, on: bool) -> None:  # noqa: FBT001 - the only argument
         self._document = {**self._document, "xy_distribution": on}

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.flight_recorder.entry import is_over
 from rankscope_exporter.monitors.flight_recorder.step_assignment import MOST_STEPS, AssignedEntries, StepAssignment
 from rankscope_exporter.monitors.flight_recorder.torch_api import (
@@ -106,11 +106,11 @@ def read_before() -> dict[str, int]:
 class FlightRecorderPoller(StepObserver):
     """Reads the flight record for at most about `share` of the time of one CPU core; with 0 it never reads."""
 
-    def __init__(self, share: float, publish: Callable[[StepRecord], object], guard: Guard) -> None:
+    def __init__(self, share: float, publish: Callable[[StepRecord], object], boundary: ErrorBoundary) -> None:
         self._share = share
         self._schedule = PollSchedule(share)
         self._publish = publish
-        self._guard = guard
+        self._boundary = boundary
         self._assignment = StepAssignment(_read_before)
         self._began_us = 0
         # Steps that the assignment does not have yet: number, begin, end in microseconds.
@@ -128,11 +128,11 @@ class FlightRecorderPoller(StepObserver):
         self.cpu_seconds = 0.0
         """CPU time of the thread so far."""
 
-    def step_begins(self, step: int) -> None:  # noqa: ARG002 - the number may still change
+    def on_step_begin(self, step: int) -> None:  # noqa: ARG002 - the number may still change
         """Store the time at which the step begins."""
         self._began_us = now_microseconds()
 
-    def step_ends(self, pending_step: PendingStep) -> None:
+    def on_step_end(self, pending_step: PendingStep) -> None:
         """Store begin and end of the step, and wake the thread if a reading is due."""
         if self._share <= 0:
             return
@@ -166,7 +166,7 @@ class FlightRecorderPoller(StepObserver):
             self._wake.wait()
             self._wake.clear()
             is_last = self._is_last
-            self._guard.call("reading the flight record", functools.partial(self._read, is_last=is_last))
+            self._boundary.call("reading the flight record", functools.partial(self._read, is_last=is_last))
             self.cpu_seconds = time.thread_time()
             if is_last:
                 return
@@ -178,13 +178,13 @@ class FlightRecorderPoller(StepObserver):
         while self._ended:
             self._assignment.step_ended(*self._ended.popleft())
             steps += 1
-        read = functools.partial(read_with_stacks if has_stacks else read_without_stacks, self._guard.report)
+        read = functools.partial(read_with_stacks if has_stacks else read_without_stacks, self._boundary.report)
         readings = read()
         if is_last and any(not is_over(entry) for entries in readings.values() for entry in entries):
             time.sleep(RETIRE_SECONDS)
             readings = read()
         self._entries = sum(map(len, readings.values()))
-        self._ranks |= ranks_by_group(self._guard.report)
+        self._ranks |= ranks_by_group(self._boundary.report)
         self._publish_rows(self._assignment.take(readings, self._ranks, is_last=is_last))
         since = 0.0 if self._last_reading is None else began - self._last_reading
         self._last_reading = began

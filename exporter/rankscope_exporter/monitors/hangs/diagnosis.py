@@ -14,7 +14,7 @@ from typing import Any, Final
 from rankscope_contract.diagnostics.rank_groups import Standing
 from rankscope_contract.diagnostics.stacks import FlightRecord, StackDump
 from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.flight_recorder.entry import take_flight_record
 from rankscope_exporter.monitors.hangs.stack_dump import read_stacks, take_stacks
@@ -58,14 +58,14 @@ class Diagnosis:
         rank: int,
         publish: Callable[[StepRecord], object],
         last_step: Callable[[], int | None],
-        guard: Guard,
+        boundary: ErrorBoundary,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
         self._publish = publish
         self._last_step = last_step
-        self._guard = guard
+        self._boundary = boundary
         self._clock = clock
         self._training_thread = threading.get_ident()
         self._lock = threading.Lock()
@@ -110,23 +110,23 @@ class Diagnosis:
 
     def _take(self, reason: str, severity: Severity, first: Event | None) -> CapturedStacks:
         if first is not None:
-            self._guard.call(f"recording an event ({first.type})", self._publish_event, first)
+            self._boundary.call(f"recording an event ({first.type})", self._publish_event, first)
         elif self._latest is not None and self._clock() - self._taken_at < MIN_SECONDS:
             return self._latest
         ts, step = now_microseconds(), self._last_step()
         stacks = self._stacks(reason)
         # Stacks are published before the flight record is read: the reading may take seconds or not return.
         if stacks.threads:
-            self._guard.call("recording stacks", self._publish_stacks, stacks, severity)
-        flight: FlightRecord | None = self._guard.call("the flight record", self._flight, reason)
+            self._boundary.call("recording stacks", self._publish_stacks, stacks, severity)
+        flight: FlightRecord | None = self._boundary.call("the flight record", self._flight, reason)
         if flight is not None:
-            self._guard.call("recording the flight record", self._publish_flight, flight, severity)
+            self._boundary.call("recording the flight record", self._publish_flight, flight, severity)
         self._latest, self._taken_at = CapturedStacks(ts=ts, step=step, stacks=stacks, flight=flight), self._clock()
         return self._latest
 
     def _stacks(self, reason: str) -> StackDump:
         """Return the stacks; empty if they cannot be taken, because the flight record is useful without them."""
-        stacks: StackDump | None = self._guard.call("taking stacks", take_stacks, reason, self._training_thread)
+        stacks: StackDump | None = self._boundary.call("taking stacks", take_stacks, reason, self._training_thread)
         return StackDump(reason=reason, threads=()) if stacks is None else stacks
 
     def _flight(self, reason: str) -> FlightRecord | None:
@@ -144,7 +144,7 @@ class Diagnosis:
             is_read.set()
             # Reported after `is_read`: a report takes locks that a hanging training thread may hold.
             for failure in failures:
-                self._guard.report(*failure)
+                self._boundary.report(*failure)
 
         self._reader = OwnThread(target=read, name="rankscope-flight-record")
         self._reader.start()

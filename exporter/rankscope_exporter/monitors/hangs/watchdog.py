@@ -17,7 +17,7 @@ from typing import Final
 
 from rankscope_contract.diagnostics.rank_groups import Standing
 from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.stack_signal import StackSignal
 from rankscope_exporter.process.threads import OwnThread
@@ -97,7 +97,7 @@ class Watchdog:
         limits: HangLimits,
         stack_signal: str | None,
         diagnosis: Diagnosis,
-        guard: Guard,
+        boundary: ErrorBoundary,
         *,
         progress: Callable[[], tuple[int | None, str | None]],
         planned_steps: int | None,
@@ -110,7 +110,7 @@ class Watchdog:
         self._signal: StackSignal | None = None
         self._detector = HangDetector(self._limits)
         self._diagnosis = diagnosis
-        self._guard = guard
+        self._boundary = boundary
         self._progress = progress
         self._planned_steps = planned_steps
         self._print_line = print_line
@@ -131,7 +131,7 @@ class Watchdog:
         A signal that another handler in C uses is reported and not changed.
         """
         if self._signal_name is not None:
-            self._signal = self._guard.call("stacks_signal", StackSignal, self._signal_name)
+            self._signal = self._boundary.call("stacks_signal", StackSignal, self._signal_name)
         self.beat()
         if self._limits.is_on or self._signal is not None:
             self._thread.start()
@@ -162,12 +162,12 @@ class Watchdog:
         while not self._stopped.wait(self._seconds):
             now = time.monotonic()
             late, before = now - before - self._seconds, now
-            self._guard.call("the watchdog", self._check, now, late)
+            self._boundary.call("the watchdog", self._check, now, late)
             self.cpu_seconds = time.thread_time()
 
     def _check(self, now: float, late: float) -> None:
         if self._signal is not None:
-            self._guard.call("stacks_signal", self._publish_written, self._signal)
+            self._boundary.call("stacks_signal", self._publish_written, self._signal)
         step, phase = self._progress()
         is_done = self._planned_steps is not None and step is not None and step >= self._planned_steps
         state = TrainingState(active_at=self._active_at, has_stepped=step is not None, is_done=is_done, phase=phase)
@@ -192,7 +192,7 @@ class Watchdog:
             text += f"; no Python code ran for {held:.0f} s: C code held the GIL, or the process was stopped"
         details = json.dumps({"state": "began", "seconds": seconds, "phase": phase, "interpreter_held_seconds": held})
         event = Event(type=EventType.HANG, severity=Severity.CRITICAL, value=seconds, message=text, details=details)
-        where = self._guard.call("the place of a hang", self._place, event)
+        where = self._boundary.call("the place of a hang", self._place, event)
         self._print_line(f"rank {self._diagnosis.rank}: {text}" + (f": {where}" if where else ""))
 
     def _place(self, event: Event) -> str | None:
@@ -206,5 +206,5 @@ class Watchdog:
         details = json.dumps({"state": "ended", "seconds": seconds})
         text = f"training continues after {seconds:.0f} s without a sign"
         event = Event(type=EventType.HANG, value=seconds, message=text, details=details)
-        self._guard.call("recording the end of a hang", self._diagnosis.publish, event)
+        self._boundary.call("recording the end of a hang", self._diagnosis.publish, event)
         self._print_line(f"rank {self._diagnosis.rank}: {text}")

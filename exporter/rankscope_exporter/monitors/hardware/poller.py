@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hardware.gpu import Gpu, load_nvml, uuid_of
 from rankscope_exporter.monitors.hardware.host import Host, host_scalars
 from rankscope_exporter.process.threads import OwnThread
@@ -30,14 +30,14 @@ class HardwarePoller:
         device: torch.device,
         every_seconds: float,
         hand_over: Callable[[PendingStep], None],
-        guard: Guard,
+        boundary: ErrorBoundary,
         *,
         nvml: Callable[[], Any] = load_nvml,
     ) -> None:
         self._device = device
         self._every_seconds = every_seconds
         self._hand_over = hand_over
-        self._guard = guard
+        self._boundary = boundary
         self._load_nvml = nvml
         self._stopped = threading.Event()
         self._thread = OwnThread(target=self._run, name="rankscope-hardware")
@@ -56,14 +56,14 @@ class HardwarePoller:
             self._thread.join(_STOP_SECONDS)
 
     def _run(self) -> None:
-        gpu = self._guard.call("opening the GPU", self._open)
-        host = Host(self._guard.report)
-        before = self._guard.call("reading the machine", host.state)
+        gpu = self._boundary.call("opening the GPU", self._open)
+        host = Host(self._boundary.report)
+        before = self._boundary.call("reading the machine", host.state)
         while not self._stopped.wait(self._every_seconds):
-            before = self._guard.call("publishing the hardware", self._publish, gpu, host, before) or before
+            before = self._boundary.call("publishing the hardware", self._publish, gpu, host, before) or before
             self.cpu_seconds = time.thread_time()
         if gpu is not None:
-            self._guard.call("closing the GPU", gpu.close)
+            self._boundary.call("closing the GPU", gpu.close)
 
     def _open(self) -> Gpu | None:
         uuid = uuid_of(self._device)
@@ -75,7 +75,7 @@ class HardwarePoller:
 
         GPU and machine are read independently: an error of one does not affect the other.
         """
-        call, report = self._guard.call, self._guard.report
+        call, report = self._boundary.call, self._boundary.report
         events = [] if gpu is None else call("reading XIDs", gpu.xids, report) or []
         of_gpu = [] if gpu is None else call("reading the GPU", gpu.read, report) or []
         state = call("reading the machine", host.state)

@@ -166,24 +166,24 @@ class StepTimingObserver(StepObserver):
     reading_begins = _marking("reading_begins")
     reading_ended = _marking("reading_ended")
 
-    def step_begins(self, step: int) -> None:  # noqa: ARG002 - the number may still change
+    def on_step_begin(self, step: int) -> None:  # noqa: ARG002 - the number may still change
         """Store the begin of a step."""
         self._has_step = True
         self._note(("step_begins", self._now(), ""))
 
-    def evaluation_begins(self) -> None:
+    def on_evaluation_begin(self) -> None:
         """Store the begin of an evaluation forward; consecutive ones count as one evaluation."""
         if self._marks[-1][0] == "evaluation_ended":
             self._clock.release(self._marks.pop()[1])
         else:
             self._note(("evaluation_begins", self._now(), ""))
 
-    def backward_begins(self) -> None:
+    def on_backward_begin(self) -> None:
         """Store the begin of a backward pass; the forward pass before it was a training forward."""
         self._correct_evaluation()
         self._note(("backward_begins", self._now(), ""))
 
-    def update_begins(self) -> None:
+    def on_optimizer_step_begin(self) -> None:
         """Store the begin of an optimizer update, and the id of the training thread.
 
         Phases that another thread announces, such as a checkpoint, do not belong to the step.
@@ -193,13 +193,13 @@ class StepTimingObserver(StepObserver):
 
     # Phases that the script announces.
 
-    def phase_begins(self, name: str) -> None:
+    def on_phase_begin(self, name: str) -> None:
         """Store the begin of the phase `name`; announcements on other threads than the training thread are ignored."""
         if self._is_training_thread():
             self._announced.append(_Announced(name, time.monotonic()))
             self._note(("phase_begins", self._now(), name))
 
-    def phase_ended(self, name: str) -> None:
+    def on_phase_end(self, name: str) -> None:
         """Add the duration of the phase, without its nested phases, to its counter."""
         if not self._is_training_thread() or not self._announced or self._announced[-1].name != name:
             return
@@ -217,7 +217,7 @@ class StepTimingObserver(StepObserver):
 
     # End of a step.
 
-    def step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
+    def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
         """Schedule the computation of the step's phases on the publisher thread."""
         if cause == "backward":
             self._correct_evaluation()
@@ -225,7 +225,7 @@ class StepTimingObserver(StepObserver):
             self._close(pending_step, cause)
             self._is_first = False
 
-    def training_ends(self) -> None:
+    def on_training_end(self) -> None:
         """Publish the counters with the last step; later time belongs to no step."""
         self._is_last = True
         if self._times_steps and not self._has_step:

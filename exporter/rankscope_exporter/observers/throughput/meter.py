@@ -103,15 +103,15 @@ class Throughput(StepObserver):
 
     # On the training thread.
 
-    def forward_begins(self) -> None:
+    def on_forward_begin(self) -> None:
         """Count a forward pass."""
         self._forwards += 1
 
-    def step_ends(self, pending_step: PendingStep) -> None:
+    def on_step_end(self, pending_step: PendingStep) -> None:
         """Store the amount of work of the step; its duration may not be known yet."""
         self._work, self._forwards = Work(self._forwards, pending_step.pending), 0
 
-    def step_timed(self, pending_step: PendingStep, cause: Cause) -> None:  # noqa: ARG002 - independent of the cause
+    def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:  # noqa: ARG002 - independent of the cause
         """Schedule the computation on the publisher thread."""
         if self._config.method != "off":
             seconds = next((item.value for item in pending_step.pending if item.name == "step_seconds"), 0.0)

@@ -157,21 +157,21 @@ class Activations(ModuleQuantity):
         self._register(named, hook_before, "inputs of modules", functools.partial(self._begins, hooked))
         self._register(named, hook_after, "outputs of modules", functools.partial(self._ended, hooked))
 
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         """Forget the calls of the last sampled step."""
         self._release()
         self._step = _Step()
 
-    def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Report the modules that were not measured, and release leaf tensors."""
         self._note_uncalled(self._step.calls.called)
         self._release()
 
-    def backward_ended(self, table: Table) -> None:  # noqa: ARG002 - see above
+    def on_backward_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Forget the gradients of this pass; the next pass has others."""
         self._step.gradients.clear()
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """Release all tensors, also if no optimizer has stepped."""
         self._handles.remove()
         self._step.release_tensors()
@@ -295,7 +295,7 @@ class Activations(ModuleQuantity):
 
     def _release(self) -> None:
         """Remove the hooks of tensors, because those of leaf tensors outlive the graph; report new notes."""
-        self.step_ended()
+        self.on_step_end()
         if self._step.calls.called:
             self._note_uncalled(self._step.calls.called)
         super()._release()

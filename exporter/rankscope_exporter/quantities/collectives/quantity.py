@@ -159,16 +159,16 @@ class Collectives(Quantity):
         hooking.keep(CallbackHandle(self._release))
         hooking.keep(Interceptor(listener, OPERATIONS))
 
-    def step_begins(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         """Forget the calls of the last sampled step."""
         self._release()
         self._step = _Step(threading.get_ident(), stream_of(self._device))
 
-    def after_update(self, table: Table) -> None:  # noqa: ARG002 - see above
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Report the calls so far, with `log_only`."""
         self._log.report(self._notice)
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """Release the tensors of calls that the script has not waited for."""
         self._step.works.release_tensors()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor
@@ -152,8 +153,7 @@ def train(
 
 def left(monitor: Monitor, net: nn.Module, folder: Path, faults: int = 0) -> Run:
     """Detach, and return the results of the run."""
-    session = monitor._session
-    assert session is not None
+    session = session_of(monitor)
     monitor.end_step()
     assert session.publisher.catch_up(LONG_SECONDS)  # `detach` waits for a few seconds only
     monitor.detach()

@@ -23,6 +23,7 @@ from tests.exporter.compat.msprobe.monitored_runs import (
     train,
     write,
 )
+from tests.exporter.parts import session_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -111,8 +112,7 @@ def test_chunks_of_a_virtual_pipeline_are_monitored_together(tmp_path, monkeypat
     monitor.set_monitor(chunks, optimizer=adam(nn.ModuleList(chunks)))
 
     assert monitor.monitor is not None
-    session = monitor.monitor._session
-    assert session is not None
+    session = session_of(monitor.monitor)
     assert {0, 1} == {session.monitored.framework.vpp_stage(item.parameter) for item in session.monitored.parameters}
     monitor.detach()
 

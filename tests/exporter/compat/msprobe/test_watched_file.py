@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.compat.msprobe.monitored_runs import QUIET, Run, adam, batch, left, model, wait_for
+from tests.exporter.parts import session_of
 
 from rankscope_exporter import Monitor
 from rankscope_exporter.compat.msprobe import TrainerMon
@@ -120,8 +121,7 @@ def test_invalid_edit_keeps_the_settings_and_reports_the_reason(tmp_path, attach
     training = Training(path, attach(path))
     training.train(3)
     write(path, wg_distributon=True, dynamic_on=True)
-    session = training.monitor._session
-    assert session is not None
+    session = session_of(training.monitor)
     ring = session.channel.ring
     wait_for(lambda: any(r.events and "wg_distributon" in r.events[0].message for r in ring.after(-1, 1 << 40).records))
     training.train(1)

@@ -14,7 +14,7 @@ from tests.exporter.monitors.flight_recorder.test_step_assignment import raw
 from tests.programs import run_program
 
 from rankscope_exporter import ConfigError, MonitorConfig
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.flight_recorder import poller, torch_api
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.flight_recorder.torch_api import Report, prepare_stacks
@@ -50,23 +50,23 @@ def torch_(monkeypatch: pytest.MonkeyPatch) -> Torch:
     return double
 
 
-def made(share: float = 1.0) -> tuple[FlightRecorderPoller, list[StepRecord], Guard]:
+def made(share: float = 1.0) -> tuple[FlightRecorderPoller, list[StepRecord], ErrorBoundary]:
     records: list[StepRecord] = []
-    guard = Guard()
-    return FlightRecorderPoller(share, records.append, guard), records, guard
+    boundary = ErrorBoundary()
+    return FlightRecorderPoller(share, records.append, boundary), records, boundary
 
 
 def step(reading: FlightRecorderPoller, number: int) -> None:
-    reading.step_begins(number)
-    reading.step_ends(PendingStep(number, 0))
+    reading.on_step_begin(number)
+    reading.on_step_end(PendingStep(number, 0))
 
 
 def test_rows_are_published_in_a_record_without_step(torch_):
     """A late record must not change the latest step of the page and of the service."""
     reading, records, _ = made()
-    reading.step_begins(3)
+    reading.on_step_begin(3)
     torch_.entries = [raw(0, reading._began_us)]
-    reading.step_ends(PendingStep(3, 0))
+    reading.on_step_end(PendingStep(3, 0))
     reading.stop(60)
 
     assert [3] == [row["step"] for record in records for row in record.collectives]
@@ -106,12 +106,12 @@ def test_process_without_compiler_is_read_without_stacks(torch_):
 
 
 def test_unreadable_record_is_a_fault_and_training_continues(torch_):
-    reading, records, guard = made()
+    reading, records, boundary = made()
     torch_.entries = [{"record_id": 1}]
     step(reading, 1)
     reading.stop(60)
 
-    assert ([], True) == (records, guard.count > 0)
+    assert ([], True) == (records, boundary.count > 0)
 
 
 def test_last_reading_is_repeated_for_unfinished_entries(torch_, monkeypatch):
@@ -199,14 +199,14 @@ def test_rows_are_published_if_groups_cannot_be_read(torch_, monkeypatch, caplog
         pg_names = 7
 
     monkeypatch.setattr(dist.distributed_c10d, "_world", Changed())
-    reading, records, guard = made()
-    reading.step_begins(3)
+    reading, records, boundary = made()
+    reading.on_step_begin(3)
     torch_.entries = [raw(0, reading._began_us)]
-    reading.step_ends(PendingStep(3, 0))
+    reading.on_step_end(PendingStep(3, 0))
     reading.stop(60)
 
     assert [(3, None)] == [(row["step"], row["group_ranks"]) for record in records for row in record.collectives]
-    assert 0 < guard.count
+    assert 0 < boundary.count
     assert 1 == len([record for record in caplog.records if "ranks of process groups failed" in record.getMessage()])
 
 

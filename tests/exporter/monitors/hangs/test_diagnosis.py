@@ -8,7 +8,7 @@ import pytest
 
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord
 from rankscope_contract.model.events import Event
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hangs import diagnosis
 
 
@@ -22,7 +22,7 @@ def test_hanging_flight_record_blocks_one_thread(monkeypatch):
     monkeypatch.setattr(diagnosis, "take_flight_record", hold)
     monkeypatch.setattr(diagnosis, "FLIGHT_SECONDS", 0.05)
     published = []
-    taking = diagnosis.Diagnosis(3, published.append, lambda: 41, Guard())
+    taking = diagnosis.Diagnosis(3, published.append, lambda: 41, ErrorBoundary())
     taken = [taking.take("hang", first=Event(type="hang")) for _ in range(3)]
     never.set()
 
@@ -35,7 +35,7 @@ def test_hanging_flight_record_blocks_one_thread(monkeypatch):
 def test_recent_result_is_returned_and_published_once(monkeypatch):
     now = [100.0]
     published = []
-    taking = diagnosis.Diagnosis(0, published.append, lambda: None, Guard(), clock=lambda: now[0])
+    taking = diagnosis.Diagnosis(0, published.append, lambda: None, ErrorBoundary(), clock=lambda: now[0])
     first = taking.take("request")
     now[0] += diagnosis.MIN_SECONDS / 2
     again = taking.take("call")
@@ -58,7 +58,7 @@ def test_signal_handler_gets_stacks_during_a_publication():
     def interrupted():
         asked.append(taking.take("call"))
 
-    taking = diagnosis.Diagnosis(0, publish, lambda: 7, Guard())
+    taking = diagnosis.Diagnosis(0, publish, lambda: 7, ErrorBoundary())
     training = threading.Thread(target=interrupted, daemon=True)
     training.start()
     training.join(30)
@@ -76,7 +76,7 @@ def test_caller_does_not_wait_for_a_blocked_thread(monkeypatch):
         held.set()
         freed.wait(30)
 
-    taking = diagnosis.Diagnosis(0, publish, lambda: 7, Guard())
+    taking = diagnosis.Diagnosis(0, publish, lambda: 7, ErrorBoundary())
     watchdog = threading.Thread(target=taking.publish, args=(Event(type="hang"),), daemon=True)
     watchdog.start()
     held.wait(30)
@@ -113,39 +113,39 @@ def event_types(published):
 
 def test_flight_record_is_published_if_stacks_fail(recorded, monkeypatch):
     monkeypatch.setattr(diagnosis, "take_stacks", failing)
-    published, guard = [], Guard()
-    taken = diagnosis.Diagnosis(0, published.append, lambda: 7, guard).take("hang", first=Event(type="hang"))
+    published, boundary = [], ErrorBoundary()
+    taken = diagnosis.Diagnosis(0, published.append, lambda: 7, boundary).take("hang", first=Event(type="hang"))
 
-    assert (RECORD, (), 1) == (taken.flight, taken.stacks.threads, guard.count)
+    assert (RECORD, (), 1) == (taken.flight, taken.stacks.threads, boundary.count)
     assert ["hang", "flight_record"] == event_types(published)
 
 
 @pytest.mark.parametrize("refused", ["hang", "stacks", "flight_record"])
 def test_failed_event_does_not_stop_the_others(refused, recorded):
-    published, guard = [], Guard()
+    published, boundary = [], ErrorBoundary()
 
     def publish(record):
         if record.events[0].type == refused:
             failing()
         published.append(record)
 
-    taken = diagnosis.Diagnosis(0, publish, lambda: 7, guard).take("hang", first=Event(type="hang"))
+    taken = diagnosis.Diagnosis(0, publish, lambda: 7, boundary).take("hang", first=Event(type="hang"))
 
     assert [kind for kind in ("hang", "stacks", "flight_record") if kind != refused] == event_types(published)
-    assert (RECORD, 1) == (taken.flight, guard.count)
+    assert (RECORD, 1) == (taken.flight, boundary.count)
 
 
 def test_failed_recorder_is_reported_after_the_reading(monkeypatch):
     """A report takes locks that a hanging training thread may hold."""
-    held, published, guard = threading.Event(), [], Guard()
+    held, published, boundary = threading.Event(), [], ErrorBoundary()
 
     def take(_reason, report):
         report("reading the flight record of nccl", TimeoutError("no answer within 1.5 s"))
         return RECORD
 
     monkeypatch.setattr(diagnosis, "take_flight_record", take)
-    guard.on_first = lambda *_: held.wait(60)
-    taken = diagnosis.Diagnosis(0, published.append, lambda: 7, guard).take("hang")
+    boundary.on_first = lambda *_: held.wait(60)
+    taken = diagnosis.Diagnosis(0, published.append, lambda: 7, boundary).take("hang")
     held.set()
 
     assert RECORD == taken.flight

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
@@ -72,7 +73,7 @@ def test_evaluation_is_not_a_hang(reader, eventually):
     settings = watching(hang_after_seconds=0.8, hang_in_phase_after_seconds=60)
     with Monitor(settings).attach(parts["net"], parts["optimizer"]) as monitor:
         train(monitor, 3, **parts)
-        eventually(lambda: monitor._session.channel.progress()[0])
+        eventually(lambda: session_of(monitor).channel.progress()[0])
         with monitor.phase("evaluation"):
             threading.Event().wait(1.5)
         parts["net"].eval()
@@ -107,7 +108,7 @@ def test_training_is_bit_identical_while_stacks_are_taken():
         for _ in range(5):
             train(monitor or Monitor(watching(enabled=False)), 4, **parts)
             if monitor is not None:
-                monitor._session.diagnosis._taken_at = float("-inf")
+                session_of(monitor).diagnosis._taken_at = float("-inf")
                 assert monitor.dump_stacks()
         if monitor is not None:
             monitor.detach()

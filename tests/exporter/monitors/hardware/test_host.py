@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hardware import host as host_module
 from rankscope_exporter.monitors.hardware.host import Host, HostState, from_proc, from_psutil, host_scalars
 from rankscope_exporter.observers.resources import MemoryObserver, allocator_scalars
@@ -128,7 +128,7 @@ def test_memory_of_an_accelerator_is_read_from_its_allocator(monkeypatch):
     device = torch.device("xpu", 1)
     pending_step = PendingStep(1, 0, sampled=True)
 
-    MemoryObserver(device).step_ends(pending_step)
+    MemoryObserver(device).on_step_end(pending_step)
     scalars = {scalar.name: scalar.value for later in pending_step.later for scalar in later()}
 
     assert [device] == asked
@@ -152,7 +152,7 @@ def test_missing_allocator_statistic_is_absent():
 def test_unsampled_step_reads_no_memory():
     pending_step = SimpleNamespace(sampled=False, later=[])
 
-    MemoryObserver(torch.device("cpu")).step_ends(pending_step)
+    MemoryObserver(torch.device("cpu")).on_step_end(pending_step)
 
     assert [] == pending_step.later
 
@@ -234,8 +234,8 @@ def test_failed_allocator_leaves_the_memory_of_the_process(monkeypatch):
         raise RuntimeError("no such device")
 
     monkeypatch.setattr(torch.accelerator, "memory_stats", broken)
-    pending_step, guard = PendingStep(1, 0, sampled=True), Guard()
-    MemoryObserver(torch.device("xpu", 1)).step_ends(pending_step)
-    names = [scalar.name for later in pending_step.later for scalar in guard.call("memory", later) or ()]
+    pending_step, boundary = PendingStep(1, 0, sampled=True), ErrorBoundary()
+    MemoryObserver(torch.device("xpu", 1)).on_step_end(pending_step)
+    names = [scalar.name for later in pending_step.later for scalar in boundary.call("memory", later) or ()]
 
-    assert (["resident_memory_bytes"], 1) == (names, guard.count)
+    assert (["resident_memory_bytes"], 1) == (names, boundary.count)

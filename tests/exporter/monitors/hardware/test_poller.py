@@ -12,7 +12,7 @@ from tests.exporter.monitors.hardware.recorded_nvml import RecordedNvml
 from torch import nn
 
 from rankscope_exporter import ConfigError, Monitor
-from rankscope_exporter.base.errors import Guard
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hardware import poller as watch_module
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 
@@ -127,12 +127,12 @@ def test_nvml_error_is_a_fault_and_the_thread_continues(nvml, eventually):
     def broken(*_args):
         raise OSError("what nobody expects")
 
-    guard, pending_steps = Guard(), []
-    watch = HardwarePoller(torch.device("cpu"), 0.01, pending_steps.append, guard)
+    boundary, pending_steps = ErrorBoundary(), []
+    watch = HardwarePoller(torch.device("cpu"), 0.01, pending_steps.append, boundary)
     nvml._answer = broken
     watch.start()
     try:
-        eventually(lambda: guard.count > 2)
+        eventually(lambda: boundary.count > 2)
         nvml._answer = lambda handle, name: RecordedNvml._answer(nvml, handle, name)
         eventually(lambda: pending_steps)
     finally:
@@ -153,8 +153,8 @@ def test_machine_and_gpu_are_read_independently(broken, kept, lost, nvml, monkey
     def fail(*_args):
         raise OSError("no such device")
 
-    guard, pending_steps = Guard(), []
-    watch = HardwarePoller(torch.device("cpu"), 0.01, pending_steps.append, guard)
+    boundary, pending_steps = ErrorBoundary(), []
+    watch = HardwarePoller(torch.device("cpu"), 0.01, pending_steps.append, boundary)
     monkeypatch.setattr(watch_module.Host if broken == "state" else watch_module.Gpu, broken, fail)
     watch.start()
     try:
@@ -172,8 +172,8 @@ def test_xids_are_published_if_no_metric_can_be_read(nvml, monkeypatch, eventual
     def fail(*_args):
         raise OSError("no such device")
 
-    guard, pending_steps = Guard(), []
-    watch = HardwarePoller(torch.device("cpu"), 0.01, pending_steps.append, guard)
+    boundary, pending_steps = ErrorBoundary(), []
+    watch = HardwarePoller(torch.device("cpu"), 0.01, pending_steps.append, boundary)
     monkeypatch.setattr(watch_module.Host, "state", fail)
     monkeypatch.setattr(watch_module.Gpu, "read", fail)
     watch.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor
@@ -136,7 +137,7 @@ def test_steps_are_timed_by_the_device_while_the_host_is_ahead(device, quiet, mo
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     published: list = []
     with Monitor(quiet).attach(net, optimizer) as monitor:
-        monitor._session.publisher._publish_record = published.append
+        session_of(monitor).publisher.publish = published.append
         for _ in range(4):
             net(torch.ones(3, 2)).sum().backward()
             device.work(0.125)  # as an optimizer does

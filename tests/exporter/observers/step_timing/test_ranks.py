@@ -37,7 +37,7 @@ def work(rank, store):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     published, took = [], 0.0
     with Monitor(MonitorConfig(console=False, exit_wait_seconds=0, every=100)).attach(ddp, optimizer) as monitor:
-        monitor._session.publisher._publish_record = published.append
+        monitor._session.publisher.publish = published.append
         for step in range(STEPS):
             net.slept = net.slept if step else 0.0
             for micro in range({micro}):

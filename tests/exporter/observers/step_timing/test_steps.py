@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.observers.step_timing.phase_rows import phase_rows, totals
+from tests.exporter.parts import session_of
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -285,14 +286,14 @@ def test_marks_of_a_long_step_are_limited_without_losing_time():
     handed: list[PendingStep] = []
     phases = StepTimingObserver(HostClock(), LoopTraits(), handed.append)
     for step in (1, 2):
-        phases.step_begins(step)
+        phases.on_step_begin(step)
         began = time.monotonic()
         for _ in range(30_000 if step == 2 else 1):
-            phases.forward_begins()
-            phases.forward_ended()
+            phases.on_forward_begin()
+            phases.on_forward_end()
         kept = len(phases._marks)
         pending_step = PendingStep(step, 0, ended_at=time.monotonic())
-        phases.step_timed(pending_step, "forward")
+        phases.on_step_timed(pending_step, "forward")
     ((read,),) = (pending_step.later,)
     shown = {scalar.labels["phase"]: scalar.value for scalar in read() if scalar.name == "step_phase_seconds"}
 
@@ -345,7 +346,7 @@ def test_step_is_published_during_a_later_evaluation(monkeypatch, quiet, eventua
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     monitor = Monitor(quiet).attach(net, optimizer)
-    ring = monitor._session.channel.ring
+    ring = session_of(monitor).channel.ring
     net(torch.ones(1, 4)).sum().backward()
     optimizer.step()
 

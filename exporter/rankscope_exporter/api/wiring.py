@@ -1,0 +1,185 @@
+"""Small parts of a session, and the functions that build its larger parts from the configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.schema import PlanEntry
+from rankscope_contract.rules import AnomalyRule
+from rankscope_exporter.adapters.base import Hooking
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.base.errors import ErrorBoundary, fault_text
+from rankscope_exporter.config.monitor_config import MonitorConfig
+from rankscope_exporter.model.parameter_names import encodable
+from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
+from rankscope_exporter.monitors.hardware.poller import HardwarePoller
+from rankscope_exporter.observers.resources import MemoryObserver
+from rankscope_exporter.observers.step_timing.observer import StepTimingObserver
+from rankscope_exporter.observers.throughput.meter import Throughput
+from rankscope_exporter.observers.throughput.parameter_counts import Parallel
+from rankscope_exporter.publishing.console import Console
+from rankscope_exporter.records.pending_step import PendingStep
+from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities
+from rankscope_exporter.sampling.plan import Measurement
+from rankscope_exporter.sampling.sampling_config import selected_parts
+from rankscope_exporter.serving.ring import Ring
+from rankscope_exporter.sinks import sink_class
+from rankscope_exporter.sinks.base import Sinks
+from rankscope_exporter.sinks.memory import Row, rows_of
+from rankscope_exporter.statistics import Finished, warm_up
+from rankscope_exporter.statistics.selection import Ops, op_notices, rule_notices
+from rankscope_exporter.training.current_step import CurrentStep
+
+WARM_UP_AT_STEP: Final = 3
+"""The step from which on the compiled kernel is built. A script that only inspects its model does not wait for it."""
+
+
+class Notices:
+    """Publishes sentences for the user: on the console, and as events of type `note`."""
+
+    def __init__(self, console: Console, rank: int, current: CurrentStep) -> None:
+        self._console = console
+        self._rank = rank
+        self._current = current
+        self._published: set[str] = set()
+
+    def say(self, message: str) -> None:
+        """Print a line on the console."""
+        self._console.line(f"rank {self._rank}: {message}")
+
+    def tell(self, message: str) -> None:
+        """Print a line on the console and publish it as an event."""
+        self.say(message)
+        text = encodable(message)
+        self._current.publish_event(Event(type=EventType.NOTE, severity=Severity.WARNING, message=text))
+
+    def fault(self, where: str, error: BaseException) -> None:
+        """Publish the first fault of its place and type as an event."""
+        text = encodable(fault_text(where, error))
+        self._current.publish_event(Event(type=EventType.FAULT, severity=Severity.WARNING, message=text))
+
+    def about(self, config: MonitorConfig, rules: Sequence[AnomalyRule], published: Mapping[str, Ops]) -> None:
+        """Publish the notices about a configuration, each only once.
+
+        They are about settings without an effect, and about rules that need statistics which are not published.
+        """
+        options = [
+            (f"options.{name}.", table["ops"]) for name, table in config.options.items() if table.get("ops") is not None
+        ]
+        sentences = [*config.remarks]
+        sentences += [f"{where}{text}" for where, names in [("", config.ops), *options] for text in op_notices(names)]
+        for sentence in (*sentences, *rule_notices(rules, published)):
+            if sentence not in self._published:
+                self._published.add(sentence)
+                self.tell(sentence)
+
+
+class KernelWarmUp(StepObserver):
+    """Builds the compiled CPU kernel when a sampled step begins and the training has made a few steps."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._is_started = False
+
+    def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
+        """Start the build once. It runs on a thread of its own."""
+        self._steps += 1
+        if sampled and self._steps >= WARM_UP_AT_STEP and not self._is_started:
+            self._is_started = True
+            warm_up()
+
+
+class StepObservers:
+    """The observers of a session that run at every step, sampled or not, and the hardware poller.
+
+    They do little on the training thread and the rest on other threads.
+    """
+
+    def __init__(
+        self,
+        monitored: MonitoredModel,
+        config: MonitorConfig,
+        boundary: ErrorBoundary,
+        notices: Notices,
+        *,
+        parallel: Parallel,
+        rank: int,
+        hand_over: Callable[[PendingStep], None],
+        publish: Callable[[StepRecord], object],
+    ) -> None:
+        device = monitored.device
+        self._boundary = boundary
+        self.memory = MemoryObserver(device)
+        self.throughput = Throughput(
+            monitored.framework,
+            config.throughput,
+            parallel,
+            device=device,
+            report=notices.tell,
+            print_line=notices.say,
+            is_first=rank == 0,
+        )
+        self.phases = StepTimingObserver.of(monitored, device, hand_over, times_steps=config.phases)
+        self.collectives = FlightRecorderPoller(config.collectives_share, publish, boundary)
+        self.hardware = HardwarePoller(device, config.hardware.every_seconds, hand_over, boundary)
+
+    @property
+    def all(self) -> tuple[StepObserver, ...]:
+        """The observers of steps, in their order."""
+        return self.memory, self.throughput, self.phases, self.collectives
+
+    def start(self, hooking: Hooking) -> None:
+        """Install the hooks of throughput and start the hardware thread. A part that does not start is reported."""
+        self._boundary.call("starting throughput", self.throughput.install, hooking)
+        self._boundary.call("starting to read the hardware", self.hardware.start)
+
+    def overhead_seconds(self) -> dict[str, float]:
+        """Return the CPU seconds of the background threads, by name."""
+        return {"hardware": self.hardware.cpu_seconds, "collectives": self.collectives.cpu_seconds}
+
+    def left_out(self) -> dict[str, int]:
+        """Return the number of items that could not be published, by reason."""
+        return {"collectives_overrun": self.collectives.overwritten, "phases_late": self.phases.left_out}
+
+
+def build_active_quantities(
+    monitored: MonitoredModel, config: MonitorConfig, rank: int, boundary: ErrorBoundary
+) -> ActiveQuantities:
+    """Return the quantities of the configuration; none if a switch file decides on them."""
+    return ActiveQuantities(
+        [] if config.switch_file is not None else selected_parts(monitored, config, rank),
+        device=monitored.device,
+        boundary=boundary,
+        measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),
+    )
+
+
+def build_sinks(config: MonitorConfig, identity: Identity, boundary: ErrorBoundary) -> Sinks:
+    """Return the configured sinks of a rank."""
+    classes = [sink_class(name) for name in config.sinks]
+    return Sinks([cls(config.options_of_sink(cls), identity) for cls in classes], boundary)
+
+
+def open_rows(step: int, entries: Sequence[PlanEntry], finished: Finished, kinds: tuple[str, ...]) -> Iterator[Row]:
+    """Yield the rows of `kinds` (all kinds if empty) of a step that has not been published."""
+    values, counts = finished.values.tolist(), finished.counts.tolist()
+    for position, is_present in enumerate(finished.present.tolist()):
+        entry = entries[position]
+        if is_present and (not kinds or entry.kind in kinds):
+            row = {
+                op: None if math.isnan(of[position]) else of[position] for op, of in zip(VALUE_OPS, values, strict=True)
+            }
+            yield Row(step, entry, row | {op: of[position] for op, of in zip(COUNT_OPS, counts, strict=True)})
+
+
+def published_rows(ring: Ring, kinds: tuple[str, ...]) -> tuple[Row, ...]:
+    """Return the rows of `kinds` (all kinds if empty) of the newest record in `ring` that has any."""
+    records = reversed(ring.after(-1, 1 << 62).records)
+    return next((rows for record in records if (rows := tuple(rows_of(record, kinds)))), ())

@@ -1,0 +1,144 @@
+"""The context in which hooks run: inert after detach and in a forked child, behind the error boundary, with CPU time.
+
+Quantities and adapters register their hooks through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_hooks import Removable
+from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.base.tracing import Entry, call_untraced, is_dynamo_compiling, on_compilation, uncompiled
+from rankscope_exporter.quantities.base import Hook, SamplingGate
+from rankscope_exporter.training.cpu_time import HookClock
+from rankscope_exporter.training.recorder import Recorder
+
+
+class GatedHook(Entry):
+    """A hook that torch calls at every step. It calls its function only while its gate is open."""
+
+    def __init__(self, call: Callable[..., None], gate: SamplingGate) -> None:
+        super().__init__(call, on_compilation(self._compiles))
+        self._gate = gate
+        self.was_called = False
+        self.is_compiled = False
+        self.on_inactive_call: Callable[[], None] = lambda: None
+
+    @uncompiled
+    def __call__(self, *args: Any) -> None:
+        """Call the function if the gate is open."""
+        # The first line, see `Entry`. Otherwise the graph would be compiled again when the gate opens or closes.
+        if is_dynamo_compiling():
+            if self._was_compiled is not None:
+                self._was_compiled()
+            return
+        self.was_called = True
+        if self._gate.is_open:
+            call_untraced(self._call, *args)
+        else:
+            self.on_inactive_call()
+
+    def _compiles(self) -> None:
+        self.is_compiled = True
+
+
+class HookContext:
+    """Calls functions of the monitor from hooks, and keeps the handles of all hooks until detach.
+
+    If `active` is false, all hooks are inert, as in a forked child.
+    """
+
+    def __init__(
+        self,
+        monitored: MonitoredModel,
+        recorder: Recorder,
+        boundary: ErrorBoundary,
+        *,
+        clock: HookClock,
+        lock: contextlib.AbstractContextManager[Any],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.active = True
+        self.clock = clock
+        self.tell = tell
+        """Publishes a notice on the console and as an event."""
+        self.in_forward = False
+        """True if a training forward pass of the whole model is running."""
+        self.grad_enabled = True
+        """True if gradients were enabled when the training called the guarded hook that is running."""
+        self._monitored = monitored
+        self._recorder = recorder
+        self._boundary = boundary
+        self._lock = lock
+        self._handles: list[Removable] = []
+        self._published: set[str] = set()
+
+    @property
+    def micro_step(self) -> int:
+        """The number of the latest training forward pass of the step and its model chunk, from 0 on."""
+        return max(0, self._recorder.micro_step)
+
+    def keep(self, handle: Removable) -> None:
+        """Remove `handle` at detach."""
+        self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Remove all hooks. A hook that cannot be removed is reported and remains inert."""
+        self.active = False
+        for handle in self._handles:
+            self._boundary.call("removing a hook", handle.remove)
+        self._handles.clear()
+
+    def begins_steps(self, module: torch.nn.Module) -> bool:
+        """Return whether steps begin with the forward pass of `module`."""
+        return any(module is chunk for chunk in self._monitored.framework.chunks)
+
+    def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
+        """Return `function` as a hook that is called while `gate` is open, without gradients, and timed."""
+
+        def call(*args: Any) -> None:
+            if self.active:
+                self.grad_enabled = torch.is_grad_enabled()
+                with torch.no_grad():
+                    self.clock.timed_reading(where, function, *args)
+
+        return GatedHook(call, gate)
+
+    def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
+        """Return `function` as a hook that is called at every step, sampled or not."""
+
+        def call(*args: Any) -> None:
+            if self.active:
+                self._boundary.call(where, function, *args)
+
+        return Entry(call)
+
+    def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Return `function(*args)` for a call of the script; None if it raises or a tracer is active."""
+        return call_untraced(self.clock.timed, where, function, *args)
+
+    def between(self, function: Callable[[], None]) -> None:
+        """Call `function` while no step can begin or end."""
+        with self._lock:
+            function()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Make all hooks inert inside the `with` block, which is not part of the training."""
+        was_active, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = was_active
+
+    def tell_once(self, sentence: str) -> None:
+        """Publish a notice the first time that it is given. Also works while code is being compiled."""
+        if sentence not in self._published:
+            self._published.add(sentence)
+            self._boundary.call("a note", self.tell, sentence)
