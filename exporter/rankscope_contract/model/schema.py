@@ -223,7 +223,7 @@ NESTED: Final[dict[str, tuple[Field, ...]]] = {
 
 WIRE_VALUE_OPS: Final = ("norm", "min", "max", "mean", "norm_baseline", "mean_baseline")
 WIRE_COUNT_OPS: Final = ("nans", "infs", "zeros", "numel")
-"""Statistics of a plan that does not name them, as releases before 0.2 wrote it. These lists must never change."""
+"""Statistics of a plan that does not name them, as in records of the first release. These lists must never change."""
 
 WIRE_FIELDS: Final = (
     required("seq", "int64"),

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import COUNT_OPS, DEFAULT_OPS, VALUE_OPS
 from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_storage.files.encoding import coarsest
 from rankscope_storage.log.delta import Log
@@ -19,12 +19,13 @@ from rankscope_storage.maintenance.file_check import size_of
 from rankscope_storage.maintenance.retention_policy import RAW
 
 _COUNTS: Final = len(COUNT_OPS) - 1
+_VALUES: Final = len([op for op in VALUE_OPS if op in DEFAULT_OPS])
 SAMPLES_PER_ROW: Final = {
-    "tensor_stats": len(VALUE_OPS) + _COUNTS,
-    "tensor_rollups": 3 * len(VALUE_OPS) + _COUNTS,
+    "tensor_stats": _VALUES + _COUNTS,
+    "tensor_rollups": 3 * _VALUES + _COUNTS,
     "scalar_rollups": 3,
 }
-"""Measured numbers per row, without the number of elements. Rows of other datasets have one."""
+"""Measured numbers per row: the default statistics without the number of elements. Rows of other datasets have one."""
 
 TIERS: Final = {
     **dict.fromkeys((*RAW, "scalars", "samples"), "raw"),

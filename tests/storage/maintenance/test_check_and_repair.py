@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import DEFAULT_OPS
 from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_contract.model.schema import DATASETS, DIMENSIONS
 from rankscope_storage.api.store import Batch, Store
@@ -427,7 +427,7 @@ def test_bytes_per_sample_count_seven_statistics_per_row(store, writer):
     writer.append(Batch(tables={"tensor_stats": pa.table(row)}, watermarks={"i": 9}))
     (figures,) = store_stats(Log.open(store.root, sync_to_disk), by="dataset").groups.to_pylist()
 
-    assert 7 == len({*VALUE_OPS, *COUNT_OPS} - {"numel"})
+    assert 7 == len({*DEFAULT_OPS} - {"numel"})
     assert figures["bytes"] / 70 == figures["bytes_per_sample"]
 
 
