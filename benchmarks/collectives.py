@@ -58,8 +58,8 @@ def run() -> list[Row]:
         monitor.detach()
         dist.destroy_process_group()
     return [
-        Row("on a step that is not measured", (closed - bare) * 1000, "ns", "more, for each call"),
-        Row("on a step that is", min(steps) - plain, "us", f"more, 1,000 elements; the call itself {plain:.0f} us"),
+        Row("on an unsampled step", (closed - bare) * 1000, "ns", "more, for each call"),
+        Row("on a sampled step", min(steps) - plain, "us", f"more, 1,000 elements; the call itself {plain:.0f} us"),
     ]
 
 

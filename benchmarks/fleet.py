@@ -188,7 +188,7 @@ def _lag_rows(watched: Watched) -> list[Row]:
     return [
         Row("lag, worst", lag, "s", _verdict(lag <= limit, f"at most {limit:g} s: 2 flush intervals")),
         Row(
-            "lag, worst while the processors were ours",
+            "lag, worst without stolen CPU time",
             max((report["lag_seconds"] for report in ours), default=math.nan),
             "s",
             f"{len(ours):,} of {len(steady):,} samples: under {STOLEN_CORES:g} cores stolen in {SETTLE_SECONDS:g} s",

@@ -28,7 +28,7 @@ def run() -> list[Row]:
         Row("events of a step without a subscriber", alone, "us", "sent all the same"),
         *(
             Row(
-                f"moments of a step of {micro} micro-batch{'es' if micro > 1 else ''}",
+                f"events of a step of {micro} micro-batch{'es' if micro > 1 else ''}",
                 _least(
                     lambda step_events, pending_steps, micro=micro: _step(step_events, pending_steps, micro),
                     follow=True,

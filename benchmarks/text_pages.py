@@ -30,7 +30,7 @@ def run() -> list[Row]:
             Row(
                 f"{series:,} series, 32 pages together", together, "CPU s/M samples", f"{library / together:.0f}x less"
             ),
-            Row(f"{series:,} series, one has a time", timed, "CPU s/M samples", f"{library / timed:.1f}x less"),
+            Row(f"{series:,} series, one with a timestamp", timed, "CPU s/M samples", f"{library / timed:.1f}x less"),
             Row(f"{series:,} series, prometheus_client", library, "CPU s/M samples", "labels as dictionaries"),
         ]
     held, longest, took = _lock_holds(300_000)
