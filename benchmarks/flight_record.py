@@ -65,7 +65,7 @@ def _readings(entries: int) -> list[Row]:
             f"longest pause, torch's function, {where}", _pause(_function), "ms", "the same, before its JSON is parsed"
         ),
         Row(f"longest pause, torch's handler, {where}", _pause(_handler), "ms", "the same"),
-        Row(f"longest pause, without reading, {where}", _pause(lambda: time.sleep(0.05)), "ms", "the same, for comparison"),
+        Row(f"longest pause, no read, {where}", _pause(lambda: time.sleep(0.05)), "ms", "the same, for comparison"),
     ]
 
 

@@ -67,9 +67,8 @@ def _coming_and_going(model: nn.Module, optimizer: torch.optim.Optimizer, config
 
     seconds = min(timeit.repeat(come_and_go, number=1, repeat=200))
     monitor.detach()
-    return Row(
-        f"hooks of {tensors} tensors are registered and removed", 1e6 * seconds, "us", f"{1e6 * seconds / tensors:.2f} us a tensor"
-    )
+    label, note = f"register and remove the hooks of {tensors} tensors", f"{1e6 * seconds / tensors:.2f} us per tensor"
+    return Row(label, 1e6 * seconds, "us", note)
 
 
 def _pairs(
