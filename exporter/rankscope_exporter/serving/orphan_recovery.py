@@ -121,7 +121,7 @@ class OrphanRecovery:
             orphan.remove()
         except OSError as error:
             self._log_once(
-                f"{orphan.folder}: all records are committed, but the folder cannot be deleted: {error.strerror or error}"
+                f"{orphan.folder}: cannot delete this folder of committed records: {error.strerror or error}"
             )
 
     def _run(self) -> None:
