@@ -129,12 +129,16 @@ def cost_of(framework: Framework, parallel: Parallel, inputs: Inputs | None, met
         raise NoFormulaError("the encoder and the decoder have different tokens")
     has_tokens = inputs is not None and bool(inputs.tokens)
     if inputs is not None and not has_tokens and not inputs.are_embeddings:
-        raise NoFormulaError("its forward pass takes no tokens")
+        raise NoFormulaError("the forward pass of the model takes no tokens")
     cost = _by_formula(framework, parallel, inputs) if method != SIX_N and inputs is not None and has_tokens else None
     if cost is not None:
         return cost
     if method == FORMULA:
-        reason = "its configuration describes no decoder" if has_tokens else "the length of a sequence is unknown"
+        reason = (
+            "the configuration of the model describes no decoder"
+            if has_tokens
+            else "the length of a sequence is unknown"
+        )
         raise NoFormulaError(reason)
     misfit = why_not_six_n(framework.module)
     if misfit is not None:
