@@ -1,4 +1,4 @@
-"""Parse the arguments of `TrainerMon` and `set_monitor`, and compare hints of the script with the model.
+"""Parses the arguments of `TrainerMon` and `set_monitor`, and compares hints of the script with the model.
 
 msprobe's manual prints `(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)`. Its code accepts
 `(model, optimizer, grad_acc_steps, tp_group, dp_group, start_iteration)`, and its constructor has had two orders. The
@@ -22,12 +22,12 @@ AS_IN_THE_MANUAL: Final = ("grad_acc_steps", "optimizer", "dp_group", "tp_group"
 AS_IN_THE_CODE: Final = ("optimizer", "grad_acc_steps", "tp_group", "dp_group", "start_iteration")
 _CONSTRUCTION_NAMES: Final = ("process_group", "params_have_main_grad", "opt_ty")
 _MISPRINTED: Final = {"param_have_main_grad": "params_have_main_grad"}
-"""The manual contains both spellings."""
+"""Misspelled names of arguments, with the correct names. msprobe's manual contains both spellings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Construction:
-    """The arguments of the constructor after the configuration. None means that the script does not give them."""
+    """The arguments of `TrainerMon` after the configuration. An argument that the script omits is None."""
 
     process_group: Any = None
     params_have_main_grad: bool | None = None
@@ -35,7 +35,7 @@ class Construction:
 
     @classmethod
     def of(cls, positional: Sequence[Any], named: Mapping[str, Any]) -> Construction:
-        """Return the arguments by name. Raises ConfigError."""
+        """Parse the arguments of `TrainerMon` and return them by name. Raises ConfigError if an argument is invalid."""
         given = {_MISPRINTED.get(name, name): value for name, value in named.items()}
         places = list(_CONSTRUCTION_NAMES)
         for value in positional:
@@ -55,7 +55,7 @@ class Construction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """The arguments of `set_monitor`."""
+    """The arguments of `TrainerMon.set_monitor`, by name."""
 
     model: Any
     optimizer: Any = None
@@ -66,7 +66,10 @@ class Attachment:
 
     @classmethod
     def of(cls, call: str, positional: Sequence[Any], named: Mapping[str, Any]) -> Attachment:
-        """Return the arguments of the function `call` by name, given in either order. Raises ConfigError."""
+        """Parse the arguments of the function `call`, given in either order, and return them by name.
+
+        Raises ConfigError if an argument is invalid.
+        """
         given = dict(named)
         names: tuple[str, ...] = ("model",)
         if len(positional) > 1:
@@ -83,12 +86,12 @@ class Attachment:
 
     @property
     def chunks(self) -> Sequence[Any]:
-        """The model chunks. There is one chunk unless the pipeline has virtual stages."""
+        """Return the model chunks as a sequence. It has one element unless the pipeline has virtual stages."""
         return self.model if isinstance(self.model, list | tuple) else [self.model]
 
     @property
     def watched(self) -> torch.nn.Module | list[torch.nn.Module]:
-        """The monitored modules: all model chunks if Megatron-Core's DDP wraps them, else the first module."""
+        """Return the modules to monitor: all model chunks if Megatron-Core's DDP wraps them, else the first chunk."""
         return list(self.chunks) if len(self.chunks) > 1 and are_chunks(self.chunks) else self.chunks[0]
 
     def check(self, call: str) -> None:
@@ -142,11 +145,11 @@ _CLASSES: Final = {
     "DeepSpeedZeroOptimizer_Stage1_or_2": "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizer_Stage3": "DeepSpeedZeroOptimizer_Stage3",
 }
-"""The values of `opt_ty` with the names of the optimizer classes."""
+"""Names of optimizer classes by the value of the argument `opt_ty` in msprobe."""
 
 
 def wrong_hints(hints: Construction, given: Attachment) -> Iterator[str]:
-    """Yield a sentence for each hint that does not match the model, and for modules that are not monitored."""
+    """Yield a sentence for each wrong hint about the model or the optimizer, and one if model chunks are not monitored."""
     yield from _main_grad_hints(hints.params_have_main_grad, given.chunks)
     yield from _optimizer_hints(hints.opt_ty, given.optimizer)
     if len(given.chunks) > 1 and not isinstance(given.watched, list):
@@ -161,7 +164,10 @@ def wrong_hints(hints: Construction, given: Attachment) -> Iterator[str]:
 
 
 def first_step(given: Attachment) -> int:
-    """Return the number of the first step, which is one more than in msprobe, because msprobe counts from 0."""
+    """Return the number of the first step in Rankscope.
+
+    It is one more than in msprobe, because msprobe counts from 0.
+    """
     started = whole(given.start_iteration)
     return 1 + started if started is not None and _is_iteration(started) else 1
 

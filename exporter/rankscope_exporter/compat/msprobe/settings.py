@@ -1,7 +1,7 @@
-"""Validate msprobe's JSON configuration, and translate its `alert` into rules. No I/O.
+"""Validates msprobe's JSON configuration, and translates the key `alert` into rules. No I/O.
 
-Defaults are those of msprobe 26.2.0. A wrong type is rejected, whereas msprobe logs a warning and continues: a
-configuration with another effect than intended costs a training run.
+The default values are those of msprobe 26.2.0. A wrong type is rejected, whereas msprobe logs a warning and continues:
+a configuration with another effect than intended costs a training run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _RULES: Final = ("AnomalyTurbulence", "AnomalyNan")
 
 
 def rules_of(alert: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rules of `alert` as values of the setting `rules`. Raises ConfigError."""
+    """Translate `alert`, a setting of msprobe, into values of the Rankscope setting `rules`.
+
+    Raises ConfigError if it is invalid.
+    """
     rules = alert.get("rules") or []
     if not isinstance(rules, list):
         raise ConfigError(f"alert.rules is a list of rules, not {rules!r}")
@@ -68,7 +71,7 @@ SA_ORDERS: Final = ("s,b,h,d", "b,s,h,d")
 L2_HOOKS: Final = ("attention_hook", "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook")
 CC_KEYS: Final = ("enable", "cc_codeline", "cc_pre_hook", "cc_log_only")
 WITHOUT_END: Final = 100_000_000
-"""The value of `collect_times` that means no limit in msprobe."""
+"""The value of msprobe's setting `collect_times` that means no limit."""
 
 _MOST_DIGITS: Final = 20
 _LEAST: Final = {"step_interval": 1, "step_count_per_record": 1, "ndigits": 1}
@@ -77,7 +80,7 @@ _MOST: Final = {"step_count_per_record": 1_000_000, "ndigits": _MOST_DIGITS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MsprobeSettings:
-    """One configuration of msprobe. `of` creates and validates it."""
+    """The settings of one configuration of msprobe. The class method `of` creates and validates an object."""
 
     targets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     dynamic_on: bool = False
@@ -112,7 +115,10 @@ class MsprobeSettings:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Return `settings`, which must have known keys only, with defaults. Raises ConfigError."""
+        """Validate `settings` and return them, with default values for missing keys.
+
+        All keys must be known. Raises ConfigError if a value is invalid.
+        """
         made = cls(**settings)
         made._check_simple()
         made._check_targets()
@@ -172,7 +178,7 @@ class MsprobeSettings:
 
 
 KEYS: Final = tuple(item.name for item in fields(MsprobeSettings))
-"""All keys of msprobe's configuration."""
+"""Names of all keys of msprobe's configuration."""
 
 
 def _expect(right: bool, name: str, expected: str, value: Any) -> None:  # noqa: FBT001 - reads as a sentence
