@@ -45,14 +45,14 @@ def steps_from(name: str, value: Any, *, at_least: int) -> int:
     Otherwise raise ConfigError, which names the argument `name`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigError(f"{name} is a number of steps from {at_least} on, not {value!r}")
+        raise ConfigError(f"{name} must be a whole number of steps of at least {at_least}, not {value!r}")
     return value
 
 
 def callable_or_none(name: str, value: Any) -> Any:
     """Return `value` if it is a function or None. Otherwise raise ConfigError, which names the argument `name`."""
     if value is not None and not callable(value):
-        raise ConfigError(f"{name} is a function of one argument, not {value!r}")
+        raise ConfigError(f"{name} must be a function of one argument, not {value!r}")
     return value
 
 
@@ -63,12 +63,12 @@ def listed(name: str, value: Any, of: type) -> tuple[Any, ...]:
     """
     if isinstance(value, str) or not isinstance(value, Iterable) or isinstance(value, Mapping):
         raise ConfigError(
-            f"{name} is a list, not {value!r}" + (f": write [{value!r}]" if isinstance(value, str) else "")
+            f"{name} must be a list, not {value!r}" + (f": write [{value!r}]" if isinstance(value, str) else "")
         )
     items = tuple(value)
     for item in items:
         if not isinstance(item, of):
-            raise ConfigError(f"{name} is a list of names, and {item!r} is none")
+            raise ConfigError(f"{name} must be a list of names, but {item!r} is not a name")
     return items
 
 
@@ -92,7 +92,7 @@ def check_keys(
         if key not in known:
             near = difflib.get_close_matches(str(key), {*known, *also_near}, n=1)
             hint = f" Did you mean {prefix}{near[0]}?" if near else ""
-            raise ConfigError(f"unknown setting {prefix}{key}; there are {', '.join(sorted(known))}.{hint}")
+            raise ConfigError(f"unknown setting {prefix}{key}; valid settings are {', '.join(sorted(known))}.{hint}")
 
 
 _PERCENT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
@@ -111,7 +111,7 @@ def share_of(value: Any) -> float | None:
         share = float(found[1]) / 100 if found else None
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise ConfigError(
-            f'max_overhead is a share above 0 and below 1, such as 0.01 or "1 %", not {value!r}; null sets no limit'
+            f'max_overhead must be a share between 0 and 1, such as 0.01 or "1 %", not {value!r}; null sets no limit'
         )
     return float(share)
 

@@ -172,18 +172,20 @@ class MonitorConfig:
             object.__setattr__(self, name, listed(name, getattr(self, name), str if name != "rules" else object))
         self._check_types()
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ConfigError(f"every is a number of steps from 1 on, not {self.every!r}")
+            raise ConfigError(f"every must be a whole number of steps of at least 1, not {self.every!r}")
         self._check_switching()
         if not self.zero_below >= 0:
-            raise ConfigError(f"zero_below is a magnitude from 0 on, not {self.zero_below!r}")
+            raise ConfigError(f"zero_below must be a number of at least 0, not {self.zero_below!r}")
         if not self.exit_wait_seconds >= 0:
-            raise ConfigError(f"exit_wait_seconds is a time from 0 s on, not {self.exit_wait_seconds!r}")
+            raise ConfigError(
+                f"exit_wait_seconds must be a number of seconds of at least 0, not {self.exit_wait_seconds!r}"
+            )
         if not 0 <= self.collectives_share <= 1:
-            raise ConfigError(f"collectives_share is a share from 0 to 1, not {self.collectives_share!r}")
+            raise ConfigError(f"collectives_share must be a share from 0 to 1, not {self.collectives_share!r}")
         if self.statistics not in ("auto", "torch"):
-            raise ConfigError(f"statistics is 'auto' or 'torch', not {self.statistics!r}")
+            raise ConfigError(f"statistics must be 'auto' or 'torch', not {self.statistics!r}")
         if self.steps not in ("auto", "explicit"):
-            raise ConfigError(f"steps is 'auto' or 'explicit', not {self.steps!r}")
+            raise ConfigError(f"steps must be 'auto' or 'explicit', not {self.steps!r}")
         try:
             Targets(self.tensors)
         except ValueError as error:
@@ -212,44 +214,49 @@ class MonitorConfig:
     def _check_switching(self) -> None:
         times = self.times
         if times is not None and (isinstance(times, bool) or not isinstance(times, int) or times < 0):
-            raise ConfigError(f"times is a number of measured steps from 0 on, not {times!r}")
+            raise ConfigError(f"times must be a number of measured steps of at least 0, not {times!r}")
         if not 0 < self.switch_poll_seconds < math.inf:
-            raise ConfigError(f"switch_poll_seconds is a time above 0 s, not {self.switch_poll_seconds!r}")
+            raise ConfigError(
+                f"switch_poll_seconds must be a number of seconds above 0, not {self.switch_poll_seconds!r}"
+            )
 
     def _check_hangs(self) -> None:
         for name in ("hang_after_seconds", "hang_in_phase_after_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is a time from 0 s on, not {getattr(self, name)!r}; 0 watches nothing")
+                raise ConfigError(
+                    f"{name} must be a number of seconds of at least 0, not {getattr(self, name)!r}; "
+                    "0 disables the detection of hangs"
+                )
         if self.stacks_signal is not None and self.stacks_signal not in STACK_SIGNALS:
-            raise ConfigError(f"stacks_signal is one of {', '.join(STACK_SIGNALS)}, not {self.stacks_signal!r}")
+            raise ConfigError(f"stacks_signal must be one of {', '.join(STACK_SIGNALS)}, not {self.stacks_signal!r}")
 
     def _check_stop_signals(self) -> None:
         for name in self.stop_signals:
             if name not in STOP_SIGNALS:
-                raise ConfigError(f"stop_signals holds some of {', '.join(STOP_SIGNALS)}, not {name!r}")
+                raise ConfigError(f"stop_signals must be a list of some of {', '.join(STOP_SIGNALS)}, not {name!r}")
             if name == self.stacks_signal:
                 raise ConfigError(f"{name} is in stop_signals and is stacks_signal: use it for only one of them")
 
     def _check_types(self) -> None:
         for name in ("console", "enabled", "dynamic_on", "phases"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is true or false, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
         for name in _MAGNITUDES:
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int | float):
-                raise ConfigError(f"{name} is a number, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be a number, not {getattr(self, name)!r}")
             most = _MOST_SECONDS if name.endswith("_seconds") else MOST
             if getattr(self, name) > most:
-                raise ConfigError(f"{name} is at most {most:g}, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be at most {most:g}, not {getattr(self, name)!r}")
         for name, what in (("run", "name"), ("switch_file", "path")):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
-                raise ConfigError(f"{name} is a {what}, not {value!r}")
+                raise ConfigError(f"{name} must be a {what}, not {value!r}")
         check_tables(self)
 
     def _check_rules(self) -> None:
         for rule in self.rules:
             if not isinstance(rule, AnomalyRule):
-                raise ConfigError(f"rules holds AnomalyRule values such as AnomalyNan(), not {rule!r}")
+                raise ConfigError(f"rules must be a list of AnomalyRule values such as AnomalyNan(), not {rule!r}")
         names = [rule.name for rule in self.rules]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
@@ -263,7 +270,7 @@ class MonitorConfig:
         name = quantity_class.name
         settings = self.options.get(name, {})
         if not isinstance(settings, Mapping):
-            raise ConfigError(f"options.{name} is a table of settings, not {settings!r}")
+            raise ConfigError(f"options.{name} must be a table of settings, not {settings!r}")
         known = {item.name for item in fields(quantity_class.options_class)}
         check_keys(dict(settings), known, f"options.{name}.")
         if settings.get("ops") is not None and not quantity_class.measures_tensors:
@@ -275,7 +282,7 @@ class MonitorConfig:
 
     def _check_options(self) -> None:
         if not isinstance(self.options, Mapping):
-            raise ConfigError(f"options is a table of tables by quantity, not {self.options!r}")
+            raise ConfigError(f"options must be a table of tables by quantity, not {self.options!r}")
         for name in self.options:
             if name not in self.quantities:
                 select_quantities([name])  # names the nearest one
@@ -285,7 +292,7 @@ class MonitorConfig:
         """Return the settings of a sink, validated by its options class. Raises ConfigError if a setting is invalid."""
         settings = self.sinks[sink.name]
         if not isinstance(settings, Mapping):
-            raise ConfigError(f"sinks.{sink.name} is a table of settings, not {settings!r}; write {{}} for none")
+            raise ConfigError(f"sinks.{sink.name} must be a table of settings, not {settings!r}; write {{}} for none")
         check_keys(dict(settings), {item.name for item in fields(sink.options_class)}, f"sinks.{sink.name}.")
         try:
             return sink.options_class(**settings)
@@ -294,7 +301,7 @@ class MonitorConfig:
 
     def _check_sinks(self) -> None:
         if not isinstance(self.sinks, Mapping):
-            raise ConfigError(f"sinks is a table of tables by sink, not {self.sinks!r}")
+            raise ConfigError(f"sinks must be a table of tables by sink, not {self.sinks!r}")
         for name in self.sinks:
             self.options_of_sink(sink_class(name))
 
@@ -371,7 +378,7 @@ def _rule(entry: Any) -> AnomalyRule:
     if isinstance(entry, AnomalyRule):
         return entry
     if not isinstance(entry, dict):
-        raise ConfigError(f'rules holds tables such as {{"rule_name": "AnomalyNan"}}, not {entry!r}')
+        raise ConfigError(f'rules must be a list of tables such as {{"rule_name": "AnomalyNan"}}, not {entry!r}')
     try:
         return rule_from_config(entry)
     except ValueError as error:

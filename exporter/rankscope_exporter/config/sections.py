@@ -28,7 +28,9 @@ class HardwareConfig:
     def __post_init__(self) -> None:
         value = self.every_seconds
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ConfigError(f"hardware.every_seconds is a time from 0 s on, not {value!r}; 0 disables it")
+            raise ConfigError(
+                f"hardware.every_seconds must be a number of seconds of at least 0, not {value!r}; 0 disables it"
+            )
 
 
 TABLES: Final[Mapping[str, type[Any]]] = {
@@ -51,14 +53,14 @@ def check_tables(config: object) -> None:
     for name, cls in TABLES.items():
         value = getattr(config, name)
         if not isinstance(value, cls):
-            raise ConfigError(f"{name} is a {cls.__name__}, not {value!r}")
+            raise ConfigError(f"{name} must be a {cls.__name__}, not {value!r}")
 
 
 def _table(name: str, value: Any, cls: type[Any]) -> Any:
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is a table of settings, not {value!r}")
+        raise ConfigError(f"{name} must be a table of settings, not {value!r}")
     check_keys(dict(value), {item.name for item in fields(cls)}, f"{name}.")
     return cls(**value)
 
@@ -98,11 +100,11 @@ class CaptureConfig:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"capture.{name} is a whole number from {least} on, not {value!r}")
+                raise ConfigError(f"capture.{name} must be a whole number of at least {least}, not {value!r}")
         if not isinstance(self.flight_record, bool):
-            raise ConfigError(f"capture.flight_record is true or false, not {self.flight_record!r}")
+            raise ConfigError(f"capture.flight_record must be true or false, not {self.flight_record!r}")
         if not isinstance(self.options, Mapping):
-            raise ConfigError(f"capture.options is a table of tables by quantity, not {self.options!r}")
+            raise ConfigError(f"capture.options must be a table of tables by quantity, not {self.options!r}")
         for name in self.options:
             if name not in self.quantities:
                 select_quantities([name])
@@ -117,7 +119,7 @@ class CaptureConfig:
         if given is None or isinstance(given, CaptureConfig):
             return given
         if not isinstance(given, Mapping):
-            raise ConfigError(f"capture is a table of settings, not {given!r}; write {{}} for the defaults")
+            raise ConfigError(f"capture must be a table of settings, not {given!r}; write {{}} for the defaults")
         check_keys(dict(given), {item.name for item in fields(cls)}, "capture.")
         return cls(**given)
 
@@ -149,7 +151,7 @@ def checked_capture(
         for name in capture.rules:
             if name != ALL and name not in names:
                 hint = did_you_mean(name, names)
-                raise ConfigError(f"capture.rules: there is no rule {name!r}; there are {', '.join(names)}.{hint}")
+                raise ConfigError(f"capture.rules: there is no rule {name!r}; the rules are {', '.join(names)}.{hint}")
         try:
             monitor_with(**capture.settings(options))
         except ConfigError as error:

@@ -34,5 +34,5 @@ def sink_class(name: str) -> type[Sink]:
     classes = sink_classes()
     if name not in classes:
         hint = did_you_mean(name, classes)
-        raise ConfigError(f"sinks: {name!r} is unknown; there are {', '.join(classes)}.{hint}")
+        raise ConfigError(f"sinks: {name!r} is unknown; valid names are {', '.join(classes)}.{hint}")
     return classes[name]

@@ -302,7 +302,7 @@ def _joined(parts: Sequence[pa.Array | pa.Scalar]) -> str:
 
 def _check_whole(name: str, value: Any, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"{name} is a number from 1 to {most:,}, not {value!r}")
+        raise ValueError(f"{name} must be a number from 1 to {most:,}, not {value!r}")
 
 
 def _pair(value: Any) -> tuple[str, str]:

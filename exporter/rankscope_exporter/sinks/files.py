@@ -96,13 +96,13 @@ def output_folder(given: str | None, environment: Mapping[str, str] = os.environ
 def check_folder(folder: Any) -> None:
     """Raise ValueError if a value of the setting `folder` is not a path."""
     if folder is not None and not (isinstance(folder, str) and folder and "\0" not in folder):
-        raise ValueError(f"folder is a path, not {folder!r}; without it {FOLDER_VARIABLE} or {DEFAULT_FOLDER}")
+        raise ValueError(f"folder must be a path, not {folder!r}; the default is {FOLDER_VARIABLE} or {DEFAULT_FOLDER}")
 
 
 def check_truth(name: str, value: Any) -> None:
     """Raise ValueError if a value of a setting is not a bool."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is true or false, not {value!r}")  # noqa: TRY004 - becomes a ConfigError
+        raise ValueError(f"{name} must be true or false, not {value!r}")  # noqa: TRY004 - becomes a ConfigError
 
 
 def chosen_ops(ops: Any) -> tuple[str, ...]:
@@ -111,14 +111,14 @@ def chosen_ops(ops: Any) -> tuple[str, ...]:
     Raises ValueError for an unknown or repeated name.
     """
     if isinstance(ops, str) or not isinstance(ops, Sequence) or not ops:
-        raise ValueError(f"ops is a list of some of {', '.join(OPS)}, not {ops!r}")
+        raise ValueError(f"ops must be a list of some of {', '.join(OPS)}, not {ops!r}")
     for op in ops:
         if op not in OPS:
             near = difflib.get_close_matches(str(op), OPS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"ops: {op!r} is unknown, there are {', '.join(OPS)}{hint}")
+            raise ValueError(f"ops: {op!r} is unknown; valid names are {', '.join(OPS)}{hint}")
     if len(set(ops)) < len(ops):
-        raise ValueError(f"ops names one of {', '.join(ops)} twice")
+        raise ValueError(f"ops contains a statistic twice: {', '.join(ops)}")
     return tuple(ops)
 
 

@@ -31,7 +31,7 @@ class ApiOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or not 1 <= self.steps <= MOST_STEPS:
-            raise ValueError(f"steps is a number from 1 to {MOST_STEPS:,}, not {self.steps!r}")
+            raise ValueError(f"steps must be a number from 1 to {MOST_STEPS:,}, not {self.steps!r}")
 
 
 @dataclass(frozen=True, slots=True)

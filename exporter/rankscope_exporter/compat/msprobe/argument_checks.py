@@ -49,7 +49,7 @@ class Construction:
         if group is not None and not callable(getattr(group, "rank", None)):
             raise ConfigError(f"process_group must be the process group of the pipeline or None, not {group!r}")
         if not isinstance(made.params_have_main_grad, bool | None):
-            raise ConfigError(f"params_have_main_grad is True or False, not {made.params_have_main_grad!r}")
+            raise ConfigError(f"params_have_main_grad must be True or False, not {made.params_have_main_grad!r}")
         return made
 
 
@@ -99,12 +99,12 @@ class Attachment:
         if isinstance(self.optimizer, torch.nn.Module) and not isinstance(self.model, torch.nn.Module):
             raise ConfigError(f"{call}: model and optimizer are exchanged")
         if not self.chunks or not all(isinstance(module, torch.nn.Module) for module in self.chunks):
-            raise ConfigError(f"{call}: model is a torch module or a list of its chunks, not {_type(self.model)}")
+            raise ConfigError(f"{call}: model must be a torch module or a list of its chunks, not {_type(self.model)}")
         if self.optimizer is None:
             raise ConfigError(f"{call} needs the optimizer: {call}(model, optimizer=optimizer)")
         optimizers = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
         if not optimizers or not all(callable(getattr(item, "step", None)) for item in optimizers):
-            raise ConfigError(f"{call}: optimizer is a torch optimizer or wraps one, not {_type(self.optimizer)}")
+            raise ConfigError(f"{call}: optimizer must be a torch optimizer or wrap one, not {_type(self.optimizer)}")
 
 
 def _place_of(value: Any, places: Sequence[str]) -> str:
@@ -125,7 +125,7 @@ def _put(given: dict[str, Any], name: str, value: Any, call: str) -> None:
 def _check_names(given: Mapping[str, Any], known: Sequence[str], call: str) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise ConfigError(f"{call} has no argument {unknown[0]!r}; there are {', '.join(known)}")
+        raise ConfigError(f"{call} has no argument {unknown[0]!r}; its arguments are {', '.join(known)}")
 
 
 def _type(value: Any) -> str:
@@ -149,7 +149,7 @@ _CLASSES: Final = {
 
 
 def wrong_hints(hints: Construction, given: Attachment) -> Iterator[str]:
-    """Yield a sentence for each wrong hint about the model or the optimizer, and one if model chunks are not monitored."""
+    """Yield a sentence for each wrong hint about the model or the optimizer, and one for unmonitored model chunks."""
     yield from _main_grad_hints(hints.params_have_main_grad, given.chunks)
     yield from _optimizer_hints(hints.opt_ty, given.optimizer)
     if len(given.chunks) > 1 and not isinstance(given.watched, list):

@@ -179,10 +179,7 @@ def _features(tool: MsprobeSettings) -> Options:
 
 
 def _sinks(tool: MsprobeSettings) -> dict[str, dict[str, Any]]:
-    """Return the names and settings of the sinks.
-
-    The output folder of each sink is the environment variable MONITOR_OUTPUT_DIR.
-    """
+    """Return the names and settings of the sinks. Each sink reads its output folder from MONITOR_OUTPUT_DIR."""
     sinks: dict[str, dict[str, Any]] = {tool.format: {}}
     if tool.format == "csv":
         sinks["csv"] = {

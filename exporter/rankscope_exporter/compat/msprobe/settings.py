@@ -27,7 +27,7 @@ def rules_of(alert: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     rules = alert.get("rules") or []
     if not isinstance(rules, list):
-        raise ConfigError(f"alert.rules is a list of rules, not {rules!r}")
+        raise ConfigError(f"alert.rules must be a list of rules, not {rules!r}")
     made = [_rule(entry) for entry in rules]
     names = [rule["rule_name"] for rule in made]
     for place, rule in enumerate(made):
@@ -39,12 +39,14 @@ def rules_of(alert: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _rule(entry: Any) -> dict[str, Any]:
     if not isinstance(entry, Mapping) or set(entry) - {"rule_name", "args"}:
-        raise ConfigError(f'alert.rules holds {{"rule_name": …, "args": {{"threshold": …}}}}, not {entry!r}')
+        raise ConfigError(
+            f'alert.rules must be a list of {{"rule_name": …, "args": {{"threshold": …}}}}, not {entry!r}'
+        )
     name = entry.get("rule_name")
     if name not in _RULES:
         near = difflib.get_close_matches(str(name), _RULES, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"alert.rules: {name!r} is unknown; there are {', '.join(_RULES)}.{hint}")
+        raise ConfigError(f"alert.rules: {name!r} is unknown; valid names are {', '.join(_RULES)}.{hint}")
     threshold = _threshold(name, entry.get("args"))
     if name == "AnomalyTurbulence":
         return {"rule_name": name, "args": {"threshold": threshold}}
@@ -55,14 +57,14 @@ def _rule(entry: Any) -> dict[str, Any]:
 
 def _threshold(name: str, arguments: Any) -> float | None:
     if arguments is not None and (not isinstance(arguments, Mapping) or set(arguments) - {"threshold"}):
-        raise ConfigError(f'alert.rules: args of {name} is {{"threshold": …}}, not {arguments!r}')
+        raise ConfigError(f'alert.rules: args of {name} must be {{"threshold": …}}, not {arguments!r}')
     threshold = (arguments or {}).get("threshold")
     if threshold is None and name == "AnomalyNan":
         return None
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= MOST:
-        raise ConfigError(f"alert.rules: {name} needs args.threshold, a number from 0 on, not {threshold!r}")
+        raise ConfigError(f"alert.rules: {name} needs args.threshold, a number of at least 0, not {threshold!r}")
     if threshold == 0 and name == "AnomalyTurbulence":
-        raise ConfigError("alert.rules: AnomalyTurbulence with threshold 0 fires at every rise: give a share above 0")
+        raise ConfigError("alert.rules: AnomalyTurbulence with threshold 0 fires at every rise: set a share above 0")
     return float(threshold)
 
 
@@ -133,9 +135,9 @@ class MsprobeSettings:
                 _expect(isinstance(value, bool), item.name, "true or false", value)
             elif item.type == "int":
                 least, most = _LEAST.get(item.name, 0), _MOST.get(item.name, math.inf)
-                bounds = f"from {least} on" if most == math.inf else f"from {least} to {most}"
+                bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
                 _expect(is_whole(value) and least <= value <= most, item.name, f"a whole number {bounds}", value)
-        _expect(is_number(self.eps) and 0 <= self.eps <= MOST, "eps", "a number from 0 on", self.eps)
+        _expect(is_number(self.eps) and 0 <= self.eps <= MOST, "eps", "a number of at least 0", self.eps)
         _expect(self.format in FORMATS, "format", f"one of {', '.join(FORMATS)}", self.format)
         order = self.sa_order.replace(" ", "") if isinstance(self.sa_order, str) else self.sa_order
         _expect(order in SA_ORDERS, "sa_order", " or ".join(map(repr, SA_ORDERS)), self.sa_order)
@@ -183,7 +185,7 @@ KEYS: Final = tuple(item.name for item in fields(MsprobeSettings))
 
 def _expect(right: bool, name: str, expected: str, value: Any) -> None:  # noqa: FBT001 - reads as a sentence
     if not right:
-        raise ConfigError(f"{name} is {expected}, not {value!r}")
+        raise ConfigError(f"{name} must be {expected}, not {value!r}")
 
 
 def _is_expression(text: str) -> bool:
