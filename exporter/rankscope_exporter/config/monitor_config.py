@@ -235,7 +235,7 @@ class MonitorConfig:
             if name not in STOP_SIGNALS:
                 raise ConfigError(f"stop_signals must be a list of some of {', '.join(STOP_SIGNALS)}, not {name!r}")
             if name == self.stacks_signal:
-                raise ConfigError(f"{name} is in stop_signals and is stacks_signal: use it for only one of them")
+                raise ConfigError(f"{name} is set in both stop_signals and stacks_signal: remove it from one of them")
 
     def _check_types(self) -> None:
         for name in ("console", "enabled", "dynamic_on", "phases"):

@@ -154,10 +154,10 @@ class ObjectSpec:
             return cls(text, name=text.removeprefix("dict:"))
         match = _SEQUENCE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise ValueError(f"{text!r} is no pattern for a part of an object: write {_GRAMMAR}")
+            raise ValueError(f"{text!r} is not a pattern for a part of an object: write {_GRAMMAR}")
         length, position = int(match["length"]), match["position"]
         if position is not None and int(position) >= length:
-            raise ValueError(f"{text!r}: element {position} of {length} does not exist, they count from 0")
+            raise ValueError(f"{text!r}: element {position} of {length} does not exist; elements count from 0")
         return cls(text, length, None if position is None else int(position))
 
     def select(self, found: Found) -> Sequence[Slot] | None:

@@ -72,7 +72,7 @@ def install(monitor: Stoppable, names: Iterable[str]) -> None:
     """
     numbers = [signal.Signals[name] for name in names]
     if numbers and threading.current_thread() is not threading.main_thread():
-        raise ConfigError("stop_signals: only the main thread may take signals, so call attach() there")
+        raise ConfigError("stop_signals: only the main thread can handle signals: call attach() on the main thread")
     for number in numbers:
         if number not in _taken and signal.getsignal(number) is None:
             raise ConfigError(
@@ -171,7 +171,7 @@ def _publish_exit(monitors: Iterable[Stoppable], name: str) -> None:
         try:
             _work.put(_then(monitor.last_records(name), heard))
         except Exception:  # other monitors must still write their records, and a handler must not raise into training
-            log.exception("recording the end of training by %s failed", name)
+            log.exception("writing the exit record after the signal %s failed", name)
             continue
         waiting.append(heard)
     deadline = time.monotonic() + _GIVE_UP_SECONDS
@@ -207,4 +207,4 @@ def _run() -> None:
         try:
             _work.get()()
         except Exception:  # thread boundary: the thread must survive for a later signal
-            log.exception("unexpected error in the thread of stop signals")
+            log.exception("unexpected error in the thread that waits for the service after stop signals")

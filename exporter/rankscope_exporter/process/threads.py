@@ -76,7 +76,7 @@ def limit_this_thread() -> bool:
         else:
             return False
     for library in _libraries():
-        # If training has called torch.set_num_threads(), torch sets the number of MKL threads separately on each thread.
+        # After a call of torch.set_num_threads(), torch sets the number of MKL threads separately on each thread.
         # This number takes precedence over the number of OpenMP threads.
         if (set_mkl := getattr(library, "MKL_Set_Num_Threads_Local", None)) is not None:
             set_mkl(1)

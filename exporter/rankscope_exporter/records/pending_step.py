@@ -87,7 +87,7 @@ def _without_mesh(name: str, value: torch.Tensor) -> torch.Tensor:
     if placements is None:
         return value
     if not all(placement.is_replicate() for placement in placements):
-        raise ValueError(f"log({name}=…) got a DTensor that is not whole on this rank: log its .full_tensor()")
+        raise ValueError(f"log({name}=…) takes no DTensor that is divided among ranks: log its .full_tensor()")
     local: torch.Tensor = value.to_local()  # type: ignore[attr-defined]  # a DTensor: it has placements
     return local
 
@@ -128,7 +128,7 @@ def skipped_event() -> Event:
     return Event(
         type=EventType.STEP_SKIPPED,
         severity=Severity.INFO,
-        message="gradients were computed, the optimizer was not run",
+        message="gradients were computed, but the optimizer did not run",
     )
 
 

@@ -85,7 +85,7 @@ class NodePeers:
                     connection.close()
             self._socket = _listening(self._folder / self._name)
         except OSError as error:
-            raise ServeError(f"node_page: {self._folder}: {error.strerror or error}") from error
+            raise ServeError(f"node_page: cannot use the folder {self._folder}: {error.strerror or error}") from error
         OwnThread(target=self._serve, args=(self._socket,), name="rankscope-node").start()
 
     def gather(self, seconds: float = GATHER_SECONDS) -> Gathered:

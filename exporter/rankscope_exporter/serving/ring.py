@@ -83,14 +83,14 @@ class Ring:
             return self._head
 
     def after(self, cursor: int, max_bytes: int) -> Window:
-        """Return the records after `cursor`, oldest first. Raises CursorError if `cursor` is above the newest record.
+        """Return the records after `cursor`, oldest first. Raises CursorError if `cursor` is above the sequence number of the newest record:.
 
         The records have up to `max_bytes` bytes before compression. At least one record is returned if there is any
         after the cursor.
         """
         with self._changed:
             if cursor > self._head:
-                raise CursorError(f"after={cursor} is above the newest record {self._head}")
+                raise CursorError(f"after={cursor} is above the sequence number of the newest record: {self._head}")
             first = self._first
             start = max(cursor + 1, first)
             # Copy references under the lock and encode outside of it, so that a slow reader does not block `append`.
@@ -107,11 +107,11 @@ class Ring:
     def commit(self, seq: int) -> None:
         """Mark records up to `seq` as committed; a lower `seq` than before has no effect.
 
-        Raises CursorError if `seq` is above the newest record.
+        Raises CursorError if `seq` is above the sequence number of the newest record:.
         """
         with self._changed:
             if seq > self._head:
-                raise CursorError(f"committed={seq} is above the newest record {self._head}")
+                raise CursorError(f"committed={seq} is above the sequence number of the newest record: {self._head}")
             if seq <= self._committed:
                 return
             fresh = islice(self._entries, max(self._committed + 1 - self._first, 0), max(seq + 1 - self._first, 0))

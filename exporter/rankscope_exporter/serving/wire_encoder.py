@@ -122,7 +122,7 @@ def _list_of_structs(dataset: str, rows: Sequence[Any], lengths: Iterable[int]) 
     fields = list(column_type.value_type)
     for field, column in zip(fields, columns, strict=True):
         if not field.nullable and column.null_count:
-            raise ValueError(f"{dataset}.{field.name} may not be null")
+            raise ValueError(f"the field {field.name} of the dataset {dataset} must not be null")
     structs = pa.StructArray.from_arrays(columns, fields=fields)
     return pa.ListArray.from_arrays(_offsets(lengths), structs, type=column_type)
 

@@ -81,7 +81,7 @@ class Attachment:
             _put(given, name, value, call)
         _check_names(given, ("model", *AS_IN_THE_CODE), call)
         if "model" not in given:
-            raise ConfigError(f"{call} needs the model: {call}(model, optimizer=optimizer)")
+            raise ConfigError(f"{call} needs the model: call {call}(model, optimizer=optimizer)")
         return cls(**given)
 
     @property
@@ -97,11 +97,11 @@ class Attachment:
     def check(self, call: str) -> None:
         """Raise ConfigError if the model or the optimizer has a wrong type."""
         if isinstance(self.optimizer, torch.nn.Module) and not isinstance(self.model, torch.nn.Module):
-            raise ConfigError(f"{call}: model and optimizer are exchanged")
+            raise ConfigError(f"{call}: model and optimizer are exchanged; pass the model first")
         if not self.chunks or not all(isinstance(module, torch.nn.Module) for module in self.chunks):
             raise ConfigError(f"{call}: model must be a torch module or a list of its chunks, not {_type(self.model)}")
         if self.optimizer is None:
-            raise ConfigError(f"{call} needs the optimizer: {call}(model, optimizer=optimizer)")
+            raise ConfigError(f"{call} needs the optimizer: call {call}(model, optimizer=optimizer)")
         optimizers = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
         if not optimizers or not all(callable(getattr(item, "step", None)) for item in optimizers):
             raise ConfigError(f"{call}: optimizer must be a torch optimizer or wrap one, not {_type(self.optimizer)}")
@@ -112,7 +112,9 @@ def _place_of(value: Any, places: Sequence[str]) -> str:
     if wanted is not None and wanted in places:
         return wanted
     if not places:
-        raise ConfigError("TrainerMon takes config_file_path, process_group, params_have_main_grad and opt_ty")
+        raise ConfigError(
+            "too many arguments: TrainerMon takes config_file_path, process_group, params_have_main_grad and opt_ty"
+        )
     return places[0]
 
 

@@ -97,7 +97,7 @@ def translated(settings: Mapping[str, Any], ours: Collection[str]) -> dict[str, 
         if key in settings:
             its = next((name for name in settings if name in KEYS and name not in ours), None)
             where = "" if its is None else f" together with {its}"
-            raise ConfigError(f"{key} is not allowed{where}: msprobe's configuration has {word} for it")
+            raise ConfigError(f"{key} is not allowed{where}: use msprobe's settings for this purpose: {word}")
     check_keys(settings, {*KEYS, *(name for name in ours if name not in _MSPROBE_KEYS)})
     additional = {key: value for key, value in settings.items() if key not in KEYS}
     tool = MsprobeSettings.of({key: value for key, value in settings.items() if key in KEYS and value is not None})

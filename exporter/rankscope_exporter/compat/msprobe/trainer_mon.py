@@ -85,8 +85,8 @@ class TrainerMon(CopiesDoNothing):
         """
         if not isinstance(config_file_path, str | os.PathLike):
             raise ConfigError(
-                f"config_file_path is the path of a JSON file, not a {type(config_file_path).__name__}: "
-                "settings in Python go to rankscope.Monitor"
+                f"config_file_path must be the path of a JSON file, not a {type(config_file_path).__name__}: "
+                "pass settings in Python to rankscope.Monitor"
             )
         self._hints = Construction.of(positional, named)
         self._path = Path(config_file_path)

@@ -222,6 +222,6 @@ def _overwritten(count: int) -> Event:
         severity=Severity.INFO,
         op="collectives_overrun",
         value=float(count),
-        message=f"{count:,} collectives have no row: torch overwrote them before they were read "
-        "(TORCH_FR_BUFFER_SIZE, collectives_share)",
+        message=f"{count:,} collectives have no row: torch overwrote them before they were read; "
+        "increase TORCH_FR_BUFFER_SIZE or collectives_share",
     )

@@ -195,7 +195,7 @@ class _Plain(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"a flight record holds no {module}.{name}")
+        raise pickle.UnpicklingError(f"a flight record must not contain a reference to {module}.{name}")
 
 
 def _c10d() -> Any:

@@ -80,7 +80,9 @@ def _refuse_foreign(number: signal.Signals, handler: object) -> None:
     """Raise ConfigError if C code handles the signal: faulthandler has one file per signal and would replace it."""
     if handler is None or (handler in (signal.SIG_DFL, signal.SIG_IGN) and _is_caught(number)):
         others = " or ".join(name for name in STACK_SIGNALS if name != number.name)
-        raise ConfigError(f"stacks_signal: {number.name} has a handler in C already (faulthandler?); use {others}")
+        raise ConfigError(
+            f"stacks_signal: {number.name} already has a handler in C code, for example of faulthandler; use {others}"
+        )
 
 
 def _is_caught(number: signal.Signals) -> bool:

@@ -178,4 +178,4 @@ def _quietly(nvml: Any, function: Any, *args: Any) -> None:
     try:
         function(*args)
     except nvml.NVMLError as error:
-        log.debug("NVML error: %s", error)
+        log.debug("an NVML function is not available: NVML error: %s", error)

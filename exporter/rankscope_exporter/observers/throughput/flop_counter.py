@@ -179,7 +179,9 @@ class FlopCount(float):
 
     def _per(self, name: str, amount: int | None) -> float:
         if amount is None or amount < 1:
-            raise CountError(f"the number of {name} must be a whole number of at least 1, not {amount!r}: pass it")
+            raise CountError(
+                f"the number of {name} must be a whole number of at least 1, not {amount!r}: pass the number"
+            )
         return float(self) / amount
 
 
@@ -240,11 +242,13 @@ def _check(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise CountError(f"count_flops takes a torch.nn.Module and its arguments, not a {type(model).__name__}")
     if type(torch.empty(0)) is not torch.Tensor:
-        raise CountError("a mode such as FakeTensorMode is active: leave it, and count a model on the meta device")
+        raise CountError(
+            "a mode such as FakeTensorMode is active: call count_flops() without it, for a model on the meta device"
+        )
     if not isinstance(framework_of(model), Plain) or any(isinstance(module, _WRAPPERS) for module in model.modules()):
         raise CountError(
-            "the model is wrapped or divided, and its passes communicate: count it before that on one rank, on the "
-            "meta device if it is too large"
+            "the model is wrapped or divided, so its forward pass communicates with other ranks: call count_flops() "
+            "before that on one rank, on the meta device if the model is too large"
         )
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
