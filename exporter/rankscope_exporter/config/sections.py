@@ -29,7 +29,8 @@ class HardwareConfig:
         value = self.every_seconds
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ConfigError(
-                f"hardware.every_seconds must be a number of seconds of at least 0, not {value!r}; 0 disables the readings"
+                f"hardware.every_seconds must be a number of seconds of at least 0, not {value!r}; "
+                "0 disables the readings"
             )
 
 

@@ -29,7 +29,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, *, what: str, default_port: int | None = None) -> Self:
-        """Return the address of the text `host:port` or `host:first-last`.
+        """Parse a text `host:port` or `host:first-last` and return the address.
 
         Raises ServeError, which names the setting `what` and the expected form.
         """

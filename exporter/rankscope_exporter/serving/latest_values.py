@@ -61,7 +61,7 @@ MAX_ANOMALY_SERIES: Final = 200
 MAX_SCALAR_SERIES: Final = 1000
 OTHER_TENSOR: Final = "_other"
 NO_KIND: Final = ""
-"""The `kind` label of rules on logged scalars, which have no kind."""
+"""Value of the label `kind` for rules on logged scalars, because scalars have no kind."""
 
 _TENSOR_OPS: Final = (*VALUE_OPS, *COUNT_OPS)
 

@@ -274,7 +274,7 @@ class RegistrationLoop:
             self._wake.notify()
 
     def drain(self) -> None:
-        """Tell the service immediately that the rank waits for its last commit, and send heartbeats more often."""
+        """Report to the service immediately that the rank waits for its last commit, and send heartbeats more often."""
         with self._wake:
             self._draining = self._is_due_now = self._poke_wanted = True
             self._wake.notify()

@@ -83,7 +83,7 @@ class Ring:
             return self._head
 
     def after(self, cursor: int, max_bytes: int) -> Window:
-        """Return the records after `cursor`, oldest first. Raises CursorError if `cursor` is above the sequence number of the newest record:.
+        """Return the records after `cursor`, oldest first. Raises CursorError if `cursor` is above the newest record.
 
         The records have up to `max_bytes` bytes before compression. At least one record is returned if there is any
         after the cursor.
@@ -107,7 +107,7 @@ class Ring:
     def commit(self, seq: int) -> None:
         """Mark records up to `seq` as committed; a lower `seq` than before has no effect.
 
-        Raises CursorError if `seq` is above the sequence number of the newest record:.
+        Raises CursorError if `seq` is above the newest record.
         """
         with self._changed:
             if seq > self._head:
@@ -143,7 +143,7 @@ class Ring:
 
     @property
     def head(self) -> int:
-        """Return the sequence number of the newest record, NOTHING before the first record."""
+        """Return the sequence number of the newest record; the constant NOTHING if there is no record yet."""
         return self._head
 
     @property

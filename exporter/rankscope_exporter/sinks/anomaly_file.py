@@ -123,9 +123,7 @@ class Anomalies(Sink):
     def _add(self, text: str) -> None:
         data = text.encode("utf-8", "backslashreplace") + _END
         if self._bytes + len(data) > MOST_BYTES:
-            raise OSError(
-                f"{self._path}: the file has reached its limit of {MOST_BYTES:,} bytes; further anomalies are not written"
-            )
+            raise OSError(f"{self._path}: limit of {MOST_BYTES:,} bytes reached; further anomalies are not written")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
