@@ -176,10 +176,10 @@ _spans: Callable[[Sequence[int]], str] = lru_cache(maxsize=256)(spans)
 
 
 KEPT: Final = 32
-"""Largest number of entries in an event: the oldest unfinished ones, then the latest finished ones."""
+"""Maximum number of entries in the event of a hang: the oldest unfinished ones, then the latest finished ones."""
 
 MOST_GROUPS: Final = 64
-"""Largest number of groups in an event, the most recently used ones: a job with many pipelines has hundreds."""
+"""Maximum number of process groups in the event of a hang. The most recently used ones are kept."""
 
 
 def take_flight_record(reason: str, report: Report) -> FlightRecord | None:

@@ -2,7 +2,8 @@
 
 torch releases the GIL only while a handler runs. `dump_nccl_trace_json` needs a request object of torch's C++ type,
 which Python cannot create; the server creates one for each HTTP request. It starts at the first request and runs until
-the process exits, because its shutdown holds the GIL and waits for a handler that may not return. Linux only, as NCCL.
+the process exits, because its shutdown holds the GIL and waits for a handler that may not return. The
+module works only on Linux, as NCCL does.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def worker_server() -> WorkerServer:
 
 
 def register_handler(name: str, function: Callable[[Any, Any], None]) -> None:
-    """Register `function(request, response)` for requests to `name`; its arguments are torch's C++ objects.
+    """Register the handler `function(request, response)` under `name`. The arguments are C++ objects of torch.
 
     An existing name is not changed, because torch can neither remove nor replace a handler.
     """

@@ -77,7 +77,7 @@ class StackSignal:
 
 
 def _refuse_foreign(number: signal.Signals, handler: object) -> None:
-    """Raise ConfigError if C code handles the signal: faulthandler has one file per signal and would replace it."""
+    """Raise ConfigError if C code handles the signal, because faulthandler would replace the existing handler."""
     if handler is None or (handler in (signal.SIG_DFL, signal.SIG_IGN) and _is_caught(number)):
         others = " or ".join(name for name in STACK_SIGNALS if name != number.name)
         raise ConfigError(

@@ -2,7 +2,8 @@
 
 Activity is any call into the monitor: a forward pass (also of an evaluation), a backward pass, an optimizer step,
 `log()`, `event()`, or the begin or end of a phase. A long gradient accumulation or an unannounced evaluation is
-therefore not a hang, but a rank that waits in a collective is one. The detector is pure: the time is an argument.
+therefore not a hang, but a rank that waits in a collective is one. `HangDetector` reads no
+clock: the time is an argument.
 """
 
 from __future__ import annotations

@@ -203,17 +203,17 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
     multiplies matrices outside of the model is not counted: pass a module that computes it. A model on the meta device,
     with inputs on that device, is counted without memory and without computation.
 
-    Restored afterwards, also after an error: the random states of Python, numpy and torch (all devices in use), the
-    buffers and their values, the gradients of the parameters, and the training mode of every module. The model runs in
-    training mode, without compilation, on copies of the tensors in the arguments.
+    The model runs in training mode, without compilation, on copies of the tensors in the arguments. Afterwards, also
+    after an error, the function restores the random states of Python, numpy and torch (all devices in use), the buffers
+    and their values, the gradients of the parameters, and the training mode of every module.
 
-    Not restored: Python objects and files that the forward pass changes outside of the model's buffers, plain
-    attributes of modules, parameters that the forward pass itself changes, generators other than the default ones, and
-    effects of registered hooks.
+    The function does not restore Python objects and files that the forward pass changes outside of the model's buffers,
+    plain attributes of modules, parameters that the forward pass itself changes, generators other than the default
+    ones, and effects of registered hooks.
 
-    Raises CountError for a model that is wrapped, divided, monitored or communicates with other ranks. Also for lazy
-    parameters, hooks that update the model in the backward pass, and outputs of which none needs a gradient. Errors of
-    the model are not caught.
+    Raises CountError for a model that is wrapped, divided or monitored, or communicates with other ranks. The same
+    error is raised for lazy parameters, for hooks that update the model in the backward pass, and if no output needs a
+    gradient. Errors of the model are not caught.
     """
     _check(model)
     counter = _counter()

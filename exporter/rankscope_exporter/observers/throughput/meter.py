@@ -2,7 +2,7 @@
 
 The FLOPs of a step are those of one token, sample or forward pass, times their number in the step. They come from the
 settings or from a formula; no code of the user runs. Recomputed activations do not count: the result is the model FLOPs
-utilization (MFU), not that of the hardware. Without a known number, cost or peak, nothing is published.
+utilization (MFU), not the hardware FLOPs utilization. Without a known number, cost or peak, nothing is published.
 """
 
 from __future__ import annotations

@@ -49,8 +49,10 @@ def decoder_flops_per_token(decoder: Decoder, sequence: int, frozen: float = 0) 
     """Return the FLOPs of one token by Megatron's formula, extended to grouped queries, gated MLPs and experts.
 
     `sequence` is the number of tokens in one sequence; `frozen` is the share of the weights, from 0 to 1, for which
-    the backward pass computes no gradient. With as many key heads as query heads, an MLP four times as wide as the
-    model and no frozen weights, B sequences of s tokens need 72 B s l h² (1 + s/6h + V/12lh) FLOPs.
+    the backward pass computes no gradient.
+
+    With as many key heads as query heads, an MLP four times as wide as the model and no frozen weights, B sequences of
+    s tokens need 72 B s l h² (1 + s/6h + V/12lh) FLOPs, for l layers of width h and a vocabulary of V tokens.
     """
     hidden, queries = decoder.hidden, decoder.heads * decoder.head_width
     keys = decoder.kv_heads * decoder.head_width
