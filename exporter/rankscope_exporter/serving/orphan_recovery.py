@@ -34,8 +34,10 @@ The reply contains the committed sequence number, so a short interval lets the r
 """
 
 AT_ONCE: Final = 16
-"""Largest number of spools that are served at the same time. Each one needs an open file in the training process, and
-after many crashes the folder may contain thousands."""
+"""Maximum number of spools that are served at the same time.
+
+Each spool needs an open file in the training process, and after many crashes the folder may contain thousands.
+"""
 
 FINISH_SECONDS: Final = 5.0
 """Seconds for which a spool remains after its last record was committed.
@@ -147,7 +149,7 @@ class OrphanRecovery:
         try:
             found = folders(self._root)
         except OSError as error:
-            self._log_once(f"{self._root} cannot be read: {error.strerror or error}")
+            self._log_once(f"the spool folder {self._root} cannot be read: {error.strerror or error}")
             return
         others = [folder for folder in found if folder.name != self._own]
         self._waiting = sorted(others, key=lambda folder: folder.name in self._refused)
@@ -183,11 +185,13 @@ class OrphanRecovery:
             try:
                 self._register(orphan)
             except RefusedError as error:  # the service may accept the others
-                self._log_once(f"records of {orphan.folder} wait for the service: {error}")
+                self._log_once(f"the service refused the records of {orphan.folder}, retrying: {error}")
                 self._give_way(orphan)
                 is_accepted = False
             except UnreachableError as error:
-                self._log_once(f"records of dead processes in {self._root} wait for the service: {error}")
+                self._log_once(
+                    f"the service cannot be reached for records of dead processes in {self._root}, retrying: {error}"
+                )
                 return False
         return is_accepted
 

@@ -35,8 +35,11 @@ from rankscope_exporter.serving.wire_encoder import SCHEMA, encode
 
 SEGMENT_BYTES: Final = 8 * 1024 * 1024
 SEGMENT_INFLATED_BYTES: Final = 64 * 1024 * 1024
-"""Upper limit of a file before compression. A reader decompresses a whole file, and zeros compress well, so a limit on
-the bytes on disk does not limit its memory."""
+"""Maximum size in bytes of a spool file before compression.
+
+A reader decompresses a whole file, and zeros compress well, so a limit on the bytes on disk would not limit the memory
+of the reader.
+"""
 
 _OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 

@@ -137,7 +137,7 @@ class TrainerMon(CopiesDoNothing):
         """
         if self._refuses("monitor_gnorm_with_ad()"):
             return
-        self._remark_once("monitor_gnorm_with_ad is deprecated: call set_monitor, which takes the same")
+        self._remark_once("monitor_gnorm_with_ad is deprecated: call set_monitor with the same arguments")
         given = Attachment.of("monitor_gnorm_with_ad", positional, named)
         optimizer = self._optimizer if given.optimizer is None else given.optimizer
         self._optimizer = None  # no reference to an object of the training is kept
@@ -146,7 +146,7 @@ class TrainerMon(CopiesDoNothing):
     def set_wrapped_optimizer(self, optimizer: Any) -> None:
         """Store the optimizer, which `monitor_gnorm_with_ad` uses by default."""
         if not self.is_copy:
-            self._remark_once("set_wrapped_optimizer is deprecated: give the optimizer to set_monitor")
+            self._remark_once("set_wrapped_optimizer is deprecated: pass the optimizer to set_monitor")
             self._optimizer = optimizer
 
     def detach(self) -> None:

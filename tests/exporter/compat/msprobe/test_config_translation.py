@@ -121,7 +121,7 @@ def test_rules_keep_their_order_and_get_unique_names() -> None:
         ({"xy_distribution": True, "all_xyz": True}, "Did you mean all_xy?"),
         ({"wg_distribution": True, "every": 2}, "every is not allowed together with wg_distribution: .* step_interval"),
         ({"wg_distribution": True, "quantities": ["gradients"]}, "quantities is not allowed together with wg"),
-        ({"quantities": ["gradients"], "target": ["a"]}, "unknown setting target; there are"),
+        ({"quantities": ["gradients"], "target": ["a"]}, "unknown setting target; valid settings are"),
         ({"wg_distribution": 1}, "wg_distribution must be true or false, not 1"),
         ({"targets": ["a"]}, 'targets must be a table such as {"layers.0"'),
         ({"targets": {"a": "tensor"}}, "targets must be a table such as"),
