@@ -87,7 +87,7 @@ class CaptureConfig:
     cooldown_steps: int = 100
     """Number of steps after a capture in which firings do not start another capture."""
     max_captures: int = 10
-    """Maximum number of captures per process. It prevents that a permanently broken run is measured at every step."""
+    """Maximum number of captures per process. Without it, a permanently broken run would be measured at every step."""
     flight_record: bool = True
     """True records the latest collectives of each rank at a capture, if there is a process group."""
 

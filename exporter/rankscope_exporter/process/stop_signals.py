@@ -92,7 +92,7 @@ def install(monitor: Stoppable, names: Iterable[str]) -> None:
 
 
 def uninstall(monitor: Stoppable) -> None:
-    """Stop to notify `monitor` of signals, and restore the previous handlers.
+    """Stop notifying `monitor` of signals, and restore the previous handlers.
 
     Only the main thread can restore a handler. On another thread the handler remains, but calls only the previous
     handler.

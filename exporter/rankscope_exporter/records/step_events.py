@@ -38,7 +38,7 @@ class StepObserver:
         """Called when a step has begun. A forward pass, a backward pass or an optimizer step follows immediately."""
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
-        """Called after the begin of a step. `sampled` is true if the step is a sampled step."""
+        """Called after the start of a step. `sampled` is true if the step is a sampled step."""
 
     def on_forward_begin(self) -> None:
         """Called when a training forward pass of the whole model begins, once for each micro-batch."""

@@ -371,7 +371,7 @@ def retry_seconds(failures: int, jitter: Callable[[], float] = _JITTER.random) -
 
     The wait doubles up to a maximum, and a random part of up to a half is subtracted.
 
-    The random part prevents that all ranks of a large job reconnect to a restarted service at the same time.
+    Without the random part, all ranks of a large job would reconnect to a restarted service at the same time.
     """
     longest = min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** min(failures - 1, 16))
     return longest * (0.5 + 0.5 * jitter())

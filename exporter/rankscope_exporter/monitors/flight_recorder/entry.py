@@ -108,7 +108,7 @@ class Entry:
 def is_over(raw: Raw) -> bool:
     """Return whether the collective is finished on this rank.
 
-    Gloo entries have no begin and end state, only the flag `retired`.
+    Gloo entries have no start and end state, only the flag `retired`.
     """
     return bool(raw.get("retired", False)) or raw.get("state") == _DONE
 

@@ -1,6 +1,6 @@
 """Thread that reads torch's flight recorder periodically and publishes each collective as a row.
 
-The training thread stores the begin and end of each step and wakes the thread when a reading is due. This costs two
+The training thread stores the start and end of each step and wakes the thread when a reading is due. This costs two
 clock reads per step and no lock. Rows are published directly, without the publisher thread, because torch queries the
 device when it writes the record, and the device may not respond.
 
@@ -150,7 +150,7 @@ class FlightRecorderPoller(StepObserver):
         self._began_us = now_microseconds()
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Store begin and end of a step, and wake the reading thread if a reading is due."""
+        """Store the start and end of a step, and wake the reading thread if a reading is due."""
         if self._share <= 0:
             return
         self._ended.append((pending_step.step, self._began_us, now_microseconds()))

@@ -16,7 +16,7 @@ from rankscope_exporter.monitors.flight_recorder.entry import Entry
 from rankscope_exporter.monitors.flight_recorder.torch_api import Raw
 
 MOST_STEPS: Final = 16_384
-"""Number of recent steps with a stored begin. It suffices, because torch has overwritten the entries of older steps."""
+"""Number of recent steps with a stored start time. torch has overwritten the entries of older steps."""
 
 _AT_THE_END: Final = 1 << 62
 
@@ -60,7 +60,7 @@ class StepAssignment:
         self._incomplete: set[int | None] = set()  # steps without `call_seq`: some entries were overwritten
 
     def step_ended(self, step: int | None, began_us: int, ended_us: int) -> None:
-        """Store begin and end of a step.
+        """Store the start and the end of a step.
 
         Call it in the order of the steps, and before `take` with the entries of the step.
         """

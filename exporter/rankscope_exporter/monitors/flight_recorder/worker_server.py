@@ -124,7 +124,7 @@ def _start() -> str:
 
 
 def _keep_for_ever(thing: object) -> None:
-    """Prevent that `thing` is destroyed when the interpreter exits. Threads and tables of torch still use it then."""
+    """Prevent the destruction of `thing` when the interpreter exits. Threads and tables of torch still use it then."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 

@@ -1,7 +1,7 @@
 """Thread that checks about once per second for activity of the training, and for stacks that a signal handler wrote.
 
 Activity is any call into the monitor: a forward pass (also of an evaluation), a backward pass, an optimizer step,
-`log()`, `event()`, or the begin or end of a phase. A long gradient accumulation or an unannounced evaluation is
+`log()`, `event()`, or the start or end of a phase. A long gradient accumulation or an unannounced evaluation is
 therefore not a hang, but a rank that waits in a collective is one. `HangDetector` reads no
 clock: the time is an argument.
 """
@@ -62,7 +62,7 @@ class Resumed:
 
 
 class HangDetector:
-    """Detects hangs from the time of the last activity. It reports the begin and the end of each hang once."""
+    """Detects hangs from the time of the last activity. It reports the start and the end of each hang once."""
 
     def __init__(self, limits: HangLimits) -> None:
         self._limits = limits

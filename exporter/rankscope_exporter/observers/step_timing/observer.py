@@ -301,7 +301,7 @@ class StepTimingObserver(StepObserver):
         return [*steps, *counters]
 
     def _limit_marks(self) -> None:
-        """Stop to store times after MOST_MARKS events, until the step has ended."""
+        """Stop storing times after MOST_MARKS events, until the step has ended."""
         if len(self._marks) > MOST_MARKS:
             self._note(("gives_up", self._now(), ""))
             self._note = lambda mark: self._marks.append(mark) if mark[0] == "closes" else None

@@ -1,7 +1,7 @@
 """Computes the phases of a step from marks, which are events with a time. Each interval between two marks gets a phase.
 
 Marks and clock are arguments; the functions have no side effects. Some intervals have a known phase, for example from
-the begin to the end of a forward pass. The phase of a gap follows from the marks on both sides: a gap before a forward
+the start to the end of a forward pass. The phase of a gap follows from the marks on both sides: a gap before a forward
 pass, after all work of the last step, is a wait for data.
 """
 
@@ -88,7 +88,7 @@ class PhaseTotals:
     phases: Mapping[str, float]
     announced: Mapping[str, float]
     pre_collective: float | None
-    """Seconds of computation from the begin of the step to its last wait for other ranks; None if they are unknown."""
+    """Seconds of computation from the start of the step to its last wait for other ranks; None if they are unknown."""
 
 
 def sum_by_phase(

@@ -34,7 +34,7 @@ Undo = Callable[[], object]
 def restored(model: nn.Module) -> Iterator[None]:
     """Context manager that restores random states, buffers, gradients and training modes at its end, even after errors.
 
-    At the begin of the block all gradients are None, so that a backward pass does not add to existing ones.
+    At the start of the block all gradients are None, so that a backward pass does not add to existing ones.
     """
     with contextlib.ExitStack() as undo:
         for keep in (_random_states, _modes, _buffers, _gradients):
