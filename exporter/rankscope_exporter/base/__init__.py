@@ -1,1 +1,1 @@
-"""The lowest layer: errors and the error boundary, checks of settings, tracers, and the behaviour of copies."""
+"""The lowest layer of the exporter: errors, checks of settings, detection of tracers, and inert copies."""

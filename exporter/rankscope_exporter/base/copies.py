@@ -1,7 +1,7 @@
-"""Copies of monitors, callbacks and sinks: a copy does nothing, and the original continues.
+"""Behaviour of copies of monitors, callbacks and sinks: a copy does nothing, and the original continues.
 
-A model or a trainer often holds its monitor or callback. It is copied for an average of the weights, pickled for a
-checkpoint or sent to another process, and all of that must work as without a monitor.
+A model or a trainer often holds its monitor or callback. The model is copied for an average of the weights, pickled for
+a checkpoint or sent to another process. All of this must work as without a monitor.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ log = logging.getLogger("rankscope")
 
 
 class CopiesDoNothing:
-    """Base class. Copies of its objects do nothing, by `copy`, `pickle`, `torch.save` and `spawn` alike.
+    """Base class of objects whose copies do nothing.
 
-    A copy has every method and attribute. Threads, sockets, locks and the model are not copied: a subclass returns the
-    attributes that hold them from `_unattached`, with their values before an attach. An attribute whose value is an
-    object of this class is replaced by a copy of that object.
+    This holds for copies by `copy`, `pickle`, `torch.save` and `spawn`.
+
+    A copy has every method and attribute. Threads, sockets, locks and the model are not copied. A subclass returns the
+    attributes that hold such objects from `_unattached`, with their values before `attach`. An attribute whose value is
+    an object of this class is replaced by a copy of that object.
     """
 
     is_copy: bool = False
-    """True for a copy, which does nothing."""
+    """True if the object is a copy, whose methods do nothing."""
 
     def _unattached(self) -> dict[str, Any]:
-        """Return the attributes that a copy does not share, with the values of an object that was never used."""
+        """Return the attributes that are not copied, with the values that they have in an object before `attach`."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -38,7 +40,7 @@ class CopiesDoNothing:
         self.__dict__.update({**state, **self._unattached(), "is_copy": True})
 
     def _refuses(self, what: str) -> bool:
-        """Return whether this is a copy, and log a warning that `what` therefore has no effect."""
+        """Return whether this object is a copy. If so, log a warning that the call `what` has no effect."""
         if self.is_copy:
             kind = type(self).__name__
             log.warning("%s on a copy of a %s has no effect: create a %s in the process that trains", what, kind, kind)
@@ -50,16 +52,17 @@ def _inert(value: Any) -> Any:
 
 
 class NotCopied:
-    """A callable that is not copied with the object that holds it.
+    """A callable that is not copied together with the object that contains it.
 
-    The copy gets a method of the standard library that does nothing, so it loads where Rankscope is not installed.
+    The copied object contains a method of the standard library that does nothing instead. It can therefore be loaded
+    where Rankscope is not installed.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function."""
+        """Call the wrapped function with `args` and return the result."""
         return self._call(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:

@@ -1,6 +1,6 @@
-"""Errors that are raised before training starts, and the error boundary around everything that runs during training.
+"""Errors that are raised before training starts, and the error boundary around all code that runs during training.
 
-After `attach`, no error of the monitor is raised into training: `ErrorBoundary` counts it and logs it once.
+After `attach`, no error of the monitor is raised into training: `ErrorBoundary` counts each error and logs it once.
 """
 
 from __future__ import annotations
@@ -13,45 +13,46 @@ from typing import Any, Final
 
 
 class RankscopeError(Exception):
-    """Root of all errors of the exporter."""
+    """Base class of all errors that the exporter raises."""
 
 
 class ConfigError(RankscopeError, ValueError):
-    """An invalid setting. The text names the setting and the valid values."""
+    """Error: a setting is invalid. The text names the setting and the valid values."""
 
 
 class ServeError(ConfigError):
-    """A configuration with which the rank cannot serve. The text names the fix."""
+    """Error: the rank cannot serve its records with this configuration. The text names the fix."""
 
 
 class CountError(RankscopeError, ValueError):
-    """The FLOPs of a model cannot be counted; the text names the reason and the fix."""
+    """Error: the FLOPs of a model cannot be counted. The text names the reason and the fix."""
 
 
 MOST_CHARACTERS: Final = 1_000
-"""Maximum length of an error's own text in a message. Some errors quote their whole input."""
+"""Maximum number of characters of an error's text in a message. Some errors quote their whole input."""
 
 log = logging.getLogger("rankscope")
 
 
 class ErrorBoundary:
-    """Calls functions for the training and catches all their exceptions. Thread-safe.
+    """Calls functions of the monitor during training and catches all their exceptions. Thread-safe.
 
-    `count` is exported as rankscope_exporter_faults_total. Each combination of place and exception type is logged once,
-    with its traceback. Further ones are only counted: a hook that fails at every step does not flood the console.
+    `count` is exported as rankscope_exporter_faults_total. The first exception of each type at each place is logged
+    with its traceback. Further ones are only counted, so that a hook that fails at every step does not flood the
+    console.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.on_first: Callable[[str, BaseException], None] | None = None
-        """Called for each logged fault, to store it as an event."""
+        """Function that is called with each logged error, to store it as an event."""
         self._seen: set[tuple[str, type[BaseException]]] = set()
         self._lock = (
             threading.RLock()
         )  # reentrant: a signal handler of the training may call the error boundary while this thread holds the lock
 
     def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Return `function(*args)`, or None if it raised."""
+        """Return `function(*args)`. If the function raises an exception, report it and return None."""
         try:
             return function(*args)
         except Exception as error:  # noqa: BLE001 - the façade: training never stops for telemetry
@@ -59,7 +60,10 @@ class ErrorBoundary:
             return None
 
     def report(self, where: str, error: BaseException) -> None:
-        """Count a fault that `call` or a background thread caught, and log the first one of its kind."""
+        """Count an error that `call` or a background thread caught.
+
+        Log it if it is the first one of its type at this place.
+        """
         with self._lock:
             self.count += 1
             first = (where, type(error)) not in self._seen
@@ -72,8 +76,8 @@ class ErrorBoundary:
 
 
 def fault_text(where: str, error: BaseException) -> str:
-    """Return the message for a fault."""
+    """Return the message that describes an error: the failed operation, and the type and text of the exception."""
     has_path = isinstance(error, OSError) and error.filename is not None  # repr omits the path
     text = f"{type(error).__name__}: {error}" if has_path else repr(error)
     cut = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
-    return f"{where} failed, training goes on: {cut}"
+    return f"{where} failed, training continues: {cut}"

@@ -1,20 +1,21 @@
-"""The gate at every entry of ours: whether training runs now, or a compiler or tracer only follows its code.
+"""Decides whether code of the monitor may run. It must not run while a compiler or tracer records the training.
 
-Every function of ours that training calls is an `Entry`, or asks `is_plain` and `is_traced` itself. Three cases differ:
+Every function of the monitor that training calls is an `Entry`, or calls `is_plain` and `is_traced` itself. There are
+three cases:
 
-- nothing special is active: the function runs. `is_plain` finds this out in about 0.2 µs;
-- a compiler or tracer follows the code (Dynamo, `torch.jit.trace`, `torch.fx`, `make_fx`, AOTAutograd, export, a fake
-  tensor mode): the function does nothing, because its operations would become part of the user's graph, and no step
-  of the training runs;
-- any other dispatch or function mode is active (FlopCounterMode, selective activation checkpointing, CommDebugMode,
-  `torch.set_default_device`, a mode of the user's): the function runs with all modes switched off, so that no mode
-  sees an operation of ours.
+- No mode, compiler or tracer is active. The function runs. `is_plain` detects this in about 0.2 µs.
+- A compiler or tracer records the code (Dynamo, `torch.jit.trace`, `torch.fx`, `make_fx`, AOTAutograd, export, a fake
+  tensor mode). The function does nothing: its operations would become part of the user's graph, and no training step
+  runs.
+- Another dispatch or function mode is active (FlopCounterMode, selective activation checkpointing, CommDebugMode,
+  `torch.set_default_device`, a mode of the user). The function runs with all modes switched off, so that no mode
+  records an operation of the monitor.
 
-Dynamo compiles a hook into the frame that calls it. There the first line of the hook is all that it sees: the hook
-never runs afterwards, and adds no graph break. Where C++ code calls a hook while a compiled function runs, as the
-autograd engine does, Dynamo would compile the hook as a frame of its own: `uncompiled` keeps it from that, and the hook
-runs. Updates without a hook are found by other signs (`unseen_updates`), for which `on_compilation` reports the
-compilation itself.
+Dynamo compiles a hook as part of the frame that calls the hook, and executes only the first line of the hook at compile
+time. The hook does not run in the compiled code and adds no graph break. If C++ code such as the autograd engine calls
+a hook during a compiled function, Dynamo would compile the hook as a separate frame. The decorator `uncompiled`
+prevents this, and the hook runs. `unseen_updates` detects optimizer updates without a hook in another way; for this
+purpose `on_compilation` reports each compilation.
 """
 
 from __future__ import annotations
@@ -50,14 +51,17 @@ _set_strategy: Final = eval_frame.set_code_exec_strategy
 F = TypeVar("F", bound=Callable[..., Any])
 
 is_dynamo_compiling: Final = torch.compiler.is_dynamo_compiling
-"""Constant for Dynamo: True in a frame that it compiles, False in one that runs."""
+"""Function that Dynamo evaluates to a constant: True in a frame that Dynamo compiles, False in a frame that runs."""
 
 _STAND_INS: Final = frozenset({"FakeTensor", "FunctionalTensor", "Proxy"})
-"""Classes that tracers pass in the place of tensors, by name: to import them would load the compiler."""
+"""Names of classes whose objects tracers pass instead of tensors.
+
+Names are used, because an import would load the compiler.
+"""
 
 
 def is_plain() -> bool:
-    """Return whether no mode, compiler or tracer is active on this thread; costs about 0.2 µs."""
+    """Return whether no mode, compiler or tracer is active on this thread. The call takes about 0.2 µs."""
     return not (
         _dispatch_modes()
         or _function_modes()
@@ -68,7 +72,10 @@ def is_plain() -> bool:
 
 
 def is_traced() -> bool:
-    """Return whether a compiler or tracer records what runs on this thread. Asked only where `is_plain` is false."""
+    """Return whether a compiler or tracer records the operations of this thread.
+
+    Call it only if `is_plain` returned False.
+    """
     if _symbolic_trace._is_fx_tracing_flag or _compiler._is_compiling_flag or _jit_state() is not None:  # noqa: SLF001
         return True
     if _pre_dispatch_modes():
@@ -77,12 +84,15 @@ def is_traced() -> bool:
 
 
 def is_stand_in(value: Any) -> bool:
-    """Return whether a tracer passes `value` in the place of a tensor: it has a shape and no numbers."""
+    """Return whether `value` is an object that a tracer passes instead of a tensor.
+
+    Such an object has a shape and no numbers.
+    """
     return type(value) is not torch.Tensor and type(value).__name__ in _STAND_INS
 
 
 def call_outside_of_modes(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, called while all dispatch and function modes of this thread are switched off."""
+    """Call `function(*args)` with all dispatch and function modes of this thread disabled, and return the result."""
     functions = [_pop_function_mode() for _ in range(_function_modes())]
     try:
         if not _dispatch_modes():
@@ -95,25 +105,33 @@ def call_outside_of_modes(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, called outside of all modes; None, without calling it, where a tracer is active."""
+    """Call `function(*args)` outside of all modes and return the result.
+
+    If a tracer is active, return None without a call.
+    """
     if is_plain():
         return function(*args)
     return None if is_traced() else call_outside_of_modes(function, *args)
 
 
 def uncompiled(function: F) -> F:
-    """Mark `function` so that Dynamo neither compiles its frame nor a frame below it, and return it.
+    """Mark `function` so that Dynamo compiles neither its frame nor the frames of functions that it calls.
 
-    Dynamo still looks into it from a frame that it compiles: the first line must ask `is_dynamo_compiling`.
+    Return `function`.
+
+    Dynamo may still inline the function into a frame that it compiles. The first line of the function must therefore
+    call `is_dynamo_compiling`.
     """
     _set_strategy(function.__code__, _SKIPPED)
     return function
 
 
 def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
-    """Return a function for the first line of a hook: Dynamo calls `listener` while it compiles the hook.
+    """Return a function for the first line of a hook.
 
-    That is before the compiled code runs for the first time, and once for each compilation.
+    When Dynamo compiles the hook, it calls this function, which calls `listener`.
+
+    The call happens before the compiled code runs for the first time, and once for each compilation.
     """
 
     def was_compiled() -> int:
@@ -127,9 +145,11 @@ def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
 
 
 class Entry(NotCopied):
-    """A hook as torch calls it. A copy of its module, saved or not, gets a function that does nothing in its place.
+    """A hook that torch calls.
 
-    `was_compiled`, from `on_compilation`, is called when Dynamo compiles the hook.
+    It does nothing while a compiler or tracer is active. A copy of its module has an inert function instead.
+
+    `was_compiled`, which `on_compilation` returned, is called when Dynamo compiles the hook.
     """
 
     def __init__(self, function: Callable[..., Any], was_compiled: Callable[[], int] | None = None) -> None:
@@ -138,7 +158,7 @@ class Entry(NotCopied):
 
     @uncompiled
     def __call__(self, *args: Any) -> Any:
-        """Call the function, unless a compiler or tracer follows."""
+        """Call the wrapped function. Return None without a call if a compiler or tracer is active."""
         # First, and a constant to the compiler: nothing below it becomes part of a graph.
         if is_dynamo_compiling():
             if self._was_compiled is not None:

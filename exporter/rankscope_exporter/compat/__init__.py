@@ -1,1 +1,1 @@
-"""Compatibility with the configuration and the calls of other monitors."""
+"""Compatibility with the configuration files and the Python calls of other monitors."""

@@ -1,1 +1,1 @@
-"""Configuration of a monitor: settings, their validation, and configuration files."""
+"""Configuration of a monitor: its settings, the validation of settings, and configuration files."""

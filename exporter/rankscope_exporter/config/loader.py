@@ -1,4 +1,4 @@
-"""Read configuration files: TOML, or JSON with comments. Also translates configurations of other monitors.
+"""Reads configuration files: TOML, or JSON with comments. Also translates configurations of other monitors.
 
 Comments in JSON are replaced by blanks. The text keeps its length and lines, so a parser error has the right position.
 """
@@ -20,7 +20,10 @@ _VISIBLE: Final = re.compile(r"[^\r\n]")
 
 
 def without_comments(text: str) -> str:
-    """Return `text` with comments replaced by blanks. A comment without an end is kept, and the parser rejects it."""
+    """Return `text` with comments replaced by blanks.
+
+    A comment without an end is not replaced, so that the parser rejects it.
+    """
     return _STRING_OR_COMMENT.sub(_kept, text)
 
 
@@ -29,11 +32,14 @@ def _kept(found: re.Match[str]) -> str:
 
 
 _MARK: Final = "\ufeff"
-"""Byte order mark, which some editors write at the start of a file."""
+"""Byte order mark (BOM), which some editors write at the start of a file."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings in the `.toml` or JSON file `path`. Raises ConfigError."""
+    """Return the settings in the `.toml` or JSON file `path`.
+
+    Raises ConfigError if the file cannot be read or is invalid.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -42,7 +48,10 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def parse_settings(path: Path, text: str) -> dict[str, Any]:
-    """Return the settings in `text`, the content of the `.toml` or JSON file `path`. Raises ConfigError."""
+    """Return the settings in `text`, the content of the `.toml` or JSON file `path`.
+
+    Raises ConfigError if the text is invalid.
+    """
     text = text.removeprefix(_MARK)
     try:
         settings = tomllib.loads(text) if path.suffix == ".toml" else _json(without_comments(text))
@@ -72,32 +81,41 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Dialect(NamedTuple):
-    """The configuration format of another monitor."""
+    """A configuration format of another monitor, and its translation to settings of a MonitorConfig."""
 
     name: str
     keys: frozenset[str]
-    """All keys of a document in this format. Some may also be settings of a MonitorConfig."""
+    """All keys that a document in this format may have. Settings of a MonitorConfig can have the same names."""
     translated: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]]
-    """Return settings in this format as settings of a MonitorConfig with the given names. Raises ConfigError."""
+    """Function that translates settings in this format to settings of a MonitorConfig.
+
+    The second argument contains the names of all settings of a MonitorConfig. Raises ConfigError.
+    """
 
 
 _dialects: dict[str, Dialect] = {}
 
 
 def register_dialect(dialect: Dialect) -> None:
-    """Accept configurations in this format wherever settings of a monitor are read."""
+    """Register a configuration format of another monitor.
+
+    Every function that reads settings of a monitor then accepts this format.
+    """
     _dialects[dialect.name] = dialect
 
 
 def dialect_keys() -> frozenset[str]:
-    """Return the keys of all registered formats."""
+    """Return the keys of all registered configuration formats of other monitors."""
     return frozenset().union(*(dialect.keys for dialect in _dialects.values()))
 
 
 def translated_settings(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return `settings` as settings of a MonitorConfig, whose setting names are `names`. Raises ConfigError.
+    """Return `settings`, which may be in the format of another monitor, as settings of a MonitorConfig.
 
-    A document with at least one key that only another format has is in that format. No key is compared by similarity.
+    Raises ConfigError.
+
+    `names` contains the names of all settings of a MonitorConfig. A document that contains at least one key that exists
+    only in another format is treated as a document in this format. Keys are compared exactly.
     """
     for dialect in _dialects.values():
         if any(key in dialect.keys and key not in names for key in settings):
@@ -106,5 +124,8 @@ def translated_settings(settings: Mapping[str, Any], names: Collection[str]) -> 
 
 
 def translated_from(name: str, settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return `settings`, in the registered format `name`, as settings of a MonitorConfig. Raises ConfigError."""
+    """Translate `settings` from the registered format `name` to settings of a MonitorConfig.
+
+    Raises ConfigError if a setting is invalid.
+    """
     return _dialects[name].translated(settings, names)

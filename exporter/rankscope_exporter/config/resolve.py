@@ -1,4 +1,4 @@
-"""Convert the configuration of a script (object, mapping or path), and export a configuration without secrets."""
+"""Converts the configuration of a script to a MonitorConfig, and exports a configuration with masked secrets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Given = MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 def config_of(given: Given) -> MonitorConfig:
-    """Return the configuration. With DYNAMIC_MONITOR=true its file becomes the switch file. Raises ConfigError."""
+    """Return the configuration of a script as a MonitorConfig. Raises ConfigError if it is invalid.
+
+    With the environment variable DYNAMIC_MONITOR=true, the configuration file is also the switch file.
+    """
     if given is None:
         return MonitorConfig()
     if isinstance(given, MonitorConfig):
@@ -30,7 +33,7 @@ def config_of(given: Given) -> MonitorConfig:
 
 
 def public_settings(config: MonitorConfig) -> dict[str, Any]:
-    """Return the configuration as exported by /config and stored with the run: secrets are masked."""
+    """Return the configuration as GET /config returns it and as it is stored with the run. Secrets are masked."""
     settings = asdict(config)
     settings["rules"] = [{"rule_name": type(rule).__name__, "args": asdict(rule)} for rule in config.rules]
     shown: dict[str, Any] = redacted({**settings, "argv": sys.argv})

@@ -1,4 +1,7 @@
-"""Sections of the configuration, each validated by its own dataclass: `serve`, `throughput`, `hardware`, `capture`."""
+"""Sections of the configuration: `serve`, `throughput`, `hardware` and `capture`.
+
+A dataclass validates each section.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,18 @@ from rankscope_exporter.serving.config import ServeConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareConfig:
-    """Settings of the thread that reads metrics of the rank's GPU, process and host."""
+    """Settings of the thread that reads hardware metrics of the rank's GPU, process and machine."""
 
     every_seconds: float = 5.0
-    """Time between two readings; 0 disables them."""
+    """Seconds between two readings of the hardware; 0 disables the readings."""
 
     def __post_init__(self) -> None:
         value = self.every_seconds
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ConfigError(f"hardware.every_seconds is a time from 0 s on, not {value!r}; 0 disables it")
+            raise ConfigError(
+                f"hardware.every_seconds must be a number of seconds of at least 0, not {value!r}; "
+                "0 disables the readings"
+            )
 
 
 TABLES: Final[Mapping[str, type[Any]]] = {
@@ -36,23 +42,26 @@ TABLES: Final[Mapping[str, type[Any]]] = {
 
 
 def tables_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections in the settings of a parsed document, as dataclasses. Raises ConfigError."""
+    """Return the sections in the settings of a parsed document as dataclass objects, by name of the section.
+
+    Raises ConfigError.
+    """
     return {name: _table(name, settings[name], cls) for name, cls in TABLES.items() if name in settings}
 
 
 def check_tables(config: object) -> None:
-    """Raise ConfigError if a section of a configuration has another type."""
+    """Raise ConfigError if the value of a section is not an object of its dataclass."""
     for name, cls in TABLES.items():
         value = getattr(config, name)
         if not isinstance(value, cls):
-            raise ConfigError(f"{name} is a {cls.__name__}, not {value!r}")
+            raise ConfigError(f"{name} must be a {cls.__name__}, not {value!r}")
 
 
 def _table(name: str, value: Any, cls: type[Any]) -> Any:
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is a table of settings, not {value!r}")
+        raise ConfigError(f"{name} must be a table of settings, not {value!r}")
     check_keys(dict(value), {item.name for item in fields(cls)}, f"{name}.")
     return cls(**value)
 
@@ -63,21 +72,24 @@ _LEAST: Final = {"steps": 1, "cooldown_steps": 0, "max_captures": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureConfig:
-    """If one of `rules` fires on any rank, all ranks measure `quantities` at each of the next `steps` steps."""
+    """Settings of captures.
+
+    If one of `rules` fires on any rank, all ranks measure `quantities` at each of the next `steps` steps.
+    """
 
     rules: tuple[str, ...] = (ALL,)
-    """Names of rules of the monitor; "*": all rules."""
+    """Names of the rules whose firing starts a capture; "*" means all rules."""
     quantities: tuple[str, ...] = ("activations", "gradients", "parameters")
-    """Quantities to measure in addition during these steps."""
+    """Names of the quantities that are measured in addition during a capture."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Options of quantities during a capture. Default: the options of the monitor."""
+    """Options of quantities during a capture, by name of the quantity. The default is the options of the monitor."""
     steps: int = 5
     cooldown_steps: int = 100
-    """Firings within this number of steps after a capture start no other capture."""
+    """Number of steps after a capture in which firings do not start another capture."""
     max_captures: int = 10
-    """Maximum number of captures per process: a permanently broken run must not be measured at every step."""
+    """Maximum number of captures per process. Without it, a permanently broken run would be measured at every step."""
     flight_record: bool = True
-    """Record the latest collectives of each rank if there is a process group."""
+    """True records the latest collectives of each rank at a capture, if there is a process group."""
 
     def __post_init__(self) -> None:
         given: object = self.rules
@@ -89,11 +101,11 @@ class CaptureConfig:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"capture.{name} is a whole number from {least} on, not {value!r}")
+                raise ConfigError(f"capture.{name} must be a whole number of at least {least}, not {value!r}")
         if not isinstance(self.flight_record, bool):
-            raise ConfigError(f"capture.flight_record is true or false, not {self.flight_record!r}")
+            raise ConfigError(f"capture.flight_record must be true or false, not {self.flight_record!r}")
         if not isinstance(self.options, Mapping):
-            raise ConfigError(f"capture.options is a table of tables by quantity, not {self.options!r}")
+            raise ConfigError(f"capture.options must be a table of tables by quantity, not {self.options!r}")
         for name in self.options:
             if name not in self.quantities:
                 select_quantities([name])
@@ -101,20 +113,23 @@ class CaptureConfig:
 
     @classmethod
     def of(cls, given: Any) -> CaptureConfig | None:
-        """Return the configuration of a capture; None if captures are disabled. Raises ConfigError."""
+        """Return the capture settings in the value of the setting `capture`; None if captures are disabled.
+
+        Raises ConfigError.
+        """
         if given is None or isinstance(given, CaptureConfig):
             return given
         if not isinstance(given, Mapping):
-            raise ConfigError(f"capture is a table of settings, not {given!r}; write {{}} for the defaults")
+            raise ConfigError(f"capture must be a table of settings, not {given!r}; write {{}} for the defaults")
         check_keys(dict(given), {item.name for item in fields(cls)}, "capture.")
         return cls(**given)
 
     def chooses(self, rule: str | None) -> bool:
-        """Return whether a firing of `rule` starts a capture."""
+        """Return whether a firing of the rule `rule` starts a capture."""
         return ALL in self.rules or rule in self.rules
 
     def settings(self, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the sampling settings during a capture. `options` are the options of the monitor."""
+        """Return the sampling settings that apply during a capture. `options` are the options of the monitor."""
         own = {name: options[name] for name in self.quantities if name in options}
         return {"quantities": self.quantities, "options": {**own, **self.options}, "every": 1, "times": None}
 
@@ -125,9 +140,11 @@ def checked_capture(
     options: Mapping[str, Mapping[str, Any]],
     monitor_with: Callable[..., object],
 ) -> CaptureConfig | None:
-    """Return the capture settings, validated with the monitor's `rules` and `options`; None if captures are disabled.
+    """Validate the capture settings together with `rules` and `options` of the monitor, and return them.
 
-    `monitor_with` makes a monitor's configuration with other settings. Raises ConfigError.
+    Raises ConfigError.
+
+    The result is None if captures are disabled. `monitor_with` makes a monitor's configuration with other settings.
     """
     capture = CaptureConfig.of(given)
     if capture is not None:
@@ -135,7 +152,7 @@ def checked_capture(
         for name in capture.rules:
             if name != ALL and name not in names:
                 hint = did_you_mean(name, names)
-                raise ConfigError(f"capture.rules: there is no rule {name!r}; there are {', '.join(names)}.{hint}")
+                raise ConfigError(f"capture.rules: there is no rule {name!r}; the rules are {', '.join(names)}.{hint}")
         try:
             monitor_with(**capture.settings(options))
         except ConfigError as error:

@@ -1,1 +1,1 @@
-"""Names of parameters and modules, selection by name, and the tensors inside arguments and results."""
+"""Names of parameters and modules, selection by name, and search for tensors in arguments and results of modules."""

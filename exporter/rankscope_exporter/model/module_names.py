@@ -1,4 +1,4 @@
-"""The modules of a model by the names that the user knows, one module per name."""
+"""Lists the modules of a model by the names that the user knows, with one name per module."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rankscope_exporter.model.parameter_names import entry, plain_name
 
 @dataclass(frozen=True, slots=True)
 class NamedModule:
-    """A callable module, its displayed name (empty for the model itself), and its other names.
+    """A callable module with its displayed name (empty for the model itself) and its other names.
 
-    It holds a weak reference: a layer that the training drops is freed.
+    The reference to the module is weak, so that a layer that the training removes is freed.
     """
 
     name: str
@@ -27,16 +27,15 @@ class NamedModule:
 
     @property
     def module(self) -> nn.Module | None:
-        """Return the module; None after it was freed."""
+        """Return the module; None if it no longer exists."""
         return self.reference()
 
 
 def named_modules(root: nn.Module) -> tuple[NamedModule, ...]:
     """Return the modules of `root` in the order of definition.
 
-    A wrapper and the module that it wraps have the same name; the wrapped module is returned, because the user wrote
-    it.
-    Only for a compiling wrapper the wrapper itself is returned, because hooks do not run inside of it.
+    A wrapper and the module that it wraps have the same name. The wrapped module is returned, because the user wrote
+    it. A compiling wrapper is an exception: the wrapper is returned, because hooks do not run inside of it.
     """
     under: dict[str, tuple[nn.Module, bool]] = {}
     regions: list[str] = []  # full names of compiled modules
@@ -62,12 +61,15 @@ def named_modules(root: nn.Module) -> tuple[NamedModule, ...]:
 
 
 def selected(modules: Iterable[NamedModule], targets: Targets) -> tuple[NamedModule, ...]:
-    """Return the modules that `targets` select by name or alias."""
+    """Return the modules that `targets` select by their displayed name or another name."""
     return tuple(item for item in modules if targets.selects(item.name, *item.aliases))
 
 
 def unmatched(modules: Iterable[NamedModule], targets: Targets) -> list[str]:
-    """Return a sentence with the nearest names for each target that selects no module."""
+    """Return a sentence for each target that selects no module.
+
+    The sentence suggests the most similar names of modules.
+    """
     return target_notices(targets, (name for item in modules for name in (item.name, *item.aliases)), "module")
 
 
@@ -77,8 +79,8 @@ def _can_be_called(module: nn.Module) -> bool:
 
 
 def defines_forward(kind: type[nn.Module]) -> bool:
-    """Return whether a class defines `forward`.
+    """Return whether the class `kind` defines `forward`.
 
-    Static lookup, because a scripted module does not survive attribute access.
+    The attribute is not accessed, because this fails for a scripted module.
     """
     return inspect.getattr_static(kind, "forward") is not inspect.getattr_static(nn.Module, "forward")

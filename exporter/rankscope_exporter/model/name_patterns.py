@@ -1,4 +1,4 @@
-"""Selection by name: exact name, glob, or regular expression. Pure."""
+"""Selection by name: exact name, glob, or regular expression. The functions have no side effects."""
 
 from __future__ import annotations
 
@@ -10,37 +10,41 @@ from typing import Final
 
 REGEX: Final = "re:"
 _SAID: Final = re.compile(r"re:\(\?#([^()]*)\)")
-"""Beginning of a regular expression that was made from a name: the name, as a comment."""
+"""Matches the beginning of a regular expression that was made from a name.
+
+The expression begins with the name as a comment.
+"""
 
 
 class Targets:
-    """Patterns for names: an exact name, a glob, or a regular expression after "re:".
+    """Patterns for names.
 
-    A pattern must match the whole name. Raises ValueError if `patterns` is not a list of names, and for an invalid
-    regular expression.
+    A pattern is an exact name, a glob, or a regular expression after "re:", and must match the whole name.
+
+    Raises ValueError if `patterns` is not a list of names, or if a regular expression is invalid.
     """
 
     def __init__(self, patterns: Sequence[str] = ("*",)) -> None:
         is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
         if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ValueError(f"targets is a list of names, not {patterns!r}")
+            raise ValueError(f"targets must be a list of names, not {patterns!r}")
         self.patterns = tuple(patterns)
         self._exact = frozenset(patterns)
         self._compiled = [(pattern, _compiled(pattern)) for pattern in self.patterns]
 
     @property
     def selects_all(self) -> bool:
-        """Return whether every name is selected."""
+        """Return whether the patterns select every name."""
         return "*" in self._exact
 
     def selects(self, *names: str) -> bool:
-        """Return whether one of the `names` of an object is selected."""
+        """Return whether the patterns select one of the `names` of an object."""
         return any(
             name in self._exact or any(compiled.fullmatch(name) for _, compiled in self._compiled) for name in names
         )
 
     def unmatched(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return the displayed patterns that select none of `names`, each with the nearest names."""
+        """Return the patterns that select none of `names`, as displayed, each with the most similar names."""
         known = list(names)
         return {
             display_name(pattern): difflib.get_close_matches(
@@ -52,20 +56,20 @@ class Targets:
 
 
 def regex_pattern(name: str, expression: str) -> str:
-    """Return the pattern `expression`, which is displayed as `name`."""
+    """Return a pattern for the regular expression `expression`. Messages display the pattern as `name`."""
     return f"{REGEX}{expression}" if set(name) & {"(", ")"} else f"{REGEX}(?#{name}){expression}"
 
 
 def display_name(pattern: str) -> str:
-    """Return the name from which a pattern was made; for any other pattern, the pattern."""
+    """Return the name from which a pattern was made. Return any other pattern unchanged."""
     found = _SAID.match(pattern)
     return pattern if found is None else found[1]
 
 
 def target_notices(targets: Targets, names: Iterable[str], of: str) -> list[str]:
-    """Return a sentence for each target that selects none of `names`, with the nearest names.
+    """Return a sentence for each target that selects none of `names`, with the most similar names.
 
-    `of`: the kind of object.
+    `of` is the kind of object.
     """
     return [
         f"target {target!r} matches no {of}" + (f"; nearest: {', '.join(near)}" if near else "")

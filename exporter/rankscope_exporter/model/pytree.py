@@ -1,9 +1,10 @@
-"""The tensors in the arguments and results of a module, their numbers, and patterns that select them.
+"""Finds the tensors in the arguments and results of a module, assigns numbers to them, and selects them by patterns.
 
-Reads no element of a tensor. The numbers are those of msprobe if it has one: the tensors among the arguments count from
-0, positional ones first; the elements of a result keep their position. A single tensor has no number. msprobe omits
-deeper tensors; they are numbered after the top level, in order. The patterns (`tensor`, `tuple[2]:0`, `list[3]:1`,
-`dict:logits`) are those of msprobe's `targets` and of `module_struct.json`, which helps to write them.
+No element of a tensor is read. The numbers are those of msprobe if it assigns one: the tensors among the arguments
+count from 0, positional ones first; the elements of a result keep their position. A single tensor has no number.
+msprobe omits deeper tensors; here they are numbered after the top level, in order. The patterns (`tensor`,
+`tuple[2]:0`, `list[3]:1`, `dict:logits`) are those of msprobe's `targets` and of `module_struct.json`, which lists the
+valid patterns of a model.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import torch
 
 MAX_DEPTH: Final = 4
 MAX_TENSORS: Final = 128
-"""Maximum number of tensors in one object. A cache of 1,000 tensors is no activation."""
+"""Maximum number of tensors in one object.
+
+An object with more tensors, such as a cache of 1,000 tensors, is not an activation.
+"""
 
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor of an object: its number, its path, and the position of the top-level element that contains it."""
+    """One tensor in an object: its number, its path, and the position of the top-level element that contains it."""
 
     index: int | None
     path: str
@@ -34,7 +38,7 @@ class Slot:
 
 
 class Found(NamedTuple):
-    """The tensors found in an object."""
+    """The tensors that were found in the arguments or in the result of a module."""
 
     slots: Sequence[Slot]
     length: int = 1  # elements of the object itself
@@ -43,7 +47,7 @@ class Found(NamedTuple):
 
 
 def received(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found:
-    """Return the tensors among the arguments of a call."""
+    """Return the tensors among the positional and keyword arguments of a call."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         return Found((Slot(None, "[0]", args[0]),), tensors=1)
     items = [(f"[{number}]", value) for number, value in enumerate(args)]
@@ -99,7 +103,7 @@ def children(value: Any) -> list[tuple[str, Any]] | None:
 def _walk(items: Sequence[tuple[str, Any]], path: str = "") -> tuple[list[Slot], tuple[str, ...]]:
     """Return the tensors in `items`, and the names of types that were not searched.
 
-    Tensors that are items themselves have their position as number; deeper ones have None.
+    A tensor that is an item itself has its position as number. The number of a deeper tensor is None.
     """
     slots: list[Slot] = []
     unknown: dict[str, None] = {}
@@ -134,7 +138,7 @@ _GRAMMAR: Final = "'tensor', 'tuple[2]' or 'tuple[2]:0' (element 0 of two; also 
 
 @dataclass(frozen=True, slots=True)
 class ObjectSpec:
-    """A pattern that selects a part of an object."""
+    """A pattern that selects tensors of an argument or result, such as `tensor`, `tuple[2]:0` or `dict:logits`."""
 
     text: str
     length: int = 1
@@ -143,21 +147,21 @@ class ObjectSpec:
 
     @classmethod
     def parse(cls, text: Any) -> ObjectSpec:
-        """Return the pattern in `text`. Raises ValueError."""
+        """Parse the pattern in `text` and return it. Raises ValueError if the text is not a valid pattern."""
         if text == "tensor":
             return cls(text)
         if isinstance(text, str) and text.startswith("dict:") and len(text) > len("dict:"):
             return cls(text, name=text.removeprefix("dict:"))
         match = _SEQUENCE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise ValueError(f"{text!r} is no pattern for a part of an object: write {_GRAMMAR}")
+            raise ValueError(f"{text!r} is not a pattern for a part of an object: write {_GRAMMAR}")
         length, position = int(match["length"]), match["position"]
         if position is not None and int(position) >= length:
-            raise ValueError(f"{text!r}: element {position} of {length} does not exist, they count from 0")
+            raise ValueError(f"{text!r}: element {position} of {length} does not exist; elements count from 0")
         return cls(text, length, None if position is None else int(position))
 
     def select(self, found: Found) -> Sequence[Slot] | None:
-        """Return the selected tensors; None if the object has another form."""
+        """Return the tensors that the pattern selects; None if the object does not have the form in the pattern."""
         slots = found.slots
         if self.name is not None:
             inside = re.compile(rf"\.{re.escape(self.name)}(?![^.\[])")
@@ -174,16 +178,22 @@ class ObjectSpec:
 
 
 Specs = Mapping[str, ObjectSpec]
-"""Pattern for each object of a module (one of OBJECTS). Without patterns, all tensors are selected."""
+"""Patterns by the object of a module that they apply to (one of OBJECTS).
+
+All tensors of an object without a pattern are selected.
+"""
 
 
 def parse_specs(target: Any, described: Any) -> Specs:
-    """Return the patterns of one target in `parts`. Raises ValueError with the name of the target."""
+    """Parse the patterns of one target in the option `parts`, and return them.
+
+    Raises ValueError with the name of the target.
+    """
     if not isinstance(described, Mapping):
-        raise ValueError(f"parts[{target!r}] is a table of {', '.join(OBJECTS)}, not {described!r}")  # noqa: TRY004 - becomes a ConfigError
+        raise ValueError(f"parts[{target!r}] must be a table of {', '.join(OBJECTS)}, not {described!r}")  # noqa: TRY004 - becomes a ConfigError
     unknown = [key for key in described if key not in OBJECTS]
     if unknown:
-        raise ValueError(f"parts[{target!r}]: {unknown[0]!r} is unknown; there are {', '.join(OBJECTS)}")
+        raise ValueError(f"parts[{target!r}]: {unknown[0]!r} is unknown; valid names are {', '.join(OBJECTS)}")
     try:
         return {key: ObjectSpec.parse(text) for key, text in described.items()}
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""Observers that run on every step, sampled or not: time by phase, throughput, memory, and the monitor's own cost."""
+"""Observers that run on every step, sampled or not: time by phase, throughput, memory, and CPU time of the monitor."""

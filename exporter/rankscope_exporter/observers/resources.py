@@ -1,6 +1,6 @@
-"""Observers of memory and of the monitor's own CPU time; their values are scalars of a record.
+"""Observers of memory and of the monitor's CPU time. The values are scalars of a record.
 
-Memory of the process and of the device's allocator is read on the publisher thread for each sampled step. CPU time is
+The publisher thread reads the memory of the process and of the device's allocator for each sampled step. CPU time is
 added every EVERY_SECONDS.
 """
 
@@ -36,21 +36,21 @@ _OF_ALLOCATOR: Final = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryObserver(StepObserver):
-    """Adds the memory of the process and of the device's allocator to each sampled step."""
+    """Adds scalars about the memory of the process and of the device's allocator to each sampled step."""
 
     device: torch.device
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Schedule the reading for the publication of the step."""
+        """Schedule a reading of the memory on the publisher thread, before it publishes the step."""
         if pending_step.sampled:
             pending_step.later += [self.of_process, self.of_allocator]
 
     def of_process(self) -> list[Scalar]:
-        """Return the resident memory of this process."""
+        """Return a scalar with the resident memory of this process in bytes."""
         return [Scalar("resident_memory_bytes", float(resident_bytes()), "bytes")]
 
     def of_allocator(self) -> list[Scalar]:
-        """Return the statistics of torch's allocator of an accelerator; does not wait for the device."""
+        """Return scalars with statistics of torch's allocator for an accelerator. Does not wait for the device."""
         if self.device.type == "cpu":
             return []
         return list(allocator_scalars(torch.accelerator.memory_stats(self.device)))
@@ -64,7 +64,7 @@ def allocator_scalars(stats: Mapping[str, int]) -> Iterator[Scalar]:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process; on systems without /proc, its peak so far."""
+    """Return the resident memory of this process in bytes. On systems without /proc, return the peak so far instead."""
     try:
         return int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
     except OSError:
@@ -77,27 +77,27 @@ EVERY_SECONDS: Final = 10.0
 
 @dataclass(slots=True)
 class OverheadReporter(StepObserver):
-    """Adds the CPU seconds of each thread and the sampling interval multiplier, every EVERY_SECONDS.
+    """Adds the CPU seconds of each thread and the multiplier of the sampling interval to a step, every EVERY_SECONDS.
 
-    The first and the last step also have them.
+    The first and the last step also have these values.
     """
 
     seconds: Callable[[], Mapping[str, float]]
-    """Returns CPU seconds by thread."""
+    """Function that returns the CPU seconds so far by thread."""
     stretch: Callable[[], int]
-    """Returns the factor by which the overhead controller has multiplied the sampling interval."""
+    """Function that returns the factor by which the overhead controller has multiplied the sampling interval."""
     clock: Callable[[], float] = time.monotonic
     due_at: float = field(default=float("-inf"), init=False)
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Schedule the reading on the publisher thread, if it is due."""
+        """Schedule a reading of the CPU time on the publisher thread, if the last one was EVERY_SECONDS ago."""
         now = self.clock()
         if now >= self.due_at:
             self.due_at = now + EVERY_SECONDS
             pending_step.later.append(self._scalars)
 
     def on_training_end(self) -> None:
-        """Schedule a reading for the last step."""
+        """Schedule a reading of the CPU time for the last step."""
         self.due_at = float("-inf")
 
     def _scalars(self) -> list[Scalar]:

@@ -1,1 +1,1 @@
-"""The training process: identity, fork and exit, stop signals, threads of the monitor."""
+"""Modules about the training process: its identity, fork and exit, stop signals, and the threads of the monitor."""

@@ -1,4 +1,4 @@
-"""Identity of this process, equal on all ranks of a launch without a collective, and the git commit of its script.
+"""Determines the run, launch and rank of this process, and the git commit of the script. No collective is needed.
 
 The commit is read from git's files. No program is started.
 """
@@ -32,16 +32,22 @@ from rankscope_contract.model.identity import (
 log = logging.getLogger("rankscope")
 
 LAUNCH_KEY: Final = "rankscope/launch"
-"""Key prefix, followed by restart count and world size: torchrun's agent keeps one store across restarts of workers."""
+"""Prefix of the key of a launch in the key-value store, followed by restart count and world size.
+
+torchrun's agent uses one store for all restarts of workers.
+"""
 
 WAIT_FOR_RANK_0: Final = dt.timedelta(seconds=20)
 
 
 def resolve_identity(environment: Mapping[str, str], run: str | None) -> Identity:
-    """Return this process's identity. The run is RANKSCOPE_RUN, else `run`, else the scheduler's job id.
+    """Return the identity of this process.
+
+    The name of the run is RANKSCOPE_RUN, else `run`, else the scheduler's job id.
 
     In a process group, rank 0 creates run and launch id. The other ranks read them from the group's key-value store,
-    without a collective and with a bounded wait. Without a group they are derived from the launcher's variables.
+    without a collective and with a bounded wait. Without a process group, run and launch id are derived from the
+    launcher's environment variables.
     """
     rank, local_rank, world_size = rank_from_environment(environment)
     if dist.is_available() and dist.is_initialized():
@@ -84,14 +90,17 @@ def _decoded(text: bytes) -> dict[str, str]:
 
 
 def rank_here(environment: Mapping[str, str]) -> int:
-    """Return the rank of this process: that of the process group, else that of the launcher."""
+    """Return the rank of this process in the default process group, or else in the launcher's environment variables."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return rank_from_environment(environment)[0]
 
 
 def place_in(group: Any) -> tuple[int, tuple[int, ...]] | None:
-    """Return this rank's number in a process group and the ranks of the group; None if it is not a member."""
+    """Return the position of this rank in a process group, and the global ranks of the group.
+
+    Return None if this rank is not a member.
+    """
     if group is None or not (dist.is_available() and dist.is_initialized()):
         return None
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -99,7 +108,7 @@ def place_in(group: Any) -> tuple[int, tuple[int, ...]] | None:
 
 
 def group_store() -> Any:
-    """Return the key-value store of the process group; None without a group."""
+    """Return the key-value store of the default process group; None if there is no process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     # The only access to the group's store that does not open another port; exists since torch 1.8.
@@ -107,7 +116,10 @@ def group_store() -> Any:
 
 
 def _derived_launch(environment: Mapping[str, str], run: str | None, why: str) -> dict[str, str]:
-    """Return run and launch id that all ranks compute independently. Equal address and port give equal launch ids."""
+    """Return the run and launch id, computed from the launcher's environment variables without communication.
+
+    Launches with equal address and port have equal launch ids.
+    """
     variables = (
         "SLURM_JOB_ID",
         "SLURM_RESTART_COUNT",
@@ -137,11 +149,14 @@ def _generated_run() -> str:
 
 _SHA: Final = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _LONGEST_CHAIN: Final = 5
-"""Maximum number of references that name references; git follows as many."""
+"""Maximum number of git references in a chain, in which each one names the next. git follows as many."""
 
 
 def git_commit(place: Path) -> str | None:
-    """Return the commit checked out at `place`, a file or folder; None outside a repository or if unreadable."""
+    """Return the git commit that is checked out at `place`, a file or folder.
+
+    Return None outside of a repository, or if git's files cannot be read.
+    """
     try:
         start = place.resolve()
         for folder in (start, *start.parents):
@@ -153,12 +168,18 @@ def git_commit(place: Path) -> str | None:
 
 
 def script_commit(script: str) -> str | None:
-    """Return the commit at `script`; if there is none, as with an installed launcher, that of the working directory."""
+    """Return the git commit at the path `script`.
+
+    If there is none, as for an installed launcher, return the commit of the working directory.
+    """
     return git_commit(Path(script)) or git_commit(Path())
 
 
 def _git_folder(dot_git: Path) -> Path:
-    """Return the folder behind `.git`, which is a file in worktrees and submodules."""
+    """Return the folder to which `.git` refers.
+
+    In worktrees and submodules, `.git` is a file that contains the path.
+    """
     if dot_git.is_dir():
         return dot_git
     return (dot_git.parent / dot_git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()).resolve()

@@ -1,4 +1,4 @@
-"""Fork and exit of the process: calls every attached monitor."""
+"""Calls every attached monitor when the process forks or exits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ class AttachedMonitor(Protocol):
     """Methods of a monitor that are called when the process forks or exits."""
 
     def abandon_after_fork(self) -> None:
-        """Become inert in a forked child. Locks may be held by threads that do not exist in the child."""
+        """Stop all work of the monitor in a forked child.
+
+        Takes no lock: threads that hold locks may not exist in the child.
+        """
 
     def end_of_process(self, reason: ExitReason, error: str | None) -> None:
-        """Finish: the interpreter is about to exit."""
+        """Publish the exit record and stop. Called when the interpreter is about to exit."""
 
 
 _STOPPED_BY_CODE: Final = {
@@ -30,17 +33,20 @@ _STOPPED_BY_CODE: Final = {
     for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU")
     if (number := getattr(signal, name, None)) is not None
 }
-"""Exit codes of a script that caught a signal, following the convention of shells."""
+"""Names of signals by the exit code of a script that caught the signal. Shells use this convention: 128 + number."""
 
 _attached: set[AttachedMonitor] = set()
-"""Strong references: a monitor that the script has dropped still has hooks, threads and a socket."""
+"""All attached monitors.
+
+The references are strong, because a monitor without other references still has hooks, threads and a socket.
+"""
 
 _registered = False
 _earlier_error: BaseException | None = None
 
 
 def watch(monitor: AttachedMonitor) -> None:
-    """Call `monitor` at forks and at the end of the process, until `forget`."""
+    """Register `monitor`, so that its methods are called at forks and at the end of the process, until `forget`."""
     global _registered, _earlier_error  # noqa: PLW0603 - process-wide hooks can be registered but never removed
     # In a notebook, `last_value` may be the error of an earlier cell.
     _earlier_error = getattr(sys, "last_value", None)
@@ -52,7 +58,7 @@ def watch(monitor: AttachedMonitor) -> None:
 
 
 def forget(monitor: AttachedMonitor) -> None:
-    """Stop calling `monitor`."""
+    """Remove `monitor` from the monitors that are called at forks and at the end of the process."""
     _attached.discard(monitor)
 
 
@@ -76,9 +82,10 @@ def _at_exit() -> None:
 
 
 def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:
-    """Return the exit reason for the exception `error` that ends the process, and a text for it.
+    """Return the exit reason and a text for the exception `error`, which ends the process.
 
-    `sys.exit(0)` reports success, but not that all planned steps were made: see `weighed_reason`.
+    For `sys.exit(0)`, the reason is a complete run. The function `weighed_reason` then checks whether all planned steps
+    were made.
     """
     if error is None:
         return ExitReason.COMPLETED, None
@@ -96,11 +103,11 @@ def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:
 def weighed_reason(
     reason: ExitReason, error: str | None, last_step: int | None, planned_steps: int | None, asked: str | None = None
 ) -> tuple[ExitReason, str | None]:
-    """Return `reason` and `error`, corrected by the planned steps and by `asked`, the name of a stop signal.
+    """Correct `reason` and `error` with the number of planned steps and the stop signal `asked`, and return both.
 
-    A process without an error that made all planned steps is complete. With `sys.exit(0)` before the last planned step
-    it
-    is not complete: scripts exit in this way on request. A loop that ends earlier without a signal keeps its reason.
+    A process without an error that made all planned steps is complete. A process that called `sys.exit(0)` before the
+    last planned step is not complete, because scripts exit in this way after a stop request. A loop that ends earlier
+    without a signal does not change the reason.
     """
     is_calm = reason in (ExitReason.COMPLETED, ExitReason.UNKNOWN)
     is_done = planned_steps is not None and last_step is not None and last_step >= planned_steps
@@ -116,7 +123,7 @@ def weighed_reason(
 
 
 def exit_event(reason: ExitReason, error: str | None, last_step: int | None) -> Event:
-    """Return the last event of a rank."""
+    """Return the event that a rank publishes last, with the exit reason, the last step and the error."""
     details = json.dumps({"reason": reason, "last_step": last_step, "error": error}, ensure_ascii=False)
     calm = reason in (ExitReason.COMPLETED, ExitReason.UNKNOWN)
     return Event(

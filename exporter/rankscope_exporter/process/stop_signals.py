@@ -1,8 +1,8 @@
-"""Stop signals that the configuration names: the rank writes its exit record before the signal takes effect.
+"""Handles the signals in the setting `stop_signals`: the rank writes its exit record before a signal takes effect.
 
 Python runs a handler when its main thread returns to the interpreter. A rank that waits in C code therefore ends later
-than without a handler. A handler of the script runs first and decides. If it lets training continue, the monitor
-continues too, and remembers the signal.
+than without a handler. A handler of the script runs first and decides whether the process ends. If training continues,
+the monitor continues too, and stores that the signal arrived.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from rankscope_exporter.process.threads import OwnThread
 log = logging.getLogger("rankscope")
 
 STOP_WAIT_SECONDS: Final = 5.0
-"""Upper limit of exit_wait_seconds after a signal: the sender usually kills the process some seconds later."""
+"""Maximum of `exit_wait_seconds` after a signal.
+
+The sender of a signal usually kills the process some seconds later.
+"""
 
 _GIVE_UP_SECONDS: Final = 9.0
 _AGAIN_SECONDS: Final = 0.01
@@ -36,13 +39,18 @@ FinalWait = Callable[[], None]
 
 
 class Stoppable(Protocol):
-    """The monitor's methods for signals."""
+    """Methods of a monitor that are called when a stop signal arrives."""
 
     def stop_asked(self, name: str) -> None:
-        """Note that the signal arrived. Training may continue."""
+        """Store that the signal `name` arrived. Training may continue."""
 
     def last_records(self, name: str) -> FinalWait:
-        """Record that the signal ends this process; return a function that waits for the service. Called once."""
+        """Write the exit record, because the signal `name` ends this process.
+
+        Return a function that waits for the service's commit.
+
+        The method is called at most once.
+        """
 
 
 @dataclass(slots=True)
@@ -58,13 +66,13 @@ _worker: threading.Thread | None = None
 
 
 def install(monitor: Stoppable, names: Iterable[str]) -> None:
-    """Notify `monitor` of these signals until `uninstall`.
+    """Install handlers that notify `monitor` of the signals `names`, until `uninstall`.
 
-    Raises ConfigError, without any change, if that is impossible.
+    Raises ConfigError, without any change, if a signal has a handler in C code or the caller is not the main thread.
     """
     numbers = [signal.Signals[name] for name in names]
     if numbers and threading.current_thread() is not threading.main_thread():
-        raise ConfigError("stop_signals: only the main thread may take signals, so call attach() there")
+        raise ConfigError("stop_signals: only the main thread can handle signals: call attach() on the main thread")
     for number in numbers:
         if number not in _taken and signal.getsignal(number) is None:
             raise ConfigError(
@@ -84,9 +92,10 @@ def install(monitor: Stoppable, names: Iterable[str]) -> None:
 
 
 def uninstall(monitor: Stoppable) -> None:
-    """Stop notifying `monitor` and restore the previous handlers.
+    """Stop notifying `monitor` of signals, and restore the previous handlers.
 
-    Outside of the main thread the handler remains and only passes signals on.
+    Only the main thread can restore a handler. On another thread the handler remains, but calls only the previous
+    handler.
     """
     for number, taken in list(_taken.items()):
         taken.monitors.discard(monitor)
@@ -95,7 +104,7 @@ def uninstall(monitor: Stoppable) -> None:
 
 
 def forget_after_fork() -> None:
-    """In a forked child, restore the signal handlers from before `install`."""
+    """Restore the signal handlers from before `install`. Called in a forked child."""
     global _work, _worker
     _work, _worker = queue.SimpleQueue(), None
     for number, taken in list(_taken.items()):
@@ -133,7 +142,10 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _is_inside(frame: FrameType | None) -> bool:
-    """Return whether the signal interrupted our own code, which may hold a lock. It finishes within microseconds."""
+    """Return whether the signal interrupted code of the monitor, which may hold a lock.
+
+    This code finishes within microseconds.
+    """
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(_OWN_CODE):
             return True
@@ -149,9 +161,9 @@ def _send_again(number: int) -> None:
 
 
 def _publish_exit(monitors: Iterable[Stoppable], name: str) -> None:
-    """Write the exit records here; another thread waits for the service.
+    """Write the exit records of `monitors` on this thread, while another thread waits for the service.
 
-    Locks of this thread remain held in the meantime.
+    This thread may hold locks in the meantime.
     """
     waiting = []
     for monitor in monitors:
@@ -159,7 +171,7 @@ def _publish_exit(monitors: Iterable[Stoppable], name: str) -> None:
         try:
             _work.put(_then(monitor.last_records(name), heard))
         except Exception:  # other monitors must still write their records, and a handler must not raise into training
-            log.exception("recording the end of training by %s failed", name)
+            log.exception("writing the exit record after the signal %s failed", name)
             continue
         waiting.append(heard)
     deadline = time.monotonic() + _GIVE_UP_SECONDS
@@ -180,7 +192,10 @@ def _then(wait: FinalWait, heard: threading.Event) -> Callable[[], None]:
 
 
 def _start_worker() -> None:
-    """Start the thread before a signal arrives: in a handler, this could wait forever for a lock of the main thread."""
+    """Start the thread that waits for the service.
+
+    A signal handler cannot start it, because it could wait forever for a lock of the main thread.
+    """
     global _worker  # noqa: PLW0603 - see forget_after_fork
     if _worker is None:
         _worker = OwnThread(target=_run, name="rankscope-stop")
@@ -192,4 +207,4 @@ def _run() -> None:
         try:
             _work.get()()
         except Exception:  # thread boundary: the thread must survive for a later signal
-            log.exception("unexpected error in the thread of stop signals")
+            log.exception("unexpected error in the thread that waits for the service after stop signals")

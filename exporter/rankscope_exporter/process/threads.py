@@ -1,13 +1,14 @@
-"""Threads of the monitor inside the training process: how they leave torch's CPU threads alone, and their CPU time.
+"""Threads of the monitor inside the training process: their use of CPU threads of torch, and their CPU time.
 
-torch divides a CPU operation among an OpenMP team, and each thread that runs such an operation has a team of its own.
-With a second team the process has more OpenMP threads than cores. libgomp then lets the workers of every team sleep
-between two operations, also those of the training thread: each operation of training has to wake them up, and a step
-takes up to 1.6 times as long.
+torch divides a CPU operation among an OpenMP team, and each thread that runs such an operation has a separate team.
+With a second team, the process has more OpenMP threads than cores. libgomp then lets the workers of every team sleep
+between two operations, including those of the training thread. Each operation of training has to wake the workers up,
+and a step takes up to 1.6 times as long.
 
-So the threads of the monitor compute with numpy. Torch may still compute there: in functions of torch that are called
-for another purpose, and in code of the user such as `on_anomaly`. `OwnThread` limits torch to one CPU thread on itself
-alone. `torch.set_num_threads` is not for this: it sets the default of every thread that the process starts later.
+Threads of the monitor therefore compute with numpy. torch may still compute on these threads: in functions of torch
+that are called for another purpose, and in code of the user such as `on_anomaly`. `OwnThread` limits torch to one CPU
+thread, only on the thread itself. `torch.set_num_threads` is not used for this, because it sets the default of every
+thread that the process starts later.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class OwnThread(threading.Thread):
         self._spent: float | None = None  # after the end of the thread
 
     def run(self) -> None:
-        """Limit the thread, then call the target."""
+        """Limit torch to one CPU thread on this thread, then call the target of the thread."""
         limit_this_thread()
         if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
@@ -50,7 +51,10 @@ class OwnThread(threading.Thread):
 
     @property
     def cpu_seconds(self) -> float:
-        """The CPU seconds of the thread so far. On systems without thread clocks (macOS), 0 until the thread ends."""
+        """CPU seconds of the thread so far.
+
+        On systems without thread clocks (macOS), the value is 0 until the thread ends.
+        """
         if self._spent is None and self._clock is not None:
             with contextlib.suppress(OSError):  # the thread has ended meanwhile
                 return time.clock_gettime(self._clock)
@@ -58,12 +62,12 @@ class OwnThread(threading.Thread):
 
 
 def limit_this_thread() -> bool:
-    """Make torch use one CPU thread in the calling thread only.
+    """Limit torch to one CPU thread, only on the calling thread. Return whether this succeeded.
 
-    Return whether this succeeded: the OpenMP library of torch may not be found.
+    It fails if the OpenMP library of torch cannot be found.
     """
-    # torch sets the number of a new thread at the first operation there that may be divided. This call makes it do so
-    # now, so that it does not replace the number below.
+    # torch sets the number of OpenMP threads of a new thread at its first operation that may be divided. This call
+    # causes that now, so that torch does not replace the number that is set below.
     if torch.get_num_threads() > 1:
         for library in _libraries():
             library.omp_set_num_threads(1)
@@ -72,8 +76,8 @@ def limit_this_thread() -> bool:
         else:
             return False
     for library in _libraries():
-        # Where training has called torch.set_num_threads(), torch gives MKL a number of its own on each thread, which
-        # goes before that of OpenMP.
+        # After a call of torch.set_num_threads(), torch sets the number of MKL threads separately on each thread.
+        # This number takes precedence over the number of OpenMP threads.
         if (set_mkl := getattr(library, "MKL_Set_Num_Threads_Local", None)) is not None:
             set_mkl(1)
             break
@@ -82,9 +86,10 @@ def limit_this_thread() -> bool:
 
 @functools.cache
 def _libraries() -> tuple[Any, ...]:
-    """Return handles that may resolve the OpenMP functions as torch does: its own library, then preloaded libraries.
+    """Return the loaded libraries that may contain the OpenMP functions of torch: its own library, then preloaded ones.
 
-    A library finds the symbols of those that it was linked with, whatever their names are: libgomp, libomp or libiomp5.
+    A library handle also finds symbols of linked libraries, so the name of the OpenMP library (libgomp, libomp,
+    libiomp5) does not matter.
     """
     found = []
     for path in (*_torch_libraries(), None):
@@ -110,7 +115,7 @@ def _torch_libraries() -> Iterator[str]:
 
 
 class CpuMeter:
-    """CPU seconds by name, shared by short-lived threads."""
+    """Counters of CPU seconds by name, which several short-lived threads may share."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,7 +123,7 @@ class CpuMeter:
         self._thread = threading.local()
 
     def lap(self, name: str) -> None:
-        """Add the CPU time that the calling thread spent since its last lap (or its start) to `name`."""
+        """Add the CPU time of the calling thread since its last call, or since its start, to the counter `name`."""
         now = time.thread_time()
         spent = now - getattr(self._thread, "last", 0.0)
         self._thread.last = now
@@ -126,7 +131,7 @@ class CpuMeter:
             self._seconds[name] = self._seconds.get(name, 0.0) + spent
 
     def totals(self) -> dict[str, float]:
-        """Return the seconds so far by name."""
+        """Return the CPU seconds so far by the name of the counter."""
         with self._lock:
             return dict(self._seconds)
 
@@ -135,7 +140,10 @@ MOST_WAITING: Final = 64
 
 
 class BackgroundWorker:
-    """Runs functions one after another, in order, in one thread. The thread starts with the first function."""
+    """Runs functions one after another in the order of `put`, on one thread.
+
+    The thread starts with the first function.
+    """
 
     def __init__(self, name: str, boundary: ErrorBoundary) -> None:
         self.dropped = 0
@@ -147,7 +155,7 @@ class BackgroundWorker:
         self._lock = threading.Lock()
 
     def put(self, chore: Callable[[], object]) -> None:
-        """Run `chore` later. Never waits; callable from any thread."""
+        """Queue the function `chore` to run on the thread. Never waits. Any thread may call it."""
         with self._lock:
             if self._thread is None:
                 self._thread = OwnThread(target=self._run, name=f"rankscope-{self._name.replace('_', '-')}")
@@ -158,7 +166,7 @@ class BackgroundWorker:
             self.dropped += 1
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Run the queued functions for at most `timeout_seconds`; return whether all have run."""
+        """Wait until all queued functions have run, for at most `timeout_seconds`. Return whether all have run."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True

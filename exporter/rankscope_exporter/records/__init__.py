@@ -1,1 +1,1 @@
-"""Data of one step, from the events during training to the published record."""
+"""Data of one step of a rank, from the events during training to the published record."""

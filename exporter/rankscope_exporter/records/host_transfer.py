@@ -1,6 +1,8 @@
-"""Tensors that become rows of a dataset: copied to the host now, read by the publisher thread after the copy.
+"""Tensors that become rows of a dataset.
 
-Rows are made from numpy arrays: a torch operation in the publisher thread would start an OpenMP team.
+Each one is copied to the host without waiting, and the publisher thread reads it.
+
+Rows are made from numpy arrays, because a torch operation on the publisher thread would start an OpenMP team.
 """
 
 from __future__ import annotations
@@ -13,22 +15,25 @@ import numpy.typing as npt
 import torch
 
 Row = Mapping[str, Any]
-"""One row of a dataset: field name -> value. Missing fields are null."""
+"""One row of a dataset: values by the name of the field. A missing field is null."""
 
 Numbers = npt.NDArray[Any]
-"""A deferred tensor on the host. Its dtype must exist in numpy; bfloat16 does not."""
+"""The elements of a tensor on the host as a numpy array. The dtype must exist in numpy; bfloat16 does not."""
 
 
 @dataclass(slots=True)
 class Transfer:
-    """A tensor that is being copied to the host. A CPU tensor is copied immediately."""
+    """A copy of a tensor to the host, which may be in progress. A CPU tensor is copied immediately."""
 
     value: torch.Tensor
     copied: Any = None  # the CUDA event after the copy
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Transfer:
-        """Start to copy `tensor`, which its owner may then change in place. Never waits for the device."""
+        """Start to copy `tensor` to the host.
+
+        Never waits for the device. Afterwards `tensor` may be changed in place.
+        """
         tensor = tensor.detach()
         if tensor.device.type != "cuda":
             return cls(tensor.clone())
@@ -39,7 +44,10 @@ class Transfer:
         return cls(host, copied)
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor on the host. Waits for the copy; do not call it on the training thread."""
+        """Return the copied tensor on the host.
+
+        Waits until the copy is complete; do not call it on the training thread.
+        """
         if self.copied is not None:
             self.copied.synchronize()
         return self.value
@@ -47,12 +55,12 @@ class Transfer:
 
 @dataclass(slots=True)
 class Deferred:
-    """A transfer whose numbers the function `rows` converts to rows of `dataset`."""
+    """A tensor that is copied to the host, and the function `rows` that converts its elements to rows of `dataset`."""
 
     dataset: str | None  # None: `rows` uses the numbers itself and returns no rows
     transfer: Transfer
     rows: Callable[[Numbers], Iterable[Row]]
 
     def read(self) -> list[Row]:
-        """Return the rows. Called on the publisher thread."""
+        """Return the rows of the dataset. Called on the publisher thread; waits until the copy is complete."""
         return list(self.rows(self.transfer.wait().cpu().numpy()))

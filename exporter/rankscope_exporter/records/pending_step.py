@@ -1,4 +1,4 @@
-"""A step between training thread and publisher thread, and the scalars that the script logged for it.
+"""Data of a step before its publication, and the scalars that the script logged for it.
 
 A logged tensor is copied without waiting for the device. The publisher thread reads the copy.
 """
@@ -26,25 +26,31 @@ UNITS: Final[dict[str, str]] = {
     "step_seconds": "seconds",
 }
 LABEL_OF_GROUP: Final[dict[str, str]] = {"loss": "loss", "learning_rate": "group"}
-"""A mapping that is logged under one of these names gives one number per key, with the key as this label."""
+"""Label names for mappings that the script logs under these names.
+
+A logged mapping gives one number per key, with the key as label value.
+"""
 
 
 @dataclass(slots=True)
 class Pending:
-    """One number: a float, or a tensor that is being copied to the host."""
+    """One logged number: a float, or a tensor that is being copied to the host."""
 
     name: str
     value: float | Transfer
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def scalar(self) -> Scalar:
-        """Return the number. Waits for its copy; do not call it on the training thread."""
+        """Return the number as a scalar of the record.
+
+        Waits until a tensor is copied; do not call it on the training thread.
+        """
         value = self.value.wait() if isinstance(self.value, Transfer) else self.value
         return Scalar(self.name, float(value), UNITS.get(self.name), self.labels)
 
 
 def take(name: str, value: Any) -> Iterator[Pending]:
-    """Yield the numbers of `log(name=value)`: one number, or one per key of a mapping. None yields nothing.
+    """Yield the numbers of a call `log(name=value)`: one number, or one per key of a mapping. For None, yield nothing.
 
     Raises TypeError if the value is not a number, ValueError for a tensor with several elements.
     """
@@ -71,26 +77,31 @@ def _take_tensor(name: str, value: torch.Tensor) -> Pending:
 
 
 def _without_mesh(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor behind a DTensor that is replicated on every rank.
+    """Return the local tensor of a DTensor that is replicated on every rank; any other tensor unchanged.
 
-    For any other DTensor, reading is a collective. In our thread it would pair with a collective of the training.
+    Raises ValueError for other DTensors.
+
+    Reading such a DTensor is a collective, which on the monitor's thread would pair with a collective of the training.
     """
     placements = getattr(value, "placements", None)
     if placements is None:
         return value
     if not all(placement.is_replicate() for placement in placements):
-        raise ValueError(f"log({name}=…) got a DTensor that is not whole on this rank: log its .full_tensor()")
+        raise ValueError(f"log({name}=…) takes no DTensor that is divided among ranks: log its .full_tensor()")
     local: torch.Tensor = value.to_local()  # type: ignore[attr-defined]  # a DTensor: it has placements
     return local
 
 
 AMOUNTS = ("tokens", "samples")
-"""Logged numbers that are amounts per step. They get a rate and a running total."""
+"""Names of logged numbers that are amounts per step.
+
+Their rate per second and their running total are published as well.
+"""
 
 
 @dataclass(slots=True)
 class PendingStep:
-    """Data of one step, or of a moment between steps."""
+    """Data of one step, or of a point in time between steps, before its publication."""
 
     step: int | None
     ts: int  # UTC microseconds
@@ -113,16 +124,16 @@ class PendingStep:
 
 
 def skipped_event() -> Event:
-    """Return the event of a step without an optimizer update."""
+    """Return the event of a step in which the optimizer did not update the parameters."""
     return Event(
         type=EventType.STEP_SKIPPED,
         severity=Severity.INFO,
-        message="gradients were computed, the optimizer was not run",
+        message="gradients were computed, but the optimizer did not run",
     )
 
 
 def amounts_of(pending: Iterable[Pending]) -> dict[str, float]:
-    """Return the sums of the logged amounts. A tensor's value is not known yet; it gives no rate."""
+    """Return the sum of each logged amount by name. A tensor is left out, because its value is not known yet."""
     amounts: dict[str, float] = {}
     for item in pending:
         if item.name in AMOUNTS and not isinstance(item.value, Transfer):
@@ -131,11 +142,11 @@ def amounts_of(pending: Iterable[Pending]) -> dict[str, float]:
 
 
 def timing(seconds: float, amounts: Mapping[str, float]) -> list[Pending]:
-    """Return the duration of a step and the rates of its amounts."""
+    """Return the duration of a step in seconds, and the rates per second of its logged amounts."""
     rates = [Pending(f"{name}_per_second", amount / seconds) for name, amount in amounts.items() if seconds > 0]
     return [Pending("step_seconds", seconds), *rates]
 
 
 def now_microseconds() -> int:
-    """Return the current time, UTC, in microseconds."""
+    """Return the current UTC time in microseconds since the epoch."""
     return time.time_ns() // 1000

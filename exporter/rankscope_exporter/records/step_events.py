@@ -1,10 +1,11 @@
-"""The events of a step: one interface for all observers, and the object that calls them.
+"""The events of a training step: one interface for all observers, and the object that calls the observers.
 
-An observer derives from `StepObserver` and overrides the events that it needs. It is called between two lines of the
-training. It may read a clock or keep a reference; it performs no I/O, does not wait, and does not grow without a limit.
+An observer derives from `StepObserver` and overrides methods for the events that it needs. The methods are called
+between two lines of the training. They may read a clock or store a reference; they perform no I/O, do not wait, and
+store a limited amount of data.
 
-A quantity has the events of the same names that begin with a measurement, at sampled steps only and with the table to
-write to (see `quantities.base.Quantity`).
+A quantity has methods with the same names for the events that begin with a measurement. They are called at sampled
+steps only, with the table that the measurement writes to (see `quantities.base.Quantity`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rankscope_exporter.records.step_record import StepRecord
 P = ParamSpec("P")
 
 Cause = Literal["forward", "backward", "update", "script"]
-"""The reason why a step ended: the next step began with one of the first three, or the script ended it."""
+"""Reason why a step ended: "forward", "backward" or "update" began the next step, or the script ended the step."""
 
 
 class StepObserver:
@@ -31,80 +32,90 @@ class StepObserver:
     """
 
     def on_before_step(self, step: int) -> None:
-        """Step number `step` is about to begin. Changes of the sampling configuration take effect here."""
+        """Called before step number `step` begins. Changes of the sampling configuration take effect here."""
 
     def on_step_begin(self, step: int) -> None:
-        """A step has begun. A forward pass, a backward pass or an optimizer step follows immediately."""
+        """Called when a step has begun. A forward pass, a backward pass or an optimizer step follows immediately."""
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
-        """The step that has just begun is a sampled step, or is not."""
+        """Called after the start of a step. `sampled` is true if the step is a sampled step."""
 
     def on_forward_begin(self) -> None:
-        """A training forward pass of the whole model begins; once for each micro-batch."""
+        """Called when a training forward pass of the whole model begins, once for each micro-batch."""
 
     def on_forward_end(self) -> None:
-        """The training forward pass has returned or raised."""
+        """Called when the training forward pass has returned or raised."""
 
     def on_evaluation_begin(self) -> None:
-        """A forward pass of the whole model begins in evaluation mode or without gradients."""
+        """Called when a forward pass of the whole model begins in evaluation mode or without gradients."""
 
     def on_evaluation_end(self) -> None:
-        """The evaluation forward pass has returned or raised."""
+        """Called when the evaluation forward pass has returned or raised."""
 
     def on_backward_begin(self) -> None:
-        """The first gradient of a backward pass has reached a parameter."""
+        """Called when the first gradient of a backward pass has reached a parameter."""
 
     def on_gradients_ready(self) -> None:
-        """All gradients of the backward pass are computed. DDP has not yet waited for its reductions."""
+        """Called when all gradients of a backward pass are computed. DDP has not yet waited for its reductions."""
 
     def on_backward_end(self) -> None:
-        """The framework has finished its work at the end of the backward pass."""
+        """Called when the framework has finished its work at the end of a backward pass."""
 
     def on_gradients_reduced(self) -> None:
-        """A framework has reduced gradients outside of a backward pass."""
+        """Called when a framework has reduced gradients outside of a backward pass."""
 
     def on_optimizer_step_begin(self) -> None:
-        """An optimizer is about to step. With a closure, forward and backward passes may follow inside the step."""
+        """Called before an optimizer step.
+
+        With a closure, forward and backward passes may follow inside of the step.
+        """
 
     def on_optimizer_step_end(self) -> None:
-        """An optimizer has stepped, or its gradient scaler has skipped the step."""
+        """Called after an optimizer step, or after the gradient scaler has skipped the step."""
 
     def on_update_applied(self) -> None:
-        """An update was recorded: after `on_optimizer_step_end`, or for a compiled update in which no hook runs."""
+        """Called when an update is recorded: after `on_optimizer_step_end`, or for a compiled update without hooks."""
 
     def on_measurement_begin(self) -> None:
-        """Quantities are about to read tensors at an event of a sampled step. Hooks of single tensors do not count."""
+        """Called before quantities read tensors at an event of a sampled step.
+
+        Hooks of single tensors do not cause this call.
+        """
 
     def on_measurement_end(self) -> None:
-        """The quantities have read their tensors."""
+        """Called when the quantities have read the tensors."""
 
     def on_phase_begin(self, name: str) -> None:
-        """The script has entered the phase `name`. Phases can be nested."""
+        """Called when the script has entered the phase `name`. Phases can be nested."""
 
     def on_phase_end(self, name: str) -> None:
-        """The script has left the phase `name`, which was the innermost one."""
+        """Called when the script has left the phase `name`, which was the innermost one."""
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """The step has ended. This is the last opportunity to add data to its record."""
+        """Called when the step has ended. This is the last opportunity to add data to the record of the step."""
 
     def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
-        """The duration of the step is known and is part of `pending_step`; `cause` names the reason of its end.
+        """Called when the duration of the step is known and stored in `pending_step`.
 
-        `pending_step` is the record of the step. If that record was published before the end was known, it is a second
-        record with the same step number.
+        `cause` is the reason why the step ended.
+
+        `pending_step` is the record of the step. If that record was published before the duration was known, it is a
+        second record with the same step number.
         """
 
     def on_training_end(self) -> None:
-        """No step follows the one that is still open, if there is one."""
+        """Called at the end of training. The current step, if there is one, is the last one."""
 
     def on_record(self, record: StepRecord) -> None:
-        """The record of a step has been published. Called on the publisher thread, in the order of the steps."""
+        """Called on the publisher thread when the record of a step has been published, in the order of the steps."""
 
 
 class StepEvents:
-    """Calls the observers. Each event of `StepObserver` is an attribute to call: `events.on_step_begin(7)`.
+    """Calls the observers of step events.
 
-    The observers are called in the given order, those that do not override an event are left out. An error of an
+    Each event of `StepObserver` is an attribute to call: `events.on_step_begin(7)`.
+
+    The observers are called in the given order. Observers that do not override an event are left out. An error of an
     observer is counted and logged; the other observers are called nevertheless.
     """
 

@@ -14,7 +14,7 @@ from rankscope_contract.model.schema import Plan, canonical_labels
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """One logged number. `value` may be NaN or Inf. A scalar that was not logged is absent."""
+    """One logged number. `value` may be NaN or Inf. A scalar that was not logged has no object."""
 
     name: str
     value: float
@@ -23,7 +23,7 @@ class Scalar:
 
     @property
     def labels_text(self) -> str | None:
-        """Return the labels as text of the `labels` column."""
+        """Return the labels as the text in the column `labels` of the dataset."""
         return canonical_labels(dict(self.labels))
 
 
@@ -37,33 +37,37 @@ class NamedPlan:
 
     @classmethod
     def of(cls, plan: Plan) -> NamedPlan:
-        """Return `plan` with its canonical text and hash."""
+        """Create an object for `plan`, and compute the hash and the canonical JSON text of the plan."""
         return cls(plan, plan.hash, plan.to_json())
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The statistics of one step for every entry of a plan with T entries.
+    """The statistics of one step for the T entries of a plan.
 
-    `values` is float32 [len(plan.value_ops) * T], all entries for the first op, then for the second; null: no value.
-    `counts` is int64 [len(plan.count_ops) * T]; an entry whose counts are null was absent at this step.
+    `values` is a float32 array with len(plan.value_ops) * T elements: first those of all entries for the first op, then
+    for the second, and so on. A null is a missing value. `counts` is an int64 array with len(plan.count_ops) * T
+    elements. An entry whose counts are null was absent at this step.
     """
 
     plan: NamedPlan
     values: pa.FloatArray
     counts: pa.Int64Array
     ops: Sequence[frozenset[str]] | None = None
-    """For each entry of the plan (or more), the statistics that are published; None if all are."""
-    measured: pa.Int64Array | None = None
-    """Counts including those that are not published; None if `ops` is None.
+    """Names of the statistics that are published, for each entry of the plan; None if all are published.
 
-    A norm without its NaN count would look healthy.
+    It may have more elements than the plan.
+    """
+    measured: pa.Int64Array | None = None
+    """Counts of all ops, including those that are not published; None if `ops` is None.
+
+    Rules need the number of NaN values, because a norm does not show them.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """All data of one step, or of a moment between steps, of one rank. The ring assigns its `seq`."""
+    """All data of one step of one rank, or of a point in time between steps. The ring assigns the sequence number."""
 
     ts: int  # UTC microseconds
     step: int | None = None

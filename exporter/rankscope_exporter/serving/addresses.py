@@ -29,7 +29,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, *, what: str, default_port: int | None = None) -> Self:
-        """Return the address of the text `host:port` or `host:first-last`.
+        """Parse a text `host:port` or `host:first-last` and return the address.
 
         Raises ServeError, which names the setting `what` and the expected form.
         """
@@ -57,13 +57,13 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Return whether only this machine can reach the host."""
+        """Return whether `host` is a loopback address, which only processes on this machine can reach."""
         ip = _ip(self.host)
         return self.host == "localhost" if ip is None else ip.is_loopback
 
     @property
     def is_wildcard(self) -> bool:
-        """Return whether the host means all addresses of the machine, as 0.0.0.0 and [::] do."""
+        """Return whether `host` means all addresses of the machine, for example 0.0.0.0 or [::]."""
         ip = _ip(self.host)
         return ip is not None and ip.is_unspecified
 
@@ -123,7 +123,10 @@ def resolve(address: Address) -> tuple[socket.AddressFamily, Any]:
 
 
 def refuse(connection: socket.socket) -> None:
-    """Answer 429 because too many connections are open. Does not block, and sends nothing over TLS."""
+    """Answer an accepted connection with status 429, because too many connections are open.
+
+    Does not block. Sends nothing on a TLS socket.
+    """
     connection.settimeout(0)  # the accepting thread must not wait for a client
     if isinstance(connection, ssl.SSLSocket):
         return  # the answer would need a TLS handshake
@@ -148,9 +151,10 @@ def send_raw(connection: socket.socket, status: str, text: str, headers: str = "
 
 
 def drain_and_close(connection: socket.socket) -> None:
-    """Read what the client still sends, for at most 0.5 s per read, so that it gets the alert of a failed handshake.
+    """Read and discard the remaining bytes of a client, so that the client receives the TLS alert.
 
-    Closing a socket with unread bytes would reset the connection and discard the alert.
+    Each read waits at most 0.5 s. Closing a socket with unread bytes would reset the connection, and the alert of a
+    failed handshake would be lost.
     """
     try:
         socket.socket.shutdown(connection, socket.SHUT_WR)
@@ -163,7 +167,7 @@ def drain_and_close(connection: socket.socket) -> None:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Shut down both directions immediately; threads that wait for the connection wake up."""
+    """Shut down both directions of a connection immediately. Threads that wait for data on this connection wake up."""
     try:
         # Not SSLSocket.shutdown(): after it, a thread that is writing would continue unencrypted.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

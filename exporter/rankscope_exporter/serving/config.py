@@ -1,4 +1,6 @@
-"""Settings of the rank's server: address, token, TLS, ring, spool and page; and TLS contexts from these settings.
+"""Settings of the HTTP server of a rank: address, token, TLS, ring, spool and metrics page.
+
+The module also creates the TLS contexts.
 
 `ServeConfig` contains values only and checks them when it is created.
 """
@@ -69,14 +71,20 @@ def _as_serve_error(make: Callable[[], T]) -> T:
 
 
 MIN_RING_RECORDS: Final = 256
-"""Smallest ring: a service that restarts must find the records that it has not committed yet."""
+"""Smallest allowed value of `ring_records`.
+
+After a restart, the service must find the records that it has not committed yet.
+"""
 
 _TEXTS: Final = (
     *("listen", "advertise", "token", "token_file", "web_config", "ca_file", "cert_file", "key_file"),
     *("ingest_url", "discovery_dir", "spool_dir"),
 )
 _BOOLS: Final = ("insecure", "node_page", "spool_sync")
-"""Fields of type text and bool. The environment variable of `spool_dir` is RANKSCOPE_SPOOL_DIR, and so on."""
+"""Settings of type text and bool that environment variables override.
+
+For example, RANKSCOPE_SPOOL_DIR overrides `spool_dir`.
+"""
 _PATHS: Final = ("token_file", "web_config", "ca_file", "cert_file", "key_file", "discovery_dir", "spool_dir")
 _SIZES: Final = ("ring_records", "ring_bytes", "series_budget", "spool_bytes")
 _TRUE: Final = ("1", "true", "yes", "on")
@@ -180,7 +188,7 @@ class ServeConfig:
                 raise ServeError(f"{name} {path}: no such file")
 
     def without_secrets(self) -> ServeConfig:
-        """Return the configuration without the token."""
+        """Return the configuration as a mapping without the token, so that it can be shown or stored."""
         found = copy.copy(self)
         object.__setattr__(found, "token", None)
         return found
@@ -192,7 +200,10 @@ class ServeConfig:
 
     @property
     def secret(self) -> str | None:
-        """Return the token, read from `token_file` if that is set; None without a token. Raises ServeError."""
+        """Return the token, read from `token_file` if that setting is set; None if neither is set.
+
+        Raises ServeError if the file cannot be read.
+        """
         if self.token_file is None:
             return self.token
         try:
@@ -202,7 +213,10 @@ class ServeConfig:
 
     @property
     def web(self) -> WebConfig | None:
-        """Return the contents of the `web_config` file, None if none is set. Raises ServeError."""
+        """Return the contents of the `web_config` file; None if the setting is not set.
+
+        Raises ServeError if the file is invalid.
+        """
         return None if self.web_config is None else read_rank_web_config(Path(self.web_config))
 
     @property

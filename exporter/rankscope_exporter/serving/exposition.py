@@ -24,16 +24,16 @@ from rankscope_exporter.serving.latest_values import LatestValues, ScalarKey, Sn
 from rankscope_exporter.serving.tensor_exposition import TensorLines, TensorRenderer
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Label values (without identity) and value of each sample of one family."""
+"""Samples of one metric family: label values without the identity labels, and the value of each sample."""
 
 _PAGE_OWNED: Final = (catalogue.OVERHEAD_SECONDS, catalogue.SAMPLING_STRETCH)
-"""Metrics that `ExporterStats` provides; logged scalars of the same name are not shown."""
+"""Metrics with values from `ExporterStats`. The page leaves out logged scalars with the names of these metrics."""
 _NO_LINES: Final = TensorLines((), 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExporterStats:
-    """State of the exporter itself at the time of a scrape."""
+    """State of the exporter itself, such as its overhead, at the time of a scrape."""
 
     faults: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Exposition:
         self._most_left_out: dict[str, int] = {}
 
     def pieces(self) -> tuple[Any, ...]:
-        """Return the page as a sequence of byte buffers; all values of a kind come from one record."""
+        """Return the metrics page as a sequence of byte buffers. All values of one kind come from the same record."""
         snapshot = self._latest.snapshot()
         lines = self._tensor_lines(snapshot)
         registry = CollectorRegistry(auto_describe=False)
@@ -145,7 +145,7 @@ class Exposition:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Families:
-    """A collector as prometheus_client expects it, with families that exist already."""
+    """A collector for prometheus_client that returns a fixed tuple of metric families."""
 
     families: tuple[GaugeMetricFamily | CounterMetricFamily, ...]
 
@@ -154,7 +154,10 @@ class _Families:
 
 
 def _scalar_samples(scalars: Mapping[ScalarKey, Scalar]) -> Iterator[tuple[MetricSpec, Samples]]:
-    """Yield logged scalars: samples of their own metric if there is one for the name, otherwise of rankscope_scalar."""
+    """Yield a metric and its samples for all logged scalars.
+
+    A scalar without a metric of its name becomes a sample of the metric `rankscope_scalar`.
+    """
     own: dict[str, dict[tuple[str, ...], float]] = {}
     others: dict[tuple[str, ...], float] = {}
     for scalar in scalars.values():

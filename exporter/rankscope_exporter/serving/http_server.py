@@ -43,10 +43,13 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 32
 CLIENT_SECONDS: Final = 30.0
-"""Time limit for a client to send its request, and again to receive the answer."""
+"""Seconds that a client has to send its complete request, and again to receive the complete answer."""
 _SWEEP_SECONDS: Final = 0.5
 _MOST_WARNINGS: Final = 100
-"""Different handshake warnings that are logged; later ones are logged at level DEBUG."""
+"""Maximum number of distinct TLS handshake failures that are logged as warnings.
+
+Later ones are logged at level DEBUG.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +86,11 @@ Application = Callable[[Request], Answer]
 
 
 class HttpServer(socketserver.ThreadingTCPServer):
-    """HTTP server that calls `application` for each request, on one daemon thread per connection; with TLS if given.
+    """HTTP server that calls `application` for each request, on one daemon thread per connection.
 
-    An answer of the application that fails is reported through `on_fault`, and the client gets status 500.
+    It uses TLS if `tls` is set.
+
+    If the application raises an exception, the server reports it through `on_fault` and answers with status 500.
     """
 
     daemon_threads = True
@@ -134,7 +139,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         super().server_bind()
 
     def get_request(self) -> tuple[Any, Any]:
-        """Accept a connection without reading from it: the accepting thread must not wait for a TLS handshake."""
+        """Accept a connection without reading from it. The accepting thread must not wait for a TLS handshake."""
         connection, client = super().get_request()
         if self._tls is None:
             return connection, client
@@ -145,7 +150,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a new thread."""
+        """Answer the requests of an accepted connection on a new daemon thread."""
         target, args = self.process_request_thread, (request, client_address)
         OwnThread(target=target, args=args, name="rankscope-http-client").start()
 
@@ -159,13 +164,13 @@ class HttpServer(socketserver.ThreadingTCPServer):
         log.log(logging.DEBUG if is_known else logging.WARNING, "%s", text)
 
     def start(self) -> None:
-        """Start to serve, on a daemon thread."""
+        """Start a daemon thread that accepts connections."""
         serve = functools.partial(self.serve_forever, poll_interval=_SWEEP_SECONDS)
         self._thread = OwnThread(target=serve, name="rankscope-http")
         self._thread.start()
 
     def stop(self) -> None:
-        """Close the listening socket and all connections and end the thread."""
+        """Close the listening socket and all connections, and end the accepting thread."""
         if self._thread is not None:
             hang_up(self.socket)  # wakes the accepting thread, which would wait until the end of its poll interval
             self.shutdown()
@@ -184,13 +189,16 @@ class HttpServer(socketserver.ThreadingTCPServer):
                 os.close(descriptor)
 
     def touch(self, connection: socket.socket) -> None:
-        """Restart the time limit of a client."""
+        """Restart the time limit of a client connection."""
         with self._lock:
             if connection in self._since:
                 self._since[connection] = time.monotonic()
 
     def service_actions(self) -> None:
-        """Close connections whose time limit is over: each byte restarts a socket timeout, but not this limit."""
+        """Close connections that have exceeded their time limit.
+
+        A socket timeout is not enough: it restarts with each received byte.
+        """
         oldest = time.monotonic() - self.client_seconds
         with self._lock:
             overdue = [connection for connection, since in self._since.items() if since < oldest]
@@ -208,13 +216,16 @@ class HttpServer(socketserver.ThreadingTCPServer):
         return False
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection and remove its time limit."""
+        """Close a connection and stop measuring its time limit."""
         with self._lock:
             self._since.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the base class' signature
-        """Report an error of a request and answer 500; a client that has disconnected is not an error."""
+        """Report an error that a request caused, and answer with status 500.
+
+        A client that has disconnected is not an error.
+        """
         error = sys.exception()
         if error is None or isinstance(error, OSError):
             return
@@ -265,7 +276,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(b"")
 
     def do_POST(self) -> None:
-        """Answer a request that may have a body."""
+        """Answer a request of a method that may have a body, such as POST or PUT."""
         self._answer(self._read_body())
 
     do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = do_POST  # noqa: N815 - names of the base class
@@ -282,7 +293,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._send(self.server.application(request))
 
     def _read_body(self) -> bytes | None:
-        """Return the body; None if it is longer than 64 KiB or has no length. The connection closes afterwards."""
+        """Return the body of the request; None if it is longer than 64 KiB or has no length.
+
+        Afterwards the connection closes.
+        """
         length = self.headers.get("Content-Length", "0")
         size = int(length) if length.isdecimal() else REQUEST_BODY_READ + 1
         body = self.rfile.read(min(size, REQUEST_BODY_READ)) if length.isdecimal() else b""

@@ -1,7 +1,8 @@
-"""The latest values of a rank for the exposition, taken from its records when they are published.
+"""The latest values of a rank for the metrics page. They are collected from each record when the record is published.
 
-All values of a kind come from one record, so values of two steps are never combined. A group of replicas has one
-number, which is equal on all its ranks while all their hashes are equal.
+All values of a kind come from one record, so the page never combines values of two steps. For each group of replicas,
+the page has one number that combines the hashes of all tensors. Ranks of the group show the same number while their
+tensors are equal.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
 
 _BYTES: Final = 6
-"""Bytes of a combined hash. A Prometheus sample is a float64, which represents integers up to 53 bits exactly."""
+"""Size in bytes of a combined hash.
+
+A Prometheus sample is a float64, which represents integers up to 53 bits exactly.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHash:
-    """The hashes of all tensors that the ranks `replicas` share, combined to one number below 2^48, and their step."""
+    """The combined hash of all tensors that the ranks `replicas` share, and the step of the hashes.
+
+    `value` is below 2^48.
+    """
 
     replicas: str
     step: int | None
@@ -32,7 +39,10 @@ class ReplicaHash:
 
 
 def combined(step: int | None, rows: Iterable[Mapping[str, Any]]) -> list[ReplicaHash]:
-    """Return one number for each group of replicas in `rows`; it does not depend on the order of the rows."""
+    """Return one combined hash for each group of replicas in `rows`.
+
+    The hash does not depend on the order of the rows.
+    """
     groups: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
         if row["replicas"] is None:
@@ -51,7 +61,7 @@ MAX_ANOMALY_SERIES: Final = 200
 MAX_SCALAR_SERIES: Final = 1000
 OTHER_TENSOR: Final = "_other"
 NO_KIND: Final = ""
-"""The `kind` label of rules on logged scalars, which have no kind."""
+"""Value of the label `kind` for rules on logged scalars, because scalars have no kind."""
 
 _TENSOR_OPS: Final = (*VALUE_OPS, *COUNT_OPS)
 
@@ -62,7 +72,7 @@ ScalarKey = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The statistics of one step, and the kinds for which this step has the latest values."""
+    """The statistics of one step, and the kinds for which no later step has statistics."""
 
     step: int | None
     statistics: Statistics
@@ -71,7 +81,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The latest values at one moment, consistent with each other."""
+    """A consistent copy of the latest values of a rank. It never contains only a part of a record."""
 
     step: int | None
     tensors: tuple[Sampled, ...]
@@ -87,7 +97,7 @@ class Snapshot:
 
 
 class LatestValues:
-    """Collects the latest values from published records, and returns snapshots of them. Thread-safe."""
+    """Collects the latest values from published records and returns snapshots of these values. Thread-safe."""
 
     def __init__(self, rules: Sequence[AnomalyRule]) -> None:
         self._rules = tuple(rules)
@@ -113,7 +123,10 @@ class LatestValues:
                 self._announce(kind)
 
     def update(self, record: StepRecord) -> None:
-        """Take the values of `record`. Cheap: it keeps references and reads no statistics."""
+        """Update the latest values from `record`.
+
+        The call is cheap: it stores references and does not read the statistics.
+        """
         hashes = combined(record.step, record.hashes)
         with self._lock:
             self._replica_hashes.update((item.replicas, item) for item in hashes)
@@ -139,7 +152,7 @@ class LatestValues:
                 self._count(event)
 
     def snapshot(self) -> Snapshot:
-        """Return the latest values; none of them is from a record that is only partly taken."""
+        """Return a copy of the latest values. A record is included completely or not at all."""
         with self._lock:
             return Snapshot(
                 step=self._step,
@@ -194,7 +207,7 @@ class LatestValues:
 
 
 def _by_record(latest: Mapping[str, tuple[int | None, Statistics]]) -> tuple[Sampled, ...]:
-    """Return one entry per record, with the kinds for which the record has the latest values."""
+    """Return the statistics of each record that has the latest values of at least one kind, with these kinds."""
     kinds: dict[int, list[str]] = {}
     found: dict[int, tuple[int | None, Statistics]] = {}
     for kind, (step, statistics) in latest.items():

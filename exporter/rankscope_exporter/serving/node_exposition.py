@@ -1,4 +1,4 @@
-"""One page with the metrics of all ranks of a launch on one host, exchanged over Unix sockets in a private folder.
+"""Render one metrics page for all ranks of a launch on one host. The ranks exchange their pages over Unix sockets.
 
 Each rank has one socket in a folder that only its user can enter, so no port, token or certificate is needed. A socket
 that refuses connections belongs to a dead rank. Pages are merged as blocks of bytes; no line is parsed.
@@ -48,7 +48,10 @@ class Gathered:
 
 
 class NodePeers:
-    """The socket of this rank, and requests to the sockets of the others. No thread and no file before `start()`."""
+    """Serves the metrics page of this rank on a Unix socket, and requests the pages of the other ranks.
+
+    It creates no thread and no file before `start()`.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,10 @@ class NodePeers:
         """Identifier that is equal on all ranks that share one page; empty before `start()`."""
 
     def start(self) -> None:
-        """Listen for requests of the other ranks, and delete sockets of dead processes. Raises ServeError."""
+        """Listen for requests of other ranks, and delete the socket files of dead processes.
+
+        Raises ServeError if the folder cannot be used.
+        """
         try:
             self.node = _private_folder(self._folder)
             for path in self._sockets():  # of any launch
@@ -79,11 +85,14 @@ class NodePeers:
                     connection.close()
             self._socket = _listening(self._folder / self._name)
         except OSError as error:
-            raise ServeError(f"node_page: {self._folder}: {error.strerror or error}") from error
+            raise ServeError(f"node_page: cannot use the folder {self._folder}: {error.strerror or error}") from error
         OwnThread(target=self._serve, args=(self._socket,), name="rankscope-node").start()
 
     def gather(self, seconds: float = GATHER_SECONDS) -> Gathered:
-        """Return the pages of all other ranks of this launch on this host, sorted by rank."""
+        """Return the metrics pages of all other ranks of this launch on this host, sorted by rank.
+
+        Ranks that do not respond within `seconds` are counted.
+        """
         others = [path for path in self._sockets(self._launch) if path.name != self._name]
         calls = {path: connection for path in others if (connection := _connect(path, _REQUEST)) is not None}
         bodies = _read_all(calls, time.monotonic() + seconds)
@@ -95,14 +104,17 @@ class NodePeers:
         return Gathered(sorted(pages, key=lambda page: page[0]), len(calls) - len(pages))
 
     def close(self) -> None:
-        """Delete the socket file and stop the thread."""
+        """Delete the socket file of this rank and stop the thread that answers on the socket."""
         if self._socket is None:
             return
         (self._folder / self._name).unlink(missing_ok=True)
         hang_up(self._socket)  # wakes the accepting thread
 
     def abandon(self) -> None:
-        """Close the inherited socket in a forked child. The file belongs to the parent."""
+        """Close the inherited socket in a forked child.
+
+        The socket file remains, because it belongs to the parent process.
+        """
         if self._socket is not None:
             os.close(self._socket.detach())
 
@@ -167,7 +179,10 @@ def _listening(path: Path) -> socket.socket:
 
 
 def _connect(path: Path, request: bytes = b"") -> socket.socket | None:
-    """Return a connection on which `request` was sent; None, after deleting the file, if no process listens there."""
+    """Connect to the Unix socket at `path`, send `request` and return the connection; None if that fails.
+
+    If no process listens on the socket, its file is deleted.
+    """
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:  # no file descriptor is left; the page shows the ranks that are already connected
@@ -190,7 +205,10 @@ def _connect(path: Path, request: bytes = b"") -> socket.socket | None:
 
 
 def _read_all(calls: dict[Path, socket.socket], deadline: float) -> dict[Path, bytearray]:
-    """Return the bytes that each connection sent before it closed or the deadline passed. Ranks answer in parallel."""
+    """Return the bytes that each connection received before it closed or the deadline passed.
+
+    All connections are read in parallel.
+    """
     bodies = {path: bytearray() for path in calls}
     with selectors.DefaultSelector() as waiting:
         for path, connection in calls.items():
@@ -226,12 +244,18 @@ def _short(text: str) -> str:
 
 _HELP: Final = b"# HELP "
 _NEXT: Final = b"\n# HELP "
-"""Start of each family after the first. It occurs nowhere else, since line breaks in names and labels are escaped."""
+"""Bytes at which each metric family after the first one begins.
+
+Names and labels cannot contain these bytes, because their line breaks are escaped.
+"""
 _TYPE: Final = b"# TYPE "
 
 
 class NodeExposition:
-    """The page of the node, composed by this rank. Every rank can compose it, so no particular rank is needed."""
+    """Renders the metrics page of all ranks on this host.
+
+    Each rank can render this page, so the page does not depend on one particular rank.
+    """
 
     def __init__(
         self,
@@ -246,7 +270,7 @@ class NodeExposition:
         self.peers = NodePeers(identity, lambda: joined(own()), on_fault=on_fault, meter=meter)
 
     def pieces(self) -> list[Any]:
-        """Return the page of all ranks that respond, as byte buffers, lowest rank first."""
+        """Return the metrics page of all ranks that respond, as byte buffers in ascending order of the rank."""
         identity = self._identity
         try:
             gathered = self.peers.gather()
@@ -268,7 +292,10 @@ class _Family:
 
 
 def merged(pages: Iterable[bytes]) -> list[memoryview]:
-    """Return one page from several, as byte buffers: all samples of a family under one HELP and TYPE line."""
+    """Merge several metrics pages into one and return its byte buffers.
+
+    All samples of a family follow one HELP and one TYPE line.
+    """
     families: dict[bytes, _Family] = {}
     for page in pages:
         for name, head, samples in _families(page):
@@ -277,7 +304,10 @@ def merged(pages: Iterable[bytes]) -> list[memoryview]:
 
 
 def rank_counts(run: str, host: str, *, shown: int, silent: int) -> bytes:
-    """Return the family with the number of ranks on the page and of live ranks that did not respond in time."""
+    """Return the lines of the metric that counts ranks.
+
+    It has two samples: the ranks on the page, and the live ranks that did not respond in time.
+    """
     labels = f'run="{label_value(run)}",host="{label_value(host)}"'
     lines = "".join(
         f'{NODE_RANKS.name}{{{labels},state="{state}"}} {count}\n'
@@ -288,12 +318,15 @@ def rank_counts(run: str, host: str, *, shown: int, silent: int) -> bytes:
 
 
 def joined(pieces: Iterable[Any]) -> bytes:
-    """Return the pieces of a page as one bytes object."""
+    """Return the byte buffers of a metrics page, joined to one bytes object."""
     return b"".join(memoryview(piece).cast("B") for piece in pieces)
 
 
 def _families(page: bytes) -> Iterator[tuple[bytes, memoryview, memoryview]]:
-    """Yield (name, HELP and TYPE lines, samples) of each family; text before the first HELP line is left out."""
+    """Yield the name, the HELP and TYPE lines, and the sample lines of each metric family.
+
+    Text before the first HELP line is left out.
+    """
     view = memoryview(page)
     start = 0 if page.startswith(_HELP) else page.find(_NEXT) + 1 or len(page)
     while start < len(page):

@@ -25,17 +25,25 @@ from rankscope_exporter.serving.spool import needed_plans
 log = logging.getLogger(__name__)
 
 SCAN_SECONDS: Final = 30.0
-"""Interval of searches in the folder: another rank of this host may have died meanwhile."""
+"""Seconds between two searches of the spool folder. Another rank of this host may have died since the last search."""
 
 HEARTBEAT_SECONDS: Final = 0.5
-"""Interval of registrations: a drain is short, and records that the reply reports as committed can be deleted."""
+"""Seconds between two registrations of a dead process.
+
+The reply contains the committed sequence number, so a short interval lets the rank delete committed records soon.
+"""
 
 AT_ONCE: Final = 16
-"""Largest number of spools that are served at the same time. Each one needs an open file in the training process, and
-after many crashes the folder may contain thousands."""
+"""Maximum number of spools that are served at the same time.
+
+Each spool needs an open file in the training process, and after many crashes the folder may contain thousands.
+"""
 
 FINISH_SECONDS: Final = 5.0
-"""Time for which a fully committed spool remains, so that its reader gets the answer that it is drained."""
+"""Seconds for which a spool remains after its last record was committed.
+
+In this time the client can still receive the answer that no record is left.
+"""
 
 
 class OrphanRecovery:
@@ -72,7 +80,10 @@ class OrphanRecovery:
         self._thread.start()
 
     def wait_searched(self, timeout_seconds: float) -> None:
-        """Wait until the spools of the first search are registered: the service must know older launches first."""
+        """Wait until all spools that the first search found are registered.
+
+        The service must know older launches before this one.
+        """
         self._searched.wait(timeout_seconds)
 
     def stop(self) -> None:
@@ -103,7 +114,7 @@ class OrphanRecovery:
         return next((text for orphan in served if (text := orphan.reader.plan(plan_hash)) is not None), None)
 
     def finished(self, orphan: Orphan) -> None:
-        """Delete a spool whose records are all committed; a second call does nothing."""
+        """Delete a spool after all its records are committed. A second call has no effect."""
         with self._changed:
             if self._orphans.pop(orphan.incarnation, None) is None:
                 return
@@ -111,7 +122,9 @@ class OrphanRecovery:
         try:
             orphan.remove()
         except OSError as error:
-            self._log_once(f"{orphan.folder} is stored and cannot be removed: {error.strerror or error}")
+            self._log_once(
+                f"{orphan.folder}: cannot delete this folder of committed records: {error.strerror or error}"
+            )
 
     def _run(self) -> None:
         failures = 0
@@ -136,13 +149,16 @@ class OrphanRecovery:
         try:
             found = folders(self._root)
         except OSError as error:
-            self._log_once(f"{self._root} cannot be read: {error.strerror or error}")
+            self._log_once(f"the spool folder {self._root} cannot be read: {error.strerror or error}")
             return
         others = [folder for folder in found if folder.name != self._own]
         self._waiting = sorted(others, key=lambda folder: folder.name in self._refused)
 
     def _take(self, folder: Path) -> None:
-        """Lock and serve the spool in `folder`, if its process is dead and its records belong to the same service."""
+        """Lock and serve the spool in `folder`.
+
+        Does nothing if the process that wrote the spool is alive or its records belong to another service.
+        """
         with self._changed:
             if folder.name in self._orphans or self._stopping.is_set():
                 return
@@ -152,14 +168,14 @@ class OrphanRecovery:
             try:
                 orphan = Orphan.take(folder, needed_plans)
             except (SpoolError, OSError) as error:
-                self._log_once(f"passed over: {error}")
+                self._log_once(f"spool skipped: {error}")
                 return
             if orphan is not None:
                 self._orphans[orphan.incarnation] = orphan
                 log.info("%s: this rank serves the records of a dead process", folder)
 
     def _register_all(self) -> bool:
-        """Register each spool once, the oldest first; return whether the service accepted all of them."""
+        """Send one registration for each spool, the oldest first. Return whether the service accepted all of them."""
         with self._changed:
             waiting = sorted(self._orphans.values(), key=lambda orphan: orphan.registration.started_at)
         is_accepted = True
@@ -169,11 +185,13 @@ class OrphanRecovery:
             try:
                 self._register(orphan)
             except RefusedError as error:  # the service may accept the others
-                self._log_once(f"records of {orphan.folder} wait for the service: {error}")
+                self._log_once(f"the service refused the records of {orphan.folder}, retrying: {error}")
                 self._give_way(orphan)
                 is_accepted = False
             except UnreachableError as error:
-                self._log_once(f"records of dead processes in {self._root} wait for the service: {error}")
+                self._log_once(
+                    f"the service cannot be reached for records of dead processes in {self._root}, retrying: {error}"
+                )
                 return False
         return is_accepted
 
@@ -196,7 +214,7 @@ class OrphanRecovery:
             self.finished(orphan)
 
     def _give_way(self, orphan: Orphan) -> None:
-        """Release a refused spool if others wait, and try it again after them."""
+        """Release a spool that the service has refused, if other spools are queued, and append it to the queue."""
         self._refused.add(orphan.incarnation)
         if self._waiting:
             with self._changed:

@@ -29,21 +29,26 @@ from rankscope_exporter.serving.spool import FAILED, Spool
 log = logging.getLogger(__name__)
 
 WRITE_SECONDS: Final = 0.5
-"""Longest wait of the publisher for a record to be written. Readers get the record after that."""
+"""Maximum seconds for which the publisher waits until a record is written.
+
+Afterwards readers can get the record from the ring.
+"""
 
 CLOSE_SECONDS: Final = 2.0
-"""Longest wait for the disk at the end of training."""
+"""Maximum seconds for which the end of training waits for the disk."""
 
 BACKLOG_RECORDS: Final = 64
 BACKLOG_BYTES: Final = 16 * 1024 * 1024
-"""Limits of the backlog for an unresponsive disk: after a pause of seconds all records are spooled, and a pause of
-minutes does not exhaust the memory."""
+"""Maximum size of the backlog of records that wait for an unresponsive disk.
+
+It is large enough for a pause of some seconds, and small enough that a pause of minutes does not exhaust the memory.
+"""
 
 BEHIND: Final = "spool_behind"
 
 
 class SpoolHangError(Exception):
-    """The disk of the spool does not respond."""
+    """Error: the disk of the spool folder does not respond."""
 
 
 class SpoolWriter:
@@ -73,11 +78,14 @@ class SpoolWriter:
 
     @property
     def is_hanging(self) -> bool:
-        """Return whether the disk does not respond, so that records are served before they are on disk."""
+        """Return whether the disk does not respond. The ring then serves records before they are on disk."""
         return self._skipped is not None
 
     def write(self, seq: int, record: StepRecord, size: int) -> None:
-        """Write a record of `size` bytes; return when it is on disk, or after WRITE_SECONDS, or if the disk hangs."""
+        """Write a record of `size` bytes to the spool.
+
+        Return when it is on disk, after WRITE_SECONDS, or immediately if the disk does not respond.
+        """
         if self._thread is None and not self._closing:
             self._start()
         with self._changed:
@@ -167,12 +175,17 @@ class SpoolWriter:
 
 
 OLDER_LAUNCHES_SECONDS = 2.0
-"""Longest wait of a rank's own registration for those of dead processes: the service numbers attempts in the order in
-which they register."""
+"""Maximum seconds for which this rank delays its registration until spools of dead processes are registered.
+
+The service numbers attempts in the order of their registrations.
+"""
 
 
 class Persistence:
-    """A rank without a spool folder: stores nothing on disk. `SpoolPersistence` is used when `spool_dir` is set."""
+    """Storage of a rank without a spool folder: it writes nothing to disk.
+
+    With the setting `spool_dir`, `SpoolPersistence` is used instead.
+    """
 
     @property
     def folder(self) -> str | None:
@@ -185,7 +198,7 @@ class Persistence:
         return {}
 
     def serve_orphans(self, client: Client, url: Callable[[], str | None]) -> None:
-        """Start to search for spools of dead processes, and register them with the service."""
+        """Start to search for spools of dead processes, and register each one with the service."""
 
     def wait_for_older_launches(self) -> None:
         """Wait until the spools found so far have been registered, at most OLDER_LAUNCHES_SECONDS."""
@@ -207,7 +220,10 @@ class Persistence:
         return False
 
     def after(self, cursor: int, max_bytes: int, first_in_ring: int) -> Stretch | None:  # noqa: ARG002 - as above
-        """Return records above `cursor` that are no longer in the ring, read from disk; None if there are none."""
+        """Return the records above `cursor` that are on disk and no longer in the ring.
+
+        Return None if there are no such records.
+        """
         return None
 
     def plan(self, plan_hash: str) -> str | None:  # noqa: ARG002 - as above
@@ -219,7 +235,10 @@ class Persistence:
         return None
 
     def finished(self, orphan: Orphan) -> None:
-        """Delete the spool of a dead process whose reader has received the answer that all records are committed."""
+        """Delete the spool of a dead process.
+
+        Call it after the client has received the answer that all records are committed.
+        """
 
     def close(self) -> None:
         """Stop the threads. Uncommitted records remain on disk for the next rank or a service."""
@@ -262,7 +281,7 @@ class SpoolPersistence(Persistence):
         return {**self._spool.dropped, BEHIND: self._writer.behind}
 
     def serve_orphans(self, client: Client, url: Callable[[], str | None]) -> None:
-        """Start the thread that searches for spools of dead processes and registers them with the service."""
+        """Start the thread that searches for spools of dead processes and registers each one with the service."""
         self._orphans = OrphanRecovery(
             self._root, self._incarnation, client, url, service=self._service, on_fault=self._on_fault
         )
@@ -274,7 +293,10 @@ class SpoolPersistence(Persistence):
             self._orphans.wait_searched(OLDER_LAUNCHES_SECONDS)
 
     def write(self, seq: int, record: StepRecord) -> None:
-        """Write `record` to the spool; see `Persistence.write`. Raises ValueError for statistics that fit no plan."""
+        """Write `record` to the spool before it enters the ring; see `Persistence.write`.
+
+        Raises ValueError if the statistics do not match the plan.
+        """
         self._writer.write(seq, record, record_bytes(record))
 
     def commit(self, seq: int) -> None:
@@ -286,7 +308,10 @@ class SpoolPersistence(Persistence):
         return self._spool.holds(seq)
 
     def after(self, cursor: int, max_bytes: int, first_in_ring: int) -> Stretch | None:
-        """Return records above `cursor` that are on disk and no longer in the ring; None also after a disk error."""
+        """Return the records above `cursor` that are on disk and no longer in the ring.
+
+        Return None if there are none or the disk fails.
+        """
         if cursor + 1 >= first_in_ring:
             return None
         try:
@@ -297,7 +322,10 @@ class SpoolPersistence(Persistence):
         return stretch if stretch is not None and stretch.first < first_in_ring else None
 
     def plan(self, plan_hash: str) -> str | None:
-        """Return the text of a plan that a record on disk uses, also one of a dead process; None if there is none."""
+        """Return the text of a plan that a record on disk uses, including records of dead processes.
+
+        Return None if no record uses it.
+        """
         text = self._spool.plan(plan_hash)
         return self._orphans.plan(plan_hash) if text is None and self._orphans is not None else text
 
@@ -306,7 +334,10 @@ class SpoolPersistence(Persistence):
         return None if self._orphans is None else self._orphans.get(incarnation)
 
     def finished(self, orphan: Orphan) -> None:
-        """Delete the spool of a dead process; its reader has received the answer that all records are committed."""
+        """Delete the spool of a dead process.
+
+        Call it after the client has received the answer that all records are committed.
+        """
         if self._orphans is not None:
             self._orphans.finished(orphan)
 
@@ -333,7 +364,7 @@ def persistence_of(
     on_fault: Callable[[str, BaseException], None],
     meter: CpuMeter,
 ) -> Persistence:
-    """Return the persistence that `config` asks for: a spool if `spool_dir` is set, otherwise none."""
+    """Return the storage that `config` selects: a spool if `spool_dir` is set, otherwise one that writes nothing."""
     if config.spool_dir is None:
         return Persistence()
     return SpoolPersistence(config.spool_dir, config, incarnation, describe, on_fault=on_fault, meter=meter)

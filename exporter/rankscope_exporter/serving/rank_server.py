@@ -1,6 +1,7 @@
-"""The serving side of a session: publish a record, drain, close. Creates ring, spool, exposition, server, registration.
+"""Publishes the records of a rank and serves them over HTTP until the session ends.
 
-`routes` answers the requests, and `registration` sends the heartbeats. Nothing here measures anything.
+The module creates the ring, the spool, the metrics page, the HTTP server and the registration. `routes` answers the
+requests, and `registration` sends the heartbeats. This module measures nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rankscope_exporter.serving.routes import Routes
 T = TypeVar("T")
 
 _URGENT: Final = (EventType.ANOMALY, EventType.EXIT, EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD)
-"""Events for which the service is asked to poll immediately."""
+"""Types of events after which the rank asks the service for an immediate poll."""
 _INERT: Final = -1
 """Sequence number that `publish` returns in a forked child, which has no server."""
 
@@ -60,7 +61,10 @@ class RankServer:
         faults: Callable[[], int],
         sources: RankServerSources | None = None,
     ) -> None:
-        """`overhead`, `dropped` and `faults` return statistics of other parts of the session for the metrics page."""
+        """`overhead`, `dropped` and `faults` return statistics of other parts of the session.
+
+        The metrics page shows the results.
+        """
         self.state = RankState(identity.incarnation)
         self.service_url = config.ingest_url
         self.url: str | None = None
@@ -98,9 +102,10 @@ class RankServer:
         self._abandoned = False
 
     def start(self) -> str:
-        """Listen, start to register, and return the URL under which other machines reach this rank. Raises ServeError.
+        """Start the server and the registration, and return the URL of this rank for other machines. Raises ServeError.
 
-        The node page and the spools of dead processes are optional: an error there is reported and does not raise.
+        An error of the node page or of the spools of dead processes is reported and not raised, because both are
+        optional.
         """
         if self._server is not None or self.state.is_closed:
             raise ServeError("this server was started before: create a new one")
@@ -139,11 +144,14 @@ class RankServer:
         return self.url
 
     def announce(self, kinds: Iterable[str]) -> None:
-        """Show the counters of `kinds` with value 0 before the first record of these kinds."""
+        """Show the counters of `kinds` on the metrics page with value 0 before the first record of these kinds."""
         self._latest.announce(kinds)
 
     def publish(self, record: StepRecord) -> int:
-        """Store a finished record and return its sequence number. Never waits for the network. From any thread."""
+        """Store a finished record and return its sequence number.
+
+        Never waits for the network. May be called from any thread.
+        """
         if self._abandoned:
             return _INERT
         with self._publishing:  # spool, ring and exposition must receive the records in the same order
@@ -157,7 +165,10 @@ class RankServer:
         return seq
 
     def set_phase(self, phase: str | None) -> None:
-        """Send the phase of the training to the service immediately: a long evaluation must not be seen as a hang."""
+        """Send the announced phase of the training to the service immediately.
+
+        This ensures that a long evaluation does not count as a stall.
+        """
         if self._abandoned or phase == self.state.phase:
             return
         self.state.phase = phase
@@ -165,9 +176,9 @@ class RankServer:
             self._registration.send_now()
 
     def drain(self, timeout_seconds: float) -> int:
-        """Wait until all records are committed; return the number of uncommitted ones.
+        """Wait until all records are committed, and return the number of uncommitted records.
 
-        Returns immediately if no service has registered this rank, since no reader can commit then.
+        Returns immediately if no service has registered this rank, because no client can then report a commit.
         """
         if self._abandoned:
             return 0
@@ -181,7 +192,7 @@ class RankServer:
         return self.ring.wait_committed(deadline - time.monotonic(), stop=lambda: self.state.is_closed)
 
     def close(self) -> None:
-        """Close the socket and end the threads; a second call does nothing."""
+        """Close the server and end its threads. A second call has no effect."""
         if self._abandoned or self.state.is_closed:
             return
         self.state.is_closed = True
@@ -247,7 +258,10 @@ class RankServer:
         )
 
     def _read(self, part: str, source: Callable[[], T], default: T) -> T:
-        """Return one part of the metrics page; `default` if its source raises: the page is then served without it."""
+        """Return the result of `source`, a part of the metrics page.
+
+        If it raises, the error is reported and `default` is returned, so that the page is served without this part.
+        """
         try:
             return source()
         except Exception as error:  # noqa: BLE001 - see above

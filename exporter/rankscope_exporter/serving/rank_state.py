@@ -1,6 +1,6 @@
-"""State and callbacks that the rank's server shares with its routes, and the list of recent clients.
+"""State and callbacks that the server of a rank shares with its routes, and the list of recent clients.
 
-`rankscope doctor` shows the recent clients. Values only; nothing here opens a socket.
+`rankscope doctor` shows the recent clients. The module opens no socket.
 """
 
 from __future__ import annotations
@@ -26,15 +26,21 @@ _LISTED_PATHS: Final = frozenset({METRICS_PATH, NODE_METRICS_PATH, RECORDS_PATH}
 
 @dataclass(slots=True)
 class RankState:
-    """State of this process that the server, the routes and the registration share. Plain stores, from any thread."""
+    """State of this process that the server, the routes and the registration share.
+
+    Any thread may assign its attributes without a lock.
+    """
 
     incarnation: str
     step: int | None = None
-    """The last published step."""
+    """Number of the step whose record was published last."""
     phase: str | None = None
-    """The phase that the script announced, such as an evaluation."""
+    """Name of the phase that the script announced, such as an evaluation."""
     lease: str | None = None
-    """Lease of the service that registered this rank and may move `committed`; None before the first registration."""
+    """Lease of the service that registered this rank; None before the first registration.
+
+    Only the holder of the lease may mark records as committed.
+    """
     is_draining: bool = False
     """True while the rank waits for the commit of its last records."""
     is_closed: bool = False
@@ -43,7 +49,7 @@ class RankState:
 
     @property
     def name(self) -> str:
-        """Return the state as the protocol names it: `running` or `draining`."""
+        """Return the state of the rank in the record channel: `running` or `draining`."""
         return STATE_DRAINING if self.is_draining else STATE_RUNNING
 
 
@@ -55,19 +61,35 @@ class RankServerSources:
     """
 
     take_stacks: Callable[[], Mapping[str, Any]] | None = None
-    """POST /stacks: takes and publishes the stacks of all threads, and returns them as a JSON object."""
+    """Function for POST /stacks.
+
+    It reads and publishes the stacks of all threads, and returns a JSON object with the stacks.
+    """
     change_sampling: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-    """PUT /config: changes the sampling, and returns the current and the pending state. Raises ConfigError."""
+    """Function for PUT /config.
+
+    It changes the sampling, and returns the current and the pending settings. Raises ConfigError if the request is
+    invalid.
+    """
     sampling_state: Callable[[], Mapping[str, Any]] | None = None
-    """GET /config: returns the current sampling, shown under `measuring`."""
+    """Function for GET /config.
+
+    It returns the current sampling settings, which the answer contains under the key `measuring`.
+    """
     stretch: Callable[[], int | None] = lambda: None
-    """Metrics page: the factor by which the overhead controller has multiplied the sampling interval."""
+    """Function for the metrics page.
+
+    It returns the factor by which the overhead controller has multiplied the sampling interval.
+    """
     collectives: Callable[[], Mapping[str, tuple[int, int]]] = dict
-    """Metrics page: number of calls and of bytes by operation."""
+    """Function for the metrics page. It returns the number of calls and of bytes for each collective operation."""
 
 
 class RecentClients:
-    """The clients that read a page most recently, at most MOST_CLIENTS. All methods may be called from any thread."""
+    """The clients that most recently requested a page of this rank, at most MOST_CLIENTS.
+
+    All methods may be called from any thread.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -75,7 +97,7 @@ class RecentClients:
         self._seen: dict[tuple[str, str], float] = {}  # the most recent client is the last entry
 
     def note(self, path: str, agent: str) -> None:
-        """Store that the client `agent` has requested the page at `path`, with the time."""
+        """Record the time at which the client `agent` requested `path`."""
         if path not in _LISTED_PATHS:
             return
         name = "".join(char if char.isprintable() else "?" for char in agent[:_LONGEST_NAME]) or "unnamed"
@@ -86,7 +108,7 @@ class RecentClients:
                 del self._seen[next(iter(self._seen))]
 
     def latest(self) -> list[dict[str, Any]]:
-        """Return page, client name and seconds since the request, the most recent client first."""
+        """Return path, client name and seconds since the last request of each client, the most recent client first."""
         with self._lock:
             seen = list(reversed(self._seen.items()))
         now = self._clock()

@@ -1,8 +1,8 @@
-"""Registers this rank with the service from a daemon thread, repeats the registration as a heartbeat, and sends pokes.
+"""Registers this rank with the service, and repeats the registration as a heartbeat from a daemon thread.
 
 The module also contains the HTTP client for the service, and the Prometheus file_sd entry of a rank without a service.
-Other threads only set a flag here, so a slow network delays no other thread. A poll by the service also shows that this
-rank is alive. The heartbeat is needed when the service does not poll, because it cannot or was restarted.
+Other threads only set a flag, so a slow network delays no other thread. A poll by the service also shows that this rank
+is alive. The heartbeat is needed while the service does not poll, for example after it was restarted.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _REPLY_BYTES: Final = 65_536
 
 
 class UnreachableError(Exception):
-    """The service did not answer, or its answer was not valid. The caller retries."""
+    """Error: the service did not answer, or its answer was invalid. The caller retries."""
 
 
 class RefusedError(Exception):
-    """The service answered with an HTTP error status; `text` is the body of its answer."""
+    """Error: the service answered with an HTTP error status; `text` is the body of the answer."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"{status}: {text}")
@@ -61,7 +61,10 @@ class ServiceClient:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def register(self, registration: Registration) -> RegistrationReply:
-        """Register this rank and return the reply. Raises RefusedError or UnreachableError."""
+        """Register this rank and return the reply.
+
+        Raises RefusedError for an error status, UnreachableError without a valid answer.
+        """
         body = self._post(REGISTER_PATH, registration.to_json(), REGISTER_SECONDS)
         try:
             return _checked(RegistrationReply.from_json(body))
@@ -69,7 +72,10 @@ class ServiceClient:
             raise UnreachableError(f"{self._url} sent an invalid registration reply: {error}") from error
 
     def poke(self, incarnation: str) -> None:
-        """Request an immediate poll of this rank. Raises RefusedError or UnreachableError."""
+        """Request an immediate poll of this rank.
+
+        Raises RefusedError for an error status, UnreachableError without a valid answer.
+        """
         self._post(POKE_PATH, json.dumps({"incarnation": incarnation}), POKE_SECONDS)
 
     def _post(self, path: str, body: str, timeout_seconds: float) -> bytes:
@@ -90,7 +96,10 @@ class ServiceClient:
 
 
 def service_client(config: ServeConfig) -> ServiceClient | None:
-    """Return the client for the service that `config` names, None if it names none. Raises ServeError for TLS files."""
+    """Return the HTTP client for the service in `config`; None if no service is configured.
+
+    Raises ServeError if a TLS file is invalid.
+    """
     if config.ingest_url is None:
         return None
     is_tls = config.ingest_url.startswith("https:")
@@ -100,7 +109,7 @@ def service_client(config: ServeConfig) -> ServiceClient | None:
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        """Follow no redirect; the caller then gets the redirect as an HTTPError."""
+        """Do not follow a redirect. urllib then raises an HTTPError for it."""
 
 
 def _reason(error: Exception, url: str) -> str:
@@ -130,7 +139,7 @@ def _checked(reply: RegistrationReply) -> RegistrationReply:
     is_text = isinstance(reply.lease, str) and reply.lease.isascii() and reply.lease.isprintable()
     is_positive = isinstance(reply.heartbeat_seconds, int | float) and reply.heartbeat_seconds > 0
     if not (is_text and reply.lease and is_positive and isinstance(reply.committed, int)):
-        raise ValueError("lease must be text, heartbeat_seconds above 0, committed a whole number")
+        raise ValueError("the lease must be text, heartbeat_seconds above 0, and committed a whole number")
     return reply
 
 
@@ -177,12 +186,18 @@ log = logging.getLogger(__name__)
 FIRST_RETRY_SECONDS: Final = 0.25
 MAX_RETRY_SECONDS: Final = 4.0
 DRAIN_HEARTBEAT_SECONDS: Final = 0.5
-"""Interval of heartbeats while the rank drains: it waits for the `committed` value of the reply."""
+"""Seconds between two heartbeats while the rank waits for the commit of its last records.
+
+Each reply contains the committed sequence number.
+"""
 MAX_HEARTBEAT_SECONDS: Final = 60.0
 """Longest time between two heartbeats, also of a rank that is polled."""
 _SILENT_INTERVALS: Final = 1.5
-"""Number of heartbeat intervals without a heartbeat after a poll. A rank without events is polled about once per
-interval, sometimes slightly late. With 1, one of 20 ranks sent a needless heartbeat at every fourth poll."""
+"""Maximum time after a poll without a heartbeat, in heartbeat intervals.
+
+A rank without events is polled about once per interval, sometimes slightly late. With the value 1, one of 20 ranks sent
+an unnecessary heartbeat at every fourth poll.
+"""
 _MIN_HEARTBEAT_SECONDS: Final = 0.1
 _JITTER: Final = random.Random()  # noqa: S311 - not a secret; a separate state, since training may seed the shared one
 
@@ -191,16 +206,25 @@ class Client(Protocol):
     """The two requests to the service that registration needs; `ServiceClient` implements them."""
 
     def register(self, registration: Registration) -> RegistrationReply:
-        """Register this rank and return the reply. Raises RefusedError or UnreachableError."""
+        """Register this rank and return the reply.
+
+        Raises RefusedError for an error status, UnreachableError without a valid answer.
+        """
         ...
 
     def poke(self, incarnation: str) -> None:
-        """Request an immediate poll of this rank. Raises RefusedError or UnreachableError."""
+        """Request an immediate poll of this rank.
+
+        Raises RefusedError for an error status, UnreachableError without a valid answer.
+        """
         ...
 
 
 class RegistrationLoop:
-    """Thread that registers until it is stopped. It calls `describe` for each request and `on_reply` for each reply."""
+    """Thread that sends registrations until it is stopped.
+
+    It calls `describe` for the content of each request, and `on_reply` with each reply.
+    """
 
     def __init__(
         self,
@@ -229,11 +253,11 @@ class RegistrationLoop:
         self._thread = OwnThread(target=self._run, name="rankscope-registration")
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the registration thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; a request in progress ends with its own timeout."""
+        """End the registration thread. A request in progress ends at the latest after its timeout."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -241,19 +265,22 @@ class RegistrationLoop:
             self._thread.join(timeout=1.0)
 
     def poke(self) -> None:
-        """Request an early poll, best effort. Returns immediately."""
+        """Ask the registration thread to request an early poll from the service.
+
+        Returns immediately; the request may fail.
+        """
         with self._wake:
             self._poke_wanted = True
             self._wake.notify()
 
     def drain(self) -> None:
-        """Report immediately that the rank drains, and shorten the heartbeat interval."""
+        """Report to the service immediately that the rank waits for its last commit, and send heartbeats more often."""
         with self._wake:
             self._draining = self._is_due_now = self._poke_wanted = True
             self._wake.notify()
 
     def wait_attempted(self, timeout_seconds: float) -> None:
-        """Wait until the first registration has succeeded or failed: a run may end before that."""
+        """Wait until the first registration has succeeded or failed, because a short run may end before it."""
         self._attempted.wait(timeout_seconds)
 
     def send_now(self) -> None:
@@ -296,7 +323,7 @@ class RegistrationLoop:
         return time.monotonic() >= due or (self._registered and (self._poke_wanted or self._is_due_now))
 
     def _register(self) -> float | None:
-        """Register once; return the seconds until the next heartbeat, None if the registration failed."""
+        """Send one registration; return the seconds until the next heartbeat, None if the registration failed."""
         try:
             reply = self._client.register(self._describe())
         except Exception as error:  # noqa: BLE001 - top of the thread: reported, and tried again
@@ -330,17 +357,21 @@ class RegistrationLoop:
 
 
 def next_heartbeat(due: float, *, sent_at: float, polled_at: float, interval_seconds: float) -> float:
-    """Return when the heartbeat that is due at `due` must be sent; polls postpone it, up to MAX_HEARTBEAT_SECONDS.
+    """Return the time of the next heartbeat, planned for `due`.
 
-    All times are monotonic seconds: `sent_at` of the last heartbeat, `polled_at` of the last poll.
+    A poll postpones the heartbeat, but not beyond MAX_HEARTBEAT_SECONDS after the last one.
+
+    All times are monotonic seconds: `sent_at` is the time of the last heartbeat, `polled_at` the time of the last poll.
     """
     return max(due, min(polled_at + _SILENT_INTERVALS * interval_seconds, sent_at + MAX_HEARTBEAT_SECONDS))
 
 
 def retry_seconds(failures: int, jitter: Callable[[], float] = _JITTER.random) -> float:
-    """Return the wait after `failures` failures in a row: doubled each time, limited, and reduced by up to a half.
+    """Return the seconds to wait after `failures` consecutive failures.
 
-    The random part prevents that all ranks of a large job reconnect to a restarted service at the same time.
+    The wait doubles up to a maximum, and a random part of up to a half is subtracted.
+
+    Without the random part, all ranks of a large job would reconnect to a restarted service at the same time.
     """
     longest = min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** min(failures - 1, 16))
     return longest * (0.5 + 0.5 * jitter())

@@ -24,14 +24,15 @@ _ROW_BYTES: Final = 200  # one scalar, event, feature, …: an upper estimate, s
 
 
 class CursorError(ValueError):
-    """A cursor is above the newest record."""
+    """Error: the cursor of a request is above the sequence number of the newest record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
     """Consecutive records of the ring, from sequence number `first` on.
 
-    `lost` contains the first and last requested sequence numbers that the ring no longer has; None if it has all.
+    `lost` contains the first and last sequence numbers that were requested and that the ring no longer has; None if the
+    ring has all requested records.
     """
 
     first: int
@@ -45,10 +46,16 @@ class Window:
 
 
 class Ring:
-    """Records with sequence numbers from 0 on; one writer, many readers. All methods may be called from any thread."""
+    """Ring of records with sequence numbers from 0 on.
+
+    One thread writes and many threads read; any thread may call any method.
+    """
 
     def __init__(self, max_records: int, max_bytes: int, is_kept: Callable[[int], bool] | None = None) -> None:
-        """`is_kept(seq)` returns whether the record is on disk; it then does not count as lost when overwritten."""
+        """`is_kept(seq)` returns whether the record is on disk.
+
+        An overwritten record that is on disk does not count as lost.
+        """
         self._max_records = max_records
         self._max_bytes = max_bytes
         self._is_kept = is_kept or (lambda _seq: False)
@@ -76,13 +83,14 @@ class Ring:
             return self._head
 
     def after(self, cursor: int, max_bytes: int) -> Window:
-        """Return records after `cursor`, oldest first: up to `max_bytes` before compression, but at least one if any.
+        """Return the records after `cursor`, oldest first. Raises CursorError if `cursor` is above the newest record.
 
-        Raises CursorError if `cursor` is above the newest record.
+        The records have up to `max_bytes` bytes before compression. At least one record is returned if there is any
+        after the cursor.
         """
         with self._changed:
             if cursor > self._head:
-                raise CursorError(f"after={cursor} is above the newest record {self._head}")
+                raise CursorError(f"after={cursor} is above the sequence number of the newest record: {self._head}")
             first = self._first
             start = max(cursor + 1, first)
             # Copy references under the lock and encode outside of it, so that a slow reader does not block `append`.
@@ -97,10 +105,13 @@ class Ring:
         return Window(first=start, records=tuple(record for record, _ in entries[:count]), lost=lost)
 
     def commit(self, seq: int) -> None:
-        """Mark records up to `seq` as committed; a lower `seq` has no effect. Raises CursorError above the head."""
+        """Mark records up to `seq` as committed; a lower `seq` than before has no effect.
+
+        Raises CursorError if `seq` is above the newest record.
+        """
         with self._changed:
             if seq > self._head:
-                raise CursorError(f"committed={seq} is above the newest record {self._head}")
+                raise CursorError(f"committed={seq} is above the sequence number of the newest record: {self._head}")
             if seq <= self._committed:
                 return
             fresh = islice(self._entries, max(self._committed + 1 - self._first, 0), max(seq + 1 - self._first, 0))
@@ -109,7 +120,10 @@ class Ring:
             self._changed.notify_all()
 
     def wait_committed(self, timeout_seconds: float, stop: Callable[[], bool] = lambda: False) -> int:
-        """Wait until all records are committed, `stop()` is true or the time is over; return the uncommitted number."""
+        """Wait until all records are committed, `stop()` returns true or the time is over.
+
+        Return the number of uncommitted records.
+        """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while self._uncommitted and not stop():
@@ -120,7 +134,7 @@ class Ring:
             return self._uncommitted
 
     def plan(self, plan_hash: str) -> NamedPlan | None:
-        """Return a plan that a record of the ring uses or recently used; None if it is unknown."""
+        """Return a plan that a record of the ring uses or recently used; None if the plan is unknown."""
         with self._changed:
             return self._plans.get(plan_hash)
 
@@ -129,7 +143,7 @@ class Ring:
 
     @property
     def head(self) -> int:
-        """Return the sequence number of the newest record, NOTHING before the first record."""
+        """Return the sequence number of the newest record; the constant NOTHING if there is no record yet."""
         return self._head
 
     @property
@@ -140,7 +154,7 @@ class Ring:
 
     @property
     def committed(self) -> int:
-        """Return the newest sequence number that is durable in a store."""
+        """Return the sequence number of the newest record that a store has committed."""
         return self._committed
 
     @property
@@ -156,7 +170,10 @@ class Ring:
 
     @property
     def fill(self) -> float:
-        """Return the share of the capacity, 0 to 1, that uncommitted records use. At 1 the next record is a loss."""
+        """Return the share of the ring, from 0 to 1, that uncommitted records occupy.
+
+        At 1, the next record overwrites an uncommitted one.
+        """
         with self._changed:
             waiting = self._uncommitted
             by_bytes = min(self._uncommitted_bytes / self._max_bytes, waiting / MIN_RING_RECORDS)

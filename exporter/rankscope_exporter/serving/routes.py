@@ -62,7 +62,7 @@ _ENDING: Final = "this process is about to exit"
 
 
 class BadRequestError(ValueError):
-    """A request parameter or body is invalid; the text names it."""
+    """Error: a parameter or the body of a request is invalid. The text names the parameter."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -78,7 +78,10 @@ class Routes:
     settings: Mapping[str, Any]
     token: str | None
     on_poll: Callable[[int], None]
-    """Called with `committed` for each poll by the holder of the lease. May raise CursorError."""
+    """Function that is called with the committed sequence number for each poll by the holder of the lease.
+
+    May raise CursorError.
+    """
 
     def __post_init__(self) -> None:
         self._clients = RecentClients()
@@ -222,9 +225,11 @@ class Routes:
 def orphan_answer(
     orphan: Orphan, state_headers: Mapping[str, str], after: int, committed: int | None, max_bytes: int
 ) -> Answer:
-    """Return the answer of a dead process as if it drained: its next records, or 503 when all of them are committed.
+    """Return the answer to a poll for a dead process.
 
-    `committed` is the newest durable seq if the client holds the lease, otherwise None.
+    It contains the next records, or has status 204 if all records were sent, or status 503 if all are committed.
+
+    `committed` is the newest committed sequence number if the client holds the lease, otherwise None.
     """
     try:
         if committed is not None:
@@ -285,7 +290,10 @@ def _holds_lease(request: Request, lease: str | None) -> bool:
 
 
 def _negotiate(request: Request) -> Answer | None:
-    """Return a refusal if the client accepts neither the content type nor the schema version of the record channel."""
+    """Return an error answer if the client does not accept the content type or schema version of the record channel.
+
+    Return None if it accepts both.
+    """
     accepted = request.headers.get("accept", "*/*")
     if not any(kind in accepted for kind in (ARROW_STREAM, "*/*", "application/*")):
         return Answer.text(HTTPStatus.NOT_ACCEPTABLE, f"records are sent as {ARROW_STREAM}")

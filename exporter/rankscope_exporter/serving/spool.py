@@ -35,8 +35,11 @@ from rankscope_exporter.serving.wire_encoder import SCHEMA, encode
 
 SEGMENT_BYTES: Final = 8 * 1024 * 1024
 SEGMENT_INFLATED_BYTES: Final = 64 * 1024 * 1024
-"""Upper limit of a file before compression. A reader decompresses a whole file, and zeros compress well, so a limit on
-the bytes on disk does not limit its memory."""
+"""Maximum size in bytes of a spool file before compression.
+
+A reader decompresses a whole file, and zeros compress well, so a limit on the bytes on disk would not limit the memory
+of the reader.
+"""
 
 _OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
@@ -54,15 +57,19 @@ class _Segment:
 
 
 class Spool:
-    """The spool of this process. One thread calls the methods that write; any thread calls those that read.
+    """The spool of this process: files with published records.
 
-    No lock is held during a disk operation, which may block for minutes, so `holds` never waits for the disk.
+    One thread calls the methods that write. Any thread may call the methods that read. No lock is held during a disk
+    operation, which may block for minutes, so `holds` never waits for the disk.
     """
 
     def __init__(
         self, root: str, incarnation: str, *, max_bytes: int, sync: bool = False, service: str | None = None
     ) -> None:
-        """`service` is the `service_name` of the only service that may read the spool after a crash; None: any."""
+        """`service` is the `service_name` of the only service that may read the spool after a crash.
+
+        With None, any service may read it.
+        """
         self.folder = Path(root) / incarnation
         self.dropped = {FULL: 0, FAILED: 0}
         self._max_bytes = max_bytes
@@ -79,9 +86,9 @@ class Spool:
         self._reader = SpoolReader(self.folder, needed_plans)
 
     def open(self, registration: Registration) -> None:
-        """Create the spool folder. It gets its final name when it is locked and has its identity file.
+        """Create the spool folder. Raises OSError or SpoolError if that fails.
 
-        Raises OSError or SpoolError.
+        The folder gets its final name after it is locked and contains the identity file.
         """
         self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         unfinished = self.folder.with_name(UNFINISHED_PREFIX + self.folder.name)
@@ -103,7 +110,11 @@ class Spool:
         return self._lock is not None
 
     def append(self, seq: int, record: StepRecord) -> None:
-        """Write a record, or count the reason why it is missing. Raises OSError after it has truncated the file."""
+        """Write a record to the spool.
+
+        A record that cannot be written is counted by reason. Raises OSError if the disk fails; the file is then
+        truncated to its complete records.
+        """
         is_written = False
         try:
             is_written = self._append(seq, record)
@@ -112,7 +123,10 @@ class Spool:
                 self._close_file()  # the next record begins a new file: within a file no sequence number is missing
 
     def commit(self, seq: int) -> None:
-        """Mark records up to `seq` as committed, and delete the files without other records. Raises OSError."""
+        """Mark records up to `seq` as committed, and delete the files that contain only committed records.
+
+        Raises OSError.
+        """
         with self._changed:
             self._committed = max(self._committed, seq)
             done = []
@@ -140,9 +154,9 @@ class Spool:
         return self._reader.plan(plan_hash)
 
     def close(self) -> None:
-        """Release the lock, and delete the folder if all its records are committed.
+        """Release the lock of the spool folder, and delete the folder if all its records are committed.
 
-        Otherwise a service or the next rank on this host takes the folder over.
+        Otherwise a service or the next rank on this host reads the remaining records.
         """
         lock, self._lock = self._lock, None
         if lock is None:
@@ -193,7 +207,10 @@ class Spool:
             self._plans.add(plan.hash)
 
     def _make_room(self, size: int) -> bool:
-        """Delete the oldest files until `size` more bytes fit; the newest records are the ones that explain a crash."""
+        """Delete the oldest files until `size` more bytes fit into the spool.
+
+        The newest records are kept, because they explain a crash.
+        """
         size += len(schema_message())
         if size > self._max_bytes:
             return False
@@ -209,7 +226,10 @@ class Spool:
         return True
 
     def _segment(self, seq: int, size: int, inflated: int) -> _Segment:
-        """Return the file for the record: the last one, or a new one if that is full, closed or not consecutive."""
+        """Return the file for the record with the sequence number `seq`.
+
+        A new file begins if the current one is full or closed, or does not end with the previous sequence number.
+        """
         if self._file >= 0:
             segment = self._segments[-1]
             fits = segment.last + 1 == seq and segment.bytes + size <= self._segment_bytes
@@ -263,13 +283,13 @@ class Spool:
 
 @cache
 def schema_message() -> bytes:
-    """Return the Arrow schema message at the beginning of each file and each stream."""
+    """Return the Arrow schema message with which each file and each stream of records begins."""
     message: bytes = SCHEMA.serialize().to_pybytes()
     return message
 
 
 def needed_plans(stream: bytes) -> list[str] | None:
-    """Return the plan hashes that the records of `stream` use; None if Arrow cannot read the stream to its end."""
+    """Return the hashes of the plans that the records of `stream` use; None if Arrow cannot read all of it."""
     try:
         with pa.ipc.open_stream(stream, options=_OPTIONS) as reader:
             table = reader.read_all()

@@ -1,8 +1,8 @@
-"""Exposition of the tensor series: thousands of samples, rendered by pyarrow without the GIL.
+"""Render the samples of tensor statistics for the metrics page, formatted by pyarrow without the GIL.
 
-The line prefixes are built once per plan; each step costs a gather, a cast and a join. Labels distinguish the parts of
-a tensor, as `layers.0[1]`, but not micro-batches, calls or model chunks. Two samples of one series would make the page
-invalid, so one of them is selected. The record channel contains all of them.
+The line prefixes are built once per plan. Each step then costs a gather, a cast and a join. Labels distinguish the
+parts of a tensor, as `layers.0[1]`, but not micro-batches, calls or model chunks. Two samples of one series would make
+the page invalid, so only one of them is on the page. The record channel contains all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rankscope_exporter.serving.latest_values import Sampled
 
 
 class MicroSteps:
-    """Positions of the plan entries of each micro-batch; used to find the last micro-batch of a step."""
+    """Positions of the plan entries of each micro-batch. They are used to find the last micro-batch of a step."""
 
     def __init__(self, entries: Sequence[PlanEntry], kinds: frozenset[str]) -> None:
         found: dict[int, list[int]] = {}
@@ -35,7 +35,10 @@ class MicroSteps:
         self._positions = [(micro, pa.array(found[micro], pa.int32())) for micro in sorted(found, reverse=True)]
 
     def last(self, present: Any) -> int | None:
-        """Return the last micro-batch that has a value; None if none has. `present` is a boolean array of entries."""
+        """Return the number of the last micro-batch that has a value; None if no micro-batch has one.
+
+        `present` is a boolean array with one element per plan entry.
+        """
         for micro_step, positions in self._positions:
             if pc.any(present.take(positions), min_count=0).as_py():
                 return micro_step
@@ -43,11 +46,13 @@ class MicroSteps:
 
 
 def distinct(entries: Sequence[PlanEntry], kinds: frozenset[str], last_micro_step: int | None) -> tuple[list[int], int]:
-    """Return the positions to show, one for each kind and label, and the number of series that are left out.
+    """Select the plan entries for the metrics page.
 
-    Preferred are, in this order: a whole tensor before a part with the same label; a value of the whole step before one
-    of a micro-batch; the last micro-batch; the first call of a module; the first entry of the plan. Other micro-batches
-    and calls are the same series at another time and do not count as left out.
+    Return their positions, one per kind and label, and the number of omitted series.
+
+    If several entries have the same kind and label, the following ones are preferred, in this order: a whole tensor to
+    a part; a value of the whole step to one of a micro-batch; the last micro-batch; the first call of a module; the
+    first entry of the plan. Other micro-batches and calls belong to the same series and do not count as omitted.
     """
     named: dict[tuple[str, str], list[int]] = {}
     for position, entry in enumerate(entries):
@@ -77,7 +82,7 @@ _BASELINE_SUFFIX: Final = "_baseline"
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Lines of one metric from one array of the record: line i has prefix i and the value at position i."""
+    """Lines of one metric. Line i consists of the prefix i and of the value at position i of an array of the record."""
 
     prefixes: Any  # pa.StringArray
     positions: Any  # pa.Int32Array
@@ -99,7 +104,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class TensorLines:
-    """The tensor part of the page as byte buffers, and the number of series that it leaves out."""
+    """The tensor statistics of the metrics page as byte buffers, and the number of series that the page leaves out."""
 
     pieces: tuple[Any, ...]
     over_budget: int  # series above the limit `series_budget`
@@ -107,7 +112,10 @@ class TensorLines:
 
 
 class TensorRenderer:
-    """Renders sampled statistics with fixed identity labels. One thread at a time."""
+    """Renders sampled statistics as lines of the metrics page, with fixed identity labels.
+
+    Only one thread at a time may use it.
+    """
 
     def __init__(
         self, identity: Mapping[str, str], rules: Sequence[AnomalyRule], series_budget: int, *, all_ops: bool = False
@@ -120,7 +128,7 @@ class TensorRenderer:
         self._micro_steps: OrderedDict[tuple[str, frozenset[str]], MicroSteps] = OrderedDict()
 
     def render(self, tensors: Iterable[Sampled]) -> TensorLines:
-        """Return the lines of all `tensors`, grouped by metric family as the format requires."""
+        """Return the lines of all statistics in `tensors`, grouped by metric family as the text format requires."""
         values: list[Any] = []
         baselines: list[Any] = []
         over_budget = ambiguous = 0
@@ -174,7 +182,10 @@ class TensorRenderer:
         )
 
     def _ops(self, plan: Plan, kind: str) -> list[str]:
-        """Return the ops in `plan` that the page shows for `kind`: those that rules use, or all, and baselines."""
+        """Return the ops of `plan` that the page shows for `kind`, with their baselines.
+
+        Depending on the settings, these are all ops or only the ops that rules use.
+        """
 
         def is_shown(op: str) -> bool:
             return self._all_ops or op in JUDGED_OPS or any(rule.judges(kind, op) for rule in self._rules)
@@ -188,7 +199,10 @@ class TensorRenderer:
 
 
 def _cached(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    """Return `cache[key]`, created by `make` if it is missing; remove the least recently used entry above the limit."""
+    """Return `cache[key]`; if it is missing, create it with `make`.
+
+    Remove the least recently used entry if the cache is full.
+    """
     if key not in cache:
         cache[key] = make()
         if len(cache) > _LAYOUTS_KEPT:
@@ -198,13 +212,16 @@ def _cached(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
 
 
 def _present(statistics: Statistics) -> Any:
-    """Return the `numel` counts, which are null exactly for absent tensors; settings may exclude other ops."""
+    """Return the counts of elements (`numel`), one per plan entry.
+
+    A count is null if the tensor was absent. `numel` is always measured, whereas the settings may exclude other ops.
+    """
     plan = statistics.plan.plan
     return statistics.counts.slice(plan.count_ops.index("numel") * len(plan.entries), len(plan.entries))
 
 
 def _lines(block: _Block, numbers: Any, statistics: Statistics) -> list[Any]:
-    """Return the lines of a block as one buffer; a null value has no line."""
+    """Return the lines of a block as one byte buffer. A null value has no line."""
     if not len(block.prefixes):
         return []
     present = _present(statistics)
@@ -219,7 +236,8 @@ def _lines(block: _Block, numbers: Any, statistics: Statistics) -> list[Any]:
 def _texts(numbers: Any) -> Any:
     """Return numbers in the text format of Prometheus.
 
-    A float32 is converted to float64 first, so that its last bits are zero and Prometheus compresses it well.
+    A float32 is converted to float64 first, so that the last bits of the value are zero and Prometheus compresses it
+    well.
     """
     if pa.types.is_integer(numbers.type):
         return numbers.cast(pa.string())

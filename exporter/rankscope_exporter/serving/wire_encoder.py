@@ -1,6 +1,9 @@
-"""Encode step records as one Arrow IPC stream: one row per record, lz4-compressed; the plan holds the names. Pure.
+"""Encode step records as one Arrow IPC stream with one row per record, compressed with lz4.
 
-Columns are built from complete lists, and pyarrow copies and compresses them without the GIL.
+The names are stored in the plan.
+
+The functions perform no I/O. Columns are built from complete lists, and pyarrow copies and compresses them without the
+GIL.
 """
 
 from __future__ import annotations
@@ -29,12 +32,18 @@ _COLUMN_TYPES: Final = {
 _REFUSED: Final = (TypeError, ValueError, OverflowError)  # raised by pyarrow for a value that does not fit its column
 
 _ATTRIBUTES: Final = {"scalars": {"labels": "labels_text"}, "events": {}}
-"""Datasets whose rows are objects, with the attribute of each column that has another name. Other rows are mappings."""
+"""Datasets whose rows are objects, with the names of attributes that differ from the column.
+
+Rows of other datasets are mappings.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A complete stream, and the number of nested rows that were left out because they do not fit their columns."""
+    """A complete Arrow IPC stream, and the number of omitted nested rows.
+
+    A row whose values do not fit the columns is omitted.
+    """
 
     body: pa.Buffer
     unencodable: int
@@ -73,12 +82,12 @@ def encode(first_seq: int, records: Sequence[StepRecord], *, whole: bool = False
 
 @lru_cache
 def _schema_with(datasets: Sequence[str]) -> Any:
-    """Return the schema of a stream that has columns only for these nested datasets."""
+    """Return the Arrow schema of a stream that has columns only for the given nested datasets."""
     return pa.schema([field for field in SCHEMA if field.name not in NESTED or field.name in datasets], SCHEMA.metadata)
 
 
 def _numbers(parts: Sequence[Any], item: Any) -> Any:
-    """Return a list column with one array per record; None becomes null."""
+    """Return an Arrow list column with one array per record. A missing array becomes null."""
     present = [part for part in parts if part is not None]
     if not present:
         return pa.nulls(len(parts), pa.list_(pa.field("item", item)))
@@ -89,7 +98,10 @@ def _numbers(parts: Sequence[Any], item: Any) -> Any:
 
 
 def _nested(dataset: str, rows_of_records: Sequence[Sequence[Any]]) -> tuple[Any, int]:
-    """Return the list-of-struct column of a dataset, and the number of rows that do not fit their columns."""
+    """Return the list-of-struct column of a dataset, and the number of omitted rows.
+
+    A row that does not fit the columns is omitted.
+    """
     if not any(rows_of_records):
         return _empty(dataset, len(rows_of_records)), 0
     rows = [row for rows in rows_of_records for row in rows]
@@ -110,7 +122,7 @@ def _list_of_structs(dataset: str, rows: Sequence[Any], lengths: Iterable[int]) 
     fields = list(column_type.value_type)
     for field, column in zip(fields, columns, strict=True):
         if not field.nullable and column.null_count:
-            raise ValueError(f"{dataset}.{field.name} may not be null")
+            raise ValueError(f"the field {field.name} of the dataset {dataset} must not be null")
     structs = pa.StructArray.from_arrays(columns, fields=fields)
     return pa.ListArray.from_arrays(_offsets(lengths), structs, type=column_type)
 

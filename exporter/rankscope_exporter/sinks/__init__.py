@@ -1,8 +1,10 @@
-"""Sinks: outputs of a rank's records in addition to the record channel. To add a sink, add a module here.
+"""Sinks: outputs of a rank's records in addition to the record channel. To add a sink, add a module to this package.
 
 `MonitorConfig.sinks` contains their names and settings: `{"csv": {"folder": "out"}, "api": {}}`. The publisher thread
-passes each published record to every sink, in order; the training thread never calls a sink. `Monitor.sink("api")`
-returns the sink. Its methods `rows(*kinds, step=None)` and `features(*kinds, step=None)` may be called in any thread.
+passes each published record to every sink, in order; the training thread never calls a sink.
+
+`Monitor.sink("api")` returns the sink with this name. Its methods `rows(*kinds, step=None)` and `features(*kinds,
+step=None)` may be called in any thread.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ def sink_classes() -> dict[str, type[Sink]]:
 
 
 def sink_class(name: str) -> type[Sink]:
-    """Return the class of the sink `name`. Raises ConfigError with the nearest name for an unknown one."""
+    """Return the class of the sink `name`.
+
+    Raises ConfigError for an unknown name; the text suggests the most similar name.
+    """
     classes = sink_classes()
     if name not in classes:
         hint = did_you_mean(name, classes)
-        raise ConfigError(f"sinks: {name!r} is unknown; there are {', '.join(classes)}.{hint}")
+        raise ConfigError(f"sinks: {name!r} is unknown; valid names are {', '.join(classes)}.{hint}")
     return classes[name]

@@ -1,9 +1,11 @@
-"""Sink that writes firings to `anomaly_detected/rank<r>/anomaly.json`, in the format of msprobe.
+"""Sink that writes firings of rules to `anomaly_detected/rank<r>/anomaly.json`, in the format of msprobe.
 
-The file is one JSON object, which is complete after every step. New entries overwrite its last bracket with one write,
-so the cost of a step does not depend on the number of entries. The first record of a run deletes the file of an earlier
-run. In msprobe, the key of an entry does not contain the statistic, and only the last of several anomalies of a tensor
-is kept. Here each anomaly has its own key. `rankscope_contract.msprobe.files` describes the tags.
+The file is one JSON object, which is complete after every step. New entries overwrite the closing bracket of the object
+with one write, so the cost of a step does not depend on the number of entries. The first record of a run deletes the
+file of an earlier run.
+
+In msprobe, the key of an entry does not contain the statistic, so the file has only the last of several anomalies of a
+tensor. Here each anomaly has a separate key. `rankscope_contract.msprobe.files` describes the tags of tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _END: Final = b"\n}\n"
 
 
 class Steps(NamedTuple):
-    """The number of a step in Rankscope, and the Rankscope number of msprobe's step 0."""
+    """The number of a step in Rankscope, and the number in Rankscope that corresponds to step 0 of msprobe."""
 
     ours: int
     first: int
@@ -37,7 +39,7 @@ class Steps(NamedTuple):
 def entries(
     events: Iterable[Event], steps: Steps, *, rank: int, pp_stage: int, group_mates: Sequence[int]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the key and the JSON text of each anomaly of a tensor among the `events` of a step."""
+    """Yield the key and the JSON text of each anomaly in the `events` of a step."""
     keys: set[str] = set()
     for event in events:
         if event.type != EventType.ANOMALY or event.tensor is None or event.kind is None:
@@ -78,14 +80,14 @@ class AnomalyOptions:
     """Settings of the sink `anomalies`."""
 
     folder: str | None = None
-    """The output folder. Default: the variable MONITOR_OUTPUT_DIR, else ./monitor_output."""
+    """The output folder. The default is the environment variable MONITOR_OUTPUT_DIR, or else ./monitor_output."""
 
     def __post_init__(self) -> None:
         files.check_folder(self.folder)
 
 
 class Anomalies(Sink):
-    """The sink `anomalies`: the file of anomalies of one rank."""
+    """The sink `anomalies`, which writes the anomalies of one rank to a JSON file."""
 
     name = "anomalies"
     options_class = AnomalyOptions
@@ -99,11 +101,14 @@ class Anomalies(Sink):
         self._bytes = 0
 
     def place(self, pp_stage: int, group_mates: Sequence[int]) -> None:
-        """Set the pipeline stage of this rank and the ranks of its group. Default: its own rank, and all ranks."""
+        """Set the pipeline stage of this rank and the ranks of its pipeline group, which the file contains.
+
+        By default, the stage is the number of the rank, and the group contains all ranks.
+        """
         self._stage, self._mates = pp_stage, tuple(group_mates)
 
     def put(self, record: StepRecord) -> None:
-        """Add the anomalies of a step."""
+        """Write the anomalies in the events of a record to the file."""
         if not self._begun:
             self._path.unlink(missing_ok=True)
             self._begun = True
@@ -118,7 +123,7 @@ class Anomalies(Sink):
     def _add(self, text: str) -> None:
         data = text.encode("utf-8", "backslashreplace") + _END
         if self._bytes + len(data) > MOST_BYTES:
-            raise OSError(f"{self._path}: limit of {MOST_BYTES:,} bytes reached, anomalies are not written")
+            raise OSError(f"{self._path}: limit of {MOST_BYTES:,} bytes reached; further anomalies are not written")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
@@ -131,7 +136,7 @@ class Anomalies(Sink):
             if written != len(data):  # the disk is full: the object must remain complete
                 os.pwrite(handle, _END, place)
                 os.ftruncate(handle, self._bytes)
-                raise OSError(f"{self._path}: {written} of {len(data)} bytes were written")
+                raise OSError(f"{self._path}: only {written} of {len(data)} bytes were written; the disk may be full")
             self._bytes = place + len(data)
         finally:
             os.close(handle)

@@ -17,22 +17,21 @@ from rankscope_exporter.records.step_record import StepRecord
 
 
 class Sink(CopiesDoNothing, abc.ABC):
-    """An output for the records of one rank between attach and detach.
+    """An output for the records of one rank, from `attach` to `detach`.
 
-    A sink is created at attach and performs no I/O then. Only the publisher thread calls `put` and `close`. The caller
-    counts and logs their exceptions, so a sink logs nothing itself. Data that a sink has not written when `put` returns
-    may be lost: the process may be killed or forked at any time.
-
-    A copy has the same settings, and neither receives nor keeps records.
+    A sink is created in `attach` and performs no I/O then. Only the publisher thread calls `put` and `close`. The
+    caller counts and logs exceptions of these methods, so a sink logs nothing. Data that a sink has not written when
+    `put` returns may be lost: the process may be killed or forked at any time. A copy of a sink has the same settings,
+    but receives and stores no records.
     """
 
     name: ClassVar[str]
     """The name of the sink in a configuration."""
     options_class: ClassVar[type[Any]]
-    """A frozen dataclass whose fields are the settings. It raises ValueError for an invalid value."""
+    """The settings of the sink as a frozen dataclass. Its constructor raises ValueError for an invalid value."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        """Keep the arguments of the constructor, for copies of the sink."""
+        """Store the arguments of the constructor, which are needed to copy the sink."""
         made = super().__new__(cls)
         made._made_of = arguments, named
         return made
@@ -52,26 +51,29 @@ class Sink(CopiesDoNothing, abc.ABC):
 
     @abc.abstractmethod
     def put(self, record: StepRecord) -> None:
-        """Process a published record. Records do not change afterwards, so a sink may keep them."""
+        """Process a published record.
+
+        The sink may keep a reference to it, because records do not change after publication.
+        """
 
     def close(self) -> None:
-        """End the output: no record follows."""
+        """Close the output. No record is passed to the sink afterwards."""
 
 
 def _do_nothing(*_: Any) -> None:
-    """Do nothing: `put` and `close` of a copy."""
+    """Do nothing. This function replaces `put` and `close` in a copy of a sink."""
 
 
 LONGEST_PAUSE: Final = 256
-"""The largest number of records that a failing sink skips between two attempts, for example while a disk is full."""
+"""Maximum number of records that a failing sink skips between two attempts, for example while a disk is full."""
 
 
 class Sinks:
     """The sinks of one session.
 
-    If a sink raises an exception, the record is lost for it and counted. The sink then skips the next record; after
-    further failures in a row it skips 2, 4, 8, … records, at most 256, before the next attempt. Skipped records are
-    counted and not kept.
+    If a sink raises an exception, it does not receive the record again, and the loss is counted. The sink then skips
+    the next record; after further consecutive failures it skips 2, 4, 8, … records, at most 256, before the next
+    attempt. Skipped records are counted and not stored.
     """
 
     def __init__(self, sinks: Sequence[Sink], boundary: ErrorBoundary) -> None:
@@ -82,7 +84,10 @@ class Sinks:
 
     @property
     def missed(self) -> dict[str, int]:
-        """The number of records that sinks have missed, by `sink_<name>`. Others are omitted."""
+        """Number of records that each sink has missed, under the key `sink_<name>`.
+
+        Sinks that have missed no record are omitted.
+        """
         return {f"sink_{feed.sink.name}": feed.missed for feed in self._feeds if feed.missed}
 
     def put(self, record: StepRecord) -> None:
@@ -103,7 +108,7 @@ class Sinks:
 
 
 class _Feed:
-    """One sink with the number of records that it missed and skips."""
+    """One sink, the number of records that it has missed, and the number of records that it will skip."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink

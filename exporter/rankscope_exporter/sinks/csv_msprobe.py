@@ -1,8 +1,8 @@
 """Sink that writes CSV files in the layout of msprobe while training runs.
 
-Every step is on disk when `put` returns. A new file appears complete; lines are appended to a file that covers several
-steps. Nothing is buffered, so an exit or an exception loses no published row. Lines are built from columns with a few
-Arrow kernels per step.
+Every step is on disk when `put` returns. A new file appears complete. If a file covers several steps, the lines of each
+step are appended. Nothing is buffered, so an exit or an exception loses no published row. Lines are built from columns
+with a few Arrow kernels per step.
 """
 
 from __future__ import annotations
@@ -54,20 +54,27 @@ _BRACKETS: Final = (pa.scalar("[", pa.string()), pa.scalar("]", pa.string()))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CsvOptions:
-    """Settings of the sink `csv`. They correspond to settings of msprobe."""
+    """Settings of the sink `csv`, most of which exist in msprobe under other names."""
 
     folder: str | None = None
-    """The output folder. Default: the variable MONITOR_OUTPUT_DIR, else ./monitor_output."""
+    """The output folder. The default is the environment variable MONITOR_OUTPUT_DIR, or else ./monitor_output."""
     steps_per_file: int = 1
-    """Steps per file, counted from 0. In msprobe: step_count_per_record."""
+    """Number of steps in each file; the first file begins with step 0 of msprobe.
+
+    The setting of msprobe is step_count_per_record.
+    """
     digits: int | None = None
-    """Largest number of decimals; null writes every digit. In msprobe: ndigits."""
+    """Maximum number of decimals of a number; null writes all digits. The setting of msprobe is ndigits."""
     append_to: tuple[str, str] | None = None
-    """Continue the folder of this rank that was created between these two times. In msprobe: append_output."""
+    """Two times.
+
+    Files are added to the folder of this rank that was created between these times. The setting of msprobe is
+    append_output.
+    """
     squash_name: bool = False
-    """Remove the prefixes of wrappers from names. In msprobe: squash_name."""
+    """True removes the prefixes of wrapping modules from names. The setting of msprobe is squash_name."""
     ops: tuple[str, ...] = OPS
-    """The columns of statistics in order. Statistics that are not published are omitted."""
+    """Names of the statistics that become columns, in order. Statistics that are not published are omitted."""
 
     def __post_init__(self) -> None:
         files.check_folder(self.folder)
@@ -81,12 +88,12 @@ class CsvOptions:
 
     @property
     def begun(self) -> Window | None:
-        """The times in `append_to`."""
+        """Return the two times of the setting `append_to`; None if it is not set."""
         return None if self.append_to is None else window(self.append_to)
 
 
 class Csv(Sink):
-    """The sink `csv`: the files of one rank in one folder."""
+    """The sink `csv`, which writes the records of one rank to files in one folder."""
 
     name = "csv"
     options_class = CsvOptions
@@ -104,7 +111,7 @@ class Csv(Sink):
         self._stacks: dict[str, str] = {}
 
     def put(self, record: StepRecord) -> None:
-        """Write the step, and new call stacks."""
+        """Write the statistics and features of a record, and call stacks of new modules."""
         first = self._numbering.first(record)
         self._write_stacks(record.modules)
         if record.step is None:
@@ -114,7 +121,7 @@ class Csv(Sink):
                 self._files.add(self._folder(), family, step, header, lines)
 
     def _families(self, record: StepRecord, ours: int, first: int) -> Iterator[tuple[str, int, str, str]]:
-        """Yield name, step, header and lines of each family."""
+        """Yield name, step, header and lines of each family of tensors or features in a record."""
         ops, digits = self._options.ops, self._options.digits
         if record.statistics is not None:
             columns = columns_of(record.statistics)
@@ -139,7 +146,7 @@ class Csv(Sink):
             self._stacks = known
 
     def _folder(self) -> Path:
-        """Return the folder of this rank. It is selected and created at the first write."""
+        """Return the output folder of this rank. The folder is selected and created at the first write."""
         if self._chosen is None:
             begun, name = self._options.begun, None
             if begun is not None and self._output.is_dir():
@@ -152,14 +159,17 @@ class Csv(Sink):
 
 
 class _Files:
-    """The files of one folder. Each has the lines of a family and of some steps; another header starts a new part."""
+    """The CSV files of one folder. Each file has the lines of one family for a number of steps.
+
+    If the columns of a family change, its lines are written to a new file.
+    """
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._current: dict[str, tuple[int, str, Path]] = {}  # by family: block, header, file
 
     def add(self, folder: Path, family: str, step: int, header: str, lines: str) -> None:
-        """Append the lines of `step` to their file."""
+        """Append the lines of `step` to the file of this step, or create the file with `header`."""
         path = self._path(folder, family, step // self._steps, header)
         try:
             files.append(path, _octets(lines), lines=True)
@@ -184,7 +194,10 @@ def _header(columns: Sequence[str], *, micro_steps: bool) -> str:
 
 
 class _TensorLines:
-    """The lines of one family of a plan. The parts that are equal at every step are computed once."""
+    """Formats the CSV lines of one family of a plan.
+
+    The parts of a line that are equal at every step are computed once.
+    """
 
     def __init__(self, rows: FamilyRows, ops: Sequence[str]) -> None:
         self.rows = rows
@@ -199,7 +212,10 @@ class _TensorLines:
         self._dtype = pa.array([_quoted(dtype) for _, _, dtype in rows.described], pa.string())
 
     def at(self, step: int, numel: pa.Int64Array, printed: Mapping[str, pa.StringArray]) -> str:
-        """Return the lines at msprobe's `step`, empty if no tensor exists. `printed` has the columns of the plan."""
+        """Return the CSV lines of a step; empty if no tensor exists. `step` is the number of the step in msprobe.
+
+        `numel` and the columns in `printed` have one element per entry of the plan.
+        """
         places = self.rows.there(numel)
         if not len(places):
             return ""
@@ -213,7 +229,11 @@ class _TensorLines:
         return _joined([*parts, self._shapes(places, numel.take(positions)), dtype])
 
     def _shapes(self, places: pa.Int64Array, numel: pa.Int64Array) -> pa.StringArray:
-        """Return the shapes. A shape with another number of elements (another batch) is written as that number."""
+        """Return the shapes of tensors as text, for example "[2, 3]".
+
+        If a tensor has another number of elements than its shape in the plan, for example in the last batch, the text
+        contains only this number.
+        """
         shape, fits = self._shape.take(places), pc.equal(self._numel.take(places), numel)
         if pc.all(fits).as_py():
             return shape
@@ -223,13 +243,13 @@ class _TensorLines:
 
 
 def _feature_header(family: str, ops: Sequence[str]) -> str:
-    """Return the header of a file of features."""
+    """Return the header of a CSV file for a family of features."""
     columns = (*ops, *TENSOR_COLUMNS[len(OPS) :]) if family == OTHER else tuple(FEATURE_COLUMNS[family])
     return _header(columns, micro_steps=family in MICRO_STEP_FAMILIES)
 
 
 def _feature_lines(family: str, rows: Sequence[FeatureRow], step: int, ops: Sequence[str], digits: int | None) -> str:
-    """Return the lines of a family of features at msprobe's `step`."""
+    """Return the CSV lines of a family of features. `step` is the number of the step in msprobe."""
     parts = [
         pa.array([str(row.vpp_stage) for row in rows], pa.string()),
         pa.array([_quoted(row.name) for row in rows], pa.string()),
@@ -247,7 +267,10 @@ def _feature_lines(family: str, rows: Sequence[FeatureRow], step: int, ops: Sequ
 
 
 def _as_statistics(value: pa.FloatArray, ops: Sequence[str], digits: int | None) -> list[pa.Array]:
-    """Return the columns that msprobe writes for one number: it computes every statistic of it."""
+    """Return the columns that msprobe writes for a single number.
+
+    msprobe treats the number as a tensor and computes every statistic of it.
+    """
     text = _texts(value, digits)
     none, all_, zero = (pa.scalar(text, pa.string()) for text in ("0.0", "1.0", "0"))
     constant = {"nans": zero, "zeros": pc.if_else(pc.equal(value, pa.scalar(0.0, pa.float32())), all_, none)}
@@ -256,7 +279,10 @@ def _as_statistics(value: pa.FloatArray, ops: Sequence[str], digits: int | None)
 
 
 def _texts(numbers: pa.Array, digits: int | None) -> pa.StringArray:
-    """Return numbers as text: with at most `digits` decimals, or with as few as restore the exact number."""
+    """Return numbers as text with at most `digits` decimals.
+
+    With None, the text has as many digits as the exact value needs.
+    """
     if pa.types.is_integer(numbers.type):
         return pc.fill_null(numbers.cast(pa.string()), _NAN)
     if digits is not None:
@@ -265,7 +291,7 @@ def _texts(numbers: pa.Array, digits: int | None) -> pa.StringArray:
 
 
 def _quoted(cell: str) -> str:
-    """Return a cell with the quotes that CSV needs."""
+    """Return `text` as a CSV cell, in quotes if CSV needs them."""
     return '"' + cell.replace('"', '""') + '"' if any(sign in cell for sign in ',"\n') else cell
 
 
@@ -276,7 +302,7 @@ def _joined(parts: Sequence[pa.Array | pa.Scalar]) -> str:
 
 def _check_whole(name: str, value: Any, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"{name} is a number from 1 to {most:,}, not {value!r}")
+        raise ValueError(f"{name} must be a number from 1 to {most:,}, not {value!r}")
 
 
 def _pair(value: Any) -> tuple[str, str]:

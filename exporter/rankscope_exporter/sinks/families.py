@@ -1,8 +1,9 @@
-"""Convert a record into the families, rows, names and statistics of msprobe, as columns. No I/O.
+"""Converts a record to the families, rows, names and statistics of msprobe, as columns. No I/O.
 
 The parts of a row that are equal at every step are computed once per plan. A step then costs a few Arrow kernels, which
-release the GIL for the training. A value that msprobe computes and Rankscope does not know is `nan`, as in an export:
-with a NaN the norm is NaN, with an Inf it is Inf, and min, max and mean are unknown.
+release the GIL for the training. A value that msprobe computes and Rankscope does not know is `nan`, as in exported
+files. If a tensor contains a NaN, its norm is NaN. If it contains an Inf, its norm is Inf. In both cases, min, max and
+mean are unknown.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ FEATURE_COLUMNS: Final[dict[str, dict[str, str]]] = {
     **{family: dict(features.columns) for family, features in FEATURES.items()},
     OTHER: {"norm": DIRECTION},
 }
-"""The columns of each family of features with their kinds. `other` repeats its one number in every column."""
+"""Columns of each family of features, with the kind of feature in each column.
+
+The family `other` has the same number in every column.
+"""
 
 _FAMILY_OF: Final = {str(kind): family for family, kinds in TENSOR_FAMILIES.items() for kind in kinds}
 _FAMILY_OF_FEATURE: Final = {kind: family for family, columns in FEATURE_COLUMNS.items() for kind in columns.values()}
@@ -52,12 +56,12 @@ _FALSE: Final = pa.scalar(False, pa.bool_())
 
 T = TypeVar("T")
 Naming = Callable[[str, bool], str]
-"""Returns the name of a tensor or module in the output; the second argument is True for a module."""
+"""Function that returns the output name of a tensor or a module. The second argument is True for a module."""
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyRows:
-    """The rows of one family in a plan as columns. `positions` are their positions in the plan."""
+    """The rows of one family in a plan, as columns. `positions` contains the positions of the rows in the plan."""
 
     family: str
     kind: str
@@ -71,9 +75,9 @@ class FamilyRows:
     ops: frozenset[str]  # published statistics of any row
 
     def there(self, numel: pa.Int64Array) -> pa.Int64Array:
-        """Return the indices, within this family, of the rows that exist at a step, in the order of the plan.
+        """Return the indices, within this family, of the rows whose tensors exist at a step, in the order of the plan.
 
-        `numel` has the number of elements of every entry of the plan, null for a tensor that does not exist.
+        `numel` has the number of elements of every entry of the plan, or null for a tensor that does not exist.
         """
         mine = numel.take(pa.array(self.positions, pa.int64()))
         places = pc.indices_nonzero(pc.is_valid(mine)).cast(pa.int64())
@@ -88,7 +92,10 @@ class FamilyRows:
 def family_rows(
     entries: Sequence[PlanEntry], naming: Naming, ops: Sequence[frozenset[str]] | None = None
 ) -> list[FamilyRows]:
-    """Return the families of a plan with their rows in order. `ops` are the published statistics by entry or None."""
+    """Return the families of a plan, each with its rows. `ops` contains the published statistics of each entry.
+
+    With `ops` None, all statistics are published.
+    """
     members: dict[str, list[int]] = {}
     for position, entry in enumerate(entries):
         family = _FAMILY_OF.get(entry.kind)
@@ -135,7 +142,7 @@ def _described(entry: PlanEntry) -> tuple[int, str, str]:
 
 
 class PlannedRows(Generic[T]):
-    """The rows of the current plan by family, prepared by `prepare` once per plan, with the chosen statistics."""
+    """The rows of the current plan by family, with the chosen statistics. `prepare` computes them once per plan."""
 
     def __init__(self, prepare: Callable[[FamilyRows, Sequence[str]], T], naming: Naming, ops: Sequence[str]) -> None:
         self._prepare = prepare
@@ -146,7 +153,7 @@ class PlannedRows(Generic[T]):
         self._prepared: Sequence[T] = ()
 
     def of(self, statistics: Statistics) -> Sequence[T]:
-        """Return the prepared families of the plan of `statistics`."""
+        """Return the families of the plan of `statistics`. They are computed once per plan."""
         if statistics.plan.hash != self._plan or statistics.ops is not self._published:
             families = family_rows(statistics.plan.plan.entries, self._naming, statistics.ops)
             chosen = [(rows, [op for op in self._ops if op in rows.ops]) for rows in families]
@@ -158,8 +165,8 @@ class PlannedRows(Generic[T]):
 def columns_of(statistics: Statistics) -> dict[str, pa.Array]:
     """Return msprobe's statistics of every entry of the plan, and `numel`, which is null for an absent tensor.
 
-    Statistics that are measured and not published are used, but not returned: the norm of a tensor with a NaN is NaN,
-    also if the count of NaN is not published.
+    Statistics that are measured and not published are used, but not returned. For example, the norm of a tensor with a
+    NaN is NaN, even if the number of NaN values is not published.
     """
     plan = statistics.plan.plan
     size = len(plan.entries)
@@ -179,7 +186,7 @@ def columns_of(statistics: Statistics) -> dict[str, pa.Array]:
 
 @dataclass(frozen=True, slots=True)
 class FeatureRow:
-    """One row of a family of features. `numbers` has the columns with a value."""
+    """One row of a family of features. `numbers` contains the values of the columns that have one."""
 
     vpp_stage: int
     name: str
@@ -188,7 +195,7 @@ class FeatureRow:
 
 
 def feature_rows(features: Iterable[Mapping[str, Any]], naming: Naming) -> dict[str, list[FeatureRow]]:
-    """Return the rows of each family. The numbers of one module and micro-batch are one row."""
+    """Return the rows of each family of features. Features of the same module and micro-batch become one row."""
     found: dict[str, dict[tuple[int, str, int], dict[str, float]]] = {}
     for row in features:
         family = _FAMILY_OF_FEATURE.get(row["kind"])

@@ -1,7 +1,7 @@
 """Output folders of sinks, step numbers and names in their files, and file writes that are complete or have no effect.
 
 However the process ends, the next process can read or continue a file. No file is open between two writes: a forked
-child inherits no open file, and a file that was moved away is created again.
+child inherits no open file, and a file that was moved is created again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ def create(path: Path, data: bytes) -> None:
 
 
 def append(path: Path, data: bytes, *, lines: bool = False) -> None:
-    """Append all of `data` to the file at `path`. If that fails, the file is unchanged. Raises FileNotFoundError.
+    """Append all of `data` to the file at `path`.
 
-    In a file of `lines`, a last line without a line feed was left by a killed writer and is removed.
+    If that fails, the file remains unchanged. Raises FileNotFoundError if there is no file.
+
+    With `lines`, a last line without a line feed is removed first, because a killed process wrote only a part of it.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -54,7 +56,7 @@ def append(path: Path, data: bytes, *, lines: bool = False) -> None:
 
 
 def first_line(path: Path) -> bytes | None:
-    """Return the first line of a file with its line feed, None if the file does not exist."""
+    """Return the first line of the file at `path`, including its line feed; None if the file does not exist."""
     try:
         with path.open("rb") as file:
             return file.readline(_PORTION)
@@ -63,7 +65,7 @@ def first_line(path: Path) -> bytes | None:
 
 
 def _whole_lines(descriptor: int, end: int) -> int:
-    """Return the offset of the end of the last complete line."""
+    """Return the offset in bytes of the end of the last complete line of a file."""
     while end:
         start = max(0, end - _PORTION)
         found = os.pread(descriptor, end - start, start).rfind(b"\n")
@@ -92,39 +94,45 @@ def output_folder(given: str | None, environment: Mapping[str, str] = os.environ
 
 
 def check_folder(folder: Any) -> None:
-    """Raise ValueError for a value that is no path."""
+    """Raise ValueError if a value of the setting `folder` is not a path."""
     if folder is not None and not (isinstance(folder, str) and folder and "\0" not in folder):
-        raise ValueError(f"folder is a path, not {folder!r}; without it {FOLDER_VARIABLE} or {DEFAULT_FOLDER}")
+        raise ValueError(f"folder must be a path, not {folder!r}; the default is {FOLDER_VARIABLE} or {DEFAULT_FOLDER}")
 
 
 def check_truth(name: str, value: Any) -> None:
-    """Raise ValueError for a value that is neither true nor false."""
+    """Raise ValueError if a value of a setting is not a bool."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is true or false, not {value!r}")  # noqa: TRY004 - becomes a ConfigError
+        raise ValueError(f"{name} must be true or false, not {value!r}")  # noqa: TRY004 - becomes a ConfigError
 
 
 def chosen_ops(ops: Any) -> tuple[str, ...]:
-    """Return the statistics that `ops` names, in its order. Raises ValueError."""
+    """Return the statistics that the setting `ops` names, in the same order.
+
+    Raises ValueError for an unknown or repeated name.
+    """
     if isinstance(ops, str) or not isinstance(ops, Sequence) or not ops:
-        raise ValueError(f"ops is a list of some of {', '.join(OPS)}, not {ops!r}")
+        raise ValueError(f"ops must be a list of some of {', '.join(OPS)}, not {ops!r}")
     for op in ops:
         if op not in OPS:
             near = difflib.get_close_matches(str(op), OPS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"ops: {op!r} is unknown, there are {', '.join(OPS)}{hint}")
+            raise ValueError(f"ops: {op!r} is unknown; valid names are {', '.join(OPS)}{hint}")
     if len(set(ops)) < len(ops):
-        raise ValueError(f"ops names one of {', '.join(ops)} twice")
+        raise ValueError(f"ops contains a statistic twice: {', '.join(ops)}")
     return tuple(ops)
 
 
 class Numbering:
-    """The step numbers of this process. msprobe's first step is 0; Rankscope's is 1, or 0 if recorded first."""
+    """The step numbers of this process in msprobe and in Rankscope.
+
+    The first step is 0 in msprobe. In Rankscope it is 1, or 0 if a step 0 is recorded first.
+    """
 
     def __init__(self) -> None:
         self._first: int | None = None
 
     def first(self, record: StepRecord) -> int:
-        """Return the Rankscope number of msprobe's step 0, which the first record with a step determines."""
+        """Return the number in Rankscope of msprobe's step 0. The first record with a step determines this number."""
         if self._first is None:
             if record.step is None:
                 return 1
@@ -133,7 +141,10 @@ class Numbering:
 
 
 def naming(*, squash: bool) -> Callable[[str, bool], str]:
-    """Return the function for the names of parameters and modules in the output. Both kinds have separate names."""
+    """Return a function that converts names of parameters and modules to names in the output.
+
+    Names of the two are converted separately.
+    """
     if not squash:
         return lambda name, _is_module: name
     parameters, modules = Squash(), Squash()

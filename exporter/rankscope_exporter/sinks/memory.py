@@ -1,7 +1,7 @@
-"""Sink that keeps the rows of the last measured steps in memory, for code in the training process.
+"""Sink that stores the rows of the last measured steps in memory, for code in the training process.
 
-The rows are those that the store receives, so they are available after the step is published: while training is at step
-n, the newest rows are usually those of step n - 1.
+The rows are those that the store receives. They are available after the step is published: while training is at step n,
+the newest rows are usually those of step n - 1.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class ApiOptions:
     """Settings of the sink `api`."""
 
     steps: int = 8
-    """Number of measured steps to keep. Each takes 56 bytes per tensor."""
+    """Number of measured steps that the sink stores. Each step takes 56 bytes per tensor."""
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or not 1 <= self.steps <= MOST_STEPS:
-            raise ValueError(f"steps is a number from 1 to {MOST_STEPS:,}, not {self.steps!r}")
+            raise ValueError(f"steps must be a number from 1 to {MOST_STEPS:,}, not {self.steps!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The statistics of one tensor at one step. `numbers` has the statistics by name, None for an unknown one."""
+    """The statistics of one tensor at one step. `numbers` contains the statistics by name; an unknown one is None."""
 
     step: int
     entry: PlanEntry
@@ -44,7 +44,7 @@ class Row:
 
 
 class Api(Sink):
-    """The sink `api`: the latest records of one rank. Thread-safe."""
+    """The sink `api`, which stores the latest records of one rank. Thread-safe."""
 
     name = "api"
     options_class = ApiOptions
@@ -54,23 +54,26 @@ class Api(Sink):
         self._lock = threading.Lock()
 
     def put(self, record: StepRecord) -> None:
-        """Keep a measured step and drop the oldest one."""
+        """Store the record of a measured step, and remove the oldest record if the sink is full."""
         if record.step is not None and (record.statistics is not None or record.features):
             with self._lock:
                 self._records.append(record)
 
     def steps(self) -> tuple[int, ...]:
-        """Return the numbers of the kept steps, oldest first."""
+        """Return the numbers of the stored steps, oldest first."""
         return tuple(record.step for record in self._kept() if record.step is not None)
 
     def rows(self, *kinds: str, step: int | None = None) -> tuple[Row, ...]:
-        """Return the statistics of `kinds` (default: all) at `step`, or at the last step with such statistics."""
+        """Return the statistics of `kinds` (default: all) at `step`.
+
+        The default is the last step with statistics of these kinds.
+        """
         return self._latest(step, lambda record: rows_of(record, kinds))
 
     def features(self, *kinds: str, step: int | None = None) -> tuple[Mapping[str, Any], ...]:
         """Return the rows of `features` with these kinds, each with its `kind`, `module`, `index` and `value`.
 
-        `kinds` and `step` have the same meaning as in `rows`.
+        `kinds` and `step` select as in `rows`: by default all kinds, at the last step with features of these kinds.
         """
         return self._latest(
             step, lambda record: (dict(row) for row in record.features if not kinds or row["kind"] in kinds)
@@ -88,7 +91,7 @@ class Api(Sink):
 
 
 def rows_of(record: StepRecord, kinds: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the statistics of `kinds` (default: all) in a record."""
+    """Yield the statistics of the given kinds in a record, one row per tensor. By default all kinds are returned."""
     statistics = record.statistics
     if statistics is None or record.step is None:
         return
@@ -100,7 +103,7 @@ def rows_of(record: StepRecord, kinds: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _numbers(statistics: Statistics, position: int) -> dict[str, float | int | None] | None:
-    """Return the numbers at `position` of the plan, None if the tensor did not exist."""
+    """Return the statistics at `position` of the plan, by name; None if the tensor did not exist."""
     plan = statistics.plan.plan
     size = len(plan.entries)
     counts = {op: statistics.counts[place * size + position].as_py() for place, op in enumerate(plan.count_ops)}

@@ -1,10 +1,13 @@
 """Sink that writes TensorBoard event files in the layout of msprobe's conversion of its CSV files, without protobuf.
 
-    <folder>/rank<R>/<family>/events.out.tfevents.<seconds>.<8 hex>      tag vp<stage>:<name>[:micro<m>]/<statistic>
+The path of a file and the tag of a value have these forms:
 
-Steps are those of msprobe, from 0 on. Every step is on disk when `put` returns. A file is a sequence of records:
-length, checksum, an `Event` message, checksum. A message consists of the constant bytes of its tags, which are computed
-once per plan, and of four bytes for each number.
+    <folder>/rank<R>/<family>/events.out.tfevents.<seconds>.<8 hex>
+    vp<stage>:<name>[:micro<m>]/<statistic>
+
+The numbers of steps are those of msprobe, from 0 on. Every step is on disk when `put` returns. A file is a sequence of
+records, each with a length, a checksum, an `Event` message and a checksum. A message consists of the constant bytes of
+its tags, which are computed once per plan, and of four bytes for each value.
 """
 
 from __future__ import annotations
@@ -46,19 +49,22 @@ _LARGEST: Final = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 
 
 def beginning(seconds: float, step: int) -> bytes:
-    """Return the first bytes of a file whose first number belongs to `step`."""
+    """Return the first bytes of an event file whose first number belongs to `step`."""
     version = WALL_TIME + _DOUBLE.pack(seconds) + _with_length(FILE_VERSION, b"brain.Event:2")
     return _record(version) + _record(_head(seconds, step) + _with_length(SESSION_LOG, _START))
 
 
 def value_head(tag: str) -> bytes:
-    """Return the bytes before the four bytes of a number with the tag `tag`."""
+    """Return the constant bytes that precede a float32 value with the tag `tag` in an event file."""
     named = _with_length(TAG, tag.encode("utf-8", "replace")) + SIMPLE_VALUE
     return VALUE + _varint(len(named) + _NUMBER.size) + named
 
 
 def event(seconds: float, step: int, numbers: Iterable[tuple[bytes, float]]) -> bytes:
-    """Return the record of one step: each number is preceded by the bytes that `value_head` returned for its tag."""
+    """Return the TensorBoard record of one step.
+
+    Each value is preceded by the bytes that `value_head` returned for its tag.
+    """
     values = b"".join(head + _number(number) for head, number in numbers)
     return _record(_head(seconds, step) + _with_length(SUMMARY, values))
 
@@ -93,14 +99,17 @@ def _record(data: bytes) -> bytes:
 
 
 def _masked_sum(data: bytes) -> int:
-    """Return CRC-32C of `data`, rotated and masked as the format requires."""
+    """Return the CRC-32C checksum of `data`, rotated and masked as the file format requires."""
     crc = _crc_function()(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 @functools.cache
 def _crc_function() -> Callable[[bytes], int]:
-    """Return a function for CRC-32C: of google-crc32c if it is installed, which is 50 times faster."""
+    """Return a function that computes CRC-32C.
+
+    It is that of google-crc32c if the package is installed, which is 50 times faster.
+    """
     try:
         from google_crc32c import value  # noqa: PLC0415 - only where event files are written
     except ImportError:
@@ -110,7 +119,7 @@ def _crc_function() -> Callable[[bytes], int]:
 
 
 def crc32c(data: bytes) -> int:
-    """Return CRC-32C of `data`, computed four bytes at a time."""
+    """Return the CRC-32C checksum of `data`. It is computed four bytes at a time."""
     low, high = _pair_tables()
     crc = 0xFFFFFFFF
     for word in memoryview(data[: len(data) & ~3]).cast("I") if sys.byteorder == "little" else ():
@@ -124,7 +133,7 @@ def crc32c(data: bytes) -> int:
 
 @functools.cache
 def _pair_tables() -> tuple[array[int], array[int]]:
-    """Return the tables of the checksums of two bytes after two and after four bytes."""
+    """Return two tables of CRC-32C remainders, indexed by a 16-bit value: after two bytes and after four bytes."""
     table = _table()
     two = [table[table[pair & 0xFF] & 0xFF ^ pair >> 8] ^ table[pair & 0xFF] >> 8 for pair in range(1 << 16)]
     four = (two[crc & 0xFFFF] ^ crc >> 16 for crc in two)
@@ -139,7 +148,7 @@ def _table() -> tuple[int, ...]:
 
 
 EVENT_VALUES: Final = 2_000
-"""The largest number of numbers in one record: readers skip records of many megabytes."""
+"""Maximum number of values in one record of an event file. Readers skip records of many megabytes."""
 
 Numbers = Sequence[tuple[bytes, float]]
 
@@ -149,11 +158,11 @@ class TensorBoardOptions:
     """Settings of the sink `tensorboard`."""
 
     folder: str | None = None
-    """The output folder. Default: the variable MONITOR_OUTPUT_DIR, else ./monitor_output."""
+    """The output folder. The default is the environment variable MONITOR_OUTPUT_DIR, or else ./monitor_output."""
     squash_name: bool = False
-    """Remove the prefixes of wrappers from names. In msprobe: squash_name."""
+    """True removes the prefixes of wrapping modules from names. The setting of msprobe is squash_name."""
     ops: tuple[str, ...] = OPS
-    """The statistics to write. Statistics that are not published are omitted."""
+    """Names of the statistics to write. Statistics that are not published are omitted."""
 
     def __post_init__(self) -> None:
         files.check_folder(self.folder)
@@ -162,7 +171,7 @@ class TensorBoardOptions:
 
 
 class TensorBoard(Sink):
-    """The sink `tensorboard`: the event files of one rank, one per family."""
+    """The sink `tensorboard`, which writes one event file per family for one rank."""
 
     name = "tensorboard"
     options_class = TensorBoardOptions
@@ -176,7 +185,7 @@ class TensorBoard(Sink):
         self._tagged = PlannedRows(_Tagged, self._naming, options.ops)
 
     def put(self, record: StepRecord) -> None:
-        """Write the step."""
+        """Write the statistics and features of a record to the event files."""
         first = self._numbering.first(record)
         if record.step is None:
             return
@@ -205,7 +214,7 @@ class TensorBoard(Sink):
 
 
 class _Tagged:
-    """The rows of one family with the constant bytes of their tags."""
+    """The rows of one family of a plan, with the constant bytes of their TensorBoard tags."""
 
     def __init__(self, rows: FamilyRows, ops: Sequence[str]) -> None:
         self.rows = rows
@@ -214,7 +223,10 @@ class _Tagged:
         self._heads = {op: [value_head(f"{name}/{op}") for name in names] for op in ops}
 
     def numbers(self, columns: dict[str, Any]) -> Numbers:
-        """Return the numbers of the existing rows with the bytes of their tags. Unknown counts are omitted."""
+        """Return the values of the existing rows, each with the constant bytes of its tag.
+
+        Unknown counts are omitted.
+        """
         listed = self.rows.there(columns["numel"]).to_pylist()
         positions = pa.array([self.rows.positions[place] for place in listed], pa.int64())
         return [
@@ -233,6 +245,9 @@ def _feature_numbers(family: str, row: FeatureRow) -> Numbers:
 
 
 def _named(vpp_stage: int, cell: str, micro_step: int | None) -> str:
-    """Return a tag without its statistic. Colons and percent signs of the name are encoded, as in Rankscope exports."""
+    """Return a TensorBoard tag without the name of the statistic.
+
+    Colons and percent signs of the name are encoded, as in exported files.
+    """
     name = plain(cell).replace("%", "%25").replace(":", "%3A")
     return f"vp{vpp_stage}:{name}" + ("" if micro_step is None else f":micro{micro_step}")

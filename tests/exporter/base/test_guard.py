@@ -22,16 +22,16 @@ def test_a_fault_is_swallowed_counted_and_named_once(caplog: pytest.LogCaptureFi
 
     assert 4 == boundary.count
     assert [
-        "the hook failed, training goes on: ValueError('first')",
-        "the hook failed, training goes on: KeyError('second')",
+        "the hook failed, training continues: ValueError('first')",
+        "the hook failed, training continues: KeyError('second')",
     ] == [record.getMessage() for record in caplog.records]
 
 
 def test_a_file_that_failed_is_named_and_an_error_that_quotes_all_is_cut() -> None:
-    assert "the sink failed, training goes on: NotADirectoryError: [Errno 20] Not a directory: '/dev/full/x'" == (
+    assert "the sink failed, training continues: NotADirectoryError: [Errno 20] Not a directory: '/dev/full/x'" == (
         fault_text("the sink", NotADirectoryError(20, "Not a directory", "/dev/full/x"))
     )
-    assert "the sink failed, training goes on: OSError('full')" == fault_text("the sink", OSError("full"))
+    assert "the sink failed, training continues: OSError('full')" == fault_text("the sink", OSError("full"))
     assert MOST_CHARACTERS + 100 > len(fault_text("publishing", ValueError("x" * 1_000_000)))
 
 

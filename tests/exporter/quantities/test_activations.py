@@ -374,8 +374,11 @@ def test_notice_about_unmatched_target_names_the_nearest_modules():
     ("options", "text"),
     [
         ({"targets": {"head": {"input": "tuple[2]:2"}}}, "element 2 of 2 does not exist"),
-        ({"targets": {"head": {"input": "garbage"}}}, "is no pattern for a part of an object: write 'tensor', 'tuple"),
-        ({"targets": {"head": {"inputs": "tensor"}}}, "'inputs' is unknown; there are input, output, input_grad"),
+        (
+            {"targets": {"head": {"input": "garbage"}}},
+            "is not a pattern for a part of an object: write 'tensor', 'tuple",
+        ),
+        ({"targets": {"head": {"inputs": "tensor"}}}, "'inputs' is unknown; valid names are input, output, input_grad"),
         ({"targets": {"head": "tensor"}}, "is a table of input, output"),
         ({"targets": ["a"], "parts": {"b": {}}}, "belongs to no target; add it to targets"),
         ({"parts": ["a"]}, "parts is a table of tables"),

@@ -318,7 +318,7 @@ def test_failing_hook_loses_only_its_own_features(monkeypatch):
         ("linear", {"tolerance": 1.0}, "tolerance is a number from 1e-05 to below 1"),
         ("router", {"top_k": 0}, "top_k is a whole number from 1 on"),
         ("router", {"logits": "guessed"}, "logits is 'returned' or 'computed', not 'guessed'"),
-        ("router", {"output": "second"}, "'second' is no pattern for a part of an object"),
+        ("router", {"output": "second"}, "'second' is not a pattern for a part of an object"),
     ],
 )  # fmt: skip
 def test_invalid_options_are_rejected(quantity, options, text):

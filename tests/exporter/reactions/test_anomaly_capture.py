@@ -356,12 +356,12 @@ def test_failing_or_slow_on_anomaly_delays_nothing():
         ({"quantities": ["activation"]}, "Did you mean 'activations'"),
         ({"rules": ["AnomalyNaN"]}, "Did you mean 'AnomalyNan'"),
         ({"rules": "AnomalyNan"}, r"write \['AnomalyNan'\]"),
-        ({"steps": 0}, "capture.steps is a whole number from 1 on"),
-        ({"cooldown_steps": -1}, "capture.cooldown_steps is a whole number from 0 on"),
+        ({"steps": 0}, "capture.steps must be a whole number of at least 1"),
+        ({"cooldown_steps": -1}, "capture.cooldown_steps must be a whole number of at least 0"),
         ({"options": {"activations": {"target": []}}}, "Did you mean options.activations.targets"),
         ({"options": {"router": {}}}, "add 'router' to capture.quantities"),
-        ({"flight_record": "yes"}, "capture.flight_record is true or false"),
-        (True, "capture is a table of settings"),
+        ({"flight_record": "yes"}, "capture.flight_record must be true or false"),
+        (True, "capture must be a table of settings"),
     ],
 )
 def test_invalid_capture_settings_raise_with_the_fix(capture, why):
@@ -376,7 +376,7 @@ def test_all_rules_start_captures_with_a_star_and_by_default():
 
 
 def test_on_anomaly_must_be_a_function():
-    with pytest.raises(ConfigError, match="on_anomaly is a function"):
+    with pytest.raises(ConfigError, match="on_anomaly must be a function"):
         Monitor(on_anomaly="notify")  # type: ignore[arg-type]  # as a script may have it
 
 

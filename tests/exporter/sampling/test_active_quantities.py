@@ -152,8 +152,8 @@ def test_each_quantity_has_its_own_schedule_targets_and_ranks(reader, eventually
         ({"optimizer_state": {}}, "add 'optimizer_state' to quantities"),
         ({"gradients": {"evry": 2}}, r"Did you mean options\.gradients\.every"),
         ({"gradients": {"every": 0}}, "every is a whole number from 1 on"),
-        ({"gradients": {"targets": "x"}}, "targets is a list of names"),
-        ({"gradients": []}, "options.gradients is a table"),
+        ({"gradients": {"targets": "x"}}, "targets must be a list of names"),
+        ({"gradients": []}, "options.gradients must be a table"),
     ],
 )
 def test_invalid_options_raise_with_the_fix(options, text):

@@ -103,7 +103,7 @@ def test_cursor_above_the_head_is_416(rank, record):
     got = rank.records(2)
 
     assert (416, "1") == (got.status, got.headers["Rankscope-Head"])
-    assert "after=2 is above the newest record 1" in got.text
+    assert "after=2 is above the sequence number of the newest record: 1" in got.text
 
 
 @pytest.mark.parametrize("headers", [{"Rankscope_Schema": "2"}, {"Rankscope_Schema": "x"}, {"Accept": "text/html"}])

@@ -81,7 +81,7 @@ def test_committed_never_decreases_nor_exceeds_the_head():
     ring = _filled(5)
     ring.commit(3)
     ring.commit(1)
-    with pytest.raises(CursorError, match="committed=5 is above the newest record 4"):
+    with pytest.raises(CursorError, match="committed=5 is above the sequence number of the newest record: 4"):
         ring.commit(5)
 
     assert (3, 1) == (ring.committed, ring.uncommitted)

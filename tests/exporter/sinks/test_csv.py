@@ -270,15 +270,15 @@ def test_default_folder_is_that_of_the_environment(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"steps_per_file": 0}, "steps_per_file is a number from 1 to 1,000,000"),
-        ({"digits": 21}, "digits is a number from 1 to 20"),
-        ({"digits": True}, "digits is a number from 1 to 20"),
+        ({"steps_per_file": 0}, "steps_per_file must be a number from 1 to 1,000,000"),
+        ({"digits": 21}, "digits must be a number from 1 to 20"),
+        ({"digits": True}, "digits must be a number from 1 to 20"),
         ({"append_to": ["Dec03_21-34-40"]}, "append_to must be two folder times"),
         ({"append_to": ["Dec03_21-34-40", "later"]}, "append_to: 'later' is not a folder time"),
         ({"ops": ["norms"]}, "'norms' is unknown, .*did you mean 'norm'"),
-        ({"ops": "norm"}, "ops is a list"),
-        ({"folder": 3}, "folder is a path"),
-        ({"squash_name": 1}, "squash_name is true or false"),
+        ({"ops": "norm"}, "ops must be a list"),
+        ({"folder": 3}, "folder must be a path"),
+        ({"squash_name": 1}, "squash_name must be true or false"),
         ({"step_per_file": 3}, "Did you mean sinks.csv.steps_per_file"),
     ],
 )

@@ -104,11 +104,11 @@ def test_monitor_returns_none_for_an_unconfigured_sink():
 @pytest.mark.parametrize(
     ("sinks", "says"),
     [
-        ({"apu": {}}, "'apu' is unknown; there are .*Did you mean 'api'"),
+        ({"apu": {}}, "'apu' is unknown; valid names are .*Did you mean 'api'"),
         ({"api": {"step": 3}}, "unknown setting sinks.api.step; .*Did you mean sinks.api.steps"),
-        ({"api": {"steps": 0}}, "sinks.api: steps is a number from 1"),
-        ({"api": True}, "sinks.api is a table"),
-        (["api"], "sinks is a table"),
+        ({"api": {"steps": 0}}, "sinks.api: steps must be a number from 1"),
+        ({"api": True}, "sinks.api must be a table"),
+        (["api"], "sinks must be a table"),
     ],
 )
 def test_invalid_settings_are_rejected_with_the_nearest_name(sinks, says):

@@ -2,7 +2,7 @@
 
 `TrainerMon` has the arguments of msprobe's class. `Monitor("monitor_config.json")` accepts msprobe's configuration. The
 table in docs/migration.md lists the equivalents of all options, calls and files. No other part of Rankscope depends on
-this folder: it registers its format with `config.loader`.
+this package. The package registers its configuration format with `config.loader`.
 """
 
 from rankscope_exporter.compat.msprobe.config_translation import translated

@@ -1,4 +1,4 @@
-"""Parse the arguments of `TrainerMon` and `set_monitor`, and compare hints of the script with the model.
+"""Parses the arguments of `TrainerMon` and `set_monitor`, and compares hints of the script with the model.
 
 msprobe's manual prints `(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)`. Its code accepts
 `(model, optimizer, grad_acc_steps, tp_group, dp_group, start_iteration)`, and its constructor has had two orders. The
@@ -22,12 +22,12 @@ AS_IN_THE_MANUAL: Final = ("grad_acc_steps", "optimizer", "dp_group", "tp_group"
 AS_IN_THE_CODE: Final = ("optimizer", "grad_acc_steps", "tp_group", "dp_group", "start_iteration")
 _CONSTRUCTION_NAMES: Final = ("process_group", "params_have_main_grad", "opt_ty")
 _MISPRINTED: Final = {"param_have_main_grad": "params_have_main_grad"}
-"""The manual contains both spellings."""
+"""Misspelled names of arguments, with the correct names. msprobe's manual contains both spellings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Construction:
-    """The arguments of the constructor after the configuration. None means that the script does not give them."""
+    """The arguments of `TrainerMon` after the configuration. An argument that the script omits is None."""
 
     process_group: Any = None
     params_have_main_grad: bool | None = None
@@ -35,7 +35,7 @@ class Construction:
 
     @classmethod
     def of(cls, positional: Sequence[Any], named: Mapping[str, Any]) -> Construction:
-        """Return the arguments by name. Raises ConfigError."""
+        """Parse the arguments of `TrainerMon` and return them by name. Raises ConfigError if an argument is invalid."""
         given = {_MISPRINTED.get(name, name): value for name, value in named.items()}
         places = list(_CONSTRUCTION_NAMES)
         for value in positional:
@@ -49,13 +49,13 @@ class Construction:
         if group is not None and not callable(getattr(group, "rank", None)):
             raise ConfigError(f"process_group must be the process group of the pipeline or None, not {group!r}")
         if not isinstance(made.params_have_main_grad, bool | None):
-            raise ConfigError(f"params_have_main_grad is True or False, not {made.params_have_main_grad!r}")
+            raise ConfigError(f"params_have_main_grad must be True or False, not {made.params_have_main_grad!r}")
         return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """The arguments of `set_monitor`."""
+    """The arguments of `TrainerMon.set_monitor`, by name."""
 
     model: Any
     optimizer: Any = None
@@ -66,7 +66,10 @@ class Attachment:
 
     @classmethod
     def of(cls, call: str, positional: Sequence[Any], named: Mapping[str, Any]) -> Attachment:
-        """Return the arguments of the function `call` by name, given in either order. Raises ConfigError."""
+        """Parse the arguments of the function `call`, given in either order, and return them by name.
+
+        Raises ConfigError if an argument is invalid.
+        """
         given = dict(named)
         names: tuple[str, ...] = ("model",)
         if len(positional) > 1:
@@ -78,30 +81,30 @@ class Attachment:
             _put(given, name, value, call)
         _check_names(given, ("model", *AS_IN_THE_CODE), call)
         if "model" not in given:
-            raise ConfigError(f"{call} needs the model: {call}(model, optimizer=optimizer)")
+            raise ConfigError(f"{call} needs the model: call {call}(model, optimizer=optimizer)")
         return cls(**given)
 
     @property
     def chunks(self) -> Sequence[Any]:
-        """The model chunks. There is one chunk unless the pipeline has virtual stages."""
+        """Return the model chunks as a sequence. It has one element unless the pipeline has virtual stages."""
         return self.model if isinstance(self.model, list | tuple) else [self.model]
 
     @property
     def watched(self) -> torch.nn.Module | list[torch.nn.Module]:
-        """The monitored modules: all model chunks if Megatron-Core's DDP wraps them, else the first module."""
+        """Return the modules to monitor: all model chunks if Megatron-Core's DDP wraps them, else the first chunk."""
         return list(self.chunks) if len(self.chunks) > 1 and are_chunks(self.chunks) else self.chunks[0]
 
     def check(self, call: str) -> None:
         """Raise ConfigError if the model or the optimizer has a wrong type."""
         if isinstance(self.optimizer, torch.nn.Module) and not isinstance(self.model, torch.nn.Module):
-            raise ConfigError(f"{call}: model and optimizer are exchanged")
+            raise ConfigError(f"{call}: model and optimizer are exchanged; pass the model first")
         if not self.chunks or not all(isinstance(module, torch.nn.Module) for module in self.chunks):
-            raise ConfigError(f"{call}: model is a torch module or a list of its chunks, not {_type(self.model)}")
+            raise ConfigError(f"{call}: model must be a torch module or a list of its chunks, not {_type(self.model)}")
         if self.optimizer is None:
-            raise ConfigError(f"{call} needs the optimizer: {call}(model, optimizer=optimizer)")
+            raise ConfigError(f"{call} needs the optimizer: call {call}(model, optimizer=optimizer)")
         optimizers = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
         if not optimizers or not all(callable(getattr(item, "step", None)) for item in optimizers):
-            raise ConfigError(f"{call}: optimizer is a torch optimizer or wraps one, not {_type(self.optimizer)}")
+            raise ConfigError(f"{call}: optimizer must be a torch optimizer or wrap one, not {_type(self.optimizer)}")
 
 
 def _place_of(value: Any, places: Sequence[str]) -> str:
@@ -109,7 +112,9 @@ def _place_of(value: Any, places: Sequence[str]) -> str:
     if wanted is not None and wanted in places:
         return wanted
     if not places:
-        raise ConfigError("TrainerMon takes config_file_path, process_group, params_have_main_grad and opt_ty")
+        raise ConfigError(
+            "too many arguments: TrainerMon takes config_file_path, process_group, params_have_main_grad and opt_ty"
+        )
     return places[0]
 
 
@@ -122,7 +127,7 @@ def _put(given: dict[str, Any], name: str, value: Any, call: str) -> None:
 def _check_names(given: Mapping[str, Any], known: Sequence[str], call: str) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise ConfigError(f"{call} has no argument {unknown[0]!r}; there are {', '.join(known)}")
+        raise ConfigError(f"{call} has no argument {unknown[0]!r}; its arguments are {', '.join(known)}")
 
 
 def _type(value: Any) -> str:
@@ -142,11 +147,11 @@ _CLASSES: Final = {
     "DeepSpeedZeroOptimizer_Stage1_or_2": "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizer_Stage3": "DeepSpeedZeroOptimizer_Stage3",
 }
-"""The values of `opt_ty` with the names of the optimizer classes."""
+"""Names of optimizer classes by the value of the argument `opt_ty` in msprobe."""
 
 
 def wrong_hints(hints: Construction, given: Attachment) -> Iterator[str]:
-    """Yield a sentence for each hint that does not match the model, and for modules that are not monitored."""
+    """Yield a sentence for each wrong hint about the model or the optimizer, and one for unmonitored model chunks."""
     yield from _main_grad_hints(hints.params_have_main_grad, given.chunks)
     yield from _optimizer_hints(hints.opt_ty, given.optimizer)
     if len(given.chunks) > 1 and not isinstance(given.watched, list):
@@ -161,7 +166,10 @@ def wrong_hints(hints: Construction, given: Attachment) -> Iterator[str]:
 
 
 def first_step(given: Attachment) -> int:
-    """Return the number of the first step, which is one more than in msprobe, because msprobe counts from 0."""
+    """Return the number of the first step in Rankscope.
+
+    It is one more than in msprobe, because msprobe counts from 0.
+    """
     started = whole(given.start_iteration)
     return 1 + started if started is not None and _is_iteration(started) else 1
 

@@ -1,9 +1,9 @@
-"""Translate a configuration of msprobe, including its name patterns, into settings of a monitor. No I/O.
+"""Translates a configuration of msprobe, including its name patterns, into settings of a Rankscope monitor. No I/O.
 
-msprobe counts steps from 0, a monitor from 1. A setting without an equivalent is reported in `remarks`. A name in the
-configuration may have the number of its model chunk (`0:`) and the prefix of DDP (`module.`) in front, and with
-`squash_name` it may be shortened to its tail. A target matches the module with this name. For parameters it matches a
-parameter, or all parameters of a module.
+msprobe counts steps from 0, Rankscope from 1. A setting without an equivalent is reported in `remarks`. A name in the
+configuration may begin with the number of its model chunk (`0:`) and the prefix of DDP (`module.`). With `squash_name`
+the name may be shortened to its last parts. A target matches the module with this name. For parameters, a target
+matches a parameter, or all parameters of a module.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from rankscope_exporter.model.parameter_names import plain_name
 _CHUNK: Final = re.compile(r"\d+:")
 _WRAPPER: Final = re.compile(r"(?:module\.)+|module$")
 _TAIL: Final = re.compile(r"(?:layers?|embeddings?)\.|final|output|norm")
-"""The beginning of a name that msprobe has shortened to its tail."""
+"""Regular expression for a name that msprobe has shortened to its last parts."""
 
 
 def module_pattern(target: str, *, squashed: bool = False) -> str:
-    """Return the pattern of the module `target`, which may be the tail of a name if names are `squashed`."""
+    """Return the name pattern for the module `target`.
+
+    With `squashed`, `target` may be only the last parts of the name.
+    """
     name, wrapped, cut = _parts(target, squashed=squashed)
     if not wrapped and not cut:
         return name
@@ -34,7 +37,7 @@ def module_pattern(target: str, *, squashed: bool = False) -> str:
 
 
 def parameter_pattern(target: str, *, squashed: bool = False) -> str:
-    """Return the pattern of the parameter `target`, or of all parameters in the module `target`."""
+    """Return the name pattern for the parameter `target`, or for all parameters in the module `target`."""
     name, wrapped, cut = _parts(target, squashed=squashed)
     if not name:
         return "*"
@@ -42,7 +45,10 @@ def parameter_pattern(target: str, *, squashed: bool = False) -> str:
 
 
 def _parts(target: str, *, squashed: bool) -> tuple[str, bool, bool]:
-    """Return the name, whether wrappers may precede it, and whether the beginning of the name may be missing."""
+    """Parse a target of msprobe.
+
+    Return the name, whether it had the prefix of a wrapper, and whether its beginning may be missing.
+    """
     name = plain_name(_CHUNK.sub("", target, count=1) if _CHUNK.match(target) else target)
     inner = _WRAPPER.sub("", name, count=1) if _WRAPPER.match(name) else name
     return inner, inner != name, squashed and _TAIL.match(inner) is not None
@@ -66,7 +72,10 @@ _MSPROBE_KEYS: Final = {
     "zero_below": "eps",
     "sinks": "format",
 }
-"""Settings of a monitor that correspond to msprobe's keys. A document must not contain both."""
+"""Settings of a Rankscope monitor, each with the keys of msprobe for the same purpose.
+
+A document in msprobe's format must not contain these settings.
+"""
 
 _BY_PARAMETER: Final = {
     "param_distribution": "parameters",
@@ -78,7 +87,9 @@ _BY_PARAMETER: Final = {
 
 
 def translated(settings: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
-    """Return msprobe's `settings` as settings of a MonitorConfig. Raises ConfigError.
+    """Convert msprobe's `settings` to settings of a MonitorConfig and return them.
+
+    Raises ConfigError if a setting is invalid.
 
     `settings` may also contain settings of a monitor (`ours`) that msprobe does not have, such as `run` or `serve`.
     """
@@ -86,7 +97,7 @@ def translated(settings: Mapping[str, Any], ours: Collection[str]) -> dict[str, 
         if key in settings:
             its = next((name for name in settings if name in KEYS and name not in ours), None)
             where = "" if its is None else f" together with {its}"
-            raise ConfigError(f"{key} is not allowed{where}: msprobe's configuration has {word} for it")
+            raise ConfigError(f"{key} is not allowed{where}: use msprobe's settings for this purpose: {word}")
     check_keys(settings, {*KEYS, *(name for name in ours if name not in _MSPROBE_KEYS)})
     additional = {key: value for key, value in settings.items() if key not in KEYS}
     tool = MsprobeSettings.of({key: value for key, value in settings.items() if key in KEYS and value is not None})
@@ -108,7 +119,7 @@ def translated(settings: Mapping[str, Any], ours: Collection[str]) -> dict[str, 
 
 
 def _options(tool: MsprobeSettings) -> Options:
-    """Return the options of each quantity that is measured."""
+    """Return the options of each measured quantity, by the name of the quantity."""
     chosen: Options = {}
     of_parameters = [parameter_pattern(target, squashed=tool.squash_name) for target in tool.targets]
     for key, quantity in _BY_PARAMETER.items():
@@ -148,7 +159,10 @@ def _collectives(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _features(tool: MsprobeSettings) -> Options:
-    """Return the quantities for `l2_targets`. For `linear_hook` an empty list means every layer, for others none."""
+    """Return the quantities that correspond to `l2_targets` of msprobe.
+
+    An empty list of targets selects all layers for `linear_hook`, and no module for the other hooks.
+    """
     hooks = {
         hook: [module_pattern(name, squashed=tool.squash_name) for name in names]
         for hook, names in tool.l2_targets.items()
@@ -165,7 +179,7 @@ def _features(tool: MsprobeSettings) -> Options:
 
 
 def _sinks(tool: MsprobeSettings) -> dict[str, dict[str, Any]]:
-    """Return the sinks with their settings. Each sink uses the variable MONITOR_OUTPUT_DIR."""
+    """Return the names and settings of the sinks. Each sink reads its output folder from MONITOR_OUTPUT_DIR."""
     sinks: dict[str, dict[str, Any]] = {tool.format: {}}
     if tool.format == "csv":
         sinks["csv"] = {

@@ -1,7 +1,7 @@
-"""Validate msprobe's JSON configuration, and translate its `alert` into rules. No I/O.
+"""Validates msprobe's JSON configuration, and translates the key `alert` into rules. No I/O.
 
-Defaults are those of msprobe 26.2.0. A wrong type is rejected, whereas msprobe logs a warning and continues: a
-configuration with another effect than intended costs a training run.
+The default values are those of msprobe 26.2.0. A wrong type is rejected, whereas msprobe logs a warning and continues:
+a configuration with another effect than intended costs a training run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ _RULES: Final = ("AnomalyTurbulence", "AnomalyNan")
 
 
 def rules_of(alert: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rules of `alert` as values of the setting `rules`. Raises ConfigError."""
+    """Translate `alert`, a setting of msprobe, into values of the Rankscope setting `rules`.
+
+    Raises ConfigError if it is invalid.
+    """
     rules = alert.get("rules") or []
     if not isinstance(rules, list):
-        raise ConfigError(f"alert.rules is a list of rules, not {rules!r}")
+        raise ConfigError(f"alert.rules must be a list of rules, not {rules!r}")
     made = [_rule(entry) for entry in rules]
     names = [rule["rule_name"] for rule in made]
     for place, rule in enumerate(made):
@@ -36,12 +39,14 @@ def rules_of(alert: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _rule(entry: Any) -> dict[str, Any]:
     if not isinstance(entry, Mapping) or set(entry) - {"rule_name", "args"}:
-        raise ConfigError(f'alert.rules holds {{"rule_name": …, "args": {{"threshold": …}}}}, not {entry!r}')
+        raise ConfigError(
+            f'alert.rules must be a list of {{"rule_name": …, "args": {{"threshold": …}}}}, not {entry!r}'
+        )
     name = entry.get("rule_name")
     if name not in _RULES:
         near = difflib.get_close_matches(str(name), _RULES, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"alert.rules: {name!r} is unknown; there are {', '.join(_RULES)}.{hint}")
+        raise ConfigError(f"alert.rules: {name!r} is unknown; valid names are {', '.join(_RULES)}.{hint}")
     threshold = _threshold(name, entry.get("args"))
     if name == "AnomalyTurbulence":
         return {"rule_name": name, "args": {"threshold": threshold}}
@@ -52,14 +57,14 @@ def _rule(entry: Any) -> dict[str, Any]:
 
 def _threshold(name: str, arguments: Any) -> float | None:
     if arguments is not None and (not isinstance(arguments, Mapping) or set(arguments) - {"threshold"}):
-        raise ConfigError(f'alert.rules: args of {name} is {{"threshold": …}}, not {arguments!r}')
+        raise ConfigError(f'alert.rules: args of {name} must be {{"threshold": …}}, not {arguments!r}')
     threshold = (arguments or {}).get("threshold")
     if threshold is None and name == "AnomalyNan":
         return None
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= MOST:
-        raise ConfigError(f"alert.rules: {name} needs args.threshold, a number from 0 on, not {threshold!r}")
+        raise ConfigError(f"alert.rules: {name} needs args.threshold, a number of at least 0, not {threshold!r}")
     if threshold == 0 and name == "AnomalyTurbulence":
-        raise ConfigError("alert.rules: AnomalyTurbulence with threshold 0 fires at every rise: give a share above 0")
+        raise ConfigError("alert.rules: AnomalyTurbulence with threshold 0 fires at every rise: set a share above 0")
     return float(threshold)
 
 
@@ -68,7 +73,7 @@ SA_ORDERS: Final = ("s,b,h,d", "b,s,h,d")
 L2_HOOKS: Final = ("attention_hook", "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook")
 CC_KEYS: Final = ("enable", "cc_codeline", "cc_pre_hook", "cc_log_only")
 WITHOUT_END: Final = 100_000_000
-"""The value of `collect_times` that means no limit in msprobe."""
+"""The value of msprobe's setting `collect_times` that means no limit."""
 
 _MOST_DIGITS: Final = 20
 _LEAST: Final = {"step_interval": 1, "step_count_per_record": 1, "ndigits": 1}
@@ -77,7 +82,7 @@ _MOST: Final = {"step_count_per_record": 1_000_000, "ndigits": _MOST_DIGITS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MsprobeSettings:
-    """One configuration of msprobe. `of` creates and validates it."""
+    """The settings of one configuration of msprobe. The class method `of` creates and validates an object."""
 
     targets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     dynamic_on: bool = False
@@ -112,7 +117,10 @@ class MsprobeSettings:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Return `settings`, which must have known keys only, with defaults. Raises ConfigError."""
+        """Validate `settings` and return them, with default values for missing keys.
+
+        All keys must be known. Raises ConfigError if a value is invalid.
+        """
         made = cls(**settings)
         made._check_simple()
         made._check_targets()
@@ -127,9 +135,9 @@ class MsprobeSettings:
                 _expect(isinstance(value, bool), item.name, "true or false", value)
             elif item.type == "int":
                 least, most = _LEAST.get(item.name, 0), _MOST.get(item.name, math.inf)
-                bounds = f"from {least} on" if most == math.inf else f"from {least} to {most}"
+                bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
                 _expect(is_whole(value) and least <= value <= most, item.name, f"a whole number {bounds}", value)
-        _expect(is_number(self.eps) and 0 <= self.eps <= MOST, "eps", "a number from 0 on", self.eps)
+        _expect(is_number(self.eps) and 0 <= self.eps <= MOST, "eps", "a number of at least 0", self.eps)
         _expect(self.format in FORMATS, "format", f"one of {', '.join(FORMATS)}", self.format)
         order = self.sa_order.replace(" ", "") if isinstance(self.sa_order, str) else self.sa_order
         _expect(order in SA_ORDERS, "sa_order", " or ".join(map(repr, SA_ORDERS)), self.sa_order)
@@ -172,12 +180,12 @@ class MsprobeSettings:
 
 
 KEYS: Final = tuple(item.name for item in fields(MsprobeSettings))
-"""All keys of msprobe's configuration."""
+"""Names of all keys of msprobe's configuration."""
 
 
 def _expect(right: bool, name: str, expected: str, value: Any) -> None:  # noqa: FBT001 - reads as a sentence
     if not right:
-        raise ConfigError(f"{name} is {expected}, not {value!r}")
+        raise ConfigError(f"{name} must be {expected}, not {value!r}")
 
 
 def _is_expression(text: str) -> bool:

@@ -1,9 +1,11 @@
-"""`TrainerMon`, the class that scripts for msprobe call: constructor, calls, configuration file and getters.
+"""`TrainerMon`, the class that scripts for msprobe use: constructor, methods, configuration file and getters.
 
-The constructor raises ConfigError for an invalid configuration, and so does `set_monitor`, which is called before
-training begins. No call during training raises an exception. Getters return statistics as tensors, by tag and by name.
-msprobe's statistics are over all elements: with a NaN they are NaN here too, with an Inf the norm is Inf. `zeros` is a
-share. A tensor that does not exist has no entry.
+The constructor and `set_monitor`, which are called before training begins, raise ConfigError for invalid arguments. No
+call during training raises an exception.
+
+Getters return statistics as tensors, by tag and by name. As in msprobe, statistics are over all elements. If a tensor
+contains a NaN, its statistics are NaN. If it contains an Inf, its norm is Inf. `zeros` is a share. A tensor that does
+not exist has no entry.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ Metrics = dict[str, dict[str, torch.Tensor]]
 
 
 def metrics_of(rows: Iterable[Row], ops: Sequence[str], rank: int) -> Metrics:
-    """Return the statistics `ops` of `rows` as float64 tensors on the CPU, by tag and by name."""
+    """Return the statistics `ops` of `rows` as float64 tensors on the CPU, by tag and by name of the statistic."""
     found: Metrics = {}
     for row in rows:
         entry = row.entry
@@ -48,7 +50,7 @@ def metrics_of(rows: Iterable[Row], ops: Sequence[str], rank: int) -> Metrics:
 
 
 def statistic(op: str, numbers: Mapping[str, Any]) -> float:
-    """Return one statistic over all elements, NaN if it is unknown."""
+    """Return the statistic `op` over all elements of a tensor; NaN if it is unknown."""
     nans, infs, value = numbers.get("nans") or 0, numbers.get("infs") or 0, numbers.get(op)
     if op in VALUE_OPS and nans:
         return math.nan
@@ -68,18 +70,23 @@ _ACTIVATIONS: Final = "activations"
 
 
 class TrainerMon(CopiesDoNothing):
-    """The monitor of one model: `TrainerMon("monitor_config.json")`, then `set_monitor(model, optimizer=optimizer)`.
+    """The monitor of one model, with the interface of msprobe.
 
-    `monitor` is the Monitor that does the work, with further methods such as `log`, `phase`, `switch` and `detach`. A
-    copy does nothing, like a copy of a Monitor.
+    Create it with `TrainerMon("monitor_config.json")`, then call `set_monitor`.
+
+    For example, `set_monitor(model, optimizer=optimizer)`. The attribute `monitor` is the Rankscope `Monitor`, with
+    further methods such as `log`, `phase`, `switch` and `detach`. A copy does nothing, like a copy of a Monitor.
     """
 
     def __init__(self, config_file_path: str | os.PathLike[str], *positional: Any, **named: Any) -> None:
-        """Read the configuration. `process_group`, `params_have_main_grad` and `opt_ty` may follow, in either order."""
+        """Read the configuration file.
+
+        The arguments `process_group`, `params_have_main_grad` and `opt_ty` may follow, in either order.
+        """
         if not isinstance(config_file_path, str | os.PathLike):
             raise ConfigError(
-                f"config_file_path is the path of a JSON file, not a {type(config_file_path).__name__}: "
-                "settings in Python go to rankscope.Monitor"
+                f"config_file_path must be the path of a JSON file, not a {type(config_file_path).__name__}: "
+                "pass settings in Python to rankscope.Monitor"
             )
         self._hints = Construction.of(positional, named)
         self._path = Path(config_file_path)
@@ -98,20 +105,25 @@ class TrainerMon(CopiesDoNothing):
 
     @property
     def monitor(self) -> Monitor | None:
-        """The Monitor, None before a model is attached."""
+        """The Rankscope `Monitor` of the model; None before `set_monitor`."""
         return self._monitor
 
     @property
     def faults(self) -> int:
-        """The number of errors that were caught in this object. The Monitor counts its own errors."""
+        """The number of errors that this object caught during training.
+
+        The Monitor counts its own errors separately.
+        """
         return self._boundary.count
 
     # Attaching.
 
     def set_monitor(self, *positional: Any, **named: Any) -> None:
-        """Attach to a model: `(model, optimizer, grad_acc_steps, tp_group, dp_group, start_iteration)`.
+        """Attach the monitor to a model.
 
-        The order of msprobe's manual works too: `(model, grad_acc_steps, optimizer, dp_group, tp_group,
+        Arguments: `(model, optimizer, grad_acc_steps, tp_group, dp_group, start_iteration)`.
+
+        The order of msprobe's manual is accepted as well: `(model, grad_acc_steps, optimizer, dp_group, tp_group,
         start_iteration)`. Arguments may also be given by name.
         """
         if self._refuses("set_monitor()"):
@@ -119,23 +131,26 @@ class TrainerMon(CopiesDoNothing):
         self._attach("set_monitor", Attachment.of("set_monitor", positional, named))
 
     def monitor_gnorm_with_ad(self, *positional: Any, **named: Any) -> None:
-        """Attach to a model, as older scripts do. Default of the optimizer: that of `set_wrapped_optimizer`."""
+        """Attach the monitor to a model, with the name of the method in older scripts.
+
+        The default of the optimizer is the one that was passed to `set_wrapped_optimizer`.
+        """
         if self._refuses("monitor_gnorm_with_ad()"):
             return
-        self._remark_once("monitor_gnorm_with_ad is deprecated: call set_monitor, which takes the same")
+        self._remark_once("monitor_gnorm_with_ad is deprecated: call set_monitor with the same arguments")
         given = Attachment.of("monitor_gnorm_with_ad", positional, named)
         optimizer = self._optimizer if given.optimizer is None else given.optimizer
         self._optimizer = None  # no reference to an object of the training is kept
         self._attach("monitor_gnorm_with_ad", replace(given, optimizer=optimizer))
 
     def set_wrapped_optimizer(self, optimizer: Any) -> None:
-        """Keep the optimizer for `monitor_gnorm_with_ad`."""
+        """Store the optimizer, which `monitor_gnorm_with_ad` uses by default."""
         if not self.is_copy:
-            self._remark_once("set_wrapped_optimizer is deprecated: give the optimizer to set_monitor")
+            self._remark_once("set_wrapped_optimizer is deprecated: pass the optimizer to set_monitor")
             self._optimizer = optimizer
 
     def detach(self) -> None:
-        """Remove all hooks and publish the remaining records. The end of the process does the same."""
+        """Remove all hooks and publish the remaining records. This also happens when the process exits."""
         if self._monitor is not None:
             self._monitor.detach()
 
@@ -163,13 +178,13 @@ class TrainerMon(CopiesDoNothing):
     def generate_wgrad_metrics(self, *_: Any) -> tuple[Metrics, Metrics]:
         """Return the statistics of reduced and of unreduced gradients, each by tag and by name of the statistic.
 
-        They are those of the current step as far as it is measured, or else of the last measured step. The call waits
-        for the device.
+        If the gradients of the current step are already measured, their statistics are returned, otherwise those of the
+        last measured step. The call waits for the device.
         """
         return self._numbers((Kind.GRAD_REDUCED,), (Kind.GRAD_UNREDUCED,))
 
     def generate_xy_metrics(self) -> tuple[Metrics, Metrics]:
-        """Return the statistics of activations and of their gradients, each by tag and by name of the statistic."""
+        """Return the statistics of activations and of activation gradients, by tag and by name of the statistic."""
         return self._numbers((Kind.ACT_IN, Kind.ACT_OUT), (Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT))
 
     def _numbers(self, first: Sequence[str], second: Sequence[str]) -> tuple[Metrics, Metrics]:
@@ -187,7 +202,7 @@ class TrainerMon(CopiesDoNothing):
 
     @property
     def ops(self) -> list[str]:
-        """The statistics that are published and returned."""
+        """Names of the statistics that are published and that the getters return."""
         now = _measured_now(self._monitor)
         return _names(self._config.ops if now is None else now["ops"])
 
@@ -209,7 +224,7 @@ class TrainerMon(CopiesDoNothing):
         self._switch({"ops": list(names)})
 
     def reload_xy(self, xy_distribution: bool = False) -> None:  # noqa: FBT001, FBT002 - msprobe's signature
-        """Switch activations on or off, with the targets of the configuration."""
+        """Start or stop the measurement of activations. The targets are those of the configuration."""
         if self.is_copy:
             return
         instead = f"set {DYNAMIC_VARIABLE}=True and edit the file, or call monitor.monitor.switch"
@@ -250,7 +265,7 @@ def _place_in_pipeline(monitor: Monitor, process_group: Any) -> None:
 
 
 def _measured_now(monitor: Monitor | None) -> Mapping[str, Any] | None:
-    """Return the measured quantities and settings after all requested changes, None while no model is attached."""
+    """Return the quantities and settings that apply after all requested changes; None while no model is attached."""
     state = {} if monitor is None else monitor.measuring
     return (state["to_come"] or [state])[-1] if state else None
 
@@ -263,7 +278,10 @@ def _config_of(document: Mapping[str, Any], path: Path) -> MonitorConfig:
 
 
 def _names(ops: Sequence[str]) -> list[str]:
-    """Return the statistics that `ops` contains, in its order, without duplicates."""
+    """Return the names in `ops` that are statistics, in the same order and without duplicates.
+
+    If there are none, return the default statistic.
+    """
     chosen = chosen_ops(ops)
     return [op for op in dict.fromkeys("mean" if op == "id" else op for op in ops) if op in ALL_OPS] or [
         op for op in (FALLBACK,) if op in chosen

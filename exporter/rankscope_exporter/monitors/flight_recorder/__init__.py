@@ -1,1 +1,4 @@
-"""Reads torch's flight recorder: each collective becomes a row, and the latest ones explain a hang."""
+"""Reads torch's flight recorder.
+
+Each collective is published as a row, and a hang is reported with the latest collectives.
+"""

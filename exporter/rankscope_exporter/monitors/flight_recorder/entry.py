@@ -1,4 +1,4 @@
-"""Entries of torch's flight record: as rows of the dataset `collectives`, and as the summary of a hang.
+"""Converts entries of torch's flight record to rows of the dataset `collectives`, and summarizes the record for a hang.
 
 The summary is read without the GIL: a device that hangs may not respond, and other threads must not be blocked.
 """
@@ -40,7 +40,7 @@ _MOST_FILES: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One collective of this rank, as it becomes a row of the dataset `collectives`."""
+    """One collective operation of this rank, with the fields of a row of the dataset `collectives`."""
 
     record_id: int
     created_us: int  # UTC microseconds
@@ -59,7 +59,10 @@ class Entry:
 
     @classmethod
     def of(cls, raw: Raw, ranks: Mapping[str, tuple[int, ...]]) -> Self:
-        """Return the entry of torch's entry `raw`; `ranks` contains the ranks of each group by its id."""
+        """Create an entry from `raw`, which torch's flight recorder returned.
+
+        `ranks` contains the ranks of each process group by group id.
+        """
         fields = _call_fields(raw)
         return cls(
             **fields | {"op": fields["op"].partition(" ")[0]},  # without the peers, as in `send 0->1`
@@ -73,11 +76,11 @@ class Entry:
         )
 
     def updated(self, raw: Raw) -> Self:
-        """Return this entry with the state and duration of a later reading."""
+        """Return a copy of this entry with the state and duration in `raw`, which a later reading returned."""
         return replace(self, is_over=is_over(raw), seconds=_seconds(raw))
 
     def row(self, step: int | None, call_seq: int | None, *, is_kept: bool = True) -> dict[str, Any]:
-        """Return the row of the dataset `collectives`.
+        """Return the row of the dataset `collectives` for this entry.
 
         With `is_kept=False`, torch has overwritten the entry, so the state of an unfinished collective is unknown.
         """
@@ -103,7 +106,10 @@ class Entry:
 
 
 def is_over(raw: Raw) -> bool:
-    """Return whether this rank has left the collective. Gloo entries have no begin and end state, only `retired`."""
+    """Return whether the collective is finished on this rank.
+
+    Gloo entries have no start and end state, only the flag `retired`.
+    """
     return bool(raw.get("retired", False)) or raw.get("state") == _DONE
 
 
@@ -134,9 +140,10 @@ def _created_ns(raw: Raw) -> int:
 
 
 def call_site(frames: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the innermost frame of the script, as `model/loss.py[23]`; None if no frame belongs to the script.
+    """Return the innermost frame of the training script, as `model/loss.py[23]`.
 
-    Threads of torch, such as the threads of the backward pass, have no Python frames.
+    Return None if no frame belongs to the script. Threads of torch, such as the threads of the backward pass, have no
+    Python frames.
     """
     for frame in frames:
         file = str(frame["filename"])
@@ -147,14 +154,20 @@ def call_site(frames: Iterable[Mapping[str, Any]]) -> str | None:
 
 @lru_cache(maxsize=_MOST_FILES)
 def short_file(file: str) -> str:
-    """Return `file` with only the folders of its package, so that it is equal on machines with different paths."""
+    """Return the path `file` without the folders above its package.
+
+    The result is equal on machines with different paths.
+    """
     modules = (vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__"))
     package = next((str(names.get("__package__") or "") for names in modules if names.get("__file__") == file), "")
     return short_path(file, package)
 
 
 def short_path(file: str, package: str) -> str:
-    """Return the file name with one folder for each part of the dotted name `package`; empty: without folders."""
+    """Return the file name with one folder for each part of the dotted name `package`.
+
+    With an empty `package`, return only the file name.
+    """
     levels = package.count(".") + 1 if package else 0
     return "/".join(PurePath(file).parts[-levels - 1 :])
 
@@ -163,16 +176,17 @@ _spans: Callable[[Sequence[int]], str] = lru_cache(maxsize=256)(spans)
 
 
 KEPT: Final = 32
-"""Largest number of entries in an event: the oldest unfinished ones, then the latest finished ones."""
+"""Maximum number of entries in the event of a hang: the oldest unfinished ones, then the latest finished ones."""
 
 MOST_GROUPS: Final = 64
-"""Largest number of groups in an event, the most recently used ones: a job with many pipelines has hundreds."""
+"""Maximum number of process groups in the event of a hang. The most recently used ones are kept."""
 
 
 def take_flight_record(reason: str, report: Report) -> FlightRecord | None:
-    """Return the latest collectives of this process; None if torch has no record or the record is empty.
+    """Return a summary of the latest collectives of this process.
 
-    A recorder that cannot be read is reported and skipped.
+    Return None if torch has no flight record or the record is empty. A recorder that cannot be read is reported and
+    skipped.
     """
     if not has_groups():
         return None
@@ -183,9 +197,9 @@ def take_flight_record(reason: str, report: Report) -> FlightRecord | None:
 def read_flight_record(
     entries: Sequence[Mapping[str, Any]], reason: str, now: float, ranks: Mapping[str, tuple[int, ...]] | None = None
 ) -> FlightRecord:
-    """Return the record of torch's `entries`, limited to MAX_DETAILS_BYTES.
+    """Return a summary of torch's `entries`, limited to MAX_DETAILS_BYTES. `now` is in seconds since the epoch.
 
-    `now` is in seconds since the epoch; `ranks` contains the ranks of each group by its id.
+    `ranks` contains the ranks of each process group by group id.
     """
     collectives = tuple(
         Collective(
@@ -209,7 +223,7 @@ def read_flight_record(
 
 
 def _groups(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, tuple[int, ...]]) -> tuple[GroupProgress, ...]:
-    """Return the latest sequence number of this rank in each group, from all entries."""
+    """Return the latest sequence number of this rank in each process group, computed from all entries."""
     latest: dict[str, int] = {}
     for entry in sorted(entries, key=_created_ns):
         if not entry.get("is_p2p"):
@@ -224,7 +238,10 @@ def _groups(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, tuple[int,
 
 
 def _selected(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the KEPT entries of the summary, oldest first: converting thousands would hold the GIL for too long."""
+    """Return at most KEPT entries for the summary, oldest first.
+
+    Converting thousands of entries would hold the GIL for too long.
+    """
     entries = sorted(entries, key=_created_ns)
     pending = [entry for entry in entries if not is_over(entry)][:KEPT]
     others = [entry for entry in entries[-KEPT:] if is_over(entry)]

@@ -1,8 +1,8 @@
 """Thread that reads torch's flight recorder periodically and publishes each collective as a row.
 
-The training thread notes the begin and end of each step and wakes the thread when a reading is due: two clock reads per
-step and no lock. Rows are published directly, without the publisher thread, because torch queries the device when it
-writes the record, and the device may not respond.
+The training thread stores the start and end of each step and wakes the thread when a reading is due. This costs two
+clock reads per step and no lock. Rows are published directly, without the publisher thread, because torch queries the
+device when it writes the record, and the device may not respond.
 
 A reading holds the GIL. It delays this rank and all ranks that wait for this rank in a collective. If all ranks read at
 the same step, the job is delayed only once. Readings are therefore due at steps divisible by a power of two. Ranks with
@@ -40,7 +40,10 @@ MOST_STEPS_BETWEEN: Final = 8192
 
 
 class PollSchedule:
-    """Limits readings to `share` of the elapsed time, using the duration of the last one. Times: monotonic seconds."""
+    """Schedules readings of the flight record so that they take at most the share `share` of the elapsed time.
+
+    The schedule uses the duration of the last reading. All times are monotonic seconds.
+    """
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -52,7 +55,10 @@ class PollSchedule:
         return self._share > 0 and (step or 0) % self._interval == 0 and now >= self._not_before
 
     def took(self, seconds: float, step_seconds: float, now: float) -> None:
-        """Compute the next due time after a reading of `seconds` that ended at `now`; a step takes `step_seconds`."""
+        """Compute the time of the next reading, after a reading that took `seconds` and ended at `now`.
+
+        `step_seconds` is the duration of a training step.
+        """
         pause = seconds / self._share
         self._not_before = now + pause
         steps = max(1.0, pause / step_seconds) if step_seconds > 0 else 1.0
@@ -60,20 +66,20 @@ class PollSchedule:
 
 
 MOST_OPS: Final = 64
-"""Largest number of operations with separate counters; torch has about thirty."""
+"""Maximum number of operations with separate counters. torch has about thirty operations."""
 
 OTHER: Final = "_other"
 
 
 class CollectiveCounters:
-    """Calls and bytes by operation. One thread adds, and the threads that answer scrapes read."""
+    """Counters of calls and bytes for each collective operation. One thread adds; threads that answer scrapes read."""
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Count `rows` of the dataset `collectives`."""
+        """Add the calls and bytes of `rows`, which are rows of the dataset `collectives`."""
         with self._lock:
             for row in rows:
                 op = row["op"]
@@ -83,28 +89,39 @@ class CollectiveCounters:
                 self._counts[op] = calls + 1, total + (row["bytes"] or 0)
 
     def by_op(self) -> Mapping[str, tuple[int, int]]:
-        """Return calls and bytes by operation."""
+        """Return the number of calls and of bytes by the name of the operation."""
         with self._lock:
             return dict(self._counts)
 
 
 MOST_WITH_STACKS: Final = 4096
-"""Largest number of entries that are read with stacks: torch holds the GIL while it writes the stacks."""
+"""Maximum number of entries for a reading with stacks.
+
+Longer records are read without stacks, because torch holds the GIL while it writes stacks.
+"""
 
 RETIRE_SECONDS: Final = 0.2
-"""A thread of torch marks an entry as finished with a delay; the last reading waits for it."""
+"""Seconds that the last reading waits, because a thread of torch marks an entry as finished with a delay."""
 
 _read_before: Final[dict[str, int]] = {}
-"""Last entry of each recorder that an earlier monitor of this process has read; its rows are not published again."""
+"""Number of the last entry that an earlier monitor of this process has read, by recorder.
+
+Older entries are not published again.
+"""
 
 
 def read_before() -> dict[str, int]:
-    """Return the last entry of each recorder that an earlier monitor of this process has read."""
+    """Return the number of the last entry that an earlier monitor of this process has read, by recorder."""
     return dict(_read_before)
 
 
 class FlightRecorderPoller(StepObserver):
-    """Reads the flight record for at most about `share` of the time of one CPU core; with 0 it never reads."""
+    """Reads the flight record on a separate thread.
+
+    Readings take at most about the share `share` of the time of one CPU core.
+
+    With `share` 0 the record is never read.
+    """
 
     def __init__(self, share: float, publish: Callable[[StepRecord], object], boundary: ErrorBoundary) -> None:
         self._share = share
@@ -122,18 +139,18 @@ class FlightRecorderPoller(StepObserver):
         self._is_last = False
         self._thread: threading.Thread | None = None
         self.totals = CollectiveCounters()
-        """Calls and bytes of each operation so far."""
+        """Number of calls and of bytes of each operation since the monitor was created."""
         self.overwritten = 0
         """Number of entries that torch has overwritten before they were read."""
         self.cpu_seconds = 0.0
-        """CPU time of the thread so far."""
+        """CPU seconds of the reading thread so far."""
 
     def on_step_begin(self, step: int) -> None:  # noqa: ARG002 - the number may still change
-        """Store the time at which the step begins."""
+        """Store the time at which a step begins."""
         self._began_us = now_microseconds()
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Store begin and end of the step, and wake the thread if a reading is due."""
+        """Store the start and end of a step, and wake the reading thread if a reading is due."""
         if self._share <= 0:
             return
         self._ended.append((pending_step.step, self._began_us, now_microseconds()))
@@ -143,7 +160,7 @@ class FlightRecorderPoller(StepObserver):
             self._wake.set()
 
     def stop(self, seconds: float) -> None:
-        """Read for the last time; wait for it at most `seconds`."""
+        """Read the flight record for the last time. Waits for this reading at most `seconds`."""
         if self._thread is not None:
             self._is_last = True
             self._wake.set()
@@ -151,7 +168,7 @@ class FlightRecorderPoller(StepObserver):
             _read_before.update(self._assignment.last_id)
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
-        """Return calls and bytes by operation."""
+        """Return the number of calls and of bytes by the name of the operation."""
         return self.totals.by_op()
 
     def _start(self) -> bool:
@@ -205,6 +222,6 @@ def _overwritten(count: int) -> Event:
         severity=Severity.INFO,
         op="collectives_overrun",
         value=float(count),
-        message=f"{count:,} collectives have no row: torch overwrote them before they were read "
-        "(TORCH_FR_BUFFER_SIZE, collectives_share)",
+        message=f"{count:,} collectives have no row: torch overwrote them before they were read; "
+        "increase TORCH_FR_BUFFER_SIZE or collectives_share",
     )

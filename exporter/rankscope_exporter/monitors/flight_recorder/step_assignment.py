@@ -1,7 +1,7 @@
-"""Assign entries of the flight record to steps, and count entries that were overwritten before they were read. Pure.
+"""Assigns entries of the flight record to steps, and counts entries that torch overwrote before they were read. No I/O.
 
 An entry belongs to the last step that began before the entry was created. It becomes a row when its step has ended and
-this rank has left the collective, or when torch has overwritten the entry.
+its collective is finished on this rank, or when torch has overwritten the entry.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rankscope_exporter.monitors.flight_recorder.entry import Entry
 from rankscope_exporter.monitors.flight_recorder.torch_api import Raw
 
 MOST_STEPS: Final = 16_384
-"""Number of recent steps whose begin is stored. torch has overwritten the entries of older steps."""
+"""Number of recent steps with a stored start time. torch has overwritten the entries of older steps."""
 
 _AT_THE_END: Final = 1 << 62
 
 
 @dataclass(slots=True)
 class AssignedEntries:
-    """Result of one reading: rows that are complete, and the number of entries that were overwritten unread."""
+    """Result of one reading: complete rows, and the number of entries that torch overwrote before they were read."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     overwritten: int = 0
@@ -31,7 +31,7 @@ class AssignedEntries:
 
 @dataclass(slots=True)
 class _Held:
-    """An entry that is not yet a row. `call_seq` is its position among all collectives of its step."""
+    """An entry that is not a row yet. `call_seq` is the position of the entry among all collectives of the step."""
 
     entry: Entry
     has_step: bool = False
@@ -42,10 +42,16 @@ class _Held:
 
 
 class StepAssignment:
-    """Processes readings of the complete record of each recorder of this process, identified by its name."""
+    """Assigns the entries of repeated readings to steps.
+
+    Each reading contains the complete record of each recorder of this process.
+    """
 
     def __init__(self, after: Mapping[str, int] | None = None) -> None:
-        """`after` contains the last entry that was read before, by recorder; by default none was read."""
+        """`after` contains the number of the last entry that was read before, by recorder.
+
+        By default, no entry was read before.
+        """
         self._begins: deque[tuple[int, int | None]] = deque(maxlen=MOST_STEPS)
         self._ended_us = 0
         self.last_id: dict[str, int] = dict(after or {})
@@ -54,14 +60,20 @@ class StepAssignment:
         self._incomplete: set[int | None] = set()  # steps without `call_seq`: some entries were overwritten
 
     def step_ended(self, step: int | None, began_us: int, ended_us: int) -> None:
-        """Store begin and end of a step. Call it in the order of steps, and before the reading with its entries."""
+        """Store the start and the end of a step.
+
+        Call it in the order of the steps, and before `take` with the entries of the step.
+        """
         self._begins.append((began_us, step))
         self._ended_us = max(self._ended_us, ended_us)
 
     def take(
         self, readings: Mapping[str, Sequence[Raw]], ranks: Mapping[str, tuple[int, ...]], *, is_last: bool = False
     ) -> AssignedEntries:
-        """Return the rows that are complete, in the order of the calls; `readings` are sorted by `record_id`."""
+        """Return the rows that are complete, in the order of the calls.
+
+        The entries in `readings` are sorted by `record_id`.
+        """
         taken = AssignedEntries()
         for recorder, raws in readings.items():
             taken.overwritten += self._read(recorder, raws, ranks)
@@ -86,7 +98,10 @@ class StepAssignment:
         return taken
 
     def _read(self, recorder: str, raws: Sequence[Raw], ranks: Mapping[str, tuple[int, ...]]) -> int:
-        """Add new entries and update the held ones; return the number of entries that were overwritten unread."""
+        """Add the new entries of a reading and update the entries that are not rows yet.
+
+        Return the number of entries that torch overwrote before they were read.
+        """
         last = self.last_id.get(recorder, -1)
         if raws and int(raws[-1]["record_id"]) < last:
             self._renumber(recorder)
@@ -106,7 +121,7 @@ class StepAssignment:
         return missed
 
     def _renumber(self, recorder: str) -> None:
-        """Give held entries negative numbers, because the recorder has restarted to count from 0."""
+        """Give stored entries negative numbers, because the recorder has restarted and counts from 0 again."""
         for key in [key for key in self._held if key[0] == recorder and key[1] >= 0]:
             self._held[recorder, -1 - key[1]] = self._held.pop(key)
 

@@ -1,9 +1,9 @@
-"""Read torch's flight recorders, the records that torch keeps of all collectives of a process, and its process groups.
+"""Reads torch's flight recorders, which record all collectives of a process, and torch's process groups.
 
-A recorder is always on (`TORCH_FR_BUFFER_SIZE`, 2000 entries). Reading copies its entries and changes nothing. Its
-functions are private, so each one is looked up by name; a recorder without functions has no entries.
-There are two methods: with the Python stack of each entry, while torch holds the GIL; or without stacks and without the
-GIL. A recorder that cannot be read is reported, and the entries of the others are returned.
+A recorder is always on (`TORCH_FR_BUFFER_SIZE`, 2000 entries). A reading copies the entries and changes nothing. The
+functions of a recorder are private in torch, so this module looks up each one by name. A recorder without functions has
+no entries. There are two methods: with the Python stack of each entry, while torch holds the GIL; or without stacks and
+without the GIL. A recorder that cannot be read is reported, and the entries of the other recorders are returned.
 """
 
 from __future__ import annotations
@@ -30,31 +30,37 @@ Raw = Mapping[str, Any]
 """One entry of a flight record, as torch writes it."""
 
 Report = Callable[[str, BaseException], None]
-"""Reports the operation that failed and its error, as `Guard.report` does."""
+"""Function that reports a failed operation and its error, for example `ErrorBoundary.report`."""
 
 ANSWER_SECONDS: Final = 1.5
-"""Timeout for a recorder that queries the device. It is below the 2 s that the diagnosis of a hang waits in total."""
+"""Timeout in seconds for a recorder that queries the device.
+
+It is shorter than the 2 s that the diagnosis of a hang waits in total.
+"""
 
 log = logging.getLogger("rankscope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorder:
-    """One of torch's recorders: the names of the functions and of the handler that write its record."""
+    """One of torch's flight recorders, with the names of the functions and of the handler that return its entries."""
 
     name: str
     with_stacks: str
-    """Function of `torch._C._distributed_c10d` that returns a pickle with stacks. Holds the GIL."""
+    """Name of the function of `torch._C._distributed_c10d` that returns a pickle with stacks. It holds the GIL."""
     plain: str
-    """Function that returns JSON without stacks. Holds the GIL."""
+    """Name of the function that returns the entries as JSON without stacks. It holds the GIL."""
     handler: str
-    """Handler of torch's worker server that returns the same JSON. Runs without the GIL."""
+    """Name of the handler of torch's worker server that returns the entries as JSON. It runs without the GIL."""
     asks_device: bool = False
     """True if torch queries the device for the state of entries, so that a device that hangs blocks the reading."""
 
 
 CPU: Final = Recorder(name="cpu", with_stacks="_dump_fr_trace", plain="_dump_fr_trace_json", handler="fr_trace_json")
-"""The recorder of Gloo. Its handler does not read the request, so a Python object can be passed as the request."""
+"""The flight recorder of Gloo.
+
+The handler of this recorder does not read the request, so the request may be a Python object.
+"""
 
 NCCL: Final = Recorder(
     name="nccl",
@@ -63,7 +69,7 @@ NCCL: Final = Recorder(
     handler="dump_nccl_trace_json",
     asks_device=True,
 )
-"""The recorder of NCCL, and of RCCL under the same names. Only a torch with NCCL has it."""
+"""The flight recorder of NCCL, and of RCCL under the same names. It exists only if torch was built with NCCL."""
 
 _RELAY: Final = "rankscope_"
 _URGENT: Final = "urgent"
@@ -86,8 +92,9 @@ def has_groups() -> bool:
 def prepare_stacks() -> bool:
     """Import the module that torch needs to write stacks; return whether stacks can be read.
 
-    It is the part of the compiler that handles stacks of compiled code. The import takes 0.2 s if the compiler is
-    loaded, as after the first step of each torch optimizer. Otherwise it would take 2 s, so the stacks are omitted.
+    The module is the part of the compiler that handles stacks of compiled code. The import takes 0.2 s if the compiler
+    is loaded, for example after the first step of any torch optimizer. Otherwise the import would take 2 s, so it is
+    skipped and stacks are not read.
     """
     if _COMPILER not in sys.modules:
         return False
@@ -100,7 +107,9 @@ def prepare_stacks() -> bool:
 
 
 def read_with_stacks(report: Report, recorders: Sequence[Recorder] | None = None) -> dict[str, Sequence[Raw]]:
-    """Return the entries of each recorder with entries, oldest first, each with its `frames`.
+    """Return the entries of each recorder that has entries, oldest first.
+
+    Each entry has a field `frames` with the Python stack.
 
     torch holds the GIL for about 25 µs per entry. `recorders` defaults to the recorders of this process.
     """
@@ -114,7 +123,7 @@ def read_without_stacks(
     seconds: float = ANSWER_SECONDS,
     recorders: Sequence[Recorder] | None = None,
 ) -> dict[str, Sequence[Raw]]:
-    """Return the entries of each recorder without `frames`, oldest first; torch does not hold the GIL.
+    """Return the entries of each recorder without the field `frames`, oldest first. torch does not hold the GIL.
 
     A recorder that queries the device is skipped after `seconds`. With `is_urgent`, the device is queried even if its
     runtime has no mode that protects graph captures of other threads.
@@ -129,7 +138,7 @@ def _recorders() -> list[Recorder]:
 
 
 def _read(recorders: Sequence[Recorder], read: Callable[[Recorder], Any], report: Report) -> dict[str, Sequence[Raw]]:
-    """Return the entries of each recorder by its name; report the recorders that cannot be read."""
+    """Return the entries of each recorder by the name of the recorder. Recorders that cannot be read are reported."""
     found: dict[str, Sequence[Raw]] = {}
     for recorder in recorders:
         where = f"reading the flight record of {recorder.name}"
@@ -145,7 +154,7 @@ def _read(recorders: Sequence[Recorder], read: Callable[[Recorder], Any], report
 
 
 def _complete(entries: Sequence[Raw], where: str, report: Report) -> Sequence[Raw]:
-    """Return the entries that have all needed fields, oldest first; report the number of other entries."""
+    """Return the entries that have all needed fields, oldest first. The number of other entries is reported."""
     complete = [entry for entry in entries if all(entry.get(name) is not None for name in _NEEDED)]
     if missing := len(entries) - len(complete):
         report(where, ValueError(f"{missing} of {len(entries)} entries lack a field of {_NEEDED}"))
@@ -180,10 +189,13 @@ def _json(recorder: Recorder, *, is_urgent: bool, seconds: float) -> Any:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads numbers, strings, lists and dicts. Raises UnpicklingError for any class or function, and calls none."""
+    """Unpickler that reads numbers, strings, lists and dicts only.
+
+    It raises UnpicklingError for any class or function, and calls none.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"a flight record holds no {module}.{name}")
+        raise pickle.UnpicklingError(f"a flight record must not contain a reference to {module}.{name}")
 
 
 def _c10d() -> Any:
@@ -199,7 +211,7 @@ def _handler_names() -> Sequence[str]:
 
 
 def _ask(handler: str, *, is_urgent: bool, seconds: float) -> str:  # noqa: ARG001 - the signature of _ask_device
-    """Call a handler that does not read its request, on this thread."""
+    """Call a handler of torch on the current thread. The handler must not read its request."""
     c10d = _c10d()
     given: list[str] = []
     request = c10d._Request()  # noqa: SLF001 - see above
@@ -210,7 +222,10 @@ def _ask(handler: str, *, is_urgent: bool, seconds: float) -> str:  # noqa: ARG0
 
 
 def _ask_device(handler: str, *, is_urgent: bool, seconds: float) -> bytes:
-    """Call a handler on a thread of torch's worker server, because it queries the device, and wait for its answer."""
+    """Call a handler on a thread of torch's worker server, and wait for the answer.
+
+    The handler queries the device, which may not respond.
+    """
     if not hasattr(_c10d(), "_WorkerServer"):
         raise RuntimeError("this torch has no worker server")
     relay = f"{_RELAY}{handler}"
@@ -219,7 +234,10 @@ def _ask_device(handler: str, *, is_urgent: bool, seconds: float) -> bytes:
 
 
 def _relay(handler: str, request: Any, response: Any) -> None:
-    """Call the handler with torch's request and response objects, in a capture mode that permits device queries."""
+    """Call the handler with torch's request and response objects.
+
+    Meanwhile, this thread is in a capture mode that permits device queries.
+    """
     with _while_others_capture(is_urgent=request.body() == _URGENT):
         _c10d()._get_handler(handler)(request, response)  # noqa: SLF001 - see above
 
@@ -257,7 +275,7 @@ def _exchange_of_modes() -> Any:
 
 
 def ranks_by_group(report: Report) -> dict[str, tuple[int, ...]]:
-    """Return the global ranks of each process group of this rank, by group id. torch has no public list of them.
+    """Return the global ranks of each process group of this rank, by group id. torch has no public function for this.
 
     An error is reported and not raised, because a flight record without the ranks of its groups is still useful.
     """

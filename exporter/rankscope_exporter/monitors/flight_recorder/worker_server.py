@@ -2,7 +2,8 @@
 
 torch releases the GIL only while a handler runs. `dump_nccl_trace_json` needs a request object of torch's C++ type,
 which Python cannot create; the server creates one for each HTTP request. It starts at the first request and runs until
-the process exits, because its shutdown holds the GIL and waits for a handler that may not return. Linux only, as NCCL.
+the process exits, because its shutdown holds the GIL and waits for a handler that may not return. The
+module works only on Linux, as NCCL does.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import Any, Final
 import torch
 
 SPARE_THREADS: Final = 16
-"""Threads that must be available in addition to those of the server: other processes start threads, too."""
+"""Number of threads that must be available in addition to those of the server. Other processes start threads, too."""
 
 _LEAST_THREADS: Final = 8  # cpp-httplib starts max(8, processors - 1) threads, and torch one that accepts connections
 
 
 class WorkerServer:
-    """The worker server of this process. Thread-safe; it handles one request at a time."""
+    """Client of torch's worker server in this process. Thread-safe. It sends one request at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,8 +39,10 @@ class WorkerServer:
     def ask(self, handler: str, seconds: float, body: str = "") -> bytes:
         """Return the answer of the handler with the name `handler`.
 
-        Raises TimeoutError after `seconds`. No other request is sent before a handler has returned, so that a device
-        that hangs blocks one thread of the server and not all of them.
+        Raises TimeoutError if there is no answer within `seconds`.
+
+        Each request waits until the handler of the previous one has returned. A device that hangs therefore blocks one
+        thread of the server and not all of them.
         """
         deadline = time.monotonic() + seconds
         if not self._lock.acquire(timeout=seconds):
@@ -71,16 +74,16 @@ class WorkerServer:
 
 
 _servers: Final[dict[int, WorkerServer]] = {}
-"""Servers by process id: a forked child has a copy of this table, but no thread of its parent's server."""
+"""Worker servers by process id. A forked child has a copy of this table, but not the threads of its parent's server."""
 
 
 def worker_server() -> WorkerServer:
-    """Return the server of this process; its first request starts it."""
+    """Return the worker server of this process. The server starts with the first request."""
     return _servers.setdefault(os.getpid(), WorkerServer())
 
 
 def register_handler(name: str, function: Callable[[Any, Any], None]) -> None:
-    """Register `function(request, response)` for requests to `name`; its arguments are torch's C++ objects.
+    """Register the handler `function(request, response)` under `name`. The arguments are C++ objects of torch.
 
     An existing name is not changed, because torch can neither remove nor replace a handler.
     """
@@ -102,7 +105,10 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _start() -> str:
-    """Start the server and return a path of its socket in /proc, since its file name is deleted afterwards."""
+    """Start the worker server and return the path of its socket in /proc.
+
+    The file of the socket is deleted afterwards.
+    """
     if not has_room_for(1 + max(_LEAST_THREADS, os.cpu_count() or 1) + SPARE_THREADS):
         raise RuntimeError("the process cannot start the threads of torch's worker server")
     folder = tempfile.mkdtemp(prefix="rankscope-")  # mode 0700
@@ -118,7 +124,7 @@ def _start() -> str:
 
 
 def _keep_for_ever(thing: object) -> None:
-    """Prevent that `thing` is destroyed when the interpreter exits, since threads and tables of torch still use it."""
+    """Prevent the destruction of `thing` when the interpreter exits. Threads and tables of torch still use it then."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 

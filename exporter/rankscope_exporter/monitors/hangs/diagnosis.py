@@ -1,4 +1,4 @@
-"""Takes and publishes the stacks of all threads and the flight record: for a hang, a request, a signal or a capture.
+"""Reads and publishes the stacks of all threads and the flight record, after a hang, a request, a signal or a capture.
 
 Events are published directly, without the publisher thread: that thread may be waiting for a device that hangs.
 """
@@ -23,18 +23,21 @@ from rankscope_exporter.records.pending_step import now_microseconds
 from rankscope_exporter.records.step_record import StepRecord
 
 MIN_SECONDS: Final = 2.0
-"""A request within this time after the last one gets its result, and nothing new is published."""
+"""Minimum seconds between two readings of the stacks.
+
+A request in this time receives the previous result, and nothing new is published.
+"""
 
 LOCK_SECONDS: Final = 5.0
-"""Longest wait of the training thread for another thread that takes stacks and may be blocked by a disk or device."""
+"""Maximum seconds that a thread waits for another thread that reads stacks and may be blocked by a disk or device."""
 
 FLIGHT_SECONDS: Final = 2.0
-"""Timeout for the flight record: torch queries the device, and a device that hangs may not respond."""
+"""Timeout in seconds for the flight record. torch queries the device, and a device that hangs may not respond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedStacks:
-    """Stacks and flight record of this process at one time."""
+    """The stacks of all threads and the flight record of this process at one time."""
 
     ts: int  # UTC microseconds
     step: int | None  # the last published step
@@ -42,13 +45,13 @@ class CapturedStacks:
     flight: FlightRecord | None
 
     def document(self, rank: int) -> dict[str, Any]:
-        """Return the answer to POST /stacks as a JSON object."""
+        """Return the stacks and the flight record as the JSON object with which the rank answers POST /stacks."""
         flight = None if self.flight is None else self.flight.document()
         return {"rank": rank, "ts": self.ts, "step": self.step, "stacks": self.stacks.document(), "flight": flight}
 
 
 class Diagnosis:
-    """Takes and publishes stacks and flight records. Any thread may call it; one call runs at a time.
+    """Reads and publishes stacks and flight records. Any thread may call the methods; one call runs at a time.
 
     The thread that creates the object counts as the training thread.
     """
@@ -75,10 +78,13 @@ class Diagnosis:
         self._reader: threading.Thread | None = None
 
     def take(self, reason: str, *, severity: Severity = Severity.INFO, first: Event | None = None) -> CapturedStacks:
-        """Take, publish and return stacks and flight record; a result of the last MIN_SECONDS is returned again.
+        """Read, publish and return stacks and flight record.
 
-        The event `first` is published before them; they are then always taken again. If publishing is blocked, or a
-        signal handler calls this during a call, stacks are taken and returned, but nothing is published.
+        A result from the last MIN_SECONDS is returned again instead.
+
+        With `first`, this event is published before the stacks, which are then always read again. If publishing is
+        blocked, or a signal handler calls the method during another call, stacks are read and returned, but nothing is
+        published.
         """
         # A signal handler runs on the thread that it interrupts: if that thread holds the lock, waiting would deadlock.
         if self._taking == threading.get_ident() or not self._lock.acquire(timeout=LOCK_SECONDS):
@@ -92,19 +98,19 @@ class Diagnosis:
             self._lock.release()
 
     def take_written(self, text: str, reason: str) -> None:
-        """Publish the stacks that the handler of the signal wrote when the signal arrived."""
+        """Publish the stacks in `text`, which the signal handler wrote when the signal arrived."""
         with self._lock:
             self._publish_stacks(read_stacks(text, reason, self._training_thread), Severity.INFO)
 
     def take_flight(self, reason: str) -> None:
-        """Take and publish only the flight record, if there is one."""
+        """Read and publish only the flight record. Does nothing if torch has no flight record."""
         with self._lock:
             flight = self._flight(reason)
             if flight is not None:
                 self._publish_flight(flight, Severity.INFO)
 
     def publish(self, event: Event) -> None:
-        """Publish an event directly, without the publisher thread."""
+        """Publish an event from the calling thread, without the publisher thread."""
         with self._lock:
             self._publish_event(event)
 
@@ -125,7 +131,10 @@ class Diagnosis:
         return self._latest
 
     def _stacks(self, reason: str) -> StackDump:
-        """Return the stacks; empty if they cannot be taken, because the flight record is useful without them."""
+        """Return the stacks of all threads.
+
+        After an error, the result has no threads, because the flight record is useful without stacks.
+        """
         stacks: StackDump | None = self._boundary.call("taking stacks", take_stacks, reason, self._training_thread)
         return StackDump(reason=reason, threads=()) if stacks is None else stacks
 

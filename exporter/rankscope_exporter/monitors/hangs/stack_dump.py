@@ -29,18 +29,24 @@ from rankscope_exporter.monitors.flight_recorder.entry import OUR_CODE
 EXECUTES_PYTHON: Final = ""
 
 MOST_BYTES: Final = 16_384
-"""Largest bytecode that is analyzed, about 450 lines of Python: the analysis holds the GIL for 7 ms."""
+"""Maximum size in bytes of the bytecode that is analyzed, which is about 450 lines of Python.
+
+The analysis holds the GIL for up to 7 ms.
+"""
 
 _BASES: Final = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTES: Final = ("LOAD_ATTR", "LOAD_METHOD")
 _CALLS: Final = ("CALL", "PRECALL")
 _PARTS_OF_A_CALL: Final = ("PRECALL", "PUSH_NULL", "KW_NAMES", "CACHE", "LOAD_CONST")
 _OF_THE_INTERPRETER: Final = ("JUMP_BACKWARD", "RESUME", "NOP")
-"""Instructions at which a thread that executes Python code releases the GIL; they call no function."""
+"""Bytecode instructions that call no function, but at which a thread may release the GIL."""
 
 
 def innermost_call(thread: int) -> tuple[Frame, str | None] | None:
-    """Return the innermost frame of a thread and its `ThreadStack.calls`; None if the thread does not exist."""
+    """Return the innermost frame of a thread, and the name of the function that it calls.
+
+    Return None if the thread does not exist.
+    """
     frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, despite its name
     if frame is None:
         return None
@@ -53,7 +59,8 @@ def innermost_call(thread: int) -> tuple[Frame, str | None] | None:
 def called(code: CodeType, offset: int, global_names: Mapping[str, Any]) -> str | None:
     """Return the name of the function that the instruction at `offset` calls.
 
-    Empty if it calls none; None if the name is unknown or the bytecode is longer than MOST_BYTES.
+    The name is empty if the instruction calls no function. Return None if the name is unknown or the bytecode is longer
+    than MOST_BYTES.
     """
     if len(code.co_code) > MOST_BYTES:
         return None
@@ -69,9 +76,10 @@ def called(code: CodeType, offset: int, global_names: Mapping[str, Any]) -> str 
 
 
 def _callee(instructions: Sequence[dis.Instruction]) -> list[dis.Instruction]:
-    """Return the instructions that loaded the function of a call, which is the last of `instructions`, in order.
+    """Return the instructions that load the function of a call, in order. The call is the last of `instructions`.
 
-    They have the same source position as the call: `time` in `time.sleep(1)`, whose argument starts later.
+    These instructions have the same source position as the call: `time` in `time.sleep(1)`, whose argument starts
+    later.
     """
     start = _start(instructions[-1])
     found: list[dis.Instruction] = []
@@ -108,7 +116,10 @@ def _name(loaded: Sequence[dis.Instruction], global_names: Mapping[str, Any]) ->
 
 
 def _resolved(names: Sequence[str], global_names: Mapping[str, Any]) -> Any:
-    """Return the object of a dotted name, looked up only in modules; None if another object is on the path."""
+    """Return the object with a dotted name.
+
+    Only attributes of modules are read; None if the path contains another object.
+    """
     found = global_names.get(names[0], vars(builtins).get(names[0]))
     for name in names[1:]:
         if not isinstance(found, ModuleType):
@@ -125,7 +136,10 @@ _FRAME_LIMITS: Final = (100, 40, 15, 5)  # frames of each thread except the trai
 
 
 def take_stacks(reason: str, training_thread: int) -> StackDump:
-    """Return the current stacks of all threads; for the calling thread without the frames of this package."""
+    """Return the current stacks of all threads.
+
+    The stack of the calling thread does not contain frames of this package.
+    """
     dump = read_stacks(_dumped(), reason, training_thread, _names())
     found = None if training_thread == threading.get_ident() else innermost_call(training_thread)
     thread = dump.training_thread
@@ -136,7 +150,7 @@ def take_stacks(reason: str, training_thread: int) -> StackDump:
 
 
 def read_stacks(text: str, reason: str, training_thread: int, names: dict[int, str] | None = None) -> StackDump:
-    """Return the stacks in faulthandler's output `text`; other lines are skipped."""
+    """Parse stacks from `text`, the output of faulthandler. Lines in another format are skipped."""
     threads: list[ThreadStack] = []
     names = _names() if names is None else names
     for ident, is_current, frames in _threads(text):
@@ -154,9 +168,10 @@ def read_stacks(text: str, reason: str, training_thread: int, names: dict[int, s
 
 
 def within(dump: StackDump, max_bytes: int) -> StackDump:
-    """Return `dump` shortened to `max_bytes` of JSON.
+    """Return `dump`, shortened to at most `max_bytes` of JSON.
 
-    First the other threads lose their outermost frames, then they are removed; the training thread is shortened last.
+    First, threads other than the training thread lose their outermost frames, and then are removed. The training thread
+    is shortened last.
     """
     for limit in _FRAME_LIMITS:
         if _size(dump) <= max_bytes:
@@ -193,7 +208,10 @@ def _threads(text: str) -> list[tuple[int, bool, tuple[Frame, ...]]]:
 
 
 def _without_our_calls(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Return `frames` without the innermost frames of this package; a thread with no other frames keeps them."""
+    """Return `frames` without the innermost frames of this package.
+
+    A thread that has only frames of this package keeps all of them.
+    """
     own = next((i for i, frame in enumerate(frames) if not frame.file.startswith(OUR_CODE)), 0)
     return tuple(frames[own:])
 

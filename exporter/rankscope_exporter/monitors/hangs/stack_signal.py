@@ -1,7 +1,9 @@
-"""Handler of the signal `stacks_signal`: it writes the stacks of all threads, also while C code holds the GIL.
+"""Handler of the signal in the setting `stacks_signal`.
 
-faulthandler's handler runs in C immediately when the signal arrives. It writes to a file, which the watchdog thread
-reads when Python code runs again. If that never happens, an operator can read the file.
+It writes the stacks of all threads, even while C code holds the GIL.
+
+The handler of faulthandler runs in C immediately when the signal arrives. It writes to a file, which the watchdog
+thread reads when Python code runs again. If that never happens, an operator can read the file.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from typing import Final
 from rankscope_exporter.base.errors import ConfigError
 
 STACK_SIGNALS: Final = ("SIGUSR1", "SIGUSR2", "SIGQUIT")
-"""Signals that Python does not use. Other signals terminate a process or report a fault."""
+"""Names of the allowed signals.
+
+Python does not use these signals. Other signals terminate a process or report a fault.
+"""
 
 
 class StackSignal:
-    """The registered handler of a signal: construction registers it, `restore` removes it.
+    """A registered signal handler. The constructor registers the handler, and `restore` removes it.
 
     A Python handler that was registered before is still called.
     """
@@ -41,7 +46,11 @@ class StackSignal:
         faulthandler.register(self._number, file=self._descriptor, all_threads=True, chain=chain)
 
     def written(self) -> str | None:
-        """Return the stacks written since the last call, when the file has not grown between two calls; else None."""
+        """Return the stacks that the handler has written, and empty the file.
+
+        Return None if there are none or the handler may still be writing. The handler counts as finished when the file
+        has the same size in two consecutive calls.
+        """
         size = os.fstat(self._descriptor).st_size
         if size == 0 or size != self._seen:
             self._seen = size
@@ -52,7 +61,7 @@ class StackSignal:
         return text
 
     def restore(self) -> None:
-        """Restore the previous handler, or keep a handler that was set since, and delete the file."""
+        """Restore the previous signal handler and delete the file. A handler that was set in the meantime remains."""
         since = signal.getsignal(self._number)
         faulthandler.unregister(self._number)
         if since is not self._before and since is not None:
@@ -68,10 +77,12 @@ class StackSignal:
 
 
 def _refuse_foreign(number: signal.Signals, handler: object) -> None:
-    """Raise ConfigError if C code handles the signal: faulthandler has one file per signal and would replace it."""
+    """Raise ConfigError if C code handles the signal, because faulthandler would replace the existing handler."""
     if handler is None or (handler in (signal.SIG_DFL, signal.SIG_IGN) and _is_caught(number)):
         others = " or ".join(name for name in STACK_SIGNALS if name != number.name)
-        raise ConfigError(f"stacks_signal: {number.name} has a handler in C already (faulthandler?); use {others}")
+        raise ConfigError(
+            f"stacks_signal: {number.name} already has a handler in C code, for example of faulthandler; use {others}"
+        )
 
 
 def _is_caught(number: signal.Signals) -> bool:

@@ -1,8 +1,9 @@
 """Thread that checks about once per second for activity of the training, and for stacks that a signal handler wrote.
 
 Activity is any call into the monitor: a forward pass (also of an evaluation), a backward pass, an optimizer step,
-`log()`, `event()`, or the begin or end of a phase. A long gradient accumulation or an unannounced evaluation is
-therefore not a hang, but a rank that waits in a collective is one. The detector is pure: the time is an argument.
+`log()`, `event()`, or the start or end of a phase. A long gradient accumulation or an unannounced evaluation is
+therefore not a hang, but a rank that waits in a collective is one. `HangDetector` reads no
+clock: the time is an argument.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from rankscope_exporter.process.threads import OwnThread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangLimits:
-    """Seconds without activity of the training after which it counts as a hang; 0 disables the detection."""
+    """Seconds without activity of the training after which a hang is reported. 0 disables the detection."""
 
     training: float
     in_phase: float
 
     @property
     def is_on(self) -> bool:
-        """Return whether hangs are detected."""
+        """Return whether the detection of hangs is enabled."""
         return self.training > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """State of the training at one check."""
+    """State of the training at the time of one check."""
 
     active_at: float  # monotonic seconds of the last activity
     has_stepped: bool  # whether the first step has ended; before it, compilers and file systems may need long
@@ -48,27 +49,30 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """The training has had no activity for `seconds`."""
+    """Result of a check: the training has had no activity for `seconds`, which is a hang."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The training has continued after `seconds` without activity."""
+    """Result of a check: the training has continued after a hang with `seconds` without activity."""
 
     seconds: float
 
 
 class HangDetector:
-    """Reports each hang once, and its end once."""
+    """Detects hangs from the time of the last activity. It reports the start and the end of each hang once."""
 
     def __init__(self, limits: HangLimits) -> None:
         self._limits = limits
         self._hung_since: float | None = None  # last activity before the reported hang
 
     def check(self, state: TrainingState, now: float) -> Hang | Resumed | None:
-        """Return a hang that begins or ends at `now`, in monotonic seconds; None if nothing has changed."""
+        """Return a `Hang` or `Resumed` if a hang has begun or ended since the last check; otherwise None.
+
+        `now` is in monotonic seconds.
+        """
         if self._hung_since is not None:
             if state.active_at <= self._hung_since:
                 return None
@@ -86,11 +90,14 @@ class HangDetector:
 _MOST_SECONDS: Final = 1.0
 _CHECKS_PER_LIMIT: Final = 8.0
 _GIL_SHARE: Final = 0.5
-"""If the watchdog thread could not run for this share of a hang, C code held the GIL or the process was stopped."""
+"""Share of a hang in which the watchdog thread could not run.
+
+Above this share, C code held the GIL or the process was stopped.
+"""
 
 
 class Watchdog:
-    """Detects hangs on a daemon thread. Training threads call only `beat`."""
+    """Detects hangs of the training on a daemon thread. Training threads call only `beat`."""
 
     def __init__(
         self,
@@ -119,16 +126,16 @@ class Watchdog:
         self._thread = OwnThread(target=self._run, name="rankscope-watchdog")
         self._seconds = min(_MOST_SECONDS, limits.training / _CHECKS_PER_LIMIT) if limits.is_on else _MOST_SECONDS
         self.cpu_seconds = 0.0
-        """CPU time of the thread so far."""
+        """CPU seconds of the watchdog thread so far."""
 
     def beat(self) -> None:
-        """Store the time of an activity of the training. One assignment, from any thread."""
+        """Store the current time as the time of the last activity. It is one assignment, and any thread may call it."""
         self._active_at = time.monotonic()
 
     def start(self) -> None:
-        """Register the handler of the configured signal and start the thread.
+        """Register the handler of the configured signal and start the watchdog thread.
 
-        A signal that another handler in C uses is reported and not changed.
+        If another handler in C code uses the signal, this is reported and that handler remains.
         """
         if self._signal_name is not None:
             self._signal = self._boundary.call("stacks_signal", StackSignal, self._signal_name)
@@ -137,7 +144,7 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and restore the previous handler of the signal."""
+        """End the watchdog thread and restore the previous handler of the signal."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join(1.0)
@@ -146,13 +153,13 @@ class Watchdog:
             found.restore()
 
     def abandon_after_fork(self) -> None:
-        """Unregister the signal handler in a forked child, in which the thread does not exist."""
+        """Unregister the signal handler in a forked child, in which the watchdog thread does not exist."""
         if self._signal is not None:
             self._signal.abandon_after_fork()
             self._signal = None
 
     def signal_note(self) -> str | None:
-        """Return the line of the banner about the signal; None without a signal."""
+        """Return the line about the configured signal for the banner at the start; None if no signal is configured."""
         if self._signal is None:
             return None
         return f"{self._signal.name} writes stacks, also while C code holds the GIL, to {self._signal.path}"
@@ -196,7 +203,10 @@ class Watchdog:
         self._print_line(f"rank {self._diagnosis.rank}: {text}" + (f": {where}" if where else ""))
 
     def _place(self, event: Event) -> str | None:
-        """Publish the event, stacks and flight record; return the place of this rank, None if neither was read."""
+        """Publish the event, stacks and flight record of a hang.
+
+        Return a text with the function or collective in which this rank waits; None if nothing was read.
+        """
         taken = self._diagnosis.take("hang", severity=Severity.CRITICAL, first=event)
         if not taken.stacks.threads and taken.flight is None:
             return None
@@ -204,7 +214,7 @@ class Watchdog:
 
     def _report_end(self, seconds: float) -> None:
         details = json.dumps({"state": "ended", "seconds": seconds})
-        text = f"training continues after {seconds:.0f} s without a sign"
+        text = f"training continues after {seconds:.0f} s without activity"
         event = Event(type=EventType.HANG, value=seconds, message=text, details=details)
         self._boundary.call("recording the end of a hang", self._diagnosis.publish, event)
         self._print_line(f"rank {self._diagnosis.rank}: {text}")

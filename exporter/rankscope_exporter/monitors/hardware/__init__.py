@@ -1,1 +1,1 @@
-"""Hardware metrics: a thread that reads the GPU, the process and the machine."""
+"""Hardware metrics: a thread that reads the state of the GPU, the process and the machine."""

@@ -1,6 +1,7 @@
-"""The GPU of this rank through NVML, found by its UUID, because CUDA_VISIBLE_DEVICES changes the device numbers.
+"""Reads the state of this rank's GPU through NVML.
 
-`nvidia-ml-py` is imported at run time. Without it, or without a driver, there are no GPU metrics; that is not an error.
+The GPU is found by its UUID, because CUDA_VISIBLE_DEVICES changes the device numbers. `nvidia-ml-py` is imported at run
+time. Without this package or a driver, there are no GPU metrics; that is not an error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rankscope_exporter.records.step_record import Scalar
 log = logging.getLogger("rankscope")
 
 Report = Callable[[str, BaseException], None]
-"""Reports the operation that failed and its error, as `Guard.report` does."""
+"""Function that reports a failed operation and its error, for example `ErrorBoundary.report`."""
 
 _MEANINGS: Final = {
     13: "graphics engine exception, mostly of the application",
@@ -40,14 +41,14 @@ _MEANINGS: Final = {
     119: "the GPU's system processor does not answer",
     120: "error of the GPU's system processor",
 }
-"""Meaning of XIDs that occur during training, from NVIDIA's list."""
+"""Meanings of the XID error codes that occur during training, from NVIDIA's list."""
 
 # Errors of the driver that will not change later: the metric is not read again.
 _FINAL: Final = ("NOT_SUPPORTED", "FUNCTION_NOT_FOUND", "NO_PERMISSION", "INVALID_ARGUMENT")
 
 
 def uuid_of(device: torch.device) -> str | None:
-    """Return torch's UUID of a CUDA device, without the prefix of NVML; None for any other device."""
+    """Return torch's UUID of a CUDA device without the prefix that NVML uses; None for any other device."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -76,7 +77,7 @@ class Gpu:
 
     @classmethod
     def open(cls, nvml: Any, uuid: str) -> Gpu | None:
-        """Return the GPU with torch's `uuid`; None if NVML cannot be initialized or does not find the GPU."""
+        """Return the GPU with the UUID `uuid`; None if NVML cannot be initialized or does not find the GPU."""
         try:
             nvml.nvmlInit()
         except nvml.NVMLError as error:
@@ -92,9 +93,9 @@ class Gpu:
         return None
 
     def read(self, report: Report) -> list[Scalar]:
-        """Return the current values of all metrics that the board supports.
+        """Return the current values of all metrics that the GPU supports.
 
-        Each metric is read independently; an error other than NVMLError is reported.
+        Each metric is read independently. An error other than NVMLError is reported.
         """
         found = [scalar for reading in list(self._readings) for scalar in self._read(reading, report)]
         if self._events is not None:
@@ -102,7 +103,7 @@ class Gpu:
         return [Scalar(item.name, item.value, item.unit, {**item.labels, "gpu": self.uuid}) for item in found]
 
     def xids(self, report: Report) -> list[Event]:
-        """Return one event for each critical error (XID) that the driver has reported since the last call."""
+        """Return one event for each critical GPU error (XID) that the driver has reported since the last call."""
         found: list[Event] = []
         while self._events is not None:
             try:
@@ -144,7 +145,10 @@ class Gpu:
             log.debug("%s of %s is not available: NVML error: %s", metric, self.uuid, error)
 
     def _event_set(self) -> Any:
-        """Return the NVML event set that receives XIDs; None for MIG slices and without permission."""
+        """Return the NVML event set that receives XID errors.
+
+        Return None for MIG slices, and if the process has no permission.
+        """
         nvml = self._nvml
         try:
             events = nvml.nvmlEventSetCreate()
@@ -174,4 +178,4 @@ def _quietly(nvml: Any, function: Any, *args: Any) -> None:
     try:
         function(*args)
     except nvml.NVMLError as error:
-        log.debug("NVML error: %s", error)
+        log.debug("an NVML function is not available: NVML error: %s", error)

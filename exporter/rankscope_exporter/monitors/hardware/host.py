@@ -1,4 +1,7 @@
-"""CPU, memory, page faults and disk I/O of this process and its machine, from psutil if installed, else from /proc."""
+"""Reads CPU, memory, page faults and disk I/O of this process and its machine.
+
+The source is psutil if installed, otherwise /proc.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ _KIB: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostState:
-    """Counters and levels at one time, under the names of their scalars; None if a value is unknown."""
+    """State of the process and the machine at one time: counters and levels by the names of their scalars.
+
+    None is an unknown value.
+    """
 
     process_cpu_seconds_total: float | None = None
     process_threads: float | None = None
@@ -29,9 +35,9 @@ class HostState:
     host_memory_total_bytes: float | None = None
     host_swap_used_bytes: float | None = None
     busy_seconds: float = 0.0
-    """Busy seconds of all CPUs together. Not published; used for the utilization."""
+    """Sum of the busy seconds of all CPUs. It is not published, but used to compute the CPU utilization."""
     all_seconds: float = 0.0
-    """Busy and idle seconds of all CPUs together. Not published."""
+    """Sum of the busy and idle seconds of all CPUs. It is not published, but used to compute the CPU utilization."""
 
 
 _UNITS: Final = {"bytes": "bytes", "seconds": "seconds"}
@@ -39,7 +45,10 @@ _NOT_SHOWN: Final = frozenset({"busy_seconds", "all_seconds"})
 
 
 def host_scalars(before: HostState, now: HostState) -> Iterator[Scalar]:
-    """Yield the known values of `now`, and the CPU utilization of the machine since `before`."""
+    """Yield a scalar for each known value of the state `now`, and one for the CPU utilization of the machine.
+
+    The utilization is that of the time between `before` and `now`.
+    """
     for item in fields(HostState):
         value = getattr(now, item.name)
         if value is not None and item.name not in _NOT_SHOWN:
@@ -64,7 +73,7 @@ class Host:
         self._process = None if self._psutil is None else self._call("Process", self._psutil.Process)
 
     def state(self) -> HostState:
-        """Return the current state."""
+        """Return the current state of the process and the machine."""
         return from_proc() if self._process is None else from_psutil(self._psutil, self._process, self._call)
 
     def _call(self, name: str, function: Callable[[], Any]) -> Any:
@@ -85,7 +94,7 @@ def _installed() -> Any:
 
 
 def from_psutil(psutil: Any, process: Any, call: Callable[[str, Callable[[], Any]], Any]) -> HostState:
-    """Return the state from psutil, which lacks some values on some systems.
+    """Return the state of the process and the machine from psutil. Some operating systems lack some of the values.
 
     `call(name, function)` returns the result of the function, or None if it raises.
     """
@@ -116,7 +125,10 @@ def from_psutil(psutil: Any, process: Any, call: Callable[[str, Callable[[], Any
 
 
 def from_proc() -> HostState:
-    """Return the state from the files of /proc; on systems without /proc, such as macOS, mainly the CPU time."""
+    """Return the state of the process and the machine from the files of /proc.
+
+    Systems without /proc, such as macOS, have mainly the CPU time.
+    """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     memory, io, status = (_table(name) for name in ("meminfo", "self/io", "self/status"))
     used = [memory[name] for name in ("SwapTotal", "SwapFree") if name in memory]
@@ -141,7 +153,10 @@ def _bytes(kibibytes: float | None) -> float | None:
 
 
 def _table(name: str) -> dict[str, float]:
-    """Return the lines `name: number …` of a file in /proc; empty if the file cannot be read."""
+    """Return the numbers of a file in /proc with lines `name: number …`, by name.
+
+    The result is empty if the file cannot be read.
+    """
     try:
         lines = (_PROC / name).read_text().splitlines()
     except OSError:
@@ -151,7 +166,10 @@ def _table(name: str) -> dict[str, float]:
 
 
 def _processor_ticks() -> list[float]:
-    """Return user, nice, system, idle, iowait, irq, softirq and steal time of all CPUs in clock ticks; or nothing."""
+    """Return the user, nice, system, idle, iowait, irq, softirq and steal time of all CPUs in clock ticks.
+
+    The result is empty if the times are unknown.
+    """
     try:
         return [float(word) for word in (_PROC / "stat").read_text().splitlines()[0].split()[1:9]]
     except (OSError, IndexError):

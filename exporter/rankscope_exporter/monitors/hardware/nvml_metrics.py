@@ -26,49 +26,56 @@ THROTTLE_REASONS: Final = {
     "display_clocks": "DisplayClockSetting",
     "idle": "GpuIdle",
 }
-"""Reasons for reduced clocks: label value -> suffix of NVML's constant nvmlClocksThrottleReason<suffix>."""
+"""Reasons for reduced GPU clocks.
+
+The key is the label value, and the value is the suffix of NVML's constant `nvmlClocksThrottleReason<suffix>`.
+"""
 
 
 def utilization(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the share of the last sample period (1/6 to 1 s) in which a kernel ran, or memory was read or written."""
+    """Yield the GPU utilization and the memory utilization.
+
+    These are the shares of the last sample period (1/6 to 1 s) in which a kernel ran, and in which memory was read or
+    written.
+    """
     rates = nvml.nvmlDeviceGetUtilizationRates(handle)
     yield Scalar("gpu_utilization", rates.gpu / 100, "ratio")
     yield Scalar("gpu_memory_utilization", rates.memory / 100, "ratio")
 
 
 def memory(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the used and the total memory of the device, over all processes."""
+    """Yield the used and the total memory of the GPU in bytes, over all processes."""
     info = nvml.nvmlDeviceGetMemoryInfo(handle)
     yield Scalar("gpu_memory_used_bytes", float(info.used), "bytes")
     yield Scalar("gpu_memory_total_bytes", float(info.total), "bytes")
 
 
 def temperature(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the temperature of the chip."""
+    """Yield the temperature of the GPU chip in degrees Celsius."""
     degrees = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
     yield Scalar("gpu_temperature_celsius", float(degrees), "celsius", {"sensor": "gpu"})
 
 
 def memory_temperature(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the temperature of the memory."""
+    """Yield the temperature of the GPU memory in degrees Celsius."""
     degrees = _field(nvml, handle, nvml.NVML_FI_DEV_MEMORY_TEMP)
     yield Scalar("gpu_temperature_celsius", degrees, "celsius", {"sensor": "memory"})
 
 
 def clock(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the current clock of the multiprocessors or of the memory."""
+    """Yield the current clock frequency of the multiprocessors or of the memory in Hz."""
     hertz = nvml.nvmlDeviceGetClockInfo(handle, getattr(nvml, constant)) * 1e6
     yield Scalar("gpu_clock_hertz", hertz, "hertz", {"clock": name})
 
 
 def highest_clock(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the highest possible value of a clock."""
+    """Yield the highest possible clock frequency of the multiprocessors or of the memory in Hz."""
     hertz = nvml.nvmlDeviceGetMaxClockInfo(handle, getattr(nvml, constant)) * 1e6
     yield Scalar("gpu_clock_limit_hertz", hertz, "hertz", {"clock": name})
 
 
 def throttling(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield 1 for each reason that currently reduces the clocks, 0 for each other reason."""
+    """Yield 1 for each reason that currently reduces the GPU clocks, and 0 for each other reason."""
     mask = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     for name, constant in THROTTLE_REASONS.items():
         bit = getattr(nvml, f"nvmlClocksThrottleReason{constant}")
@@ -96,14 +103,14 @@ def pcie(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
 
 
 def nvlink(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the bytes that all links together have transferred in one direction."""
+    """Yield the number of bytes that all NVLink connections of the GPU have transferred in one direction."""
     carried = _field(nvml, handle, (getattr(nvml, constant), _ALL_LINKS)) * _KIB
     yield Scalar("gpu_nvlink_bytes_total", carried, "bytes", {"direction": name})
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One metric, read independently of the others, because a board may support only some of them."""
+    """A function that reads one metric. Metrics are read independently, because a GPU may support only some of them."""
 
     name: str
     read: Callable[[Any, Any], Iterable[Scalar]]
@@ -114,7 +121,7 @@ def _whole(function: Callable[[Any, Any], Iterator[Scalar]]) -> Reading:
 
 
 def _parts(function: Callable[[str, str, Any, Any], Iterator[Scalar]], **constants: str) -> list[Reading]:
-    """Return one reading per label; `constants` contains the name of NVML's constant for each label."""
+    """Return one `Reading` per label; `constants` contains the name of NVML's constant for each label."""
     return [
         Reading(f"{function.__name__} ({name})", functools.partial(function, name, constant))
         for name, constant in constants.items()
@@ -122,7 +129,7 @@ def _parts(function: Callable[[str, str, Any, Any], Iterator[Scalar]], **constan
 
 
 def _scaled(name: str, scalar: str, unit: str, function: str, divisor: float) -> Reading:
-    """Return the reading of a single number: the result of NVML's `function`, divided by `divisor`."""
+    """Return a `Reading` of one number: the result of NVML's `function`, divided by `divisor`."""
     return Reading(name, lambda nvml, handle: [Scalar(scalar, float(getattr(nvml, function)(handle) / divisor), unit)])
 
 
@@ -149,7 +156,7 @@ READINGS: Final = (
 )
 
 _MEMBERS: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal")
-"""Name of the union member that contains the value of a field, indexed by its value type."""
+"""Names of the union members that contain a value of NVML, indexed by the type number of the value."""
 
 
 def _field(nvml: Any, handle: Any, number: Any) -> float:

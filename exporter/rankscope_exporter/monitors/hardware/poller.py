@@ -1,6 +1,6 @@
-"""Thread that reads the GPU, the process and the machine of a rank every few seconds.
+"""Thread that reads the state of the GPU, the process and the machine every few seconds.
 
-Each reading is a separate record with its time and without a step, so no value is repeated at later steps.
+Each reading is published as a separate record with its time and without a step, so no value is repeated at later steps.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.records.pending_step import PendingStep, now_microseconds
 
 _STOP_SECONDS: Final = 2.0
-"""Longest wait for a reading in progress at the end of training."""
+"""Maximum seconds that the end of training waits for a reading in progress."""
 
 
 class HardwarePoller:
-    """Reads and publishes hardware metrics on one daemon thread, from `start` to `stop`."""
+    """Reads and publishes hardware metrics on one daemon thread, which runs from `start` to `stop`."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class HardwarePoller:
         self._stopped = threading.Event()
         self._thread = OwnThread(target=self._run, name="rankscope-hardware")
         self.cpu_seconds = 0.0
-        """CPU time of the thread so far."""
+        """CPU seconds of the hardware thread so far."""
 
     def start(self) -> None:
-        """Start the thread, unless the interval is 0."""
+        """Start the hardware thread. Does nothing if the interval is 0."""
         if self._every_seconds > 0:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the hardware thread."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_SECONDS)
@@ -71,7 +71,9 @@ class HardwarePoller:
         return None if uuid is None or nvml is None else Gpu.open(nvml, uuid)
 
     def _publish(self, gpu: Gpu | None, host: Host, before: Any) -> Any:
-        """Publish the current readings, and return the state of the machine for the next call.
+        """Publish the current hardware metrics, and return the state of the machine.
+
+        The next call takes this state as `before`.
 
         GPU and machine are read independently: an error of one does not affect the other.
         """

@@ -1,7 +1,7 @@
-"""Times of events: by the clock of the host, or by events of the device if work is only queued there.
+"""Clocks that give the times of events: the clock of the host, or events of a device for which the host queues work.
 
-A time on a device is an event in its stream, which the device reaches long after the host has queued it. Another thread
-reads it, and only after the event reports that it was reached, so no thread blocks in the driver.
+A time on a device is an event in its stream, which the device reaches long after the host has queued it. The publisher
+thread reads the time only after the event reports that it was reached, so no thread blocks in the driver.
 """
 
 from __future__ import annotations
@@ -15,55 +15,64 @@ from typing import Any, Final
 import torch
 
 TIMEOUT_SECONDS: Final = 30.0
-"""Longest wait of the publisher for a slow device; after it, the step has no phases instead of wrong ones."""
+"""Maximum seconds that the publisher waits for a slow device.
+
+After this time, the step has no phases instead of wrong ones.
+"""
 
 _FIRST_SLEEP_SECONDS: Final = 0.0005
 _LONGEST_SLEEP_SECONDS: Final = 0.02
 
 
 Time = Any
-"""A time as the clock represents it: seconds of the host's clock, or an event of the device."""
+"""A time as a clock represents it: seconds of the host's clock, or an event of the device."""
 
 
 class HostClock:
-    """The monotonic clock of the host, for devices on which the host does the work. Base class of `DeviceClock`.
+    """The monotonic clock of the host, for devices whose work runs on the host. Base class of `DeviceClock`.
 
     The training thread calls `now` and `at`, which do not block. Another thread calls `reached` and `seconds`.
     """
 
     now: Callable[..., Time] = staticmethod(time.monotonic)
-    """Returns the current time. No Python call: it runs at each event of each step."""
+    """Function that returns the current time. It is a C function, because it runs at each event of each step."""
 
     def at(self, seconds: float) -> Time:
-        """Return the time `seconds` of the host's monotonic clock, which is in the recent past."""
+        """Return the time that corresponds to `seconds` of the host's monotonic clock, which are in the recent past."""
         return seconds
 
     def reached(self, time: Time) -> bool:  # noqa: ARG002 - the signature of DeviceClock
-        """Return whether `time` was reached; may wait for it, but not indefinitely."""
+        """Return whether the device has reached `time`. The call may wait for a limited time."""
         return True
 
     def seconds(self, begin: Time, end: Time) -> float:
-        """Return the seconds between two times that were reached."""
+        """Return the seconds between two times, which the device must have reached."""
         seconds: float = end - begin
         return seconds
 
     def release(self, time: Time) -> None:
-        """Release `time`, which is no longer needed. The host clock has nothing to release."""
+        """Release `time`, which the caller no longer needs. The host clock has nothing to release."""
 
 
 @dataclass(eq=False)
 class DeviceClock(HostClock):
-    """Events in the current stream of a device, kept in a pool because creating one costs more than recording it."""
+    """Clock whose times are events in the current stream of a device.
+
+    Events are kept in a pool, because creating an event costs more than recording it.
+    """
 
     make: Callable[[], Any]
-    """Creates an event with timing."""
+    """Function that creates a device event with timing enabled."""
     is_capturing: Callable[[], bool] = lambda: False
-    """Returns whether the current stream captures a graph."""
+    """Function that returns whether the current stream captures a graph."""
     sleep: Callable[[float], None] = time.sleep
     pool: deque[Any] = field(default_factory=deque, init=False)  # the publisher appends, the training thread pops
 
     def now(self) -> Time:
-        """Queue an event and return it; None while a graph is captured, since the event would become part of it."""
+        """Queue an event and return it.
+
+        Return None while a graph is captured, because the event would become part of the graph.
+        """
         if self.is_capturing():
             return None
         try:
@@ -74,11 +83,14 @@ class DeviceClock(HostClock):
         return event
 
     def at(self, seconds: float) -> Time:  # noqa: ARG002 - no event can be queued in the past
-        """Queue an event now, the nearest possible time."""
+        """Queue an event now and return it. An event cannot be queued for a time in the past."""
         return self.now()
 
     def reached(self, time: Time) -> bool:
-        """Return whether the device has reached `time`; False after TIMEOUT_SECONDS, and for None."""
+        """Return whether the device has reached the event `time`.
+
+        Return False after TIMEOUT_SECONDS, or if `time` is None.
+        """
         if time is None:
             return False
         waited, pause = 0.0, _FIRST_SLEEP_SECONDS
@@ -95,7 +107,7 @@ class DeviceClock(HostClock):
         return milliseconds / 1e3
 
     def release(self, time: Time) -> None:
-        """Return the event to the pool."""
+        """Return the event `time` to the pool, so that it can be recorded again."""
         if time is not None:
             self.pool.append(time)
 

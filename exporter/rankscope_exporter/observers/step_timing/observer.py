@@ -1,4 +1,6 @@
-"""Observer of the steps of one model: it stores the time of each event; the publisher thread computes the phases.
+"""Observer that measures the phases of each step of one model.
+
+The training thread stores times; the publisher thread computes the phases.
 
 Seconds by phase are counted since the process attached. Each counter is read on the publisher thread when it is
 published, because a counter must not decrease.
@@ -37,13 +39,19 @@ from rankscope_exporter.records.step_events import Cause, StepObserver
 from rankscope_exporter.records.step_record import Scalar
 
 EVERY_SECONDS: Final = 1.0
-"""Interval at which counters are published. Phases of single steps have their own rows."""
+"""Minimum seconds between two publications of the counters.
+
+The phases of single steps are published as separate rows.
+"""
 
 UNIT: Final = "seconds"
 
 
 class PhaseCounters:
-    """Seconds by phase since the process attached. The training and publisher threads add; the publisher reads."""
+    """Counters of the seconds by phase since the process attached.
+
+    The training and publisher threads add; the publisher reads.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -54,7 +62,10 @@ class PhaseCounters:
         self._published_at = float("-inf")
 
     def add(self, phases: Mapping[str, float], pre_collective: float | None = None) -> None:
-        """Add seconds to phases, and to the computing time before the ranks wait for each other."""
+        """Add seconds to the counters of phases.
+
+        `pre_collective` is added to the counter of computing time before the ranks wait for each other.
+        """
         with self._lock:
             for phase, seconds in phases.items():
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + max(0.0, seconds)
@@ -62,13 +73,20 @@ class PhaseCounters:
             self._pre_collective += pre_collective or 0.0
 
     def of(self, phase: str) -> list[Scalar]:
-        """Return the counter of one phase; empty if the phase has not occurred."""
+        """Return the counter of one phase as a list with one scalar.
+
+        The list is empty if the phase has not occurred.
+        """
         with self._lock:
             self._changed.discard(phase)
             return [self._scalar(phase)] if phase in self._seconds else []
 
     def due(self, *, is_last: bool = False) -> list[Scalar]:
-        """Return the counters that have changed; none if the last call was less than EVERY_SECONDS ago."""
+        """Return the counters that have changed since the last publication.
+
+        The list is empty if the last publication was less than EVERY_SECONDS ago. With `is_last`, this limit does not
+        apply.
+        """
         now = self._clock()
         with self._lock:
             if now - self._published_at < EVERY_SECONDS and not is_last:
@@ -85,7 +103,10 @@ class PhaseCounters:
 
 
 MOST_MARKS: Final = 10_000
-"""Largest number of marks of one step. In a step with thousands of micro-batches, the time after it is "other"."""
+"""Maximum number of events of one step with a stored time.
+
+In a step with thousands of micro-batches, the remaining time is counted as "other".
+"""
 
 _BEGINNING_A_STEP: Final = frozenset({"step_begins", "reading_begins", "reading_ended"})
 
@@ -98,7 +119,10 @@ class _Announced:
 
 
 def _marking(kind: Kind, *, limited: bool = False) -> Callable[[StepTimingObserver], None]:
-    """Return a method that stores the time of an event of `kind`; with `limited` it also limits the number of marks."""
+    """Return a method that stores the time of an event of `kind`.
+
+    With `limited`, the method also limits the number of stored times.
+    """
 
     def note(self: StepTimingObserver) -> None:
         self._note((kind, self._now(), ""))
@@ -111,7 +135,10 @@ def _marking(kind: Kind, *, limited: bool = False) -> Callable[[StepTimingObserv
 
 
 class StepTimingObserver(StepObserver):
-    """Stores the time of each event on the training thread, read from a clock or as a queued device event."""
+    """Measures the phases of steps.
+
+    The training thread stores the time of each event, as clock time or as a queued device event.
+    """
 
     def __init__(
         self,
@@ -135,7 +162,7 @@ class StepTimingObserver(StepObserver):
         self._is_last = False
         self._published: Mapping[str, float] = {}  # phases of the last step; used only by the publisher thread
         self.left_out = 0
-        """Number of steps whose marks the device did not reach in time."""
+        """Number of steps without phases, because the device did not reach an event of the step in time."""
         self._open(self._now())
 
     @classmethod
@@ -147,7 +174,7 @@ class StepTimingObserver(StepObserver):
         *,
         times_steps: bool,
     ) -> StepTimingObserver:
-        """Return the observer for the steps of a model on `device`."""
+        """Return the observer that measures the steps of a model on `device`."""
         traits = LoopTraits(
             shows_reductions=monitored.framework.traits.waits_for_reductions,
             interleaves=monitored.framework.traits.interleaves_micro_batches,
@@ -167,24 +194,24 @@ class StepTimingObserver(StepObserver):
     reading_ended = _marking("reading_ended")
 
     def on_step_begin(self, step: int) -> None:  # noqa: ARG002 - the number may still change
-        """Store the begin of a step."""
+        """Store the time at which a step begins."""
         self._has_step = True
         self._note(("step_begins", self._now(), ""))
 
     def on_evaluation_begin(self) -> None:
-        """Store the begin of an evaluation forward; consecutive ones count as one evaluation."""
+        """Store the time at which an evaluation forward pass begins. Consecutive passes count as one evaluation."""
         if self._marks[-1][0] == "evaluation_ended":
             self._clock.release(self._marks.pop()[1])
         else:
             self._note(("evaluation_begins", self._now(), ""))
 
     def on_backward_begin(self) -> None:
-        """Store the begin of a backward pass; the forward pass before it was a training forward."""
+        """Store the time at which a backward pass begins. The forward pass before it was a training forward pass."""
         self._correct_evaluation()
         self._note(("backward_begins", self._now(), ""))
 
     def on_optimizer_step_begin(self) -> None:
-        """Store the begin of an optimizer update, and the id of the training thread.
+        """Store the time at which an optimizer update begins, and the id of the training thread.
 
         Phases that another thread announces, such as a checkpoint, do not belong to the step.
         """
@@ -194,13 +221,16 @@ class StepTimingObserver(StepObserver):
     # Phases that the script announces.
 
     def on_phase_begin(self, name: str) -> None:
-        """Store the begin of the phase `name`; announcements on other threads than the training thread are ignored."""
+        """Store the time at which the announced phase `name` begins.
+
+        Phases that another thread announces are ignored.
+        """
         if self._is_training_thread():
             self._announced.append(_Announced(name, time.monotonic()))
             self._note(("phase_begins", self._now(), name))
 
     def on_phase_end(self, name: str) -> None:
-        """Add the duration of the phase, without its nested phases, to its counter."""
+        """Add the duration of the announced phase `name`, without its nested phases, to the counter of this phase."""
         if not self._is_training_thread() or not self._announced or self._announced[-1].name != name:
             return
         ended = self._announced.pop()
@@ -212,13 +242,13 @@ class StepTimingObserver(StepObserver):
         self._limit_marks()
 
     def total(self, name: str) -> Callable[[], list[Scalar]]:
-        """Return the function that reads the counter of the phase `name`; the same function for each call."""
+        """Return a function that reads the counter of the phase `name`. Repeated calls return the same function."""
         return self._counter_readers.setdefault(name, partial(self._counters.of, name))
 
     # End of a step.
 
     def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
-        """Schedule the computation of the step's phases on the publisher thread."""
+        """Schedule the computation of the phases of a step on the publisher thread."""
         if cause == "backward":
             self._correct_evaluation()
         if self._times_steps:
@@ -226,7 +256,7 @@ class StepTimingObserver(StepObserver):
             self._is_first = False
 
     def on_training_end(self) -> None:
-        """Publish the counters with the last step; later time belongs to no step."""
+        """Publish the counters with the last step. Time after the last step belongs to no step."""
         self._is_last = True
         if self._times_steps and not self._has_step:
             pending_step = PendingStep(None, now_microseconds())
@@ -242,13 +272,13 @@ class StepTimingObserver(StepObserver):
         pending_step.later.append(partial(self._read, marks, is_first=self._is_first, of_step=has_step))
 
     def _open(self, now: Time) -> None:
-        """Start a new timeline, within the currently announced phases."""
+        """Start to store the times of the next step. Phases that the script has announced and not ended continue."""
         self._marks: list[RawMark] = [("opens", now, "")]
         self._marks += [("phase_begins", now, item.name) for item in self._announced]
         self._note = self._marks.append if self._times_steps else lambda _mark: None
 
     def _read(self, raw: Sequence[RawMark], *, is_first: bool, of_step: bool) -> list[Scalar]:
-        """Return the phases of a timeline for publication. Runs on the publisher thread."""
+        """Return the seconds by phase of one step as scalars. Runs on the publisher thread."""
         marks = [Mark(*mark) for mark in raw]
         times = list(dict.fromkeys(mark.at for mark in marks))
         if not all(self._clock.reached(time) for time in reversed(times)):
@@ -271,13 +301,16 @@ class StepTimingObserver(StepObserver):
         return [*steps, *counters]
 
     def _limit_marks(self) -> None:
-        """Stop to distinguish phases above MOST_MARKS marks, until the step has ended."""
+        """Stop storing times after MOST_MARKS events, until the step has ended."""
         if len(self._marks) > MOST_MARKS:
             self._note(("gives_up", self._now(), ""))
             self._note = lambda mark: self._marks.append(mark) if mark[0] == "closes" else None
 
     def _correct_evaluation(self) -> None:
-        """Turn the last evaluation into a forward pass: a backward pass follows, so it was training in eval mode."""
+        """Treat the last evaluation forward pass as a training forward pass.
+
+        A backward pass follows, so the model was trained in eval mode.
+        """
         position = len(self._marks) - 1
         while self._marks[position][0] in _BEGINNING_A_STEP:
             position -= 1

@@ -1,7 +1,8 @@
-"""Compute phases from marks: assign the time between two marks to a phase. Pure: marks and clock are arguments.
+"""Computes the phases of a step from marks, which are events with a time. Each interval between two marks gets a phase.
 
-Some intervals have a known phase, for example from the begin to the end of a forward pass. The phase of a gap follows
-from the marks on both sides: a gap before a forward pass, after all work of the last step, is a wait for data.
+Marks and clock are arguments; the functions have no side effects. Some intervals have a known phase, for example from
+the start to the end of a forward pass. The phase of a gap follows from the marks on both sides: a gap before a forward
+pass, after all work of the last step, is a wait for data.
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ Kind = Literal[
 _STRUCTURE: Final = frozenset(
     {"opens", "step_begins", "forward_ended", "evaluation_ended", "backward_ended", "updated"}
 )
-"""Marks after which a gap may begin."""
+"""Kinds of marks after which a gap without a known phase may begin."""
 
 _COMING: Final = frozenset({"forward_begins", "evaluation_begins", "backward_begins", "update_begins", "closes"})
-"""Marks that determine the phase of the gap before them."""
+"""Kinds of marks that determine the phase of the gap before the mark."""
 
 
 class Mark(NamedTuple):
-    """An event at a time. `name` is the name of an announced phase, or the cause of the end of a timeline."""
+    """An event of a training step and its time.
+
+    `name` is the name of an announced phase, or the reason why the step ended.
+    """
 
     kind: Kind
     at: Time
@@ -53,12 +57,12 @@ class Mark(NamedTuple):
 
 
 RawMark = tuple[Kind, Time, str]
-"""A mark as the training thread stores it. Creating a named tuple would double the cost of a mark."""
+"""A mark as a plain tuple, which the training thread stores. Creating a named tuple would double the cost of a mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopTraits:
-    """Properties of the training loop that are needed to interpret its marks."""
+    """Properties of the training loop that determine how the phases of its steps are computed."""
 
     shows_reductions: bool = False
     """True if the framework waits for its reductions between "backward_ends" and "backward_ended"."""
@@ -69,7 +73,7 @@ class LoopTraits:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """One interval between two marks, and its phase."""
+    """One interval between two marks of a step, and the phase of this interval."""
 
     phase: str
     begin: Time
@@ -79,18 +83,18 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTotals:
-    """Seconds of a timeline by phase. `announced` contains the part of `phases` that the script announced."""
+    """Seconds of one step by phase. `announced` contains the part of `phases` that the script announced."""
 
     phases: Mapping[str, float]
     announced: Mapping[str, float]
     pre_collective: float | None
-    """Computing time from the begin of the step to its last wait for other ranks; None if it is unknown."""
+    """Seconds of computation from the start of the step to its last wait for other ranks; None if they are unknown."""
 
 
 def sum_by_phase(
     stretches: Sequence[Stretch], seconds: Callable[[Time, Time], float], *, is_first: bool = False
 ) -> PhaseTotals:
-    """Return the seconds by phase.
+    """Return the seconds by phase of the intervals of one step.
 
     For the first step of a process, all time is "first_step" except announced phases, evaluation and the monitor.
     """
@@ -121,7 +125,10 @@ def segments(marks: Sequence[Mark], traits: LoopTraits) -> Iterator[Stretch]:
 
 
 def _coming(marks: Sequence[Mark]) -> list[tuple[str, str]]:
-    """Return for each mark the kind and name of the next mark, itself included, that explains a gap before it."""
+    """Return, for each mark, the kind and name of the mark that explains a gap before this mark.
+
+    It is the mark itself or a later one.
+    """
     found: list[tuple[str, str]] = []
     after = outside = ("closes", "")
     for mark in reversed(marks):
@@ -135,7 +142,7 @@ def _coming(marks: Sequence[Mark]) -> list[tuple[str, str]]:
 
 
 class _State:
-    """The activities in progress after a mark."""
+    """The activities that are in progress after a mark of a step."""
 
     def __init__(self, traits: LoopTraits) -> None:
         self._traits = traits
@@ -150,7 +157,7 @@ class _State:
         return bool(self._announced) and "reading" not in self._open and not self._has_given_up
 
     def apply(self, mark: Mark) -> None:
-        """Update the state with the next mark."""
+        """Update the activities in progress with the next mark."""
         if mark.kind == "phase_begins":
             self._announced.append(mark.name)
         elif mark.kind == "phase_ended":
@@ -173,7 +180,7 @@ class _State:
             self._since = mark.kind
 
     def phase(self) -> str | None:
-        """Return the phase of the activity in progress, None in a gap."""
+        """Return the phase of the activity in progress; None if no activity is in progress."""
         if self._has_given_up:
             return Phase.OTHER
         if "reading" in self._open:
@@ -186,7 +193,10 @@ class _State:
         return None
 
     def gap(self, coming: str, cause: str) -> Phase:
-        """Return the phase of a gap before the mark `coming`; `cause` is the cause of the end if that is "closes"."""
+        """Return the phase of a gap before a mark of the kind `coming`.
+
+        If the kind is "closes", `cause` is the reason why the step ended.
+        """
         if coming == "evaluation_begins":
             return Phase.EVALUATION
         if self._since == "step_begins":  # still in the hook that started the step

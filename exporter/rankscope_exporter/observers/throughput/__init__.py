@@ -1,4 +1,4 @@
-"""TFLOP/s of each device and its share of the peak (MFU), from a number in the settings or from a formula."""
+"""Computes the TFLOP/s of each device and the share of its peak (MFU), from a number in the settings or a formula."""
 
 from rankscope_exporter.observers.throughput.flop_counter import FlopCount, count_flops
 from rankscope_exporter.observers.throughput.meter import Throughput

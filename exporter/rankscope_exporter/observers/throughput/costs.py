@@ -1,4 +1,4 @@
-"""FLOPs of a token, a sample or a forward pass on this rank, by formula; and the shapes of the arguments of a pass.
+"""Computes the FLOPs of a token, a sample or a forward pass on this rank by formula, from the shapes of the arguments.
 
 It runs no code of the user.
 """
@@ -31,22 +31,28 @@ from rankscope_exporter.observers.throughput.parameter_counts import (
 
 _IDS: Final = "input_ids"
 _MOST_LEVELS: Final = 4
-"""Depth to which nested arguments are searched. It is limited, because a structure may contain itself."""
+"""Maximum depth of the search in nested arguments. It is limited, because a structure may contain itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Shape of the argument that determines the amount of work: the token ids if there are any, or the first tensor."""
+    """Shape of the argument that determines the FLOPs of a forward pass.
+
+    This argument is the token ids if there are any, or else the first tensor.
+    """
 
     shape: tuple[int, ...] = ()
-    """Empty if no tensor was passed."""
+    """Shape of the tensor. It is empty if no tensor was passed."""
     is_integer: bool = False
     dtype: torch.dtype | None = None
     """Data type in which autocast computes matrix products; None without autocast."""
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype | None = None) -> Inputs:
-        """Return the shape of the leading tensor among the arguments. No tensor is kept."""
+        """Return the shape of the token ids or of the first tensor among the arguments.
+
+        No reference to a tensor is stored.
+        """
         arguments = (kwargs, *args)
         tensor = next((found for value in arguments for found in _named(value)), None)
         if tensor is None:
@@ -68,12 +74,12 @@ class Inputs:
 
     @property
     def are_embeddings(self) -> bool:
-        """Return whether the leading tensor has the shape of embedded tokens: batch, sequence, width."""
+        """Return whether the tensor has the shape of embedded tokens: batch, sequence, width."""
         return not self.is_integer and len(self.shape) == 3
 
     @property
     def sequence(self) -> int:
-        """Return the number of tokens in one sequence."""
+        """Return the number of tokens in one sequence of the batch."""
         return self.shape[1] if len(self.shape) > 1 else 1
 
 
@@ -97,12 +103,12 @@ SIX_N: Final = "6n"
 
 
 class NoFormulaError(ValueError):
-    """No formula fits the model; the text is the reason."""
+    """Error: no formula computes the FLOPs of the model. The text is the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """FLOPs on this rank's device, forward and backward pass together; None if they are unknown."""
+    """FLOPs of forward and backward pass together, on the device of this rank. A value is None if it is unknown."""
 
     method: str
     per_token: float | None = None
@@ -111,7 +117,7 @@ class Cost:
 
 
 def cost_of(framework: Framework, parallel: Parallel, inputs: Inputs | None, method: str) -> Cost:
-    """Return the cost by the formula for the model's configuration, otherwise by 6 N (six FLOPs per parameter).
+    """Return the FLOPs of the model, by the formula for its configuration or else by 6 N (six FLOPs per parameter).
 
     `inputs` is None if no training forward of the whole model was observed. The methods "formula" and "6n" allow only
     the formula of this name. Raises NoFormulaError, with the reason, if no allowed formula fits the model.
@@ -123,12 +129,16 @@ def cost_of(framework: Framework, parallel: Parallel, inputs: Inputs | None, met
         raise NoFormulaError("the encoder and the decoder have different tokens")
     has_tokens = inputs is not None and bool(inputs.tokens)
     if inputs is not None and not has_tokens and not inputs.are_embeddings:
-        raise NoFormulaError("its forward pass takes no tokens")
+        raise NoFormulaError("the forward pass of the model takes no tokens")
     cost = _by_formula(framework, parallel, inputs) if method != SIX_N and inputs is not None and has_tokens else None
     if cost is not None:
         return cost
     if method == FORMULA:
-        reason = "its configuration describes no decoder" if has_tokens else "the length of a sequence is unknown"
+        reason = (
+            "the configuration of the model describes no decoder"
+            if has_tokens
+            else "the length of a sequence is unknown"
+        )
         raise NoFormulaError(reason)
     misfit = why_not_six_n(framework.module)
     if misfit is not None:
@@ -157,7 +167,10 @@ def _by_formula(framework: Framework, parallel: Parallel, inputs: Inputs) -> Cos
 
 
 def _of_forward(method: str, per_token: float, inputs: Inputs, *, chunks: int) -> Cost:
-    """Return the cost of a forward pass with `inputs`, of which a rank runs one for each of its model chunks."""
+    """Return the FLOPs of a forward pass with `inputs`.
+
+    A rank with several model chunks runs one forward pass per chunk.
+    """
     flops = per_token * (inputs.tokens or 0)
     per_sample = flops / inputs.samples if inputs.samples else None
     return Cost(method=method, per_token=per_token, per_sample=per_sample, per_forward=flops / chunks)

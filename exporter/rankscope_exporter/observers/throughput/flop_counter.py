@@ -1,4 +1,4 @@
-"""Count the FLOPs of one forward and backward pass of a model, when the user calls `count_flops` before training.
+"""Counts the FLOPs of one forward and backward pass of a model, when the user calls `count_flops` before training.
 
 The state of the model and of the random generators is restored afterwards. No other part of Rankscope runs code of the
 user: TFLOP/s and MFU use a number of the settings, or a formula.
@@ -32,9 +32,9 @@ Undo = Callable[[], object]
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore random states, buffers, gradients and training modes at the end of the block, also after an error.
+    """Context manager that restores random states, buffers, gradients and training modes at its end, even after errors.
 
-    At the begin of the block all gradients are None, so that a backward pass does not add to existing ones.
+    At the start of the block all gradients are None, so that a backward pass does not add to existing ones.
     """
     with contextlib.ExitStack() as undo:
         for keep in (_random_states, _modes, _buffers, _gradients):
@@ -45,7 +45,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def _random_states(model: nn.Module) -> Iterator[Undo]:
-    """Yield functions that restore the default generators of Python, numpy and torch, also of the devices in use."""
+    """Yield functions that restore the default random generators of Python, numpy and torch (CPU and used devices)."""
     python = random.getstate()
     yield lambda: random.setstate(python)
     numpy = sys.modules.get("numpy.random")
@@ -116,13 +116,16 @@ def _buffers(model: nn.Module) -> Iterator[Undo]:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A buffer and a copy of its values."""
+    """A buffer of a model and a copy of the values that the buffer had at first."""
 
     buffer: torch.Tensor
     values: torch.Tensor
 
     def restore(self) -> None:
-        """Write the values back if the buffer has changed: an unchanged buffer may be read-only."""
+        """Restore the values of the buffer if they have changed.
+
+        An unchanged buffer is not written, because it may be read-only.
+        """
         if self.buffer.shape != self.values.shape:
             self.buffer.data = self.values
         elif not _have_same_bits(self.buffer, self.values):
@@ -140,40 +143,45 @@ _WRAPPERS: Final = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class FlopCount(float):
-    """FLOPs of one forward pass and its backward pass: a float with its number of tokens and samples."""
+    """Number of FLOPs of one forward pass and its backward pass.
+
+    It is a float with the number of tokens and samples of the pass.
+    """
 
     tokens: int | None
-    """Number of token ids in the arguments; None if they contain none."""
+    """Number of token ids in the arguments of the model; None if there are no token ids."""
     samples: int | None
-    """Batch size of the arguments; None if they contain no tensor."""
+    """Batch size of the arguments of the model; None if there is no tensor."""
     unknown: tuple[str, ...]
     """Names of operations that ran and are not in the count, because no formula for them is registered."""
 
     def __new__(
         cls, flops: float, tokens: int | None = None, samples: int | None = None, unknown: tuple[str, ...] = ()
     ) -> Self:
-        """Return a float with its number of tokens and samples."""
+        """Return the number of FLOPs as a float with the attributes `tokens`, `samples` and `unknown`."""
         made = super().__new__(cls, flops)
         made.tokens, made.samples, made.unknown = tokens, samples, unknown
         return made
 
     def per_token(self, tokens: int | None = None) -> float:
-        """Return the value for `throughput.flops_per_token`; `tokens` is by default the number in the arguments.
+        """Return the FLOPs per token, for the setting `throughput.flops_per_token`.
 
-        Raises CountError if that number is unknown.
+        `tokens` is by default the number of token ids in the arguments. Raises CountError if this number is unknown.
         """
         return self._per("tokens", self.tokens if tokens is None else tokens)
 
     def per_sample(self, samples: int | None = None) -> float:
-        """Return the value for `throughput.flops_per_sample`; `samples` is by default the number in the arguments.
+        """Return the FLOPs per sample, for the setting `throughput.flops_per_sample`.
 
-        Raises CountError if that number is unknown.
+        `samples` is by default the batch size of the arguments. Raises CountError if this number is unknown.
         """
         return self._per("samples", self.samples if samples is None else samples)
 
     def _per(self, name: str, amount: int | None) -> float:
         if amount is None or amount < 1:
-            raise CountError(f"the number of {name} must be a whole number of at least 1, not {amount!r}: pass it")
+            raise CountError(
+                f"the number of {name} must be a whole number of at least 1, not {amount!r}: pass the number"
+            )
         return float(self) / amount
 
 
@@ -195,17 +203,17 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
     multiplies matrices outside of the model is not counted: pass a module that computes it. A model on the meta device,
     with inputs on that device, is counted without memory and without computation.
 
-    Restored afterwards, also after an error: the random states of Python, numpy and torch (all devices in use), the
-    buffers and their values, the gradients of the parameters, and the training mode of every module. The model runs in
-    training mode, without compilation, on copies of the tensors in the arguments.
+    The model runs in training mode, without compilation, on copies of the tensors in the arguments. Afterwards, also
+    after an error, the function restores the random states of Python, numpy and torch (all devices in use), the buffers
+    and their values, the gradients of the parameters, and the training mode of every module.
 
-    Not restored: Python objects and files that the forward pass changes outside of the model's buffers, plain
-    attributes of modules, parameters that the forward pass itself changes, generators other than the default ones, and
-    effects of registered hooks.
+    The function does not restore Python objects and files that the forward pass changes outside of the model's buffers,
+    plain attributes of modules, parameters that the forward pass itself changes, generators other than the default
+    ones, and effects of registered hooks.
 
-    Raises CountError for a model that is wrapped, divided, monitored or communicates with other ranks. Also for lazy
-    parameters, hooks that update the model in the backward pass, and outputs of which none needs a gradient. Errors of
-    the model are not caught.
+    Raises CountError for a model that is wrapped, divided or monitored, or communicates with other ranks. The same
+    error is raised for lazy parameters, for hooks that update the model in the backward pass, and if no output needs a
+    gradient. Errors of the model are not caught.
     """
     _check(model)
     counter = _counter()
@@ -230,15 +238,17 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
 
 
 def _check(model: Any) -> None:
-    """Raise CountError for a model that cannot be counted, or whose training the count would change."""
+    """Raise CountError if the FLOPs of the model cannot be counted, or if counting would change the training."""
     if not isinstance(model, nn.Module):
         raise CountError(f"count_flops takes a torch.nn.Module and its arguments, not a {type(model).__name__}")
     if type(torch.empty(0)) is not torch.Tensor:
-        raise CountError("a mode such as FakeTensorMode is active: leave it, and count a model on the meta device")
+        raise CountError(
+            "a mode such as FakeTensorMode is active: call count_flops() without it, for a model on the meta device"
+        )
     if not isinstance(framework_of(model), Plain) or any(isinstance(module, _WRAPPERS) for module in model.modules()):
         raise CountError(
-            "the model is wrapped or divided, and its passes communicate: count it before that on one rank, on the "
-            "meta device if it is too large"
+            "the model is wrapped or divided, so its forward pass communicates with other ranks: call count_flops() "
+            "before that on one rank, on the meta device if the model is too large"
         )
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
@@ -276,7 +286,10 @@ def _counter() -> Any:
 
 @contextlib.contextmanager
 def _without_compilation() -> Iterator[None]:
-    """Run compiled code without compilation inside the block, so that each of its operations is dispatched."""
+    """Context manager in which compiled code runs without compilation.
+
+    Each operation is then dispatched and counted.
+    """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
         yield
     else:
@@ -285,14 +298,17 @@ def _without_compilation() -> Iterator[None]:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a tensor, without its graph and with the same `requires_grad`; other values are unchanged."""
+    """Return a copy of a tensor, without its autograd graph and with the same `requires_grad`.
+
+    Other values are returned unchanged.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _ends(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors at which the backward pass begins: the loss if there is one, otherwise all tensors."""
+    """Yield the output tensors at which the backward pass begins: the loss if there is one, otherwise all tensors."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, list | tuple):

@@ -2,7 +2,7 @@
 
 The FLOPs of a step are those of one token, sample or forward pass, times their number in the step. They come from the
 settings or from a formula; no code of the user runs. Recomputed activations do not count: the result is the model FLOPs
-utilization (MFU), not that of the hardware. Without a known number, cost or peak, nothing is published.
+utilization (MFU), not the hardware FLOPs utilization. Without a known number, cost or peak, nothing is published.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ _LOG: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Amount of work of one step on this rank: the number of forward passes, and the logged scalars."""
+    """Amount of work of one step on this rank: the number of forward passes, and the scalars that the script logged."""
 
     forwards: int
     logged: Sequence[Pending]
 
     def amount(self, name: str) -> float | None:
-        """Return the sum of the scalars logged as `name`, None without any. Waits for the host copy of a tensor."""
+        """Return the sum of the scalars logged as `name`; None if none was logged.
+
+        Waits until a logged tensor is copied to the host.
+        """
         parts = [item.scalar().value for item in self.logged if item.name == name]
         return sum(parts) if parts else None
 
@@ -69,7 +72,10 @@ class Throughput(StepObserver):
         print_line: Callable[[str], None] = lambda _message: None,
         is_first: bool = True,
     ) -> None:
-        """`report` writes an event and a console line, `print_line` only the line. `is_first` is true on rank 0."""
+        """`report` writes an event and a line on the console; `print_line` writes only the line.
+
+        `is_first` is true on rank 0.
+        """
         self._framework = framework
         self._config = config
         self._parallel = replace(parallel, ranks=config.model_parallel or parallel.ranks)
@@ -104,15 +110,15 @@ class Throughput(StepObserver):
     # On the training thread.
 
     def on_forward_begin(self) -> None:
-        """Count a forward pass."""
+        """Add a forward pass to the count of the current step."""
         self._forwards += 1
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Store the amount of work of the step; its duration may not be known yet."""
+        """Store the amount of work of the step. The duration of the step may not be known yet."""
         self._work, self._forwards = Work(self._forwards, pending_step.pending), 0
 
     def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:  # noqa: ARG002 - independent of the cause
-        """Schedule the computation on the publisher thread."""
+        """Schedule the computation of TFLOP/s and MFU on the publisher thread."""
         if self._config.method != "off":
             seconds = next((item.value for item in pending_step.pending if item.name == "step_seconds"), 0.0)
             if isinstance(seconds, float) and seconds > 0:
@@ -134,7 +140,10 @@ class Throughput(StepObserver):
         return scalars
 
     def _flops(self, work: Work) -> tuple[float, str] | None:
-        """Return the FLOPs of the step on this rank's device, and the method; None if they are unknown."""
+        """Return the FLOPs of the step on this rank's device, and the method that computed this number.
+
+        Return None if it is unknown.
+        """
         config, ranks = self._config, self._parallel.ranks
         logged, tokens, samples = (work.amount(name) for name in ("flops", "tokens", "samples"))
         if logged is not None:
@@ -166,7 +175,11 @@ class Throughput(StepObserver):
             self._absence = f"no formula fits the model ({error}); {_LOG_GIVEN if given else _COUNT}"
 
     def _report_absence(self, *, is_expected: bool) -> None:
-        """Report once why there are no values; also as an event, if the script or the device makes them expected."""
+        """Report once why TFLOP/s and MFU are not published.
+
+        The report is also an event if the user probably expects values, because of logged scalars, the settings or the
+        device.
+        """
         if self._has_reported or not self._reports_absence:
             return
         self._has_reported = True
@@ -197,7 +210,7 @@ def _flops_of(cost: Cost, forwards: int, tokens: float | None, samples: float | 
 
 
 def device_name(device: torch.device) -> str | None:
-    """Return torch's name of an accelerator; None for a CPU, and for a device module without names."""
+    """Return torch's name of an accelerator; None for a CPU, or if torch has no names for this type of device."""
     if device.type == "cpu":
         return None
     name = getattr(torch.get_device_module(device), "get_device_name", None)

@@ -1,8 +1,9 @@
-"""The sizes of a decoder from its configuration (Hugging Face, Megatron-Core, nanoGPT), and FLOPs by formula. Pure.
+"""Reads the sizes of a decoder from its configuration (Hugging Face, Megatron-Core, nanoGPT), and computes its FLOPs.
 
-A multiplication with its addition is two FLOPs, and the backward pass counts twice the forward pass. Attention counts
-without a causal mask, and recomputed activations do not count. These are the conventions of Narayanan et al. 2021
-("Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM") without recomputation.
+The functions have no side effects. A multiplication with its addition is two FLOPs, and the backward pass counts twice
+the forward pass. Attention counts without a causal mask, and recomputed activations do not count. These are the
+conventions of Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM")
+without recomputation.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from rankscope_exporter.model.parameter_names import entry
 
 FLOPS_PER_MULTIPLICATION: Final = 2
 TRAINING: Final = 3
-"""Factor of the forward FLOPs: the forward pass counts once, the backward pass twice."""
+"""Factor from the FLOPs of the forward pass to those of a step.
+
+The forward pass counts once, and the backward pass twice.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +33,14 @@ class Decoder:
     kv_heads: int
     head_width: int
     feed_forward: int
-    """Width between the matrices of one MLP, or of one expert."""
+    """Width of the hidden layer in one MLP, or in one expert."""
     gated: bool
-    """True if an MLP has a third matrix, as SwiGLU has."""
+    """True if an MLP has a third weight matrix, as SwiGLU has."""
     vocabulary: int
     active_experts: int = 1
-    """Number of experts that process a token; 1 for a dense MLP."""
+    """Number of experts that process each token; 1 for a dense MLP."""
     experts: int = 0
-    """Number of experts that the router chooses from; 0 without a router."""
+    """Number of experts among which the router chooses; 0 without a router."""
     shared_feed_forward: int = 0
     """Width of the shared expert, which processes every token; 0 without one."""
 
@@ -45,8 +49,10 @@ def decoder_flops_per_token(decoder: Decoder, sequence: int, frozen: float = 0) 
     """Return the FLOPs of one token by Megatron's formula, extended to grouped queries, gated MLPs and experts.
 
     `sequence` is the number of tokens in one sequence; `frozen` is the share of the weights, from 0 to 1, for which
-    the backward pass computes no gradient. With as many key heads as query heads, an MLP four times as wide as the
-    model and no frozen weights, B sequences of s tokens need 72 B s l h² (1 + s/6h + V/12lh) FLOPs.
+    the backward pass computes no gradient.
+
+    With as many key heads as query heads, an MLP four times as wide as the model and no frozen weights, B sequences of
+    s tokens need 72 B s l h² (1 + s/6h + V/12lh) FLOPs, for l layers of width h and a vocabulary of V tokens.
     """
     hidden, queries = decoder.hidden, decoder.heads * decoder.head_width
     keys = decoder.kv_heads * decoder.head_width
@@ -60,12 +66,16 @@ def decoder_flops_per_token(decoder: Decoder, sequence: int, frozen: float = 0) 
 
 
 def parameter_flops(trained: float, frozen: float = 0) -> float:
-    """Return the FLOPs of a token that uses each parameter once: 6 per trained and 4 per frozen parameter."""
+    """Return the FLOPs of one token if each parameter is used once: 6 per trained and 4 per frozen parameter."""
     return TRAINING * FLOPS_PER_MULTIPLICATION * trained + 2 * FLOPS_PER_MULTIPLICATION * frozen
 
 
 def parameter_and_attention_flops(trained: float, frozen: float, *, layers: int, hidden: int, sequence: int) -> float:
-    """Return the FLOPs of a token by its parameters and by attention: 6 N + 12 L h s."""
+    """Return the FLOPs of one token in the matrix products with parameters and in attention: 6 N + 12 L h s.
+
+    N is the number of parameters, L the number of layers, h the width of the model, and s the number of tokens in a
+    sequence.
+    """
     return parameter_flops(trained, frozen) + 12 * layers * hidden * sequence
 
 
@@ -84,11 +94,14 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
 }
 _GATES: Final = ("gate_proj", "gate_up_proj", "w3")
 _HUGGING_FACE: Final = "model_type"
-"""Attribute of every Hugging Face configuration. The same configuration is used with and without an output layer."""
+"""Name of an attribute that every Hugging Face configuration has.
+
+A model with and without an output layer uses the same configuration.
+"""
 
 
 def sizes_of(module: nn.Module) -> dict[str, int]:
-    """Return the sizes in the configuration of `module`, under the keys of `_NAMES`."""
+    """Return the sizes that the configuration of `module` contains, by the names in `_NAMES`."""
     found: dict[str, int] = {}
     for holder in (_config(module), module):  # Megatron's models have the vocabulary size as an attribute of the model
         for own, names in _NAMES.items():

@@ -1,6 +1,6 @@
-"""Count the FLOPs of operations while they run, by the formulas of `torch.utils.flop_counter` and additional ones.
+"""Counts the FLOPs of operations while they run, by the formulas of `torch.utils.flop_counter` and additional formulas.
 
-torch's `FlopCounterMode` is not used: it hooks all modules of the process and counts recomputed values, such as
+torch's `FlopCounterMode` is not used, because it hooks all modules of the process and counts recomputed values, such as
 checkpointed activations and the scores in the backward pass of fused attention. It has no formula for fused attention
 on a CPU, grouped matrix products of experts, and recurrent layers.
 """
@@ -22,14 +22,17 @@ from rankscope_exporter.base.errors import CountError
 Formula = Callable[..., float]
 
 _OF_TORCH: Final = frozenset({"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor"})
-"""Namespaces whose operations without a formula do not multiply matrices, so they count as 0."""
+"""Namespaces of operators that do not multiply matrices.
+
+An operator of these namespaces without a formula counts as 0 FLOPs.
+"""
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Sums the FLOPs of all operations in a `with` block, also on the threads of its backward pass.
+    """Sums the FLOPs of all operations in a `with` block, including those on the threads of its backward pass.
 
     Set `in_backward` before the backward pass. Operations that then run with gradients enabled recompute activations
-    and are not counted. With other ranks, an operation that communicates raises CountError before it runs.
+    and are not counted. An operation that communicates with other ranks raises CountError before it runs.
     """
 
     supports_higher_order_operators = True
@@ -43,7 +46,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # u
 
     @property
     def flops(self) -> float:
-        """Return the FLOPs so far."""
+        """Return the number of FLOPs of the operations so far."""
         return float(sum(self._costs))
 
     @property
@@ -95,13 +98,13 @@ def _attention_backward(_gradient: torch.Tensor, *args: Any, **_: Any) -> float:
 
 
 def _grouped_product(first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any) -> float:
-    """Return the FLOPs of a grouped matrix product; rows or columns that the groups divide count once."""
+    """Return the FLOPs of a grouped matrix product. Rows or columns that are divided among the groups count once."""
     groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
     return 2.0 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
 def _recurrent(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> float:
-    """Return the FLOPs of a forward pass that multiplies each input row with each weight matrix once."""
+    """Return the FLOPs of a forward pass that multiplies each input row once with each weight matrix."""
     return 2.0 * math.prod(rows.shape[:-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
@@ -138,4 +141,4 @@ _OWN: Final[Mapping[Any, Formula]] = {
     **dict.fromkeys(_operations("mkldnn_rnn_layer"), _mkldnn),
     **dict.fromkeys(_operations("mkldnn_rnn_layer_backward"), _twice(_mkldnn)),
 }
-"""Additional formulas; they take precedence over those of torch."""
+"""Formulas of this module by operator. They take precedence over the formulas of torch."""

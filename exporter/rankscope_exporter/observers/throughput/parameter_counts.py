@@ -1,4 +1,4 @@
-"""Properties of a model's parameters for FLOP formulas: parameters used per token, compute dtype, ranks per copy.
+"""Computes properties of a model for FLOP formulas: parameters used per token, compute dtype, and ranks per copy.
 
 Parameters are read from the tables of the modules. A parametrized weight is a property: reading the attribute would run
 code of the user, which may change buffers.
@@ -23,20 +23,23 @@ from rankscope_exporter.process.identity import place_in
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Number of ranks that together compute one copy of the model."""
+    """Numbers of ranks that divide one copy of the model, for tensor and pipeline parallelism and in total."""
 
     tensor: int = 1
     pipeline: int = 1
     ranks: int = 1
-    """All ranks of a copy, also those that divide sequences or experts."""
+    """Number of all ranks that together compute one copy, including those that divide sequences or experts."""
 
 
 ALONE: Final = Parallel()
-"""One rank computes a full copy of the model."""
+"""The value for a model that is not divided: each rank computes a full copy."""
 
 
 def parallel_of(framework: Framework, world_size: int, groups: Mapping[str, Any]) -> Parallel:
-    """Return how the model is divided, from the process groups passed to `attach` and the framework."""
+    """Return the numbers of ranks that divide the model.
+
+    The source is the framework and the process groups passed to `attach`.
+    """
     ranks = max(1, world_size // max(1, framework.copies(world_size)))
     stages = getattr(framework, "stages", ())  # of torch's pipeline
     pipeline = _size(groups.get("pp_group")) or (int(stages[0].group_size) if stages else 1)
@@ -62,14 +65,20 @@ def _mesh_size(module: nn.Module, name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """Number of parameters that a token is multiplied with: no lookup tables, and only the experts of the token."""
+    """Numbers of trained and frozen parameters with which one token is multiplied.
+
+    Lookup tables do not count, and of all experts only those that process the token.
+    """
 
     trained: float
     frozen: float
 
 
 def parameters_met(framework: Framework, parallel: Parallel) -> Met:
-    """Return the parameters of this rank's part of the model; the parts of all ranks of a copy sum up to the copy."""
+    """Return the parameters of the part of the model on this rank.
+
+    Added over all ranks of a copy, they give the parameters of the copy.
+    """
     module = framework.module
     sizes = sizes_of(module)
     share = min(1.0, sizes["active_experts"] / sizes["experts"]) if {"active_experts", "experts"} <= sizes.keys() else 1
@@ -81,7 +90,7 @@ def parameters_met(framework: Framework, parallel: Parallel) -> Met:
 
 
 def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield name, full size and frozen flag of the parameters that FSDP1 keeps in flat parameters."""
+    """Yield name, full size and frozen flag of each parameter that FSDP1 stores in flat parameters."""
     for child in model.modules():
         flat = getattr(vars(child).get("_handle"), "flat_param", None)
         if flat is None or not hasattr(flat, "_param_infos"):
@@ -93,7 +102,7 @@ def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def _multiplied(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield name, full size and frozen flag of the parameters that are multiplied, not looked up."""
+    """Yield name, full size and frozen flag of each parameter that is used in a multiplication and not looked up."""
     tables = {
         id(parameter)
         for child in module.modules()
@@ -108,7 +117,10 @@ def _multiplied(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def why_not_six_n(module: nn.Module) -> str | None:
-    """Return why 6 N is wrong for `module`, in which a token does not use each parameter once; None if it may fit."""
+    """Return the reason why the formula 6 N is wrong for `module`, for example parameters that a token uses twice.
+
+    Return None if the formula may be right.
+    """
     sizes = sizes_of(module)
     for name, child in module.named_modules():
         if isinstance(child, nn.EmbeddingBag):
@@ -125,17 +137,20 @@ def why_not_six_n(module: nn.Module) -> str | None:
 
 
 def convolution_in(module: nn.Module) -> str | None:
-    """Return the name of a convolution in `module`; None if there is none."""
+    """Return the name of a convolution module in `module`; None if there is none."""
     return next((plain_name(name) for name, child in module.named_modules() if isinstance(child, _ConvNd)), None)
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
-    """Return the full shape of a sharded parameter; the shape of the local tensor if the full one is unknown."""
+    """Return the full shape of a sharded parameter, or the shape on this rank if the full shape is unknown."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def compute_dtype(framework: Framework, autocast: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of matrix products: that of autocast, else that of FSDP, else that of most parameters."""
+    """Return the dtype of matrix products.
+
+    It is the dtype of autocast, else of FSDP's mixed precision, else of most parameters.
+    """
     if autocast is not None:
         return autocast
     for module in framework.model.modules():

@@ -1,8 +1,8 @@
-"""Settings of TFLOP/s and MFU, and a table of device peaks by torch's device names: dense TFLOP/s from data sheets.
+"""Settings of TFLOP/s and MFU, and a table with the peak of each device in dense TFLOP/s, by torch's device names.
 
-Data sheets print tensor core figures with sparsity, which are twice the figures for dense matrices; the table has dense
-figures. For consumer cards it has the figures with float32 accumulation, which training uses. A device with two dies
-that torch shows as two devices is listed per die.
+The figures are from data sheets. Data sheets print tensor core figures with sparsity, which are twice the figures for
+dense matrices; the table has dense figures. For consumer cards the table has the figures with float32 accumulation,
+which training uses. A device with two dies that torch shows as two devices is listed per die.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rankscope_exporter.base.validation import is_number
 METHODS: Final = ("auto", "given", "formula", "6n", "off")
 
 _COUNTED: Final = ("counted", "count")
-"""Methods of earlier releases, which counted FLOPs automatically."""
+"""Values of `throughput.method` in earlier releases, which counted FLOPs automatically. They are rejected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +28,22 @@ class ThroughputConfig:
     """Settings of TFLOP/s and MFU. FLOPs are those of forward and backward pass, without recomputed activations."""
 
     method: str = "auto"
-    """"auto" uses the first available of: given, formula, 6n. "given" uses no formula. "formula" and "6n" use only this
-    formula if no number is given. "off" publishes neither TFLOP/s nor MFU."""
+    """Method for the FLOPs of a step.
+
+    "auto" uses the first available of: given, formula, 6n. "given" uses only numbers from the settings or the script.
+    "formula" and "6n" use only the formula of this name if no number is given. "off" publishes neither TFLOP/s nor MFU.
+    """
     flops_per_token: float | None = None
-    """FLOPs of the full model, also if the ranks hold parts of it."""
+    """FLOPs of the full model for one token, even if each rank holds only a part of the model."""
     flops_per_sample: float | None = None
-    """FLOPs of the full model for one sample."""
+    """FLOPs of the full model for one sample, even if each rank holds only a part of the model."""
     peak_tflops: float | None = None
-    """Dense peak of one device; by default from the table of device names."""
+    """Peak of one device in TFLOP/s for dense matrices. The default is read from the table of device names."""
     model_parallel: int | None = None
-    """Number of ranks that compute one copy of the model; by default from the framework and the groups of attach()."""
+    """Number of ranks that together compute one copy of the model.
+
+    The default is derived from the framework and the groups of attach().
+    """
 
     def __post_init__(self) -> None:
         if self.method in _COUNTED:
@@ -59,7 +65,10 @@ class ThroughputConfig:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Dense TFLOP/s of a device by the data type of matrix products; None if the device does not support the type."""
+    """Peak TFLOP/s of a device for dense matrices, by data type.
+
+    A value is None if the device does not support the type.
+    """
 
     half: float  # float16 and bfloat16
     tf32: float | None
@@ -68,7 +77,7 @@ class Peaks:
 
 
 _SLICES: Final = 7
-"""Number of compute slices into which MIG divides a GPU."""
+"""Number of compute slices into which MIG divides one GPU."""
 
 # The first pattern that matches the name is used, so narrower patterns are listed first.
 TABLE: Final[tuple[tuple[str, Peaks], ...]] = (
@@ -107,9 +116,11 @@ TABLE: Final[tuple[tuple[str, Peaks], ...]] = (
 
 
 def peak_tflops(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
-    """Return the peak TFLOP/s of the device with torch's name `name` for matrices of `dtype`; None if it is unknown.
+    """Return the peak TFLOP/s of the device `name` for matrices of `dtype`; None if it is unknown.
 
-    `tf32`: whether torch multiplies float32 matrices in TF32.
+    `name` is torch's name.
+
+    `tf32` is true if torch multiplies float32 matrices in TF32.
     """
     peaks = next((peaks for pattern, peaks in TABLE if re.search(pattern, name)), None)
     whole = None if peaks is None else _of_dtype(peaks, dtype, tf32=tf32)

@@ -157,5 +157,5 @@ def test_any_name_is_a_valid_json_key(tmp_path):
 
 
 def test_invalid_folder_is_rejected():
-    with pytest.raises(ConfigError, match=r"sinks\.anomalies: folder is a path, not 3"):
+    with pytest.raises(ConfigError, match=r"sinks\.anomalies: folder must be a path, not 3"):
         MonitorConfig(sinks={"anomalies": {"folder": 3}})

@@ -123,7 +123,9 @@ def test_signal_used_by_faulthandler_is_refused():
             logging.getLogger("rankscope").addHandler(handler)
             monitor = attached(stacks_signal="SIGUSR2")
             os.kill(os.getpid(), signal.SIGUSR2)
-            named = any("SIGUSR2 has a handler in C already" in text and "use SIGUSR1" in text for text in messages)
+            named = any(
+                "SIGUSR2 already has a handler in C code" in text and "use SIGUSR1" in text for text in messages
+            )
             print(named, monitor.address is not None, os.fstat(file.fileno()).st_size > 0, monitor.faults)
     """)
 
@@ -140,5 +142,5 @@ def test_environment_sets_signal_and_limit():
     )
 
     assert ("SIGUSR1", 7.5) == (config.stacks_signal, config.hang_after_seconds)
-    with pytest.raises(ConfigError, match="RANKSCOPE_HANG_AFTER_SECONDS is 'soon': give seconds"):
+    with pytest.raises(ConfigError, match="RANKSCOPE_HANG_AFTER_SECONDS is 'soon': use a number of seconds"):
         MonitorConfig().with_environment({"RANKSCOPE_HANG_AFTER_SECONDS": "soon"})

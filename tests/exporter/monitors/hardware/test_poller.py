@@ -141,7 +141,7 @@ def test_nvml_error_is_a_fault_and_the_thread_continues(nvml, eventually):
 
 @pytest.mark.parametrize("value", [-1, "5", True, float("inf")])
 def test_invalid_interval_is_refused(value):
-    with pytest.raises(ConfigError, match="every_seconds is a time"):
+    with pytest.raises(ConfigError, match="every_seconds must be a number of seconds"):
         Monitor({"hardware": {"every_seconds": value}})
 
 
