@@ -187,7 +187,7 @@ class Monitor(CopiesDoNothing):
         self._stop_signal = name
 
     def last_records(self, name: str) -> Callable[[], None]:
-        """Record that the signal `name` ends this process; return a function that waits until this record is committed."""
+        """Record that the signal `name` ends this process; return a function that waits for the record's commit."""
         wait_seconds = min(self._config.exit_wait_seconds, stop_signals.STOP_WAIT_SECONDS)
         return self._leave(ExitReason.SIGNAL, name, wait_seconds)
 
@@ -380,7 +380,7 @@ class Monitor(CopiesDoNothing):
 
     @property
     def measuring(self) -> dict[str, Any]:
-        """The present sampling configuration, the first step with it, and the changes `to_come`; empty if not attached."""
+        """The present sampling configuration, its first step, and the changes `to_come`; empty if not attached."""
         session = self._session
         return {} if session is None else session.sampling_state()
 
