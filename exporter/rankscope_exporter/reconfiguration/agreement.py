@@ -299,7 +299,7 @@ def agreement_of(
     try:
         store = store.clone()  # a separate connection: callers that wait on the other one do not block it
     except (AttributeError, NotImplementedError, RuntimeError):  # not supported by all stores
-        log.debug("the store of the process group does not support a second connection")
+        log.debug("the store of the process group does not support a second connection: the existing one is used")
     return Agreement(
         store, name, identity.rank, identity.world_size, pace, margin_seconds=_POLLS_PER_MARGIN * poll_seconds
     )
