@@ -55,7 +55,7 @@ class AttentionOptions(QuantityOptions):
     "auto" is "hides" for modules of Megatron, MindSpeed and Transformer Engine, and "attends" for all other modules.
     """
     causal: bool | str = AUTO
-    """Whether later keys are hidden in addition to the mask: true, false or "auto".
+    """Hide later keys in addition to the mask: true, false or "auto".
 
     "auto" reads the arguments is_causal, causal and attn_mask_type, then the attributes of the module with these names.
     """
