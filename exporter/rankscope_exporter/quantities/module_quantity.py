@@ -34,7 +34,7 @@ class Running:
 class ModuleQuantity(Quantity):
     """A quantity whose targets are modules.
 
-    It registers hooks on modules, and reports what it cannot measure, once each.
+    It registers hooks on modules, and reports each tensor that is not measured.
     """
 
     of_modules: ClassVar[bool] = True
