@@ -21,7 +21,10 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     inner = optimizer
     while not isinstance(inner, torch.optim.Optimizer) or not hasattr(inner, "_optimizer_step_pre_hooks"):
         if not hasattr(inner, "optimizer"):
-            raise ConfigError(f"{type(optimizer).__name__} is not a torch optimizer and wraps none in `.optimizer`")
+            raise ConfigError(
+                f"{type(optimizer).__name__} is not a torch optimizer and has none as `.optimizer`: "
+                "pass the torch optimizer"
+            )
         inner = inner.optimizer
     return inner
 

@@ -44,7 +44,7 @@ def select_quantities(names: Iterable[str]) -> list[type[Quantity]]:
     for name in names:
         if name not in classes:
             hint = did_you_mean(name, classes)
-            raise ConfigError(f"quantities: {name!r} is unknown; there are {', '.join(classes)}.{hint}")
+            raise ConfigError(f"quantities: {name!r} is unknown; the quantities are {', '.join(classes)}.{hint}")
     return [classes[name] for name in names]
 
 

@@ -71,18 +71,18 @@ class AttentionOptions(QuantityOptions):
         QuantityOptions.__post_init__(self)
         order = self.order.replace(" ", "") if isinstance(self.order, str) else ""
         if sorted(order.split(",")) != sorted(_LETTERS):
-            raise ValueError(f"order is 's,b,h,d' or these letters in another order, not {self.order!r}")
+            raise ValueError(f"order must be 's,b,h,d' or these letters in another order, not {self.order!r}")
         object.__setattr__(self, "order", order)
         for name in ("query", "key", "mask"):
             value = getattr(self, name)
             if not (isinstance(value, str) and value) and not (is_whole(value) and value >= 0):
-                raise ValueError(f"{name} is the position or the name of an argument, not {value!r}")
+                raise ValueError(f"{name} must be the position or the name of an argument, not {value!r}")
         if self.mask_true not in (AUTO, "attends", "hides"):
-            raise ValueError(f"mask_true is 'auto', 'attends' or 'hides', not {self.mask_true!r}")
+            raise ValueError(f"mask_true must be 'auto', 'attends' or 'hides', not {self.mask_true!r}")
         if not isinstance(self.causal, bool) and self.causal != AUTO:
-            raise ValueError(f"causal is true, false or 'auto', not {self.causal!r}")
+            raise ValueError(f"causal must be true, false or 'auto', not {self.causal!r}")
         if self.scale is not None and not _is_finite(self.scale):
-            raise ValueError(f"scale is a number, not {self.scale!r}")
+            raise ValueError(f"scale must be a finite number, not {self.scale!r}")
         self._check_whole("rows", 1)
 
     @property

@@ -204,13 +204,13 @@ class QuantityOptions:
             if isinstance(value, list):
                 object.__setattr__(self, item.name, tuple(value))
             if item.type == "bool" and not isinstance(value, bool):
-                raise ValueError(f"{item.name} is true or false, not {value!r}")
+                raise ValueError(f"{item.name} must be true or false, not {value!r}")
         self._check_whole("start_step", 0)
         self._check_whole("every", 1)
         self._check_whole("times", 0)
         ranks = () if self.ranks is None else self.ranks
         if not isinstance(ranks, tuple) or not all(is_whole(rank) and rank >= 0 for rank in ranks):
-            raise ValueError(f"ranks is a list of rank numbers, not {self.ranks!r}")
+            raise ValueError(f"ranks must be a list of rank numbers, not {self.ranks!r}")
         Targets(self.targets)
         if self.ops is not None:
             chosen_ops(self.ops)
@@ -218,7 +218,7 @@ class QuantityOptions:
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if value is not None and not (is_whole(value) and value >= least):
-            raise ValueError(f"{name} is a whole number from {least} on, not {value!r}")
+            raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
 class Quantity:

@@ -58,7 +58,7 @@ class HashesOptions(QuantityOptions):
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
         if self.of not in ("replicas", "all"):
-            raise ValueError(f"of is 'replicas' or 'all', not {self.of!r}")
+            raise ValueError(f"of must be 'replicas' or 'all', not {self.of!r}")
         Targets(self.buffers)
 
 

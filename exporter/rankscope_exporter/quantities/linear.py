@@ -49,7 +49,7 @@ class LinearOptions(QuantityOptions):
             object.__setattr__(self, "targets", ("*",))
         QuantityOptions.__post_init__(self)
         if not isinstance(self.tolerance, float) or not _FINEST <= self.tolerance < 1:
-            raise ValueError(f"tolerance is a number from {_FINEST:g} to below 1, not {self.tolerance!r}")
+            raise ValueError(f"tolerance must be a number of at least {_FINEST:g} and below 1, not {self.tolerance!r}")
 
 
 class Linear(ModuleQuantity):

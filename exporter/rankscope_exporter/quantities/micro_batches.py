@@ -97,7 +97,7 @@ class GradientsOptions(QuantityOptions):
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
         if self.sum_micro_batches not in (None, True, False):
-            raise ValueError(f"sum_micro_batches is true, false or null, not {self.sum_micro_batches!r}")
+            raise ValueError(f"sum_micro_batches must be true, false or null, not {self.sum_micro_batches!r}")
 
 
 class MicroBatchSums:

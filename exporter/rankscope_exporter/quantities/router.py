@@ -62,7 +62,7 @@ class RouterOptions(QuantityOptions):
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
         if self.logits not in ("returned", "computed"):
-            raise ValueError(f"logits is 'returned' or 'computed', not {self.logits!r}")
+            raise ValueError(f"logits must be 'returned' or 'computed', not {self.logits!r}")
         if self.output is not None:
             ObjectSpec.parse(self.output)
         self._check_whole("top_k", 1)

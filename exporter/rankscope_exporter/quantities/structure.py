@@ -197,7 +197,7 @@ class StructureOptions(QuantityOptions):
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
         if self.output_dir is not None and not (isinstance(self.output_dir, str) and self.output_dir):
-            raise ValueError(f"output_dir is a folder, not {self.output_dir!r}")
+            raise ValueError(f"output_dir must be the path of a folder, not {self.output_dir!r}")
 
 
 class Structure(ModuleQuantity):

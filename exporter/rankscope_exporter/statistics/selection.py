@@ -40,17 +40,17 @@ _OTHER_NAMES: Final = {"id": "mean"}
 def chosen_ops(names: Sequence[str]) -> Ops:
     """Return the selection of the statistics in `names`; `norm` if no name is that of a statistic.
 
-    Raise ValueError for an unknown name; the error contains the most similar known name. `shape` and `dtype` are
-    accepted and ignored, because the plan of every rank contains them. msprobe's `id`, the value of a single number, is
-    read as `mean`.
+    Raise ValueError if only some of the names are unknown; the error contains the most similar known name. `shape` and
+    `dtype` are accepted and ignored, because the plan of every rank contains them. msprobe's `id`, the value of a
+    single number, is read as `mean`.
     """
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"ops is a list of statistics, not {names!r}")
+        raise ValueError(f"ops must be a list of statistics, not {names!r}")
     known = {_OTHER_NAMES.get(name, name) for name in names} & set(ALL_OPS)
     unknown = [name for name in names if name not in (*ALL_OPS, *_ELSEWHERE, *_OTHER_NAMES)]
     if known and unknown:
         hint = did_you_mean(unknown[0], ALL_OPS)
-        raise ValueError(f"ops: {unknown[0]!r} is no statistic; there are {', '.join(ALL_OPS)}.{hint}")
+        raise ValueError(f"ops: {unknown[0]!r} is not a statistic; the statistics are {', '.join(ALL_OPS)}.{hint}")
     return frozenset({*(known or {FALLBACK}), ALWAYS})
 
 

@@ -69,13 +69,13 @@ class ActivationOptions(QuantityOptions):
             object.__setattr__(self, "targets", tuple(targets) or ("*",))
         QuantityOptions.__post_init__(self)
         if not isinstance(self.parts, Mapping):
-            raise ValueError(f"parts is a table of tables by target, not {self.parts!r}")  # noqa: TRY004 - becomes a ConfigError
+            raise ValueError(f"parts must be a table of tables by target, not {self.parts!r}")  # noqa: TRY004 - becomes a ConfigError
         for target, described in self.parts.items():
             parse_specs(target, described)
             if target not in self.targets:
-                raise ValueError(f"parts[{target!r}] belongs to no target; add it to targets")
+                raise ValueError(f"parts[{target!r}] is not in targets: add {target!r} to targets")
         if not (self.inputs or self.outputs or self.input_grads or self.output_grads):
-            raise ValueError("inputs, outputs, input_grads and output_grads are all false: nothing would be measured")
+            raise ValueError("inputs, outputs, input_grads and output_grads are all false: set one of them to true")
 
     @property
     def objects(self) -> frozenset[str]:

@@ -70,17 +70,17 @@ class CollectiveOptions(QuantityOptions):
         QuantityOptions.__post_init__(self)
         self._check_whole("most_calls", 1)
         if self.most_calls is None:
-            raise ValueError("most_calls is a whole number from 1 on, not None")
+            raise ValueError("most_calls must be a whole number of at least 1, not None")
         self._check_call_sites()
 
     def _check_call_sites(self) -> None:
         if not isinstance(self.call_sites, tuple) or not all(isinstance(item, str) for item in self.call_sites):
-            raise ValueError(f"call_sites is a list of regular expressions, not {self.call_sites!r}")
+            raise ValueError(f"call_sites must be a list of regular expressions, not {self.call_sites!r}")
         for expression in self.call_sites:
             try:
                 re.compile(expression)
             except re.error as error:
-                raise ValueError(f"call_sites: {expression!r} is no regular expression: {error}") from error
+                raise ValueError(f"call_sites: {expression!r} is not a regular expression: {error}") from error
 
 
 _NOT_SEEN: Final = (
