@@ -1,4 +1,4 @@
-"""Adapters of training frameworks. Adding a file with a `Framework` subclass adds a framework."""
+"""Adapters of training frameworks. To add a framework, add a file with a `Framework` subclass to this folder."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ __all__ = ["Framework", "Stage", "are_chunks", "framework_of"]
 
 
 def framework_of(model: Any) -> Framework:
-    """Return the adapter for `model`: of the adapters that match its wrapper, the one with the highest priority.
+    """Return the adapter for `model`: the one with the highest priority among those that match the model's wrapper.
 
-    An adapter is returned as it is. A pipeline stage gets the pipeline adapter around the adapter of its module. A list
-    contains the chunks of one model, or all pipeline stages of this rank; any other list raises ConfigError.
+    If `model` is an adapter, it is returned unchanged. A pipeline stage gets the pipeline adapter around the adapter of
+    its module. A list contains the chunks of one model, or all pipeline stages of this rank; a list with other contents
+    raises ConfigError.
     """
     if isinstance(model, Framework):
         return model
@@ -43,7 +44,7 @@ def framework_of(model: Any) -> Framework:
 
 
 def are_chunks(models: Sequence[nn.Module]) -> bool:
-    """Return whether `models` are chunks of one model on one rank of a virtual pipeline, to be measured together."""
+    """Return whether `models` are the chunks of one model in a virtual pipeline on this rank."""
     return framework_of(nn.ModuleList(models)).takes_chunks
 
 

@@ -1,7 +1,7 @@
-"""The interface of framework adapters: distribution of tensors over ranks, state of gradients, places for hooks.
+"""The interface of framework adapters: distribution of tensors over ranks, gradients, and registration of hooks.
 
 Subclasses install gradient hooks through `on_gradient` and `on_accumulated`. Norms of shards are not combined in the
-adapters: each rank publishes its own, and the view `tensor_global` of the store combines them.
+adapters: each rank publishes its own norms, and the view `tensor_global` of the store combines them.
 """
 
 from __future__ import annotations
@@ -32,37 +32,44 @@ from rankscope_exporter.model.parameter_names import NamedParameter, local_tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkTraits:
-    """The way in which a framework treats gradients and parameters: one value per adapter, fixed at attach()."""
+    """Properties of a framework: how it treats gradients and parameters. They are fixed at attach()."""
 
     replicated: bool = False
-    """Every rank holds a full copy of each parameter that is not sharded, and training keeps these copies equal."""
+    """True: every rank has a full copy of each parameter that is not sharded, and training keeps the copies equal."""
     reduces: bool = False
-    """The framework reduces gradients over the ranks. If False, the training loop does."""
+    """True: the framework reduces gradients over the ranks. False: the training loop does so."""
     reduces_each_micro_batch: bool | None = False
-    """Each micro-batch is reduced separately, and no sum of this rank's own gradients is kept. None means that this
-    depends on the training loop and is detected during training."""
+    """True: each micro-batch is reduced separately, and the framework keeps no sum of this rank's own gradients.
+
+    None: this depends on the training loop, and is detected during training.
+    """
     reduces_after_last_backward: bool = False
-    """Gradients are reduced only after the last backward pass of a step. The adapter then calls `Hooking.reduced`."""
+    """True: gradients are reduced only after the last backward pass of a step.
+
+    The adapter then calls `Hooking.reduced`.
+    """
     waits_for_reductions: bool = False
-    """The end of the backward pass waits for all reductions, so that their time can be measured."""
+    """True: the end of the backward pass waits for all reductions, so that their duration can be measured."""
     local_until_backward_ends: bool = True
-    """`.grad` still holds this rank's own gradient after the last hook of a backward pass. If False, a gradient must be
-    read in its own hook, one tensor at a time."""
+    """True: `.grad` still has this rank's own gradient after the last hook of a backward pass.
+
+    False: a gradient must be read in its own hook, one tensor at a time.
+    """
     interleaves_micro_batches: bool = False
-    """The forward pass of a micro-batch may run before the backward pass of an earlier micro-batch."""
+    """True: the forward pass of a micro-batch may run before the backward pass of an earlier micro-batch."""
     optimizer_takes_copies: bool = False
-    """The optimizer gets gradients in other tensors, or changes them without a change of the tensor's version."""
+    """True: the optimizer gets gradients in other tensors, or changes them without a new version of the tensor."""
     updates_in_parts: bool = False
-    """One update may consist of several optimizer steps, each for a part of the parameters."""
+    """True: an update may consist of several optimizer steps, each for a part of the parameters."""
     parameters_are_local_parts: bool = False
-    """A tensor-parallel parameter is a plain tensor that holds only this rank's part."""
+    """True: a tensor-parallel parameter is a plain tensor that has only this rank's part."""
     is_compiled: bool = False
-    """`torch.compile` was called with the whole model, wrapper included."""
+    """True: `torch.compile` was called with the whole model, including the wrapper of the framework."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a tensor on this rank."""
+    """The shape and the dtype of a tensor on this rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -78,7 +85,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class WeakModule(Generic[M]):
-    """An attribute that refers to a module without keeping it alive, because the training owns the module.
+    """A descriptor for an attribute that refers to a module by a weak reference, because the training owns the module.
 
     Reading the attribute raises ReferenceError after the module was freed.
     """
@@ -98,32 +105,35 @@ class WeakModule(Generic[M]):
 
 
 def is_temporarily_replaced(current: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Return whether a plain tensor is in the place of a parameter, as during `torch.func.functional_call`."""
+    """Return whether a plain tensor temporarily replaces a parameter, as during `torch.func.functional_call`."""
     return current is not None and not isinstance(current, nn.Parameter)
 
 
 class Hooking(Protocol):
-    """Services for a framework that hooks a model at every step, sampled or not."""
+    """Services for a framework adapter that registers hooks for all steps, sampled or not."""
 
     def keep(self, handle: Removable) -> None:
-        """Remove `handle` at detach()."""
+        """Store `handle`, which is removed at detach()."""
         ...
 
     def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
-        """Return `function` as a hook that never raises into training and does nothing after detach, fork and copy."""
+        """Return a hook that calls `function` and never raises errors into training.
+
+        The hook does nothing after detach, in a forked child process, and in a copy of the model.
+        """
         ...
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which all hooks of the monitor do nothing."""
+        """Return a context in which all hooks of the monitor are inert."""
         ...
 
     def reduced(self) -> None:
-        """Report that gradients have just been reduced outside of any backward pass."""
+        """Handle the end of a reduction of gradients outside of a backward pass. Called by the adapter."""
         ...
 
 
 class GradientSource(Protocol):
-    """The owner of a gradient: a parameter, or an object that a framework passes instead of it."""
+    """The object that has a gradient: a parameter, or an object that an adapter passes instead of the parameter."""
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -132,7 +142,7 @@ class GradientSource(Protocol):
 
 
 class LazyGradient:
-    """A gradient that is computed when a quantity reads it, such as a sum with earlier micro-batches."""
+    """A gradient that is computed when a quantity reads it, for example by adding the sum of earlier micro-batches."""
 
     __slots__ = ("_compute",)
 
@@ -141,22 +151,22 @@ class LazyGradient:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Compute and return the gradient; None if there is none."""
+        """Compute and return the gradient; None if there is no gradient."""
         return self._compute()
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """The state that an optimizer keeps for one parameter; its tensors are this rank's part."""
+    """The state that an optimizer stores for one parameter. Its tensors are this rank's part of the state."""
 
     optimizer: torch.optim.Optimizer
     group: Mapping[str, Any]
-    """The parameter group, with its learning rate and other settings."""
+    """The parameter group with the learning rate and other settings of the parameter."""
     state: Mapping[str, Any]
 
 
 class WrappedModel:
-    """One model with the wrapper of its framework, and how its tensors are distributed over the ranks.
+    """A model with the wrapper of its framework, and the distribution of its tensors over the ranks.
 
     The defaults describe a model without a wrapper that one process trains.
     """
@@ -165,29 +175,29 @@ class WrappedModel:
     priority: ClassVar[int] = 0
     """If several adapters match a model, the adapter with the highest priority is used."""
     takes_chunks: ClassVar[bool] = False
-    """True if `model` may be a list of the chunks of one model that this rank holds."""
+    """True if the adapter accepts a list: the chunks of one model on this rank."""
     traits: FrameworkTraits = FrameworkTraits()
 
     model = WeakModule[nn.Module]()
-    """The module that training calls for a forward of the whole model, with the wrapper of `torch.compile`."""
+    """The module that training calls for a forward pass of the whole model, with the wrapper of `torch.compile`."""
     root = WeakModule[Any]()
-    """The wrapper of the framework, without the wrapper of `torch.compile`."""
+    """The module with the wrapper of the framework, but without the wrapper of `torch.compile`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = self.root = model
         self.pp_stage: int | None = None
         """Pipeline stage of the model, used to order anomalies; None without a pipeline."""
         self.chunk_numbers: Mapping[int, int] = {}
-        """Chunk of each parameter and module, by id(); empty if this rank has a single chunk."""
+        """Number of the chunk of each parameter and module, by id(). Empty if this rank has a single chunk."""
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:  # noqa: ARG003 - a base class of adapters matches no model
-        """Return whether this framework wraps `model`."""
+        """Return whether `model` has the wrapper of this framework."""
         return False
 
     @property
     def module(self) -> nn.Module:
-        """Return the user's own module, without the wrapper."""
+        """Return the user's own module, without the wrapper of the framework."""
         return self.model
 
     @property
@@ -200,24 +210,33 @@ class WrappedModel:
         return next((number for number, chunk in enumerate(self.chunks) if chunk is module), 0)
 
     def vpp_stage(self, part: torch.Tensor | nn.Module) -> int | None:
-        """Return the chunk that contains a parameter or module; None if this rank has a single chunk."""
+        """Return the number of the chunk that contains a parameter or module; None if this rank has a single chunk."""
         return self.chunk_numbers.get(id(part))
 
     def copies(self, world_size: int) -> int:
-        """Return how many ranks compute gradients of the same elements from different data."""
+        """Return the number of ranks that compute gradients of the same elements from different data."""
         return world_size
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return how a parameter, its reduced gradient and its optimizer state are distributed over the ranks."""
+        """Return how a parameter is distributed over the ranks.
+
+        Its reduced gradient and optimizer state have the same layout.
+        """
         return layout_of(parameter, Layout("replica" if self.traits.replicated else "full"))
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return how this rank's own gradient of `parameter` relates to the gradients of other ranks."""
+        """Return how this rank's own gradient of `parameter` is related to the gradients on other ranks.
+
+        The placement is "partial" if the gradient of the parameter is the sum over several ranks.
+        """
         layout = self.layout(parameter)
         return Layout("partial", layout.shard_group) if self.copies(world_size) > 1 else layout
 
     def spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of the part of a parameter that this rank updates, and of its optimizer state."""
+        """Return shape and dtype of the part of a parameter that this rank updates.
+
+        Its optimizer state has the same shape.
+        """
         return TensorSpec.of(parameter)
 
     def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
@@ -225,51 +244,63 @@ class WrappedModel:
         return self.spec(parameter)
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of this rank's own gradient; the parameter may be gathered to compute it."""
+        """Return shape and dtype of this rank's own gradient.
+
+        The shape may be that of the whole parameter, which some frameworks gather to compute the gradient.
+        """
         return self.spec(parameter)
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-        """Return whether parameter, reduced gradient and optimizer state are equal on all `ranks` by construction."""
+        """Return whether a parameter is known to be equal on all `ranks` by construction.
+
+        If so, its reduced gradient and its optimizer state are equal as well.
+        """
         return is_replicated_over(parameter, ranks)
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks, including this rank, that hold the same elements by construction.
+        """Return the ranks, including this rank, that have the same elements of a parameter by construction.
 
-        Empty if no other rank is known to hold them.
+        Empty if no other rank is known to have them.
         """
         return replicas_of(parameter)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the parameter that was found as `named`, even if the model has moved it.
+        """Return the parameter that was found at attach as `named`, even if the model has moved it since.
 
-        None after the model replaced it, and while it cannot be reached, as during `torch.func.functional_call`.
+        Return None if the model has replaced the parameter, or while it cannot be reached, as during
+        `torch.func.functional_call`.
         """
         return named.parameter
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the model still uses the parameter that was found as `named`.
+        """Return whether the model still uses the parameter that was found at attach as `named`.
 
-        True also while `torch.func.functional_call` puts a plain tensor in its place for one forward pass.
+        Also return True while `torch.func.functional_call` replaces the parameter by a plain tensor for one forward
+        pass.
         """
         current = named.current()
         return id(current) == named.identity or is_temporarily_replaced(current)
 
 
 class Framework(WrappedModel):
-    """The adapter of one wrapped model. A framework is added by adding a file with a subclass.
+    """The adapter of one wrapped model.
 
-    The defaults describe a model without a wrapper. Its gradients are complete when backward ends.
+    To add a framework, add a file with a subclass. The defaults describe a model without a wrapper, whose gradients are
+    complete when the backward pass ends.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.announced: Announced | None = None
-        """Announces training forwards for a trainer that never calls the whole model; None if hooks see them."""
+        """Object by which a trainer reports forward passes to the monitor, if it never calls the whole model.
+
+        None if hooks detect the forward passes.
+        """
 
     # State of gradients.
 
     def reduces_in_backward(self) -> bool:
-        """Return whether the current backward pass ends with gradients in `.grad` that are reduced over the ranks."""
+        """Return whether gradients in `.grad` are reduced over the ranks at the end of the current backward pass."""
         return False
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
@@ -277,31 +308,37 @@ class Framework(WrappedModel):
         return parameter.grad is not None
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register a gradient hook that runs after each backward pass has added to this rank's own gradient."""
+        """Register a gradient hook, which is called after a backward pass has added to this rank's own gradient."""
         return TensorHook(parameter, hook, table=ACCUMULATED)
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register a gradient hook that receives the gradient of one backward pass before it is accumulated."""
+        """Register a gradient hook, which receives the gradient of one backward pass before it is accumulated."""
         return TensorHook(parameter, hook, table=GRADIENT)
 
     # The tensors that the optimizer updates.
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        """Return the torch optimizers inside of the objects that the script calls `step` on."""
+        """Return the torch optimizers inside of `given`, the objects whose `step` the script calls."""
         return tuple(unwrapped(item) for item in given)
 
     def updated_tensor(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the tensor that this rank updates for `parameter`; None if the current update does not include it."""
+        """Return the tensor that this rank updates for `parameter`; None if the current update does not include it.
+
+        The tensor may be a copy or a part of the parameter.
+        """
         return parameter
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the current gradient, reduced or clipped, of the tensor that this rank updates for `parameter`."""
+        """Return the current gradient, reduced or clipped, of the tensor that this rank updates for `parameter`.
+
+        Return None if there is no gradient.
+        """
         return parameter.grad
 
     def optimizer_states(
         self, parameters: Sequence[nn.Parameter | None], optimizers: Sequence[torch.optim.Optimizer]
     ) -> list[ParameterState | None]:
-        """Return the state that `optimizers` keep for each parameter; None for a parameter without an optimizer."""
+        """Return the state that `optimizers` store for each parameter; None for a parameter without an optimizer."""
         groups = {
             id(item): (optimizer, group)
             for optimizer in reversed(optimizers)
@@ -316,30 +353,33 @@ class Framework(WrappedModel):
         return states
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Mapping[str, Any]]:
-        """Return all parameter groups of an optimizer that is about to step."""
+        """Return the parameter groups of an optimizer that is about to step."""
         groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
         return groups
 
     # Places for hooks.
 
     def install(self, hooking: Hooking) -> None:
-        """Register the hooks that the adapter itself needs. Called once."""
+        """Register the hooks that the adapter itself needs. Called once, at attach."""
 
     def on_update(
         self, optimizer: torch.optim.Optimizer, begins: Callable[..., Any], updated: Callable[..., None]
     ) -> list[Removable]:
-        """Register hooks before and after each step of `optimizer`, with the signatures of torch's step hooks."""
+        """Register the hook `begins` before and the hook `updated` after each step of `optimizer`.
+
+        Both have the signatures of torch's step hooks.
+        """
         return [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(updated)]
 
     def on_forward(self, hook: Callable[..., None]) -> Removable:
-        """Register `hook` before each forward of the model or of a chunk; it receives the module and its arguments."""
+        """Register `hook` before each forward pass of the model or of a chunk. It gets the module and its arguments."""
         if self.announced is not None:
             return self.announced.before(hook)
         handles = [chunk.register_forward_pre_hook(hook) for chunk in self.chunks]
         return CallbackHandle(functools.partial(remove_all, handles))
 
     def on_forward_end(self, hook: Callable[..., None]) -> Removable:
-        """Register `hook` after each forward of the model or of a chunk, including a forward that raised."""
+        """Register `hook` after each forward pass of the model or of a chunk, also if the forward pass raises."""
         if self.announced is not None:
             return self.announced.after(hook)
         handles = [chunk.register_forward_hook(hook, always_call=True) for chunk in self.chunks]

@@ -14,22 +14,28 @@ from rankscope_exporter.adapters.base import Framework, FrameworkTraits
 
 
 class Plain(Framework):
-    """Any module. The optimizer gets the gradients of the backward pass, unless the loop changes them in between."""
+    """Adapter for a model without a wrapper.
+
+    The optimizer gets the gradients of the backward pass, unless the training loop changes them in between.
+    """
 
     name: ClassVar[str] = "plain"
     priority: ClassVar[int] = -1
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:  # noqa: ARG003 - the fallback takes every model
-        """Return True: this is the fallback."""
+        """Return True: this adapter is used if no other adapter matches."""
         return True
 
 
 class DistributedData(Framework):
-    """DDP copies each gradient into a bucket, reduces the bucket, and copies back at the end of the backward pass.
+    """Adapter for DDP, which copies each gradient into a bucket and reduces the bucket.
 
-    Between the last gradient hook and DDP's own callback at the end of backward, `.grad` is therefore still local. With
-    `gradient_as_bucket_view` the gradient *is* the bucket and must be read in its hook, before the reduction.
+    At the end of the backward pass, DDP copies the reduced gradients back.
+
+    Between the last gradient hook and DDP's own callback at the end of the backward pass, `.grad` therefore still has
+    the rank's own gradient. With `gradient_as_bucket_view` the gradient *is* the bucket and must be read in its hook,
+    which runs before the reduction.
     """
 
     name: ClassVar[str] = "ddp"
@@ -59,17 +65,19 @@ class DistributedData(Framework):
         return module
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-        """Return True for a trained parameter that DDP itself reduces over `ranks`.
+        """Return True if DDP itself reduces the gradient of this parameter over all `ranks`.
 
-        False if a communication hook of the user reduces it, or if DDP ignores it.
+        Return False for a frozen parameter, for a parameter that DDP ignores, and if a communication hook of the user
+        reduces gradients.
         """
         # DDP would not reduce a parameter that is frozen now and trained later.
         return parameter.requires_grad and set(ranks) <= set(self.replicas(parameter))
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks of DDP, also for frozen parameters: DDP broadcast them, and nothing changes them.
+        """Return the ranks of DDP, on which a parameter is equal.
 
-        Empty if the user registered a communication hook, and for a parameter that DDP ignores.
+        This includes frozen parameters: DDP has broadcast them, and nothing changes them. Empty for a parameter that
+        DDP ignores, and if the user registered a communication hook.
         """
         if self.root._comm_hooks or self._is_ignored(parameter):  # noqa: SLF001 - torch has no public list of hooks
             return ()
@@ -81,5 +89,5 @@ class DistributedData(Framework):
         return any(item is parameter for name, item in named if name in ignored)
 
     def reduces_in_backward(self) -> bool:
-        """Return False inside `no_sync()`, where gradients only accumulate."""
+        """Return False inside `no_sync()`, where DDP accumulates gradients without reducing them."""
         return bool(self.root.require_backward_grad_sync)

@@ -1,8 +1,8 @@
-"""Adapters for DeepSpeed: an engine around the model updates it from gradients that it reduced and, with ZeRO, divided.
+"""Adapters for DeepSpeed, whose engine wraps the model and updates it.
 
-The engine calls one method, `_take_model_step`, at the end of an accumulation, to clip and to step. DeepSpeed has no
-public hook for this moment and none for the parts of ZeRO, so the adapters use its private names. A test runs against
-the pinned DeepSpeed.
+The engine reduces gradients and, with ZeRO, divides them among the ranks. At the end of an accumulation, it calls one
+method, `_take_model_step`, to clip gradients and to step the optimizer. DeepSpeed has no public hook for this time and
+none for the parts of ZeRO, so the adapters use private names. A test runs against the pinned DeepSpeed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LAST_WHOLE_STAGE = 2
 
 
 class _Engine(Framework):
-    """The part of both adapters that depends only on the engine, not on its optimizer."""
+    """Base of both DeepSpeed adapters: the properties that depend only on the engine, not on the optimizer."""
 
     priority: ClassVar[int] = 30
 
@@ -36,12 +36,12 @@ class _Engine(Framework):
 
     @property
     def module(self) -> nn.Module:
-        """Return the user's own module."""
+        """Return the user's own module, which the engine wraps."""
         module: nn.Module = self._engine.module
         return module
 
     def copies(self, world_size: int) -> int:
-        """Return how many ranks train on different data."""
+        """Return the number of ranks that train on different data."""
         return int(getattr(self._engine, "dp_world_size", world_size))
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
@@ -54,7 +54,7 @@ class _Engine(Framework):
 
 
 class DeepSpeed(_Engine):
-    """ZeRO stage 0 in float32: gradients are all-reduced after the last backward pass of a step.
+    """Adapter for ZeRO stage 0 in float32, which all-reduces gradients after the last backward pass of a step.
 
     `engine.step()` clips gradients without a change of their version.
     """
@@ -70,19 +70,19 @@ class DeepSpeed(_Engine):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether `model` is an engine whose optimizer steps the model's own parameters."""
+        """Return whether `model` is a DeepSpeed engine whose optimizer directly steps the model's own parameters."""
         return _is_engine(model) and _stage(model) is None
 
     def reduces_in_backward(self) -> bool:
-        """Return whether an update is about to begin."""
+        """Return whether an update is about to begin: only then are the gradients reduced."""
         return self._reduced
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        """Return the engine's own optimizer if the script passes none."""
+        """Return the torch optimizers inside of `given`; if it is empty, the optimizer of the engine."""
         return super().optimizers(given or _optimizers(self._engine))
 
     def install(self, hooking: Hooking) -> None:
-        """Watch the beginning of each update: all gradients are reduced then, and none is clipped."""
+        """Report the beginning of each update of the engine. All gradients are reduced then, and none is clipped."""
 
         def reduced() -> None:
             self._reduced = True
@@ -99,7 +99,7 @@ class DeepSpeed(_Engine):
 
 
 class DeepSpeedZero(_Engine, PartitionedOptimizer):
-    """ZeRO 1, 2 and 3, and all modes with float32 copies: the optimizer steps flat parts of the copies."""
+    """Adapter for ZeRO 1, 2 and 3, and for all modes in which the optimizer steps flat parts of float32 copies."""
 
     name: ClassVar[str] = "deepspeed_zero"
 
@@ -119,17 +119,17 @@ class DeepSpeedZero(_Engine, PartitionedOptimizer):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether `model` is an engine with one of DeepSpeed's own optimizers."""
+        """Return whether `model` is a DeepSpeed engine with one of DeepSpeed's own optimizers."""
         return _is_engine(model) and _stage(model) is not None
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return the ranks among which the parameter is divided, if it is."""
+        """Return how a parameter is divided among ranks; if it is not divided, the layout of a whole parameter."""
         whole = super().layout(parameter)
         groups = self._stage.process_groups
         return sharded_over(groups[id(parameter)], whole) if id(parameter) in groups else whole
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return that each rank has a summand of every element, from its own data."""
+        """Return the layout "partial": each rank computes a gradient of every element from its own data."""
         return Layout("partial") if self.copies(world_size) > 1 else super().layout(parameter)
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
@@ -137,23 +137,23 @@ class DeepSpeedZero(_Engine, PartitionedOptimizer):
         return TensorSpec(tuple(getattr(parameter, "ds_shape", parameter.shape)), parameter.dtype)
 
     def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return the shape of this rank's part, and the dtype in which DeepSpeed accumulates."""
+        """Return the shape of this rank's part of a reduced gradient, and the dtype in which DeepSpeed accumulates."""
         return TensorSpec(self.spec(parameter).shape, self._stage.accumulates_in or parameter.dtype)
 
     def reduced_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient of this rank's part as the ZeRO stage keeps it."""
+        """Return the reduced gradient of the part that this rank updates; None if there is none."""
         return self._stage.reduced(parameter)
 
     def earlier_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of earlier gradients as the ZeRO stage keeps it; None if it keeps none."""
+        """Return the sum of this rank's own gradients of earlier micro-batches; None if the ZeRO stage keeps none."""
         return None if self._stage.scatters else self._stage.earlier(parameter)
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:  # noqa: ARG002 - all are the same
-        """Return the engine's own optimizer, whichever of its wrappers the script passes."""
+        """Return the optimizer inside of the engine, whichever of its wrappers the script passes."""
         return tuple(unwrapped(item) for item in _optimizers(self._engine))
 
     def install(self, hooking: Hooking) -> None:
-        """Watch the beginning and the end of each update."""
+        """Report the beginning and the end of each update of the engine."""
         self.watch(self._engine, _UPDATE, hooking)
 
 

@@ -1,6 +1,7 @@
-"""Location of float32 parameters and gradients in each kind of DeepSpeed optimizer, and this rank's part of them.
+"""Location of float32 parameters and gradients, and of this rank's part of them, in each kind of DeepSpeed optimizer.
 
-All locations are ranges that DeepSpeed itself computed; nothing is gathered. The attribute names are DeepSpeed's own.
+All locations are ranges that DeepSpeed itself computed; nothing is gathered. The names of the attributes are those of
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ class ZeroStage:
     """A DeepSpeed optimizer with copies of whole parameters, as for float16 or bfloat16 without ZeRO."""
 
     scatters: bool = False
-    """True if each backward pass leaves reduced parts, and no sum of this rank's own gradients."""
+    """True if each backward pass leaves only reduced parts of gradients, and no sum of this rank's own gradients."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.inner: torch.optim.Optimizer = optimizer.optimizer
         self.accumulates_in: torch.dtype | None = getattr(optimizer, "gradient_accumulation_dtype", None)
         self.process_groups: dict[int, dist.ProcessGroup] = {}
-        """The ranks that hold the other parts, by id() of the parameter."""
+        """The process group whose ranks have the parts of a parameter, by id() of the parameter."""
         self._parts: Parts = {}
 
     def parts(self) -> Parts:
@@ -44,12 +45,12 @@ class ZeroStage:
         return parameter.grad
 
     def earlier(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients so far."""
+        """Return the sum of this rank's own gradients of a parameter so far."""
         return parameter.grad
 
 
 class FusedFp16(ZeroStage):
-    """The same copies as views of one flat tensor, for fused optimizers."""
+    """A DeepSpeed optimizer whose copies of whole parameters are views of one flat tensor, for fused optimizers."""
 
     def parts(self) -> Parts:
         """Return the part of each parameter that this rank updates, by id() of the parameter."""
@@ -63,10 +64,13 @@ class FusedFp16(ZeroStage):
 
 
 class MappedPartitions(ZeroStage):
-    """An optimizer that links each parameter to its fragment of this rank's flat partition, if there is one."""
+    """A DeepSpeed optimizer with a flat partition on this rank. A parameter refers to its fragment of the partition.
+
+    A parameter without elements in the partition refers to no fragment.
+    """
 
     attributes: tuple[str, str]
-    """Names of the attributes with the parameters of each group, and with this rank's flat partition of each group."""
+    """Names of two attributes with a value per group: the parameters, and this rank's flat partition."""
 
     def parts(self) -> Parts:
         """Return the part of each parameter that this rank updates, by id() of the parameter."""
@@ -83,7 +87,7 @@ class MappedPartitions(ZeroStage):
 
 
 class Zero1And2(MappedPartitions):
-    """ZeRO 1 and 2: `averaged_gradients` contains, per group, the consecutive pieces of this rank's partition."""
+    """ZeRO 1 and 2: `averaged_gradients` has, for each group, the consecutive pieces of this rank's partition."""
 
     attributes = ("bit16_groups", "single_partition_of_fp32_groups")
 
@@ -93,7 +97,7 @@ class Zero1And2(MappedPartitions):
         self._places: dict[int, dict[int, int]] = {}  # group -> start of a piece -> its position
 
     def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the piece that begins where this rank's part begins."""
+        """Return the reduced gradient of this rank's part of a parameter, which is one piece of the partition."""
         part = self._parts.get(id(parameter))
         if part is None:
             return None
@@ -113,14 +117,20 @@ class Zero1And2(MappedPartitions):
         return found.detach().view(-1)
 
     def earlier(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of gradients so far; a sum in a separate dtype is in a separate attribute."""
+        """Return the sum of this rank's own gradients so far.
+
+        A sum with a separate dtype is in the attribute `grad_accum` instead of `grad`.
+        """
         is_separate = getattr(self.optimizer, "use_grad_accum_attribute", False)
         found: torch.Tensor | None = parameter.grad_accum if is_separate else parameter.grad  # type: ignore[attr-defined]
         return found
 
 
 class Bf16Zero1(MappedPartitions):
-    """ZeRO 1 in bfloat16 with float32 sums: each rank holds whole all-reduced gradients in views of one tensor."""
+    """ZeRO 1 in bfloat16 with float32 sums.
+
+    Each rank has whole all-reduced gradients, which are views of one tensor.
+    """
 
     attributes = ("bf16_groups", "fp32_groups_flat_partition")
 
@@ -134,7 +144,7 @@ class Bf16Zero1(MappedPartitions):
         }
 
     def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return this rank's part of the whole gradient."""
+        """Return this rank's part of the whole reduced gradient."""
         whole = None if self._parts.get(id(parameter)) is None else self._sum(parameter)
         if whole is None:
             return None
@@ -142,7 +152,7 @@ class Bf16Zero1(MappedPartitions):
         return whole.detach().view(-1).narrow(0, int(here.start), int(here.numel))
 
     def earlier(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients so far."""
+        """Return the sum of this rank's own gradients of a parameter so far."""
         whole = self._sum(parameter)
         return None if whole is None else whole.view(parameter.shape)
 
@@ -164,7 +174,10 @@ class Zero3(ZeroStage):
         self._places: dict[int, tuple[int, int]] = {}  # by id() of the parameter: sub-group and position in it
 
     def parts(self) -> Parts:
-        """Return this rank's part of each parameter, by id(); for a frozen parameter the part that this rank holds."""
+        """Return this rank's part of each parameter, by id() of the parameter.
+
+        For a frozen parameter, this is the part that the rank stores.
+        """
         for number, parameters in enumerate(self.optimizer.fp16_groups):
             group = self.optimizer.sub_group_to_group_id[number]
             flat = self.optimizer.fp32_partitioned_groups_flat[number]
@@ -178,13 +191,13 @@ class Zero3(ZeroStage):
         return self._parts
 
     def _add(self, parameter: Any, tensor: torch.Tensor, group: int, start: int, padded: int) -> None:
-        """Add this rank's part, `padded` elements from `start` of `tensor`, without the padding."""
+        """Store this rank's part of a parameter: `padded` elements of `tensor` from `start` on, without the padding."""
         ranks = self.process_groups[id(parameter)] = parameter.ds_process_group
         count = max(0, min(padded, int(parameter.ds_numel) - padded * dist.get_rank(ranks)))
         self._parts[id(parameter)] = ParameterPartition(tensor, self.inner, group, start, count) if count else None
 
     def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return this rank's reduced partition without its padding."""
+        """Return the reduced gradient of this rank's part, without the padding."""
         part, place = self._parts.get(id(parameter)), self._places.get(id(parameter))
         if part is None or part.count is None or place is None:
             return None
@@ -201,9 +214,12 @@ _KINDS: Final[tuple[tuple[str, Callable[[Any], ZeroStage]], ...]] = (
     ("fp32_groups_flat", FusedFp16),
     ("fp32_groups", ZeroStage),
 )
-"""Kinds of optimizers by an attribute that they have. Class names cannot be used, because subclasses have others."""
+"""Classes for the kinds of DeepSpeed optimizers, by an attribute that only this kind has among the remaining ones.
+
+Class names cannot identify the kinds, because subclasses have other names.
+"""
 
 
 def stage_of(optimizer: Any) -> ZeroStage | None:
-    """Return the kind of an optimizer that DeepSpeed made; None for an unknown kind."""
+    """Return the object for the kind of a DeepSpeed optimizer; None for an unknown kind."""
     return next((kind(optimizer) for attribute, kind in _KINDS if hasattr(optimizer, attribute)), None)

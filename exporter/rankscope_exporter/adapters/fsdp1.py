@@ -1,7 +1,8 @@
 """Adapter for FSDP1 (`FullyShardedDataParallel`): parameters are views of flat shards that each forward pass gathers.
 
-Norms of shards are not combined here: each rank publishes its own, and the view `tensor_global` of the store combines
-them. The flat parameter refers to its parameters by private names only, because torch has no public ones.
+Norms of shards are not combined here: each rank publishes its own norms, and the view `tensor_global` of the store
+combines them. The adapter uses private names, because torch has no public access from a flat parameter to its
+parameters.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from rankscope_exporter.model.parameter_names import NamedParameter
 
 
 class FullyShardedData(Framework):
-    """Each forward pass makes new views of the gathered flat parameter; their gradients are this rank's own.
+    """Adapter for FSDP1. Each forward pass makes new views of the gathered flat parameter.
 
-    With `use_orig_params=True` parameters have their names, and each rank holds their part in its flat shard, which is
-    often empty. Otherwise the flat parameters are the ones that are named and measured.
+    The gradients of the views are this rank's own. With `use_orig_params=True`, parameters have their own names, and
+    each rank has their part in its flat shard, which is often empty. Otherwise, the flat parameters are named and
+    measured.
     """
 
     name: ClassVar[str] = "fsdp1"
@@ -58,21 +60,21 @@ class FullyShardedData(Framework):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether `model` or any part of it is wrapped."""
+        """Return whether FSDP1 wraps `model` or any part of it."""
         return any(_is_unit(module) for module in model.modules())
 
     @property
     def module(self) -> nn.Module:
-        """Return the outermost module that is not an FSDP wrapper."""
+        """Return the outermost module that is not a wrapper of FSDP."""
         module: nn.Module = self.root.module if _is_unit(self.root) else self.root
         return module
 
     def reduces_in_backward(self) -> bool:
-        """Return False inside `no_sync()`, where gathered gradients only accumulate."""
+        """Return False inside `no_sync()`, where FSDP accumulates gathered gradients without reducing them."""
         return any(unit._sync_gradients for unit in self._units())  # noqa: SLF001 - see the top
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return the ranks among which the flat parameter of the unit is sharded."""
+        """Return the ranks among which the flat parameter with this parameter is sharded."""
         whole = super().layout(parameter)
         unit = self._unit_of(parameter)
         if unit is None or unit.sharding_strategy.name == "NO_SHARD":
@@ -80,7 +82,10 @@ class FullyShardedData(Framework):
         return sharded_over(unit.process_group, whole)
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks with the same part of the flat parameter, for hybrid sharding and without sharding."""
+        """Return the ranks with the same part of the flat parameter.
+
+        There are several with hybrid sharding or no sharding.
+        """
         unit = self._unit_of(parameter)
         if unit is None:
             return super().replicas(parameter)
@@ -89,7 +94,7 @@ class FullyShardedData(Framework):
         return () if group is None else dist.get_process_group_ranks(group)
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return that each rank has a summand of every element, from its own data."""
+        """Return the layout "partial": each rank computes a gradient of every element from its own data."""
         is_managed = self._unit_of(parameter) is not None
         return Layout("partial") if is_managed else super().local_layout(parameter, world_size)
 
@@ -102,20 +107,23 @@ class FullyShardedData(Framework):
         return TensorSpec(tuple(view.shape), (mixed and mixed.param_dtype) or parameter.dtype)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the module holds the parameter, or a view of it during a forward pass."""
+        """Return whether the module has the parameter, or, during a forward pass, a view of the parameter."""
         current = named.current()
         if id(current) == named.identity:
             return True
         return self.parameter(named) is not None and is_temporarily_replaced(current)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the parameter, which the flat parameter keeps while the module holds a view."""
+        """Return the parameter. While the module has a view, the flat parameter stores the parameter itself."""
         view = self._views.get(named.identity)
         found = None if view is None else view.parameter
         return found if id(found) == named.identity else super().parameter(named)
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether any parameter of the same unit has a gradient, because this rank's part may be empty."""
+        """Return whether any parameter in the same flat parameter has a gradient.
+
+        All are checked, because this rank's part of a single parameter may be empty.
+        """
         unit = self._unit_of(parameter)
         if unit is None:
             return super().holds_gradient(parameter)
@@ -123,7 +131,7 @@ class FullyShardedData(Framework):
         return any(item.grad is not None for item in (flat, *(flat._params or ())))  # noqa: SLF001 - see the top
 
     def install(self, hooking: Hooking) -> None:
-        """Hook the views of each unit in every forward pass, after FSDP has made them."""
+        """Register hooks on the views of each flat parameter in every forward pass, after FSDP has made the views."""
         for unit in self._units():
             views = [view for view in self._views.values() if view.unit() is unit]
             if views:
@@ -131,14 +139,17 @@ class FullyShardedData(Framework):
                 hooking.keep(unit.module.register_forward_pre_hook(hook))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register a gradient hook on the views: their gradient is complete before it joins the flat parameter's."""
+        """Register a gradient hook on the views of the parameter.
+
+        The gradient of a view is complete before FSDP adds it to the gradient of the flat parameter.
+        """
         view = self._view(parameter)
         if view is None:
             return super().on_accumulated(parameter, hook)
         return view.register(lambda gradient: hook(LazyGradient(functools.partial(view.sum_with, gradient))))
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register a gradient hook on the views."""
+        """Register a gradient hook on the views of the parameter."""
         view = self._view(parameter)
         return super().on_gradient(parameter, hook) if view is None else view.register(hook)
 
@@ -160,9 +171,9 @@ class FullyShardedData(Framework):
 
 
 class _View:
-    """A parameter that is a view of its unit's flat parameter while the unit computes, and the hooks on that view.
+    """A parameter that is a view of a flat parameter while its FSDP unit computes, and the hooks on this view.
 
-    Keeps neither the unit nor the owner of the parameter alive: both are modules of the training.
+    The object has only weak references to the unit and to the module of the parameter, because the training owns both.
     """
 
     def __init__(self, unit: Any, position: int) -> None:
@@ -177,20 +188,23 @@ class _View:
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        """Return the parameter; None after the unit replaced it or was freed."""
+        """Return the parameter; None after the FSDP unit replaced it or was freed."""
         unit = self.unit()
         flat = None if unit is None else unit._handle.flat_param  # noqa: SLF001 - see the top
         parameters = getattr(flat, "_params", None) or ()
         return parameters[self._position] if self._position < len(parameters) else None
 
     def register(self, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register `hook` on the gradient of the current view and of all later views."""
+        """Register `hook` on the gradient of the current view, and of all later views of the parameter."""
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
         return handle
 
     def hook_view(self) -> None:
-        """Hook the current view of the module once: checkpointing computes with the same view twice."""
+        """Register the hooks on the current view of the parameter, unless they are registered already.
+
+        With checkpointing, a module computes twice with the same view.
+        """
         view = getattr(self._owner(), self._key, None)
         if self._hooks and is_temporarily_replaced(view) and view.requires_grad:
             present: dict[int, Any] = view._backward_hooks or {}  # noqa: SLF001 - torch has no public list of hooks
@@ -198,7 +212,10 @@ class _View:
                 view.register_hook(self._call)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def sum_with(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return `gradient`, which is about to join the flat gradient, plus the sum that is already there."""
+        """Return `gradient` plus the sum that FSDP has accumulated so far.
+
+        `gradient` is the gradient of a view, which FSDP adds to the flat gradient afterwards.
+        """
         parameter = self.parameter
         # Inside `no_sync()` this is a view of the gathered gradient, otherwise a shard or None.
         earlier = None if parameter is None else parameter.grad

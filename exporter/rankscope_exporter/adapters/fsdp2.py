@@ -1,9 +1,9 @@
 """Adapter for FSDP2 (`fully_shard`): parameters are DTensors that are gathered briefly; backward reduce-scatters.
 
-Norms of shards are not combined here: each rank publishes its own, and the view `tensor_global` of the store combines
-them. FSDP2 has no public way from a sharded parameter to the gathered one, which has this rank's own gradient. The
-adapter uses FSDP's internal state, and a test runs against the pinned torch. A hook on the sharded parameter would be
-public, but with offloaded gradients it makes FSDP wait for the device.
+Norms of shards are not combined here: each rank publishes its own norms, and the view `tensor_global` of the store
+combines them. FSDP2 has no public access from a sharded parameter to the gathered parameter, which has this rank's own
+gradient. The adapter uses FSDP's internal state, and a test runs against the pinned torch. A hook on the sharded
+parameter would be public, but with offloaded gradients it makes FSDP wait for the device.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from rankscope_exporter.model.parameter_names import NamedParameter, local_tenso
 
 
 class FullyShard(Framework):
-    """The gathered parameter is one tensor for the whole training, made in the first forward pass.
+    """Adapter for FSDP2. A gathered parameter is made in the first forward pass and is the same tensor in all steps.
 
-    Its gradient is this rank's own until FSDP reduces the group of its module, inside the backward pass. It must
-    therefore be read in its own hook. `.grad` of the sharded parameter is complete after FSDP's own callback.
+    The gradient of a gathered parameter is this rank's own until FSDP reduces the group of its module, inside the
+    backward pass. The gradient must therefore be read in its own hook. `.grad` of the sharded parameter is complete
+    after FSDP's own callback.
     """
 
     name: ClassVar[str] = "fsdp2"
@@ -65,7 +66,7 @@ class FullyShard(Framework):
         return any(group.reduce_grads and group.all_reduce_grads for group in self._groups())
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return that each rank has a summand of every element, from its own data."""
+        """Return the layout "partial": each rank computes a gradient of every element from its own data."""
         is_managed = self._source(parameter) is not None
         return Layout("partial") if is_managed else super().local_layout(parameter, world_size)
 
@@ -79,26 +80,29 @@ class FullyShard(Framework):
         return TensorSpec(tuple(shape), getattr(policy, "param_dtype", None) or parameter.dtype)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the module holds the parameter, or temporarily the one that FSDP gathered."""
+        """Return whether the module has the sharded parameter, or temporarily the gathered parameter."""
         return self.parameter(named) is not None or super().is_in_place(named)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the sharded parameter, which FSDP keeps while the module holds the gathered one."""
+        """Return the sharded parameter. While the module has the gathered parameter, FSDP stores the sharded one."""
         source = self._source_of(named.identity)
         return super().parameter(named) if source is None else source.sharded_param
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return True also while only the gathered parameter has a gradient, which is not reduced yet."""
+        """Return whether the sharded or the gathered parameter has a gradient.
+
+        The gradient of the gathered parameter is not reduced yet.
+        """
         source = self._source(parameter)
         return parameter.grad is not None or (source is not None and _local_gradient(source) is not None)
 
     def install(self, hooking: Hooking) -> None:
-        """Register waiting hooks on gathered parameters after each forward pass, until all are registered."""
+        """Register the hooks on gathered parameters after each forward pass, until all gathered parameters exist."""
         register = hooking.always("finding gathered parameters", self._register_waiting)
         hooking.keep(self.model.register_forward_hook(register))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register a gradient hook on the gathered parameter; its gradient is this rank's own."""
+        """Register a gradient hook on the gathered parameter, whose gradient is this rank's own."""
         if self._source(parameter) is None:
             return super().on_accumulated(parameter, hook)
 
@@ -127,7 +131,7 @@ class FullyShard(Framework):
         self._waiting = self._still_waiting(self._waiting)
 
     def _still_waiting(self, waiting: list[tuple[int, _DeferredHook]]) -> list[tuple[int, _DeferredHook]]:
-        """Register the hooks for gathered parameters that exist, and return the others."""
+        """Register the hooks of `waiting` whose gathered parameters exist, and return the remaining hooks."""
         left = []
         for number, deferred in waiting:
             source = self._source_of(number)
@@ -141,7 +145,7 @@ class FullyShard(Framework):
         return left
 
     def _source(self, parameter: torch.Tensor) -> Any:
-        """Return FSDP's record of a sharded parameter; None for any other tensor."""
+        """Return the object in which FSDP stores data about a sharded parameter; None for any other tensor."""
         source = self._source_of(id(parameter))
         # Another tensor may have the id() of a parameter that was freed.
         return source if source is not None and source.sharded_param is parameter else None
@@ -158,7 +162,7 @@ class FullyShard(Framework):
 
 
 def _local_gradient(source: Any) -> torch.Tensor | None:
-    """Return the gradient of a gathered parameter plus the sum of earlier micro-batches, which has its own dtype."""
+    """Return the gradient of a gathered parameter plus the sum of earlier micro-batches. The sum has its own dtype."""
     gathered = getattr(source, "_unsharded_param", None)
     if gathered is None:
         return None
@@ -170,7 +174,10 @@ def _local_gradient(source: Any) -> torch.Tensor | None:
 
 
 class _DeferredHook:
-    """A hook that is registered when its tensor exists, unless it was removed before."""
+    """A hook for a tensor that may not exist yet.
+
+    It is registered once the tensor exists, unless it was removed before.
+    """
 
     def __init__(self, register: Callable[[nn.Parameter, Any], Removable]) -> None:
         self._register: Callable[[nn.Parameter, Any], Removable] | None = register

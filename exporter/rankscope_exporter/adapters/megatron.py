@@ -1,7 +1,8 @@
-"""Adapter for Megatron-Core: its DDP sums gradients in its own buffers; its optimizers update copies or parts.
+"""Adapter for Megatron-Core: DDP of Megatron-Core sums gradients in buffers, and its optimizers update copies or parts.
 
-Nothing of Megatron is imported. The adapter reads attributes of parameters and optimizers, and replaces `step` of the
-optimizer that the script steps. It does not read Megatron's buckets, because they change from release to release.
+Nothing of Megatron is imported. The adapter reads attributes of parameters and optimizers, and replaces the method
+`step` of the optimizer that the script uses. It does not read Megatron's buckets, because they change from release to
+release.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ _PIPELINE = "get_pipeline_model_parallel_group"
 
 
 class Megatron(PartitionedOptimizer):
-    """Gradients of micro-batches are summed in `main_grad`, reduced after the last micro-batch and clipped in `step`.
+    """Adapter for Megatron-Core, which sums gradients of micro-batches in the attribute `main_grad` of parameters.
 
-    With the distributed optimizer, `main_grad` is reduced only in the range of a parameter that this rank updates.
-    A rank of an interleaved pipeline has several chunks of the model. Micro-batches are counted per chunk.
+    Gradients are reduced after the last micro-batch and clipped in `step`.
+
+    With the distributed optimizer, only the range of `main_grad` that this rank updates is reduced. A rank of an
+    interleaved pipeline has several chunks of the model. Micro-batches are counted per chunk.
     """
 
     name: ClassVar[str] = "megatron"
@@ -61,30 +64,33 @@ class Megatron(PartitionedOptimizer):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether `model` is wrapped by Megatron's own DDP, or is a list of such chunks."""
+        """Return whether Megatron's own DDP wraps `model`, or each chunk if `model` is a list of chunks."""
         wrapper = loaded("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel")
         chunks = list(model) if type(model) is nn.ModuleList else [model]
         return bool(chunks) and all(isinstance(chunk, wrapper) for chunk in chunks)
 
     @property
     def module(self) -> nn.Module:
-        """Return the user's own module, or a list of the modules of all chunks."""
+        """Return the user's own module, or a list of the modules of all chunks on this rank."""
         self._module.training = self._chunks[0].training  # train() and eval() of a chunk do not change the list
         return self._module
 
     @property
     def chunks(self) -> Sequence[nn.Module]:
-        """Return all chunks. The pipeline schedule decides in which order they are called."""
+        """Return all chunks of the model on this rank. The pipeline schedule decides in which order they are called."""
         return self._chunks
 
     # Distribution of tensors over the ranks.
 
     def copies(self, world_size: int) -> int:  # noqa: ARG002 - Megatron has groups
-        """Return how many ranks train on different data."""
+        """Return the number of ranks that train on different data."""
         return _size(_DATA)
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return the ranks with the other parts, of tensor parallelism and of the distributed optimizer."""
+        """Return the ranks with the other parts of a parameter.
+
+        Tensor parallelism and the distributed optimizer divide parameters among ranks.
+        """
         whole = super().layout(parameter)
         divided = self._divided.get(id(parameter))
         alone = divided is None or dist.get_world_size(divided) == 1
@@ -93,15 +99,15 @@ class Megatron(PartitionedOptimizer):
         return self._tensor_layout(parameter) if alone else sharded_over(_group(_TENSOR_AND_DATA), whole)
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return that each rank has a summand of every element that it computes with, from its own data."""
+        """Return the layout of this rank's own gradient: "partial" if several ranks compute it from different data."""
         layout = self._tensor_layout(parameter)
         return Layout("partial", layout.shard_group) if self.copies(world_size) > 1 else layout
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the data-parallel ranks, and the tensor-parallel ranks if tensor parallelism does not divide it.
+        """Return the data-parallel ranks, and the tensor-parallel ranks if the parameter is not divided among them.
 
-        Empty for a parameter that the distributed optimizer divides, because it may be gathered as late as in the next
-        forward pass; and for parameters of experts.
+        Empty for parameters of experts, and for a parameter that the distributed optimizer divides, because it may be
+        gathered as late as in the next forward pass.
         """
         if id(parameter) in self._divided or getattr(parameter, "allreduce", True) is False:
             return ()
@@ -113,17 +119,17 @@ class Megatron(PartitionedOptimizer):
         return sharded_over(_group(_TENSOR), whole) if _is_tensor_parallel(parameter) else whole
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of the parameter that this rank computes with."""
+        """Return shape and dtype of the parameter on this rank."""
         return TensorSpec(tuple(parameter.shape), parameter.dtype)
 
     def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return the shape of this rank's part, and the dtype in which gradients are summed."""
+        """Return the shape of this rank's part of a reduced gradient, and the dtype in which gradients are summed."""
         return TensorSpec(self.spec(parameter).shape, getattr(parameter, "main_grad", parameter).dtype)
 
     # Location of gradients.
 
     def reduced_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the range of `main_grad` that this rank updates."""
+        """Return the reduced gradient: the range of `main_grad` that this rank updates."""
         if self.parts.get(id(parameter)) is None:
             return None
         whole = self.earlier_gradient(parameter)
@@ -133,19 +139,28 @@ class Megatron(PartitionedOptimizer):
         return whole.detach().view(-1)[start:end]
 
     def earlier_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return `main_grad`, to which the gradient of the current micro-batch is added later."""
+        """Return the sum of earlier micro-batches, `main_grad`.
+
+        The gradient of the current micro-batch is added later.
+        """
         found: torch.Tensor | None = getattr(parameter, "main_grad", parameter.grad)
         return found
 
     def local_sum(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum including `gradient`; a fused kernel has already added it to `main_grad`."""
+        """Return the sum of this rank's own gradients, including the latest, `gradient`.
+
+        If a fused kernel computes the gradient, it has already added it to `main_grad`.
+        """
         if not _is_fused(parameter):
             return super().local_sum(parameter, gradient)
         summed: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]  # Megatron's
         return summed
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register a gradient hook. It is not called if a fused kernel leaves an empty tensor instead of a gradient."""
+        """Register a gradient hook on a parameter.
+
+        The hook is not called if a fused kernel leaves an empty tensor instead of a gradient.
+        """
 
         def call(gradient: torch.Tensor) -> None:
             if not _is_fused(parameter):
@@ -156,7 +171,7 @@ class Megatron(PartitionedOptimizer):
     # The tensors that the optimizer updates.
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        """Return the torch optimizers inside of Megatron's optimizers, chained or not."""
+        """Return the torch optimizers inside of Megatron's optimizers, including chained optimizers."""
         self._outer = tuple(given)
         members = [member for item in given for member in getattr(item, "chained_optimizers", None) or (item,)]
         members = [member for member in members if not getattr(member, "is_stub_optimizer", False)]
@@ -180,7 +195,7 @@ class Megatron(PartitionedOptimizer):
                 self._ranges[id(parameter)] = here.start, here.end
 
     def install(self, hooking: Hooking) -> None:
-        """Watch `step` of each optimizer that the script steps."""
+        """Report the beginning and the end of each update: calls of `step` of the optimizers that the script uses."""
         for optimizer in self._outer:
             self.watch(optimizer, "step", hooking)
 

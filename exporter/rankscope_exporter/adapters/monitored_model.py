@@ -1,4 +1,7 @@
-"""The monitored model: its adapter, its parameters and its optimizers; and models that consist of several chunks."""
+"""The monitored model: its adapter, its parameters and its optimizers.
+
+Includes models that consist of several chunks.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ T = TypeVar("T")
 
 
 class Borrowed(Sequence[T]):
-    """A list that does not keep its items alive; freed items disappear. For modules and optimizers, never for tensors.
+    """A list that has only weak references to its items. Items that were freed are left out.
 
-    torch.utils.swap_tensors rejects a tensor with a weak reference.
+    It is used for modules and optimizers, never for tensors, because torch.utils.swap_tensors rejects a tensor with a
+    weak reference.
     """
 
     def __init__(self, items: Iterable[T] = ()) -> None:
@@ -50,27 +54,36 @@ class MonitoredModel:
     framework: Framework
     parameters: tuple[NamedParameter, ...]
     optimizers: Borrowed[torch.optim.Optimizer]
-    """An optimizer that replaces another one during training also replaces it here."""
+    """The optimizers of the training.
+
+    If an optimizer is replaced during training, it is replaced in this list as well.
+    """
     world_size: int = 1
     retired: set[int] = field(default_factory=set)
-    """Positions of parameters that the model has replaced. The old tensor would repeat its last gradient."""
+    """Positions of parameters that the model has replaced.
+
+    They are not measured: their last gradient would be repeated.
+    """
     compiled: set[str] = field(default_factory=set)
-    """Parts of the training that were seen to run inside compiled code."""
+    """Names of parts of the training that were detected to run inside compiled code."""
     positions: tuple[int, ...] | None = None
-    """Positions of the parameters in the whole model; None if these are all its parameters."""
+    """Positions of `parameters` in the whole model; None if they are all parameters of the model."""
     elsewhere: frozenset[int] = frozenset()
-    """Positions, in the whole model, of parameters whose shared statistics another rank publishes."""
+    """Positions, in the whole model, of parameters whose statistics are equal on a rank that publishes them."""
 
     def parameter(self, index: int) -> nn.Parameter | None:
-        """Return parameter number `index`; None after the model replaced it or was freed."""
+        """Return the parameter at position `index`; None after the model replaced the parameter or was freed."""
         named = self.parameters[index]
         found = self.framework.parameter(named)
         return self._from_optimizers(named) if found is None else found
 
     def found(self) -> list[nn.Parameter | None]:
-        """Return the parameters by position, as `parameter` does. The caller must not keep the list.
+        """Return all parameters by position; None for a parameter that the model replaced.
 
-        Runs several times in a sampled step, so models whose parameters never move are read without method calls.
+        The caller must not keep the list.
+
+        This method runs several times in a sampled step. If the framework never moves parameters, they are therefore
+        read without a method call for each.
         """
         if type(self.framework).parameter is Framework.parameter:
             found = found_in_place(self.parameters)
@@ -82,51 +95,57 @@ class MonitoredModel:
         return found
 
     def tensors(self) -> list[nn.Parameter | None]:
-        """Return the parameters by position, None for retired or freed ones. The caller must not keep the list."""
+        """Return all parameters by position; None for a parameter that is retired or was freed.
+
+        The caller must not keep the list, because it keeps the parameters alive.
+        """
         found = self.found()
         if not self.retired:
             return found
         return [None if owner in self.retired else item for owner, item in zip(self.owners(), found, strict=True)]
 
     def _from_optimizers(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return a parameter that `torch.func.functional_call` replaces at the moment; the optimizers still hold it."""
+        """Return a parameter that `torch.func.functional_call` replaces temporarily. It is found in the optimizers."""
         if not is_temporarily_replaced(named.current()):
             return None
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         return next((item for group in groups for item in group["params"] if id(item) == named.identity), None)
 
     def in_model(self) -> set[int]:
-        """Return the id() of each tensor that the model now has in the place of its parameters."""
+        """Return the id() of each tensor that the model has at the places of its parameters now."""
         return {id(named.current()) for named in self.parameters}
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the first parameter; the CPU if there is none."""
+        """Return the device of the first parameter; the CPU if the model has no parameters."""
         first = self.parameter(0) if self.parameters else None
         return torch.device("cpu") if first is None else first.device
 
     def owners(self) -> Sequence[int]:
-        """Return the position of each parameter in the whole model."""
+        """Return the position in the whole model of each parameter of this object."""
         return range(len(self.parameters)) if self.positions is None else self.positions
 
     @property
     def copies(self) -> int:
-        """Return how many ranks compute gradients of the same elements from different data."""
+        """Return the number of ranks that compute gradients of the same elements from different data."""
         return self.framework.copies(self.world_size)
 
     @property
     def has_divided_state(self) -> bool:
-        """Return whether an optimizer divides its state among replicas (`ZeroRedundancyOptimizer`)."""
+        """Return whether an optimizer divides its state among replicas, as `ZeroRedundancyOptimizer` does."""
         divided = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
         return any(isinstance(item, divided) for item in self.optimizers)
 
     @property
     def state_elsewhere(self) -> frozenset[int]:
-        """Return the part of `elsewhere` that also holds for optimizer state: nothing if the state is divided."""
+        """Return the positions of parameters whose optimizer state another rank publishes; empty for divided state."""
         return frozenset() if self.has_divided_state else self.elsewhere
 
     def only(self, targets: Targets, without: frozenset[int] = frozenset()) -> MonitoredModel:
-        """Return the model with the parameters that `targets` selects by name or alias, except those at `without`."""
+        """Return a view of this model with the parameters that `targets` selects by name or alias.
+
+        Parameters at the positions `without` are left out.
+        """
         if targets.selects_all and not without:
             return self
         kept = [
@@ -138,7 +157,10 @@ class MonitoredModel:
 
 
 def numbers_of(chunks: Sequence[nn.Module]) -> dict[int, int]:
-    """Return the number of the first chunk with each parameter and module, by id(); empty for a single chunk."""
+    """Return the number of the chunk that contains each parameter and module, by id().
+
+    If several chunks contain it, the number of the first is returned. Empty if there is a single chunk.
+    """
     found: dict[int, int] = {}
     for number, chunk in enumerate(chunks) if len(chunks) > 1 else ():
         for part in (*chunk.modules(), *chunk.parameters()):
@@ -147,11 +169,14 @@ def numbers_of(chunks: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def as_one(chunks: Sequence[nn.Module]) -> nn.Module:
-    """Return one module that contains all chunks, whose names then begin with their number; a single chunk as it is."""
+    """Return one module that contains all chunks. Names in it begin with the number of a chunk.
+
+    A single chunk is returned unchanged.
+    """
     return chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
 
 
 def with_chunk_number(row: Row) -> Row:
-    """Return a row of a parameter or module of such a model, with the chunk number at the beginning of its name."""
+    """Return `row` with the column `vpp_stage`: the chunk number with which its tensor or module name begins."""
     name: str = row["tensor"] if "tensor" in row else row["module"]
     return {**row, "vpp_stage": int(name.partition(".")[0])}

@@ -1,4 +1,4 @@
-"""Unwrapping of optimizer wrappers, such as Accelerate's, and replacement of methods for which there is no hook."""
+"""Access to the torch optimizer inside of wrappers, such as Accelerate's, and replacement of methods without a hook."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from rankscope_exporter.base.errors import ConfigError
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside of wrappers that hold it as `optimizer`. Raise ConfigError if there is none."""
+    """Return the torch optimizer inside of wrappers, which have it as the attribute `optimizer`.
+
+    Raise ConfigError if there is no torch optimizer.
+    """
     inner = optimizer
     while not isinstance(inner, torch.optim.Optimizer) or not hasattr(inner, "_optimizer_step_pre_hooks"):
         if not hasattr(inner, "optimizer"):
-            raise ConfigError(f"{type(optimizer).__name__} is not a torch optimizer and wraps none in `.optimizer`")
+            raise ConfigError(
+                f"{type(optimizer).__name__} is not a torch optimizer and has none as `.optimizer`: "
+                "pass the torch optimizer"
+            )
         inner = inner.optimizer
     return inner
 
@@ -30,10 +36,13 @@ Around = Callable[..., Any]
 
 
 class PatchedMethod:
-    """A method of `owner` that is replaced by a call of `around` until `remove`. Does not keep the owner alive.
+    """A method of `owner` that is replaced by a call of `around`, until `remove` is called.
 
-    The replacement is a method of the owner, like the original. In a copy of the owner it calls the original method of
-    the copy. A pickled owner has its original method and loads in an environment without Rankscope.
+    The object has a weak reference to the owner.
+
+    The replacement is a method of the owner, like the original. If the owner is copied, the replacement in the copy
+    calls the original method of the copy. If the owner is pickled, the original method is pickled, so the owner can be
+    loaded in an environment without Rankscope.
     """
 
     def __init__(self, owner: Any, name: str, around: Around) -> None:
@@ -44,7 +53,11 @@ class PatchedMethod:
         owner.__dict__[name] = types.MethodType(self._replacement, owner)
 
     def remove(self) -> None:
-        """Restore the original. If other code has wrapped the replacement, it remains and only forwards calls."""
+        """Restore the original method.
+
+        If other code has wrapped the replacement, the replacement cannot be removed. It then only calls the original
+        method.
+        """
         self._replacement.around = None
         owner = self._owner()
         if owner is None or getattr(owner.__dict__.get(self._name), "__func__", None) is not self._replacement:
@@ -56,7 +69,10 @@ class PatchedMethod:
 
 
 class _Replacement:
-    """The function of the replaced method. A copy of the owner may be bound to it; the copy is not watched."""
+    """The function that replaces the method.
+
+    If it is bound to a copy of the owner, it only calls the original method.
+    """
 
     def __init__(self, owner: Any, name: str, before: Any, around: Around) -> None:
         self.__name__ = name  # pickle uses it to find the original in the class

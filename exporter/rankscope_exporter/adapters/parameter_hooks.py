@@ -1,10 +1,10 @@
 """Gradient hooks of parameters, and forward passes that a training loop announces.
 
 Hooks hold neither the parameter nor a weak reference to it. `torch.utils.swap_tensors`, an option of `Module.to()` and
-`load_state_dict`, gives a parameter another tensor: the table of hooks remains with the parameter, but torch calls none
-of its hooks, nor hooks that are registered in it later. A hook is therefore renewed when a step begins, and a table
-that contained only hooks of the monitor is removed with them. A hook that the script registers after a swap then works
-as it does without a monitor.
+`load_state_dict`, gives a parameter another tensor. The parameter keeps its table of hooks, but torch calls no hook of
+this table, including hooks that are registered in it later. The monitor therefore renews its hooks when a step begins.
+If a table contained only hooks of the monitor, it is removed with these hooks. A hook that the script registers after a
+swap then works as it does without a monitor.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ class Removable(Protocol):
 
 
 class CallbackHandle:
-    """A handle whose `remove` calls a function."""
+    """A handle whose method `remove` calls a function."""
 
     def __init__(self, remove: Callable[[], None]) -> None:
         self.remove = remove
 
 
 def remove_all(handles: Iterable[Removable]) -> None:
-    """Remove all handles in order. If removing one raises, raise after all others have been removed."""
+    """Remove all handles in order. If a removal raises an error, raise it after all other handles have been removed."""
     with ExitStack() as stack:  # runs callbacks in reverse order, also after an error
         for handle in reversed(list(handles)):
             stack.callback(handle.remove)
 
 
 class Announced:
-    """Forward hooks of a model that training never calls as a whole: the loop announces each training forward."""
+    """Forward hooks for a model that the training never calls as a whole.
+
+    The trainer calls `begins` and `ends` for each training forward pass.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -52,21 +55,21 @@ class Announced:
         self._after: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
     def begins(self) -> None:
-        """Call the hooks for the beginning of a training forward."""
+        """Call the hooks that are registered for the beginning of a training forward pass."""
         for hook in tuple(self._before.values()):
             hook(self._model(), ())
 
     def ends(self) -> None:
-        """Call the hooks for the end of a training forward."""
+        """Call the hooks that are registered for the end of a training forward pass."""
         for hook in tuple(self._after.values()):
             hook(self._model(), (), None)
 
     def before(self, hook: Callable[..., None]) -> Removable:
-        """Register `hook` for the beginning of each training forward."""
+        """Register `hook` for the beginning of each training forward pass."""
         return _registered(self._before, hook)
 
     def after(self, hook: Callable[..., None]) -> Removable:
-        """Register `hook` for the end of each training forward."""
+        """Register `hook` for the end of each training forward pass."""
         return _registered(self._after, hook)
 
 
@@ -78,14 +81,14 @@ def _registered(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[...
 
 ACCUMULATED: Final = "_post_accumulate_grad_hooks"
 GRADIENT: Final = "_backward_hooks"
-"""Attributes of a tensor that contain the hooks of `register_post_accumulate_grad_hook` and of `register_hook`."""
+"""Attributes of a tensor with the hooks of `register_post_accumulate_grad_hook` and of `register_hook`."""
 
 _own_numbers: set[int] = set()
-"""The numbers of the monitor's hooks. Torch numbers all hooks of the process and never reuses a number."""
+"""The numbers that torch has given the monitor's hooks. Torch numbers all hooks of the process and reuses no number."""
 
 
 class TensorHook:
-    """One hook in a table of a tensor. The tensor is passed to each method and never kept."""
+    """One hook in a table of a tensor. The tensor is passed to each method and never stored."""
 
     def __init__(self, tensor: torch.Tensor, hook: Callable[..., Any], *, table: str) -> None:
         self._hook = unserializable_hook(hook)  # type: ignore[no-untyped-call]  # else torch warns when the tensor is saved
@@ -97,11 +100,11 @@ class TensorHook:
 
     @property
     def number(self) -> int:
-        """Return the number that torch gave the hook; no other hook of the process has it."""
+        """Return the number that torch gave the hook. It is unique in the process."""
         return int(self._handle.id)
 
     def renew(self, tensor: torch.Tensor) -> None:
-        """Register the hook again if it was removed from the table, or if `tensor` was swapped."""
+        """Register the hook again if it was removed from the table, or if the tensor behind `tensor` was swapped."""
         table = getattr(tensor, self._table)
         if table is None or self._handle.id not in table:
             _own_numbers.discard(self._handle.id)
@@ -119,12 +122,12 @@ class TensorHook:
         self._is_shared |= _has_others(table)
 
     def remove(self) -> None:
-        """Remove the hook; `tidy` removes the empty table."""
+        """Remove the hook from the table. With `tidy`, an empty table can be removed as well."""
         self._handle.remove()
         _own_numbers.discard(self._handle.id)
 
     def tidy(self, tensor: torch.Tensor) -> None:
-        """Remove the table if `remove` left it empty and the script never used it."""
+        """Remove the table of hooks if it is empty after `remove` and the script never used it."""
         table = getattr(tensor, self._table)
         if table is not None and not table and not self._is_shared:
             setattr(tensor, self._table, None)
@@ -140,10 +143,10 @@ class TensorHook:
 
 
 def _content(tensor: torch.Tensor, table: dict[int, Any]) -> tuple[int, int]:
-    """Return values that differ after the tensor behind the Python object `tensor` was swapped.
+    """Return a value that differs after the tensor behind the Python object `tensor` was swapped.
 
-    These are its address and the number of references to the table. The second detects a new tensor at the address of
-    a freed one, because the freed tensor referred to the table too.
+    It consists of the address of the tensor and the number of references to the table of hooks. The second detects a
+    new tensor at the address of a freed one, because the freed tensor also referred to the table.
     """
     return tensor._cdata, sys.getrefcount(table)  # noqa: SLF001 - torch has no public name for it
 
@@ -153,7 +156,10 @@ def _has_others(table: dict[int, Any]) -> bool:
 
 
 class ParameterHook:
-    """A hook of a parameter that is looked up for each use; `find` returns None while the parameter is unavailable."""
+    """A hook on a parameter. The parameter is found by calling `find` for each use.
+
+    `find` returns None while the parameter is unavailable.
+    """
 
     def __init__(self, find: Callable[[], nn.Parameter | None], register: Callable[[nn.Parameter], Removable]) -> None:
         self._find = find
@@ -161,7 +167,10 @@ class ParameterHook:
         self._handle: Removable | None = None
 
     def renew_found(self) -> bool:
-        """Register the hook if it is missing; return whether it is registered. A frozen parameter takes no hook."""
+        """Find the parameter, and register the hook if it is missing; return whether the hook is registered.
+
+        A hook cannot be registered on a frozen parameter.
+        """
         parameter = self._find()
         if parameter is None or not parameter.requires_grad:
             return False
@@ -169,14 +178,17 @@ class ParameterHook:
         return True
 
     def renew(self, parameter: nn.Parameter) -> None:
-        """Register the hook on `parameter`, which was just found and requires gradients, if it is missing."""
+        """Register the hook on `parameter` if it is missing.
+
+        The caller has just found the parameter, which requires gradients.
+        """
         if self._handle is None:
             self._handle = self._register(parameter)
         elif isinstance(self._handle, TensorHook):
             self._handle.renew(parameter)
 
     def remove(self) -> None:
-        """Remove the hook."""
+        """Remove the hook from the parameter."""
         handle, self._handle = self._handle, None
         if handle is None:
             return

@@ -1,4 +1,4 @@
-"""Base of adapters for frameworks whose optimizer updates copies or parts of the parameters, all in one method call."""
+"""Base class of adapters for frameworks whose optimizer updates copies or parts of parameters in one method call."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ FROZEN: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class ParameterPartition:
-    """This rank's part of a parameter: `count` elements from `start` of `tensor`, which the optimizer steps."""
+    """This rank's part of a parameter: `count` elements of `tensor` from `start` on. The optimizer steps `tensor`."""
 
     tensor: torch.Tensor
     optimizer: torch.optim.Optimizer
     group: int
-    """Position of the parameter group in the optimizer; FROZEN for a parameter that no optimizer steps."""
+    """Position of the parameter group in the optimizer; FROZEN if no optimizer steps the parameter."""
     start: int = 0
     count: int | None = None
-    """None means all elements of `tensor`, in its own shape."""
+    """Number of elements of the part. None means all elements of `tensor`, in the shape of `tensor`."""
 
     def of(self, whole: torch.Tensor | None) -> torch.Tensor | None:
-        """Return this part of a tensor with the same layout as `tensor`; None if `whole` is None or was moved away."""
+        """Return this rank's part of `whole`, a tensor with the layout of `tensor`, such as its gradient.
+
+        Return None if `whole` is None or is offloaded at present.
+        """
         if whole is None or self.count is None:
             return whole
         if whole.numel() < self.start + self.count:  # offloaded for the moment
@@ -48,11 +51,11 @@ class ParameterPartition:
 
     @property
     def spec(self) -> TensorSpec:
-        """Return shape and dtype of this part."""
+        """Return the shape and the dtype of this part."""
         return TensorSpec(tuple(self.tensor.shape) if self.count is None else (self.count,), self.tensor.dtype)
 
     def optimizer_state(self, groups: Sequence[Mapping[str, Any]]) -> ParameterState:
-        """Return this part of the optimizer's state; `groups` are all parameter groups of the optimizer."""
+        """Return the optimizer's state of this part; `groups` are all parameter groups of the optimizer."""
         state = self.optimizer.state.get(self.tensor, {})
         own = {
             key: self.of(value) if isinstance(value, torch.Tensor) and value.shape == self.tensor.shape else value
@@ -69,14 +72,14 @@ _WHOLE: Final = object()
 
 
 class PartitionedOptimizer(Framework):
-    """A framework in which one method of the optimizer or engine makes the whole update from reduced gradients.
+    """Adapter for frameworks in which one method of the optimizer or engine makes the whole update.
 
-    Until detach(), the method is replaced on its object by one that reports the update. When the method is called,
-    gradients are reduced, but not unscaled and not clipped. Each step of an inner optimizer begins the update of the
-    tensors that are in its parameter groups at that moment. When the method returns, all parameters are updated. If no
-    inner optimizer stepped, the step was skipped.
+    Until detach(), this method is replaced by one that also reports the update. When the method is called, gradients
+    are reduced, but not unscaled and not clipped. Each step of an inner optimizer begins the update of the tensors that
+    are in the parameter groups of the optimizer at that time. When the method returns, all parameters are updated. If
+    no inner optimizer stepped, the step was skipped.
 
-    A subclass fills `parts` and returns the location of reduced gradients.
+    A subclass must fill `parts` and return the reduced gradients.
     """
 
     name: ClassVar[str] = "parts"
@@ -91,7 +94,10 @@ class PartitionedOptimizer(Framework):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.parts: dict[int, ParameterPartition | None] = {}
-        """By id() of the parameter. None for a divided parameter of which this rank has no part."""
+        """This rank's part of each parameter, by id() of the parameter.
+
+        None for a divided parameter of which this rank has no part.
+        """
         self._groups: dict[int, Sequence[Mapping[str, Any]]] = {}  # by id() of the optimizer
         self._phase = _IDLE
         self._stepping: frozenset[int] = frozenset()  # id() of the tensors that an inner optimizer is about to step
@@ -99,30 +105,33 @@ class PartitionedOptimizer(Framework):
         self._with_gradient: set[int] = set()  # id() of the parameters with a gradient since the last update
 
     def reduced_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient of the part that this rank updates, as it is before the update."""
+        """Return the reduced gradient of the part that this rank updates, as it is before the update begins.
+
+        Return None if there is none.
+        """
         raise NotImplementedError
 
     def earlier_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients of earlier micro-batches; None if there is none."""
+        """Return the sum of this rank's own gradients of earlier micro-batches; None if there is no such sum."""
         raise NotImplementedError
 
     def local_sum(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients including `gradient`, the latest; None if no sum is kept."""
+        """Return the sum of this rank's own gradients, including the latest, `gradient`; None if no sum is kept."""
         earlier = self.earlier_gradient(parameter)
         return gradient if earlier is None else earlier + gradient.to(earlier.dtype)
 
     # State of gradients.
 
     def reduces_in_backward(self) -> bool:
-        """Return whether the update has begun and no inner optimizer has stepped."""
+        """Return whether the update has begun and no inner optimizer has stepped: gradients are reduced then."""
         return self._phase is _REDUCED
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002 - it is the same for all
-        """Return whether a backward pass ran since the last update, including an update that was skipped."""
+        """Return whether a backward pass ran since the last update. An update that was skipped counts as well."""
         return bool(self._with_gradient)
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register a gradient hook that runs before the framework collects the gradient."""
+        """Register a gradient hook that is called before the framework collects the gradient."""
         keeps_sum = self.traits.reduces_each_micro_batch is False
 
         @uncompiled
@@ -139,21 +148,21 @@ class PartitionedOptimizer(Framework):
     # The tensors that the optimizer updates.
 
     def spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of this rank's part."""
+        """Return shape and dtype of the part of a parameter that this rank updates."""
         part = self.parts.get(id(parameter), _WHOLE)
         if part is _WHOLE:
             return super().spec(parameter)
         return part.spec if isinstance(part, ParameterPartition) else TensorSpec((0,), parameter.dtype)
 
     def updated_tensor(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the part that the optimizer steps."""
+        """Return the part of a parameter that the optimizer steps; None if the current step does not include it."""
         part = self.parts.get(id(parameter), _WHOLE)
         if part is _WHOLE:
             return parameter
         return part.of(part.tensor) if isinstance(part, ParameterPartition) and self._is_updated_now(part) else None
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient when the update begins, and the optimizer's own gradient when it steps."""
+        """Return the gradient of a parameter: reduced when the update begins, clipped when the optimizer steps."""
         part = self.parts.get(id(parameter))
         if self._phase is _REDUCED:
             return self.reduced_gradient(parameter)
@@ -166,12 +175,15 @@ class PartitionedOptimizer(Framework):
         parameters: Sequence[nn.Parameter | None],
         optimizers: Sequence[torch.optim.Optimizer],  # noqa: ARG002 - each part refers to its optimizer
     ) -> list[ParameterState | None]:
-        """Return this rank's parts of the optimizers' state."""
+        """Return this rank's part of the optimizer state, for each parameter."""
         parts = (self.parts.get(id(parameter)) for parameter in parameters)
         return [None if part is None else part.optimizer_state(self.groups_of(part.optimizer)) for part in parts]
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Mapping[str, Any]]:
-        """Return the groups as they were before the update: some frameworks show them to the optimizer one by one."""
+        """Return the parameter groups of an optimizer as they were before the update.
+
+        During the update, some frameworks give the optimizer one group after the other.
+        """
         return self._groups.get(id(optimizer), optimizer.param_groups)
 
     def _is_updated_now(self, part: ParameterPartition) -> bool:
@@ -182,7 +194,10 @@ class PartitionedOptimizer(Framework):
     def on_update(
         self, optimizer: torch.optim.Optimizer, begins: Callable[..., Any], updated: Callable[..., None]
     ) -> list[Removable]:
-        """Register hooks on the inner optimizer; `updated` is called when the whole update is done."""
+        """Register hooks on the inner optimizer.
+
+        `begins` is called before each step, `updated` after the whole update.
+        """
 
         @uncompiled
         def part_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -20,22 +20,23 @@ _SHAPE_INFERENCE: Final = ("_forward_metadata_inference", "_backward_metadata_in
 
 
 class Stage(Protocol):
-    """A stage of a pipeline. Only its module is used."""
+    """A stage of a pipeline. The adapter uses only its module."""
 
     @property
     def submod(self) -> nn.Module:
-        """The part of the model that this rank trains."""
+        """The module of the stage: the part of the model that this rank trains."""
         ...
 
 
 class Pipeline(Framework):
-    """One or several `PipelineStage` objects of this rank, around the adapters of their modules.
+    """Adapter for one or several `PipelineStage` objects of this rank. It uses the adapters of their modules.
 
-    Gradients of micro-batches are summed, and divided by their number after the last backward pass of a stage. They
-    are unreduced before this moment and reduced after it. There is no hook for it, so until detach() the method of the
-    stage is replaced by one that reports it. Each of several stages finishes while others still compute.
+    Gradients of micro-batches are summed. After the last backward pass of a stage, the stage divides them by the number
+    of micro-batches. Gradients count as unreduced before this division, and as reduced after it. There is no hook for
+    it, so until detach() the method of the stage is replaced by one that also reports the division. Of several stages,
+    one may finish while others still compute.
 
-    Questions about one parameter are answered by the adapter of the stage that holds it.
+    Methods with a parameter as an argument call the adapter of the stage that contains the parameter.
     """
 
     name: ClassVar[str] = "pipeline"
@@ -63,7 +64,7 @@ class Pipeline(Framework):
 
     @property
     def module(self) -> nn.Module:
-        """Return the user's own module of this stage, or a list of the modules of all stages."""
+        """Return the user's own module of the stage, or a list of the modules of all stages on this rank."""
         # Created for each use: a list that is kept would keep the modules alive.
         module = as_one([framework.module for framework in self._inner])
         if len(self._inner) > 1:
@@ -72,11 +73,11 @@ class Pipeline(Framework):
 
     @property
     def chunks(self) -> Sequence[nn.Module]:
-        """Return the modules that the schedule calls for each micro-batch."""
+        """Return the modules that the pipeline schedule calls for each micro-batch."""
         return [stage.submod for stage in self.stages]
 
     def _of(self, identity: int) -> Framework:
-        """Return the adapter of the stage that holds the parameter with this id()."""
+        """Return the adapter of the stage that contains the parameter with this id()."""
         return self._inner[self.chunk_numbers.get(identity, 0)]
 
     def copies(self, world_size: int) -> int:
@@ -84,39 +85,39 @@ class Pipeline(Framework):
         return self._inner[0].copies(max(1, world_size // self.stages[0].group_size))
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return the layout that the adapter of the stage returns."""
+        """Return how a parameter is distributed over the ranks, from the adapter of its stage."""
         return self._of(id(parameter)).layout(parameter)
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return the shape and dtype that the adapter of the stage returns."""
+        """Return shape and dtype of this rank's own gradient of a parameter, from the adapter of its stage."""
         return self._of(id(parameter)).local_spec(parameter)
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-        """Return whether the adapter of the stage finds the parameter equal on `ranks`."""
+        """Return whether a parameter is equal on all `ranks` by construction, from the adapter of its stage."""
         return self._of(id(parameter)).is_same_on(parameter, ranks)
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks that the adapter of the stage returns."""
+        """Return the ranks that have the same elements of a parameter, from the adapter of its stage."""
         return self._of(id(parameter)).replicas(parameter)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the adapter of the stage finds the parameter in place."""
+        """Return whether the model still uses a parameter, from the adapter of its stage."""
         return self._of(named.identity).is_in_place(named)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the parameter that the adapter of the stage returns."""
+        """Return the parameter that was found at attach as `named`, from the adapter of its stage."""
         return self._of(named.identity).parameter(named)
 
     def reduces_in_backward(self) -> bool:
-        """Return False during backward passes, and True while the last stage of this rank finishes."""
+        """Return False during backward passes, and True while the last stage of this rank finishes its gradients."""
         return self._finishing
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether the adapter of the stage finds a gradient."""
+        """Return whether a parameter has a gradient of an earlier backward pass, from the adapter of its stage."""
         return self._of(id(parameter)).holds_gradient(parameter)
 
     def install(self, hooking: Hooking) -> None:
-        """Replace the methods of all stages that finish gradients, and install the adapters of the stages."""
+        """Replace the method of each stage that finishes gradients, and install the adapters of the stages."""
         for number, (stage, inner) in enumerate(zip(self.stages, self._inner, strict=True)):
             inner.install(hooking)
             self._watch(stage, number, hooking)
@@ -142,14 +143,14 @@ class Pipeline(Framework):
                 hooking.keep(PatchedMethod(stage, name, run_unseen))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register the gradient hook through the adapter of the stage."""
+        """Register a gradient hook through the adapter of the stage that contains the parameter."""
         return self._of(id(parameter)).on_accumulated(parameter, hook)
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register the gradient hook through the adapter of the stage."""
+        """Register a gradient hook through the adapter of the stage that contains the parameter."""
         return self._of(id(parameter)).on_gradient(parameter, hook)
 
 
 def is_stage(model: Any) -> bool:
-    """Return whether `model` is a stage of a pipeline and not a module."""
+    """Return True if `model` is a stage of a pipeline instead of a module."""
     return isinstance(model, loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"))

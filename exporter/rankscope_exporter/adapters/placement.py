@@ -1,4 +1,4 @@
-"""Placement of a tensor on the ranks: whole, replica, shard or partial sum. Computed without communication."""
+"""Placement of a tensor on the ranks: whole, replica, shard or partial sum. It is determined without communication."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch.distributed as dist
 
 
 def loaded(module: str, name: str) -> Any:
-    """Return the class `name` of `module` for isinstance(); if `module` is not imported yet, it matches nothing."""
+    """Return the class `name` of `module` for isinstance().
+
+    If `module` is not imported yet, return a value that no object matches.
+    """
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -21,15 +24,15 @@ _SHORTEST_RANGE: Final = 3  # two ranks are written as a list
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The values of the columns `placement` and `shard_group` of a row."""
+    """The values of the columns `placement` and `shard_group` in a row."""
 
     placement: str
     shard_group: str | None = None
-    """The ranks that together hold one whole tensor. The ranks of another copy form another group."""
+    """The ranks that together have one whole tensor. The ranks with another copy of the tensor form another group."""
 
 
 def layout_of(tensor: torch.Tensor, otherwise: Layout) -> Layout:
-    """Return the layout of a DTensor on its device mesh; return `otherwise` for any other tensor."""
+    """Return the layout of a DTensor on its device mesh; return `otherwise` for a tensor that is no DTensor."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return otherwise
@@ -43,7 +46,7 @@ def layout_of(tensor: torch.Tensor, otherwise: Layout) -> Layout:
 
 
 def is_replicated_over(tensor: torch.Tensor, ranks: Sequence[int]) -> bool:
-    """Return whether a DTensor has the same elements on all `ranks`; False for any other tensor."""
+    """Return whether a DTensor has the same elements on all `ranks`; False for a tensor that is no DTensor."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return False
@@ -56,7 +59,10 @@ def is_replicated_over(tensor: torch.Tensor, ranks: Sequence[int]) -> bool:
 
 
 def replicas_of(tensor: torch.Tensor) -> Sequence[int]:
-    """Return the ranks, including this rank, that hold the same elements of a DTensor; empty for any other tensor."""
+    """Return the ranks, including this rank, that have the same elements of a DTensor.
+
+    Empty for a tensor that is no DTensor.
+    """
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return ()
@@ -68,13 +74,13 @@ def replicas_of(tensor: torch.Tensor) -> Sequence[int]:
 
 
 def sharded_over(group: dist.ProcessGroup | None, otherwise: Layout) -> Layout:
-    """Return the layout of a tensor that is sharded over `group`; return `otherwise` for a group of one rank."""
+    """Return the layout of a tensor that is sharded over `group`; return `otherwise` if the group has one rank."""
     ranks = dist.get_process_group_ranks(group)
     return Layout("shard", ranks_text(ranks)) if len(ranks) > 1 else otherwise
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as short text: "0-7", "0-24:8" for a step of 8, "0,3,5" without a constant step."""
+    """Return ranks as short text: "0-7" for consecutive ranks, "0-24:8" for every eighth rank, otherwise "0,3,5"."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if list(ranks) != list(range(ranks[0], ranks[-1] + 1, max(1, step))) or len(ranks) < _SHORTEST_RANGE:
         return ",".join(map(str, ranks))
@@ -82,12 +88,15 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _is_part(placement: Any) -> bool:
-    """Return whether the placement shards. `is_shard` is False for strided shards (two combined kinds of sharding)."""
+    """Return whether a placement divides a tensor into shards.
+
+    torch's `is_shard` is False for strided shards, which combine two kinds of sharding.
+    """
     return not placement.is_replicate() and not placement.is_partial()
 
 
 def _ranks_along(mesh: Any, dims: Sequence[int]) -> list[int]:
-    """Return the ranks whose mesh coordinates differ from this rank's only in the dimensions `dims`."""
+    """Return the ranks whose coordinates in the mesh differ from those of this rank only in the dimensions `dims`."""
     own = mesh.get_coordinate()
     place = tuple(slice(None) if dim in dims else own[dim] for dim in range(mesh.ndim))
     ranks: list[int] = mesh.mesh[place].reshape(-1).tolist()
@@ -95,7 +104,11 @@ def _ranks_along(mesh: Any, dims: Sequence[int]) -> list[int]:
 
 
 def placement_of(tensor: torch.Tensor) -> str:
-    """Return the placement of an activation: `full`, because each rank has its own batch, unless it is a DTensor."""
+    """Return the placement of an activation.
+
+    It is `full` for a plain tensor, because each rank has its own batch. For a DTensor, it is the placement of the
+    DTensor.
+    """
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return "full"

@@ -1,4 +1,4 @@
-"""Adapter for tensor parallelism (`parallelize_module`): some parameters are DTensors, others equal on all ranks."""
+"""Adapter for tensor parallelism (`parallelize_module`): some parameters are DTensors, the rest are replicas."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from rankscope_exporter.adapters.placement import loaded
 
 
 class TensorParallel(Framework):
-    """All ranks of the device mesh compute on the same data, so no gradient changes after the backward pass.
+    """Adapter for tensor parallelism, where all ranks of the device mesh compute with the same data.
 
-    Gradients of shards are shards. Nothing is reduced: the reduced gradient equals the local gradient.
+    Nothing is reduced after the backward pass, so the reduced gradient is equal to the rank's own gradient. Gradients
+    of shards are shards.
     """
 
     name: ClassVar[str] = "tensor_parallel"
@@ -30,15 +31,18 @@ class TensorParallel(Framework):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether any parameter is a DTensor."""
+        """Return whether any parameter of the model is a DTensor."""
         return bool(_sharded(model))
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return all ranks of the mesh for a plain tensor; for a DTensor the ranks with the same shard."""
+        """Return the ranks that have the same elements of a parameter.
+
+        These are all ranks of the mesh for a plain tensor, and the ranks with the same shard for a DTensor.
+        """
         return super().replicas(parameter) if hasattr(parameter, "device_mesh") else self._mesh_ranks
 
     def copies(self, world_size: int) -> int:
-        """Return the number of meshes, which a training loop may use for data parallelism."""
+        """Return the number of device meshes among all ranks, which a training loop may use for data parallelism."""
         return max(1, world_size // self._mesh_size)
 
 

@@ -1,6 +1,7 @@
 """The interface of a training script: create a Monitor, attach it, and use it as a context manager.
 
-Errors after construction are caught here, counted, and logged once: training never stops because of telemetry.
+An error in a method of the monitor is caught, counted, and logged once: training never stops because of telemetry. Only
+the constructor raises an error, for a wrong configuration.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class Monitor(CopiesDoNothing):
 
     Construction checks the configuration and raises ConfigError; no other method raises into training. Before `attach`,
     no socket is opened and no thread is started. All methods are cheap and have no effect on a monitor that is not
-    attached, that is disabled, or that is in a forked child.
+    attached, that is disabled, or that runs in a forked child process.
 
-    A model may hold its monitor and be copied or saved with it. The copy of a monitor does nothing, and its `is_copy`
-    is True: it has the configuration, without the token, and cannot be attached. The original continues.
+    A model may have its monitor as an attribute, and may be copied or saved with it. The copy of a monitor does
+    nothing, cannot be attached, and its `is_copy` is True. The copy has the configuration, without the token of the
+    server. The original monitor continues.
 
-    The class has more than 20 methods because it is the whole public interface. Each method only forwards to the
-    session.
+    The class has more than 20 methods because it is the whole public interface. Each method only calls the session.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class Monitor(CopiesDoNothing):
         first_step: int = 1,
         on_anomaly: OnAnomaly | None = None,
     ) -> None:
-        """Check the configuration: a MonitorConfig, a mapping, or the path of a JSON or TOML file.
+        """Check the configuration `config`: a MonitorConfig, a mapping, or the path of a JSON or TOML file.
 
-        `total_steps` is the planned number of steps (for progress and ETA), `first_step` the number of the next step.
-        `on_anomaly` is called with an Anomaly once for each step of this rank at which rules fire. The calls run one at
-        a time on a background thread. While 64 anomalies wait, further ones are dropped and counted.
+        `total_steps` is the planned number of steps, used for the progress and the remaining time. `first_step` is the
+        number of the first step. `on_anomaly` is called with an Anomaly, once for each step of this rank at which rules
+        fire. The calls run one at a time on a background thread. While 64 anomalies wait for their call, further
+        anomalies are dropped and counted. Raises ConfigError if the configuration is invalid.
         """
         self._config = config_of(config).with_environment(os.environ)
         self._total_steps = None if total_steps is None else steps_from("total_steps", total_steps, at_least=1)
@@ -115,17 +117,18 @@ class Monitor(CopiesDoNothing):
         tp_group: torch.distributed.ProcessGroup | None = None,
         pp_group: torch.distributed.ProcessGroup | None = None,
     ) -> Self:
-        """Hook `model` (wrapped or not, or a `PipelineStage`) and its optimizers, start the server, and return self.
+        """Hook `model` (wrapped or not, or a `PipelineStage`) and its optimizers, start the server, and return `self`.
 
         Pass a list for the model chunks that Megatron-Core trains on this rank, or for all pipeline stages of torch on
-        this rank. DeepSpeed's engine contains its optimizer. Call this method after the model is wrapped, before or
-        after `torch.compile`. If the port is in use, the address requires a token, or the model cannot be hooked, an
-        error is printed once on the console and training continues unmonitored.
+        this rank. A DeepSpeed engine contains its optimizer, so none is passed. Call this method after the model is
+        wrapped, before or after `torch.compile`. An error is printed once, and training continues without a monitor, if
+        the port is in use, if the address requires a token, or if the model cannot be hooked.
 
-        With `dp_group` or `tp_group` (a group of this rank), only the first rank of the group publishes the data that
-        is equal on all its ranks by construction: parameters, reduced gradients, optimizer state. Replicas that diverge
-        are then not detected. `pp_group`, the ranks of a pipeline from first to last stage, orders anomalies by stage
-        if the model does not contain its stage.
+        `dp_group` and `tp_group` are the data-parallel and the tensor-parallel process group of this rank. If one of
+        them is given, only the first rank of the group publishes the data that is equal on all ranks of the group by
+        construction: parameters, reduced gradients, optimizer state. Replica divergence is then not detected.
+        `pp_group` has the ranks of a pipeline, from the first to the last stage. It is needed to order anomalies by
+        stage if `model` does not contain the number of its stage.
         """
         if self._config.enabled and self._session is None and not self._refuses("attach()"):
             groups = {"dp_group": dp_group, "tp_group": tp_group, "pp_group": pp_group}
@@ -165,11 +168,14 @@ class Monitor(CopiesDoNothing):
         self._end(*lifecycle.exit_reason(error))
 
     def end_of_process(self, reason: ExitReason, error: str | None) -> None:
-        """Publish the exit record and wait for the service's commit. Called at the exit of the interpreter."""
+        """Publish the exit record and wait until the service has committed it. Called when the interpreter exits."""
         self._end(reason, error)
 
     def abandon_after_fork(self) -> None:
-        """Become inert: a forked data-loader worker must not serve records or send events for its parent."""
+        """Make the monitor inert in a forked process.
+
+        A data-loader worker, for example, must not serve records or send events for its parent process.
+        """
         sessions, self._session, self._ending = (self._session, self._ending), None, None
         for session in filter(None, sessions):
             session.hooks.active = False
@@ -177,7 +183,7 @@ class Monitor(CopiesDoNothing):
             self._boundary.call("fork", session.channel.abandon_after_fork)
 
     def stop_asked(self, name: str) -> None:
-        """Note that the signal `name` requested an end, and that a handler of the script has received it."""
+        """Store that the signal `name` requested the end of training and reached a signal handler of the script."""
         self._stop_signal = name
 
     def last_records(self, name: str) -> Callable[[], None]:
@@ -189,7 +195,10 @@ class Monitor(CopiesDoNothing):
         self._leave(reason, error, self._config.exit_wait_seconds)()
 
     def _leave(self, reason: ExitReason, error: str | None, wait_seconds: float) -> Callable[[], None]:
-        """Remove the hooks and record the end; return a function that waits for the commit and stops the server."""
+        """Remove the hooks and record the end of training.
+
+        Return a function that waits until the service has committed the records, and then stops the server.
+        """
         session, self._session = self._session, None
         if session is None:
             return NotCopied(lambda: None)
@@ -218,11 +227,11 @@ class Monitor(CopiesDoNothing):
     def log(self, *, step: int | None = None, **values: Any) -> None:
         """Log numbers of the current step: `log(loss=loss, grad_norm=norm, tokens=n)`.
 
-        Values are numbers, one-element tensors (read later, without waiting for the device), None (absent), or
-        mappings of these: `loss={"lm": …, "aux": …}`, `learning_rate={"0": …}`. NaN and Inf are kept. `tokens` and
-        `samples` are the amounts of this step on this rank. Their totals are derived; their rates as well, unless they
-        are tensors. `step` sets the number of the current step, or of the next step if it is given before its forward
-        pass. Later steps are numbered from there.
+        Values are numbers, one-element tensors (read later, without waiting for the device), None (absent), or mappings
+        of these: `loss={"lm": …, "aux": …}`, `learning_rate={"0": …}`. NaN and Inf are kept. `tokens` and `samples` are
+        the numbers of tokens and samples of this step on this rank. The monitor derives their totals, and their rates
+        unless the values are tensors. `step` sets the number of the current step; in a call before a forward pass, it
+        sets the number of the step that begins with this pass. The following steps count on from this number.
         """
         session = self._session
         if session is not None:
@@ -231,10 +240,11 @@ class Monitor(CopiesDoNothing):
 
     @opaque
     def batch(self, ids: Any) -> None:
-        """Name the samples of the batch whose forward pass comes next: numbers, names, or a tensor of numbers.
+        """Store the ids of the samples in the batch whose forward pass comes next.
 
-        The ids of the last steps are kept. The ids of a step at which a rule fires are part of the event of its
-        `capture`, and are passed to `on_anomaly`. A tensor is read later, without waiting for its device.
+        The ids are numbers, names, or a tensor of numbers. The monitor keeps the ids of the last steps. If a rule fires
+        at a step, the ids of the step are passed to `on_anomaly`. If the rule also starts a capture, the event of the
+        capture contains the ids. A tensor of ids is read later, without waiting for its device.
         """
         session = self._session
         if session is not None:
@@ -242,7 +252,7 @@ class Monitor(CopiesDoNothing):
 
     @opaque
     def event(self, type: str, message: str = "", **details: Any) -> None:  # noqa: A002 - the name of the column
-        """Record an event with `details` that JSON can represent. It is published immediately."""
+        """Record an event with `details`, which must be representable as JSON. The event is published immediately."""
         session = self._session
         if session is not None:
             session.watchdog.beat()
@@ -255,9 +265,10 @@ class Monitor(CopiesDoNothing):
     def phase(self, name: str) -> Phase | AbstractContextManager[None]:
         """Return a context manager for a phase of the training, such as an evaluation or a checkpoint.
 
-        A long phase is then not reported as a hang. The result can also decorate a function. Phases can be nested: the
-        service shows the innermost one, and its time counts for it only. `data_wait`, `forward`, `backward`,
-        `collective`, `optimizer` and `other` replace the derived time of a part of a step, and create no event.
+        While a phase is open, its duration is not reported as a hang. The returned object can also decorate a function.
+        Phases can be nested: the service shows the innermost phase, and time in it does not count for the outer phases.
+        The names `data_wait`, `forward`, `backward`, `collective`, `optimizer` and `other` denote parts of a step. A
+        phase with such a name replaces the derived time of this part, and creates no event.
         """
         if is_dynamo_compiling():
             self._was_compiled()
@@ -292,10 +303,10 @@ class Monitor(CopiesDoNothing):
 
     @opaque
     def end_step(self, *, skipped: bool | None = None) -> None:
-        """End the current step explicitly, for loops in which hooks cannot detect the end.
+        """End the current step explicitly, for training loops in which hooks cannot detect the end of a step.
 
-        Required if gradients are zeroed in place (`set_to_none=False`) and the optimizer is skipped, and at every step
-        with `steps="explicit"`.
+        Required at each step of a monitor with `steps="explicit"`. Otherwise required at each step with a skipped
+        optimizer if gradients are zeroed in place (`set_to_none=False`).
         """
         session = self._session
         if session is not None:
@@ -304,11 +315,12 @@ class Monitor(CopiesDoNothing):
 
     @opaque
     def switch(self, config: Mapping[str, Any] | None = None, *, on: bool = True) -> None:
-        """Change the sampling from the next step on; with several ranks, from a step on which they agree.
+        """Change the sampling, beginning with the next step; with several ranks, at a step on which all ranks agree.
 
-        `config` may contain `quantities`, `options`, `every`, `times` and `ops`. Settings that it does not contain have
-        their value of attach. With `on=False`, nothing is measured until the next call. Call it on every rank. Raises
-        ConfigError for an invalid document, as construction does: this is an error in the script, not in the run.
+        `config` may contain `quantities`, `options`, `every`, `times` and `ops`. Settings that `config` does not
+        contain get the values that they had at `attach`. With `on=False`, nothing is measured until the next call of
+        this method. Call it on every rank. Raises ConfigError if `config` is invalid, because this is an error in the
+        script.
         """
         if self.is_copy:
             return
@@ -321,7 +333,8 @@ class Monitor(CopiesDoNothing):
     def dump_stacks(self) -> str | None:
         """Record the stacks of all threads of this process, and return them as text; None if not attached.
 
-        For error handlers of the script. The event also contains the collectives that are in progress.
+        Call this method in error handlers of the script. The recorded event also contains the collectives that are in
+        progress.
         """
         session = self._session
         if session is None:
@@ -333,7 +346,7 @@ class Monitor(CopiesDoNothing):
 
     @property
     def config(self) -> MonitorConfig:
-        """The configuration, including settings of environment variables."""
+        """The configuration, including the settings from environment variables."""
         return self._config
 
     @property
@@ -347,15 +360,19 @@ class Monitor(CopiesDoNothing):
         return self._session.channel.url if self._session is not None else None
 
     def structure(self) -> str:
-        """Return one line per module: class, inputs, outputs. Empty until the quantity "structure" was measured."""
+        """Return one line of text per module: class, inputs, outputs.
+
+        Empty until the quantity `structure` was measured.
+        """
         quantity = None if self._session is None else self._session.active_quantities.quantity(Structure.name)
         return quantity.text if isinstance(quantity, Structure) else ""
 
     def current(self, *kinds: str) -> tuple[Row, ...]:
-        """Return the statistics of `kinds` (all kinds if empty) of the present step so far, else of the last step.
+        """Return the statistics of `kinds` (all kinds if empty) that the current step has so far, or of the last step.
 
-        The rows contain all statistics, independent of `ops`. This method waits for the device: use it for decisions
-        that cannot wait for the next step, on the training thread.
+        The rows of the last step are returned if the current step is not sampled or has no rows yet. The rows contain
+        all statistics, not only those that `ops` selects. This method waits for the device. Call it on the training
+        thread, for decisions that cannot wait for the next step.
         """
         session = self._session
         rows = None if session is None else session.hooks.call("current()", session.current, kinds)
@@ -363,7 +380,7 @@ class Monitor(CopiesDoNothing):
 
     @property
     def measuring(self) -> dict[str, Any]:
-        """The present sampling, its first step, and the changes `to_come`; empty if not attached."""
+        """The present sampling configuration, its first step, and the changes `to_come`; empty if not attached."""
         session = self._session
         return {} if session is None else session.sampling_state()
 
@@ -379,11 +396,11 @@ class Monitor(CopiesDoNothing):
         return self._sinks.get(name)
 
     def overhead_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds of this monitor so far, by thread; empty if not attached."""
+        """Return the CPU seconds that this monitor has used so far, by thread; empty if not attached."""
         session = self._session
         return {} if session is None else session.overhead()
 
     @property
     def faults(self) -> int:
-        """The number of errors of the monitor that were caught so far."""
+        """The number of errors inside the monitor that were caught so far."""
         return self._boundary.count

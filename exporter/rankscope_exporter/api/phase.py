@@ -1,4 +1,4 @@
-"""Phases that the script announces, `with monitor.phase("evaluation"): …`, and methods that compiled code skips."""
+"""Phases that the script declares by `with monitor.phase("evaluation"): …`, and methods that Dynamo does not trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ def _nothing(*_: Any) -> None:
 
 
 class OpenPhases(CopiesDoNothing):
-    """The open phases, the innermost last. `begins` is called with a name, `ended` with a name and the seconds."""
+    """The phases of a training that are open now, from the outermost to the innermost.
+
+    The function `begins` is called with the name of a phase, the function `ended` with its name and its duration in
+    seconds.
+    """
 
     def __init__(
         self, begins: Callable[[str], None] = _nothing, ended: Callable[[str, float], None] = _nothing
@@ -38,14 +42,20 @@ class OpenPhases(CopiesDoNothing):
         self._begins(name)
 
     def end(self, name: str, seconds: float) -> None:
-        """Close the phase `name` that was opened last. Other threads may have opened phases of other names since."""
+        """Close the innermost open phase with this name, after a duration of `seconds`.
+
+        Phases with other names remain open, because other threads may have opened them.
+        """
         if name in self.names:
             del self.names[len(self.names) - 1 - self.names[::-1].index(name)]
             self._ended(name, seconds)
 
 
 class Phase(CopiesDoNothing, contextlib.ContextDecorator):
-    """A phase from `__enter__` to `__exit__`. Can be entered several times. As a decorator: one phase for each call."""
+    """A phase of the training, which lasts from `__enter__` to `__exit__`.
+
+    The object can be entered several times. As a decorator, it opens one phase for each call of the function.
+    """
 
     def __init__(self, name: str, phases: OpenPhases) -> None:
         self.name = name
@@ -71,7 +81,7 @@ class Phase(CopiesDoNothing, contextlib.ContextDecorator):
 
 
 def opaque(method: M) -> M:
-    """Return `method` in a form that Dynamo does not trace: in compiled code it has no effect."""
+    """Return `method` in a form that Dynamo does not trace: a call inside compiled code has no effect."""
 
     @uncompiled
     @functools.wraps(method)

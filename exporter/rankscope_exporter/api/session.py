@@ -55,21 +55,27 @@ from rankscope_exporter.training.recorder import Recorder
 from rankscope_exporter.training.step_tracker import StepTracker
 
 CATCH_UP_SECONDS: Final = 1.0
-"""Longest wait of `current` for the publisher to read the last step: milliseconds, unless the machine is overloaded."""
+"""Longest time in seconds that `current` waits for the publisher to read the last step.
+
+Normally this takes milliseconds.
+"""
 
 PUBLISH_SECONDS: Final = 3.0
-"""The last steps are published even with exit_wait_seconds = 0: milliseconds, unless the machine is overloaded."""
+"""Shortest time in seconds that the publisher has for the last steps, even if exit_wait_seconds is 0.
+
+Publishing them normally takes milliseconds, and longer only on an overloaded machine.
+"""
 
 BYTES_PER_ENTRY: Final = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
-"""Size of one tensor in a record before compression."""
+"""Size in bytes of the statistics of one tensor in a record, before compression."""
 
 ONE_TIME_COSTS: Final = ("attach", "warm_up")
-"""Parts of the CPU time that occur only at the beginning: fewer samples would not reduce them."""
+"""Parts of the CPU time that are spent only once, at the beginning: a longer sampling interval does not reduce them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """The end of a training, as far as it is known before its last step is finished."""
+    """The facts about the end of a training that are known before its last step is finished."""
 
     reason: ExitReason
     error: str | None
@@ -81,8 +87,8 @@ class Ending:
 class Session:
     """Builds the parts of the monitor for one model and connects them by constructor arguments, from bottom to top.
 
-    Parts that need a later part receive a bound method of the session, which is called only after `start`. Monitor
-    starts and stops the session and catches its errors.
+    A part that uses another part which is built later receives a bound method of the session, which is called only
+    after `start`. `Monitor` starts and stops the session and catches its errors.
     """
 
     def __init__(
@@ -100,7 +106,7 @@ class Session:
         self.config = config
         self._boundary = boundary
         self.attach_seconds = 0.0
-        """CPU time of attach() on the thread that called it."""
+        """CPU seconds of attach() on the thread that called it."""
         self.identity = identity = resolve_identity(os.environ, config.run)
         self.console = Console(identity.rank, enabled=config.console)
         self.active_quantities = build_active_quantities(monitored, config, identity.rank, boundary)
@@ -138,7 +144,7 @@ class Session:
         boundary.on_first = self.notices.fault
 
     def _build_serving(self, total_steps: int | None) -> None:
-        """Build the server, and the detection of hangs, which reports through it."""
+        """Build the server, and the watchdog, which detects hangs and reports them through the server."""
         config, boundary = self.config, self._boundary
         self.channel = RankServer(
             self.identity,
@@ -172,7 +178,7 @@ class Session:
         )
 
     def _build_changes(self, first_step: int, on_anomaly: OnAnomaly | None) -> None:
-        """Build the parts that change sampling during training."""
+        """Build the parts of the session that change the sampling during training."""
         config, identity, boundary = self.config, self.identity, self._boundary
         self._pace = StepPace(first_step)
         self.change_queue = ChangeQueue(
@@ -208,7 +214,7 @@ class Session:
         self.reactions = AnomalyReactions(config, identity, boundary, dependencies, on_anomaly)
 
     def _build_training(self, first_step: int) -> None:
-        """Build the hooks, the recorder, and the events that they send to the observers."""
+        """Build the hooks and the recorder, and connect their events to the observers."""
         monitored, config, boundary = self.monitored, self.config, self._boundary
         clock = HookClock(boundary, on_cpu=monitored.device.type == "cpu")
         gradients = GradientHooks(monitored)
@@ -252,10 +258,10 @@ class Session:
         )
 
     def start(self) -> str:
-        """Start server and publisher, install the hooks, and return the address of the server.
+        """Start the server and the publisher, install the hooks, and return the address of the server.
 
         These three parts are required: if one fails, the others are stopped and the error is raised. All other parts
-        are optional: a part that does not start is reported, and the session runs without it.
+        are optional: if an optional part cannot start, this is reported, and the session runs without it.
         """
         undo: list[Callable[[], Any]] = [self.channel.close]
         try:
@@ -275,7 +281,7 @@ class Session:
         return address
 
     def print_banner(self, address: str) -> None:
-        """Print on rank 0: the monitored tensors, the size of records, and the reader of them."""
+        """Print a banner on rank 0: the number of monitored tensors, the size of a record, and the service address."""
         if self.identity.rank != 0:
             return
         entries = len(self.active_quantities.plan)
@@ -308,7 +314,7 @@ class Session:
         self.current_step.publish_event(lifecycle.exit_event(reason, error, last_step))
 
     def drain(self, deadline: float, wait_seconds: float) -> None:
-        """Publish the remaining records and wait for their commit until `deadline`; report records that are left."""
+        """Publish the remaining records and wait until `deadline` for their commit; report uncommitted records."""
         left_seconds = max(PUBLISH_SECONDS, deadline - time.monotonic())
         self._boundary.call("detach()", self.step_observers.collectives.stop, left_seconds)
         for part in (self.publisher, self.reactions):
@@ -324,13 +330,13 @@ class Session:
     # Sampling.
 
     def switch(self, document: Mapping[str, Any]) -> None:
-        """Change the sampling at the request of the script. Raises ConfigError."""
+        """Change the sampling at the request of the script. Raises ConfigError if `document` is invalid."""
         self.change_sources.call(document)
         with self.current_step.lock:
             self.events.on_update_applied()  # registers the hooks of the change before the next forward pass
 
     def sampling_state(self) -> dict[str, Any]:
-        """Return the present sampling, its first step, and the waiting changes, for /config."""
+        """Return the present sampling, its first step, and the changes that wait for their step. Used for /config."""
         return {**self.change_queue.state(), **self.reactions.state()}
 
     def _change_sampling(self, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,9 +362,9 @@ class Session:
         self.sinks.put(record)
 
     def current(self, kinds: tuple[str, ...]) -> tuple[Row, ...]:
-        """Return the rows of `kinds` (all if empty) that the open step has so far, else those of the last step.
+        """Return the rows of `kinds` (all if empty) that the open step has so far; if there are none, of the last step.
 
-        Waits for the device, which no other function here does.
+        This method waits for the device. No other method of the session does.
         """
         rows: tuple[Row, ...] = ()
         with self.current_step.lock:
@@ -370,7 +376,7 @@ class Session:
         return rows or published_rows(self.channel.ring, kinds)
 
     def overhead_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds of the monitor by part, without the serving threads."""
+        """Return the CPU seconds of the monitor by part, without the threads of the server."""
         return {
             "attach": self.attach_seconds,
             "hooks": self.hooks.clock.cpu_seconds,
@@ -383,7 +389,7 @@ class Session:
         }
 
     def overhead(self) -> dict[str, float]:
-        """Return the CPU seconds of the monitor by part, including the serving threads."""
+        """Return the CPU seconds of the monitor by part, including the threads of the server."""
         return {**self.overhead_seconds(), **self.channel.overhead_seconds()}
 
     def _recurring_overhead(self) -> float:

@@ -1,7 +1,8 @@
-"""Creates and starts the session of a model and its optimizers when a monitor is attached.
+"""Create and start the session of a model and its optimizers when a monitor is attached.
 
-Finds the parameters that another rank publishes for this one because they are equal by construction. Equality is never
-assumed: the adapter, or an attribute of the parameter, states that the ranks of a group have equal values.
+If another rank publishes the same data, the session does not publish it again. This module finds the parameters with
+such data. Equality is never assumed: the adapter, or an attribute of the parameter, states that the ranks of a group
+have equal values.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def attached(
     total_steps: int | None,
     on_anomaly: OnAnomaly | None = None,
 ) -> Session:
-    """Return the session of `model`, with hooks installed and the server started. Publishes notices for the user.
+    """Return the session of `model`, with hooks installed and the server started, and publish notices for the user.
 
-    `groups` has the process groups of `Monitor.attach` by name; None for groups that were not given.
+    `groups` has the process groups of `Monitor.attach` by name; the value is None for a group that was not given.
     """
     began = time.thread_time()
     framework = framework_of(model)
@@ -92,7 +93,7 @@ DP, TP = "dp_group", "tp_group"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDedup:
-    """Positions of the parameters that other ranks publish, events about them, and notices for the user."""
+    """The positions of parameters whose data another rank publishes, events about this, and notices for the user."""
 
     positions: frozenset[int] = frozenset()
     events: tuple[Event, ...] = ()
@@ -102,7 +103,10 @@ class ReplicaDedup:
 def find_replica_dedup(
     framework: Framework, parameters: Sequence[NamedParameter], groups: dict[str, Any]
 ) -> ReplicaDedup:
-    """Return the parameters that the first ranks of `groups` (by the names DP and TP) publish for this rank."""
+    """Return the parameters whose data the first rank of a group publishes for this rank.
+
+    `groups` has the process groups by the names DP and TP; the value is None for a group that was not given.
+    """
     positions: set[int] = set()
     events, notices = [], []
     for name, group in groups.items():

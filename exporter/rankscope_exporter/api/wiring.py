@@ -38,11 +38,14 @@ from rankscope_exporter.statistics.selection import Ops, op_notices, rule_notice
 from rankscope_exporter.training.current_step import CurrentStep
 
 WARM_UP_AT_STEP: Final = 3
-"""The step from which on the compiled kernel is built. A script that only inspects its model does not wait for it."""
+"""The number of a training's steps after which the compiled kernel is built.
+
+A script that only inspects its model makes fewer steps, and does not wait for the build.
+"""
 
 
 class Notices:
-    """Publishes sentences for the user: on the console, and as events of type `note`."""
+    """Publishes notices for the user: on the console, and as events of type `note`."""
 
     def __init__(self, console: Console, rank: int, current: CurrentStep) -> None:
         self._console = console
@@ -55,20 +58,23 @@ class Notices:
         self._console.line(f"rank {self._rank}: {message}")
 
     def tell(self, message: str) -> None:
-        """Print a line on the console and publish it as an event."""
+        """Print a line on the console and publish it as an event of type `note`."""
         self.say(message)
         text = encodable(message)
         self._current.publish_event(Event(type=EventType.NOTE, severity=Severity.WARNING, message=text))
 
     def fault(self, where: str, error: BaseException) -> None:
-        """Publish the first fault of its place and type as an event."""
+        """Publish an error inside the monitor as an event. `where` names the operation that failed.
+
+        The caller calls this once for each operation and type of error.
+        """
         text = encodable(fault_text(where, error))
         self._current.publish_event(Event(type=EventType.FAULT, severity=Severity.WARNING, message=text))
 
     def about(self, config: MonitorConfig, rules: Sequence[AnomalyRule], published: Mapping[str, Ops]) -> None:
         """Publish the notices about a configuration, each only once.
 
-        They are about settings without an effect, and about rules that need statistics which are not published.
+        A notice is about a setting without an effect, or about a rule that reads a statistic which is not published.
         """
         options = [
             (f"options.{name}.", table["ops"]) for name, table in config.options.items() if table.get("ops") is not None
@@ -82,14 +88,14 @@ class Notices:
 
 
 class KernelWarmUp(StepObserver):
-    """Builds the compiled CPU kernel when a sampled step begins and the training has made a few steps."""
+    """Builds the compiled CPU kernel at the first sampled step after the training has made a few steps."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._is_started = False
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
-        """Start the build once. It runs on a thread of its own."""
+        """Start the build of the kernel once. The build runs on a thread of its own."""
         self._steps += 1
         if sampled and self._steps >= WARM_UP_AT_STEP and not self._is_started:
             self._is_started = True
@@ -99,7 +105,7 @@ class KernelWarmUp(StepObserver):
 class StepObservers:
     """The observers of a session that run at every step, sampled or not, and the hardware poller.
 
-    They do little on the training thread and the rest on other threads.
+    They do little work on the training thread. Other threads do the rest of the work.
     """
 
     def __init__(
@@ -132,11 +138,14 @@ class StepObservers:
 
     @property
     def all(self) -> tuple[StepObserver, ...]:
-        """The observers of steps, in their order."""
+        """The observers of steps, in the order in which they are called."""
         return self.memory, self.throughput, self.phases, self.collectives
 
     def start(self, hooking: Hooking) -> None:
-        """Install the hooks of throughput and start the hardware thread. A part that does not start is reported."""
+        """Install the hooks that measure throughput, and start the hardware thread.
+
+        A part that cannot start is reported.
+        """
         self._boundary.call("starting throughput", self.throughput.install, hooking)
         self._boundary.call("starting to read the hardware", self.hardware.start)
 
@@ -152,7 +161,7 @@ class StepObservers:
 def build_active_quantities(
     monitored: MonitoredModel, config: MonitorConfig, rank: int, boundary: ErrorBoundary
 ) -> ActiveQuantities:
-    """Return the quantities of the configuration; none if a switch file decides on them."""
+    """Return the quantities of the configuration; none if there is a switch file, which then selects them."""
     return ActiveQuantities(
         [] if config.switch_file is not None else selected_parts(monitored, config, rank),
         device=monitored.device,
@@ -162,13 +171,13 @@ def build_active_quantities(
 
 
 def build_sinks(config: MonitorConfig, identity: Identity, boundary: ErrorBoundary) -> Sinks:
-    """Return the configured sinks of a rank."""
+    """Return the sinks that the configuration contains for a rank."""
     classes = [sink_class(name) for name in config.sinks]
     return Sinks([cls(config.options_of_sink(cls), identity) for cls in classes], boundary)
 
 
 def open_rows(step: int, entries: Sequence[PlanEntry], finished: Finished, kinds: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the rows of `kinds` (all kinds if empty) of a step that has not been published."""
+    """Yield the rows of `kinds` (all kinds if empty) of a step that has not been published yet."""
     values, counts = finished.values.tolist(), finished.counts.tolist()
     for position, is_present in enumerate(finished.present.tolist()):
         entry = entries[position]
@@ -180,6 +189,6 @@ def open_rows(step: int, entries: Sequence[PlanEntry], finished: Finished, kinds
 
 
 def published_rows(ring: Ring, kinds: tuple[str, ...]) -> tuple[Row, ...]:
-    """Return the rows of `kinds` (all kinds if empty) of the newest record in `ring` that has any."""
+    """Return the rows of `kinds` (all kinds if empty) of the newest record in `ring` that has such rows."""
     records = reversed(ring.after(-1, 1 << 62).records)
     return next((rows for record in records if (rows := tuple(rows_of(record, kinds)))), ())

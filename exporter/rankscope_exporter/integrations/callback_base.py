@@ -1,4 +1,4 @@
-"""The common part of the callbacks for trainers: one monitor for each training, and its present phase."""
+"""The common base of the callbacks for trainers: the monitor of the present training, and its present phase."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from rankscope_exporter.config.resolve import Given
 
 
 class CallbackBase(CopiesDoNothing):
-    """The monitor of the present training. Before and after a training, its methods have no effect.
+    """The monitor of the present training. Before and after a training, the methods of this class have no effect.
 
-    The constructor checks the configuration and raises ConfigError. No later error is raised into training.
+    The constructor checks the configuration and raises ConfigError if it is invalid. No later error is raised into
+    training.
     """
 
     def __init__(self, config: Given) -> None:
@@ -38,7 +39,10 @@ class CallbackBase(CopiesDoNothing):
         return {**super().__getstate__(), "_config": self._config.without_secrets()}
 
     def safely(self, where: str, function: Callable[..., None], *args: Any) -> None:
-        """Call `function(*args)`. An error in it is logged once, not raised. A copy of the callback calls nothing."""
+        """Call `function(*args)`. An error in the function is logged once, and not raised.
+
+        In a copy of the callback, the function is not called.
+        """
         if not self.is_copy:
             self._boundary.call(where, function, *args)
 
@@ -51,7 +55,10 @@ class CallbackBase(CopiesDoNothing):
         total_steps: int | None,
         config: MonitorConfig | None = None,
     ) -> Monitor:
-        """Attach a new monitor and return it. A previous training without an end gets the exit reason `unknown`."""
+        """Create a monitor for a new training, attach it, and return it.
+
+        If the previous training has not ended, it ends now, with the exit reason `unknown`.
+        """
         self.leave_phase()
         if self.monitor is not None:
             self.monitor.end_of_process(ExitReason.UNKNOWN, "another training began in this process")
@@ -60,24 +67,27 @@ class CallbackBase(CopiesDoNothing):
 
     @property
     def config(self) -> MonitorConfig:
-        """The checked configuration, including settings of environment variables."""
+        """The checked configuration, including the settings from environment variables."""
         return self._config
 
     def end(self, error: BaseException | None = None) -> None:
-        """Record the reason for the end of training, and detach."""
+        """Record that the training ended, with `error` if it is not None, and detach the monitor."""
         self.leave_phase()
         monitor, self.monitor = self.monitor, None
         if monitor is not None:
             monitor.__exit__(type(error) if error is not None else None, error, None)
 
     def log(self, step: int | None, values: Mapping[str, Any]) -> None:
-        """Log the entries of `values` that are numbers, for step number `step`."""
+        """Log those entries of `values` that are numbers, for step number `step`."""
         if self.monitor is not None:
             numbers = {name: value for name, value in values.items() if name != "step" and _is_number(value)}
             self.monitor.log(step=step, **numbers)
 
     def enter_phase(self, name: str) -> None:
-        """Begin the phase `name` and end the present one. No effect if `name` is the present phase."""
+        """End the present phase, if there is one, and begin the phase `name`.
+
+        No effect if `name` is the present phase.
+        """
         if self.monitor is None or self._phase_name == name:
             return
         self.leave_phase()

@@ -1,6 +1,7 @@
 """Hugging Face Trainer: `Trainer(…, callbacks=[RankscopeCallback()])`. Needs transformers.
 
-Trainer uses Accelerate, and `attach()` unwraps its optimizers. Scripts that use only Accelerate need no callback.
+Trainer wraps optimizers by Accelerate, and `Monitor.attach()` unwraps them. A script that uses Accelerate without
+Trainer therefore needs no callback.
 """
 
 from __future__ import annotations
@@ -23,19 +24,25 @@ _NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
 class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformers may be missing where types are checked
     """Attaches a monitor when training begins, numbers steps by `global_step`, and detaches at the end.
 
-    The numbers that Trainer logs are logged under the same names. Its loss is the mean since its last log. A copy of
-    the callback, also a pickled one, does nothing.
+    The numbers that Trainer logs are logged under the same names. The loss that Trainer logs is the mean since it
+    logged last. A copy of the callback, also a pickled one, does nothing.
     """
 
     def __init__(self, config: Given = None) -> None:
-        """Check the configuration; `config` is the same as for Monitor."""
+        """Check the configuration; `config` has the same forms as the argument of Monitor.
+
+        Raises ConfigError if it is invalid.
+        """
         self._attended = CallbackBase(config)
         self._tokens_seen = 0
 
     def on_train_begin(
         self, _args: Any, state: Any, _control: Any, *, model: nn.Module, optimizer: Any, **_kwargs: Any
     ) -> None:
-        """Attach. A resumed training continues with the step after that of its checkpoint."""
+        """Attach a monitor to the model.
+
+        The first step of a resumed training follows the last step of the checkpoint.
+        """
         if self._refuses("on_train_begin()"):
             return
         self._attended.safely("on_train_begin", self._begin, state, model, optimizer)
@@ -46,47 +53,53 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
         self._attended.begin(outermost(model), optimizer, first_step=state.global_step + 1, total_steps=planned)
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        """End the phase: evaluation and saving have ended."""
+        """End the present phase when a step begins: an evaluation or a checkpoint has ended by then."""
         self._attended.leave_phase()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
-        """Set the number of the step, and begin the next phase: Trainer reports an evaluation only after its end."""
+        """Set the number of the step that ends, and begin the phase of an evaluation or checkpoint that follows.
+
+        The phase begins here, because Trainer calls a callback only after an evaluation or a checkpoint.
+        """
         # Trainer counts the tokens of all ranks together if `include_num_input_tokens_seen` is set.
         tokens, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         self._attended.log(state.global_step, {"tokens": tokens / args.world_size} if tokens else {})
         self._next_phase(control)
 
     def on_epoch_end(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> None:
-        """Begin the phase of an evaluation or a checkpoint that comes next."""
+        """Begin the phase of the evaluation or the checkpoint that follows the epoch, if there is one."""
         self._next_phase(control)
 
     def on_log(
         self, _args: Any, state: Any, _control: Any, *, logs: Mapping[str, Any] | None = None, **_kwargs: Any
     ) -> None:
-        """Log the numbers of Trainer for its present step."""
+        """Log the numbers that Trainer logs, for its present step."""
         values = {name: value for name, value in (logs or {}).items() if name not in _NOTED_BY_THE_MONITOR}
         self._attended.log(state.global_step or None, values)
 
     def on_prediction_step(self, *_args: Any, **_kwargs: Any) -> None:
-        """Begin the phase `evaluation`, also for an evaluation that the script starts."""
+        """Begin the phase `evaluation`, if the script itself has started an evaluation or a prediction."""
         self._attended.enter_phase("evaluation")
 
     def on_evaluate(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> None:
-        """End the phase `evaluation`. A checkpoint may follow."""
+        """End the phase `evaluation`, and begin the phase `checkpoint` if a checkpoint follows."""
         self._attended.leave_phase()
         if control.should_save:
             self._attended.enter_phase("checkpoint")
 
     def on_predict(self, *_args: Any, **_kwargs: Any) -> None:
-        """End the phase of the prediction."""
+        """End the phase `evaluation` after a prediction."""
         self._attended.leave_phase()
 
     def on_save(self, *_args: Any, **_kwargs: Any) -> None:
-        """End the phase `checkpoint`."""
+        """End the phase `checkpoint` after saving."""
         self._attended.leave_phase()
 
     def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
-        """Detach. After an exception, Trainer does not call this method; the end of the process records the error."""
+        """Detach the monitor at the end of training.
+
+        After an exception, Trainer does not call this method. The error is then recorded when the process exits.
+        """
         self._attended.end()
 
     def _next_phase(self, control: Any) -> None:
@@ -97,9 +110,10 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
 
 
 def outermost(model: nn.Module) -> nn.Module:
-    """Return the outermost wrapper of `model`. Callbacks receive the bare model, but the training calls the wrapper.
+    """Return the outermost wrapper of `model`, such as that of DDP; `model` itself if it has no wrapper.
 
-    No interface returns the wrapper. It is therefore searched among all live objects, once per training.
+    Trainer passes the bare model to callbacks, but calls the wrapper, and has no interface that returns the wrapper.
+    The wrapper is therefore searched among all live objects, once per training.
     """
     wrappers = [found for found in gc.get_objects() if _is_wrapper_of(found, model)]
     return outermost(wrappers[-1]) if wrappers else model

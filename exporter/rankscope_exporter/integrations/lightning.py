@@ -1,4 +1,4 @@
-"""Lightning: `Trainer(callbacks=[RankscopeCallback()])`. Needs lightning."""
+"""Lightning callback: `Trainer(callbacks=[RankscopeCallback()])`. Needs lightning."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from rankscope_exporter.integrations.callback_base import CallbackBase
 
 
 class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-ignore]  # lightning may be missing where types are checked
-    """Attaches a monitor when fitting begins, and detaches with the reason at its end. A copy does nothing.
+    """Attaches a monitor when fitting begins, and detaches it at the end. A copy of the callback does nothing.
 
-    Steps are numbered from `trainer.global_step` on. With automatic optimization a step is one update. With manual
-    optimization a module may use several optimizers for one batch, and a step is one batch.
+    The first step has the number `trainer.global_step` + 1. With automatic optimization, a step is one update. With
+    manual optimization, a step is one batch, because a module may use several optimizers for one batch.
     """
 
     def __init__(self, config: Given = None) -> None:
-        """Check the configuration; `config` is the same as for Monitor."""
+        """Check the configuration; `config` has the same forms as the argument of Monitor.
+
+        Raises ConfigError if it is invalid.
+        """
         self._attended = CallbackBase(config)
         self._announced: Announced | None = None
         self._updates = 0
@@ -35,7 +38,7 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         return {"_announced": None, "_before_evaluation": set(), "_of_evaluation": set()}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach to the module as the strategy has wrapped it."""
+        """Attach a monitor to the module as the strategy of Lightning has wrapped it."""
         if self._refuses("on_train_start()"):
             return
         self._attended.safely("on_train_start", self._begin, trainer, pl_module)
@@ -53,18 +56,21 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         )
 
     def on_train_batch_start(self, *_args: Any) -> None:
-        """End the phase, and announce the training forward pass."""
+        """End the present phase, such as an evaluation, and report that the training forward pass begins."""
         self._attended.leave_phase()
         if self._announced is not None:
             self._announced.begins()
 
     def on_before_backward(self, *_args: Any) -> None:
-        """Announce the end of the training forward pass."""
+        """Report the end of the training forward pass to the monitor."""
         if self._announced is not None:
             self._announced.ends()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_args: Any) -> None:
-        """Log the numbers of the module. With automatic optimization: at batches that end with an update."""
+        """Log the loss and the metrics of the module.
+
+        With automatic optimization, they are logged only at batches that end with an update.
+        """
         if self._announced is not None:
             self._announced.ends()  # a batch without a loss has no backward pass
         self._attended.safely("on_train_batch_end", self._end_batch, trainer, pl_module, outputs)
@@ -86,14 +92,20 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         self._before_evaluation = set(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, _pl_module: Any) -> None:
-        """End the phase `evaluation`. Its numbers belong to the step before it and are not logged for later steps."""
+        """End the phase `evaluation`, and log its metrics for the step before it.
+
+        They are not logged for later steps.
+        """
         self._attended.leave_phase()
         metrics = trainer.callback_metrics
         self._of_evaluation |= metrics.keys() - self._before_evaluation
         self._attended.log(None, {name: metrics[name] for name in metrics.keys() & self._of_evaluation})
 
     def on_save_checkpoint(self, *_args: Any) -> None:
-        """Begin the phase `checkpoint`. Lightning does not report its end."""
+        """Begin the phase `checkpoint`.
+
+        Lightning does not report the end of saving: the phase ends with the next batch.
+        """
         self._attended.enter_phase("checkpoint")
 
     def on_train_end(self, *_args: Any) -> None:
@@ -101,11 +113,15 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         self._attended.end()
 
     def on_exception(self, _trainer: Any, _pl_module: Any, exception: BaseException) -> None:
-        """Detach, with `exception` as the reason."""
+        """Detach the monitor, with `exception` as the reason for the end of training."""
         self._attended.end(exception)
 
     def _monitored(self, model: Any, pl_module: Any) -> Framework:
-        """Return the adapter. Lightning never calls an unwrapped module as a whole, so its forward is announced."""
+        """Return the adapter of the model.
+
+        Lightning never calls an unwrapped module as a whole, so no hook of the monitor detects its forward pass. The
+        callback reports it to the adapter.
+        """
         framework = framework_of(model)
         self._announced = Announced(pl_module) if model is pl_module else None
         framework.announced = self._announced

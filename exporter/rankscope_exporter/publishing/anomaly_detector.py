@@ -1,8 +1,7 @@
-"""Evaluate the rules for all series of a rank together.
+"""Evaluate the rules for all series of a rank together, on the publisher thread, with numpy.
 
-The results are bit-identical to `rankscope_contract.rules.reference`, which evaluates one series at a time.
-
-Runs on the publisher thread, with numpy. The only state of the rules is one float32 baseline per series.
+The results are bit-identical to `rankscope_contract.rules.reference`, which evaluates one series at a time. The only
+state of the rules is one float32 baseline per series.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rankscope_exporter.statistics import Finished
 
 _COUNTS_JUDGED: Final = ("nans", "infs")
 _OPS: Final = (*_COUNTS_JUDGED, *VALUE_OPS)
-"""All statistics that a rule can evaluate, in the order of the firings of one entry."""
+"""All statistics that a rule can evaluate. Several firings of one entry have this order."""
 
 _JUDGED_ROWS: Final = [VALUE_OPS.index(op) for op in JUDGED_OPS]
 _NO_BASELINE: Final = np.array(math.nan, np.float64)
@@ -37,11 +36,11 @@ Bools = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 MAX_SCALARS: Final = 1000
-"""Most scalar names that are evaluated: a script that creates names without end must not fill the memory."""
+"""Largest number of scalar names that are evaluated. It limits the memory if a script creates new names without end."""
 
 
 class Firing(NamedTuple):
-    """A statistic of an entry for which a rule holds."""
+    """A statistic of a plan entry for which a rule holds."""
 
     entry: int
     op: str
@@ -53,25 +52,28 @@ class Firing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepVerdict:
-    """The result of all rules at one step."""
+    """The result of evaluating all rules at one step."""
 
     baselines: Float32s  # [len(JUDGED_OPS), T]: the values compared with, NaN if there is none
     firings: tuple[Firing, ...] = ()  # in causal order: micro-batch, kind, call
     left_out: int = 0  # firings beyond the limit
     firing: frozenset[tuple[str, str]] = field(default_factory=frozenset)
-    """(rule, kind) of every rule that holds, also if another rule names the event. PromQL rules give the same."""
+    """The pair (rule, kind) of every rule that holds, including rules for which another rule's event is recorded.
+
+    PromQL rules give the same pairs.
+    """
     calls: Mapping[int, int] = field(default_factory=dict)
-    """For each entry with a firing: the position of its parameter or module in the order of calls in the step."""
+    """The place in the order of calls of each entry with a firing, by position of the entry in the plan."""
 
     def call_order(self, entry: int) -> int | None:
-        """Return the position of `entry` in the order of calls in the step; None if it is not known."""
+        """Return the place of plan entry number `entry` in the order of calls in the step; None if it is not known."""
         order = self.calls.get(entry, -1)
         return None if order < 0 else order
 
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """The entries that a rule evaluates for one statistic."""
+    """The plan entries for which a rule evaluates one statistic."""
 
     rule: AnomalyRule
     order: int
@@ -79,7 +81,7 @@ class _Scope:
 
 
 class AnomalyDetector:
-    """Keeps the baselines of the entries of a plan, which may grow, and evaluates the rules for one step at a time."""
+    """Stores the baselines of all plan entries, and evaluates the rules for one step at a time. The plan may grow."""
 
     def __init__(self, rules: Sequence[AnomalyRule], entries: Sequence[PlanEntry] = (), *, limit: int = 64) -> None:
         self._rules = tuple(rules)
@@ -94,9 +96,10 @@ class AnomalyDetector:
         self.extend(entries)
 
     def extend(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> None:
-        """Add the new entries of the plan. `entries` is the whole plan and begins with the entries of earlier calls.
+        """Add the new entries of the plan. `entries` is the whole plan, which begins with the entries of earlier calls.
 
-        `owners` has the position of the parameter of each entry, -1 for none. If it is None, no entry has a parameter.
+        `owners` has the position of the parameter of each entry, -1 for an entry without a parameter. If `owners` is
+        None, no entry has a parameter.
         """
         known = len(self._kind_of_entry)
         if len(entries) == known and self._scopes:
@@ -115,10 +118,11 @@ class AnomalyDetector:
         self._scopes = {op: self._scopes_of(op) for op in _OPS}
 
     def observe(self, finished: Finished, call_order: Sequence[int] = ()) -> StepVerdict:
-        """Return the verdict on one step and update the baselines. Absent entries and null values do not change them.
+        """Evaluate the rules for the statistics of one step, and update the baselines. Return the result.
 
-        `call_order` has the position of each parameter in the order of gradients, -1 for no gradient. Entries without a
-        parameter are ordered as in the plan.
+        Absent entries and null values do not change the baselines. `call_order` has the place of each parameter in the
+        order in which gradients arrived, -1 for a parameter without a gradient. Entries without a parameter have the
+        order of the plan.
         """
         with np.errstate(all="ignore"):  # products with Inf and NaN are intended
             before, against = self._advance(finished)
@@ -132,7 +136,7 @@ class AnomalyDetector:
             return StepVerdict(shown, firings, left_out, self._firing(verdicts), order)
 
     def check_scalar(self, name: str, value: float) -> AnomalyRule | None:
-        """Return the rule that holds for this value of the scalar `name`; None if no rule does."""
+        """Return the first rule that holds for this value of the scalar `name`; None if no rule holds."""
         series = self._scalars.get(name)
         if series is None and len(self._scalars) >= MAX_SCALARS:
             return None
@@ -142,7 +146,11 @@ class AnomalyDetector:
         return None if firing is None else firing.rule
 
     def _advance(self, finished: Finished) -> tuple[Float32s, Float32s]:
-        """Update the baselines; return the previous ones, and those with which the values are compared."""
+        """Update the baselines with the statistics of a step. Return two arrays [len(JUDGED_OPS), entries].
+
+        The first array has the previous baselines. The second has the values with which the statistics are compared.
+        They differ only at the first observation, which is compared with itself.
+        """
         before = self._baselines
         values = finished.values[_JUDGED_ROWS]
         magnitude = np.abs(values)
@@ -163,7 +171,7 @@ class AnomalyDetector:
         return tuple(scopes)
 
     def _verdicts(self, finished: Finished, against: Float32s) -> dict[tuple[str, int], tuple[_Scope, Bools]]:
-        """Return the entries for which each rule holds, by (op, position of the rule)."""
+        """Return the entries for which each rule holds: a bool array [entries], by (op, position of the rule)."""
         verdicts = {}
         value: npt.NDArray[Any]
         for op, scopes in self._scopes.items():
@@ -187,9 +195,9 @@ class AnomalyDetector:
         verdicts: dict[tuple[str, int], tuple[_Scope, Bools]],
         calls: Integers,
     ) -> tuple[tuple[Firing, ...], int]:
-        """Return the first rule that holds for each (entry, op), and the number of firings beyond the limit.
+        """Return the firings of a step, and the number of firings beyond the limit.
 
-        NaN and Inf of one entry count as one firing.
+        For each entry and op, only the first rule that holds is a firing. NaN and Inf of one entry count as one firing.
         """
         no_rule = len(self._rules)
         winner = np.full((len(finished.present), len(_OPS)), no_rule, np.int64)
@@ -208,7 +216,7 @@ class AnomalyDetector:
         return firings, max(0, len(places) - self._limit)
 
     def _calls(self, call_order: Sequence[int]) -> Integers:
-        """Return the position of each entry in the order of calls of its stage; -1 if it is not known."""
+        """Return the place of each entry in the order of calls within the step; -1 if it is not known."""
         own = np.arange(len(self._owner_of_entry), dtype=np.int64)
         if not call_order:
             return np.where(self._owner_of_entry >= 0, np.int64(-1), own)
@@ -237,13 +245,13 @@ class AnomalyDetector:
 
 
 def _position(entry: PlanEntry) -> float:
-    """Return the position of an entry within the step, in the order of `causal_key`: micro-batch, then stage."""
+    """Return a number that orders entries within a step as `causal_key` does: by micro-batch, then by kind."""
     stage = causal_stage(entry.kind)
     return min(causal_micro_step(entry.micro_step, stage), _MOST_MICRO_STEPS) * _STAGES + stage
 
 
 def in_causal_order(step: int | None, events: Iterable[Event]) -> tuple[Event, ...]:
-    """Return the anomalies of one step, the first cause first."""
+    """Return the anomalies of one step in causal order: the first cause comes first."""
 
     def key(event: Event) -> tuple[float, ...]:
         return causal_key(

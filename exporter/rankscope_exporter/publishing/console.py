@@ -1,4 +1,4 @@
-"""The lines that a rank prints: a banner at attach, and one rate-limited line when rules fire."""
+"""The lines that a rank prints: a banner at attach, and rate-limited lines when rules are firing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rankscope_exporter.records.step_record import StepRecord
 
 MIN_SECONDS_BETWEEN_LINES: Final = 10.0
 FREE_LINES: Final = 3
-"""The number of firings of a run that are printed without a rate limit."""
+"""The number of messages about firings that a rank prints without a rate limit."""
 
 
 class Console(StepObserver):
-    """Writes whole, flushed lines to a stream, so that ranks that share a terminal do not mix their lines."""
+    """Writes whole lines to a stream and flushes each, so that ranks with the same terminal do not mix their lines."""
 
     def __init__(
         self,
@@ -37,7 +37,10 @@ class Console(StepObserver):
         self._last = float("-inf")
 
     def on_record(self, record: StepRecord) -> None:
-        """Print that rules fired at the step of `record`, with the first cause. Suppressed lines are counted."""
+        """Print a line about the firings in `record`, with the first cause.
+
+        Lines that the rate limit suppresses are counted.
+        """
         anomalies = [event for event in record.events if event.type == EventType.ANOMALY]
         if not anomalies:
             return
@@ -52,7 +55,10 @@ class Console(StepObserver):
         self._lines, self._suppressed, self._last = self._lines + 1, 0, now
 
     def line(self, text: str) -> None:
-        """Print `text` with the prefix "rankscope:", unless the console is off or its stream is closed."""
+        """Print `text` with the prefix "rankscope:".
+
+        Print nothing if the console is disabled or its stream is closed.
+        """
         if not self._enabled:
             return
         stream = self._stream or sys.stderr
@@ -77,7 +83,7 @@ def banner(
     address: str,
     service: str | None,
 ) -> list[str]:
-    """Return the lines that are printed at attach: the monitored tensors, the cost, the address, and the reader."""
+    """Return the lines of the banner at attach: the monitored tensors, the cost, the address, and the service."""
     ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
     reader = f"service {service}" if service else "no service: set RANKSCOPE_INGEST_URL, or scrape it with Prometheus"
     cadence = "every step" if every == 1 else f"every {every} steps"

@@ -1,4 +1,4 @@
-"""The publisher thread: finishes the statistics of a step, evaluates the rules, and publishes the step record."""
+"""The publisher thread, which finishes the statistics of each step, evaluates the rules, and publishes the record."""
 
 from __future__ import annotations
 
@@ -31,28 +31,40 @@ from rankscope_exporter.statistics import Finished, finish
 from rankscope_exporter.statistics.selection import Published, SelectionMasks
 
 IDLE_FLUSH_SECONDS: Final = 2.0
-"""Longest time that a finished step waits for the next one to begin: a checkpoint may take minutes."""
+"""Longest time in seconds that a finished step waits for the next step to begin, before it is published.
+
+A step may follow late, because a checkpoint can take minutes.
+"""
 
 MAX_QUEUE: Final = 10_000
-"""Records that may wait. Further ones are dropped and counted: training must not fill the memory."""
+"""Largest number of records that wait for the publisher.
+
+Further records are dropped and counted, so that waiting records do not fill the memory.
+"""
 
 _OF_CHUNKS: Final = frozenset({"features", "histograms"})
-"""Datasets with rows that contain the number of a model chunk in their names only."""
+"""Datasets without a column for the model chunk: the tensor name in a row contains the number of the chunk."""
 
 CUMULATIVE: Final = {"tokens": "tokens_total", "samples": "samples_total"}
-"""Scalars with a running total, and the name of the total."""
+"""Scalars with a running total, and the name of this total."""
 
 
 class StepQueue:
-    """Records on their way from the training thread to the publisher thread."""
+    """The queue of records from the training thread to the publisher thread."""
 
     def __init__(self) -> None:
         self.items: queue.SimpleQueue[PendingStep | threading.Event | None] = queue.SimpleQueue()
-        """Records; events to set when all earlier records are published; None at the end."""
+        """The queue.
+
+        It contains records, and events to set when all earlier records are published. None ends the thread.
+        """
         self.dropped = 0  # records that found the queue full
 
     def put(self, pending_step: PendingStep) -> None:
-        """Add a record; never blocks. Called on any thread."""
+        """Add a record to the queue, or count it as dropped if the queue is full.
+
+        Never blocks. Can be called on any thread.
+        """
         if self.items.qsize() >= MAX_QUEUE:
             self.dropped += 1
         else:
@@ -60,7 +72,7 @@ class StepQueue:
 
 
 class Publisher:
-    """One daemon thread that turns queued steps into records, in the order of the queue."""
+    """One daemon thread that finishes and publishes the queued records of steps, in the order of the queue."""
 
     def __init__(
         self,
@@ -77,10 +89,11 @@ class Publisher:
         pp_stage: int | None,
         has_chunks: bool,
     ) -> None:
-        """`publish` stores a record, `on_record` is called after it, `finished` when no record follows.
+        """Store the functions that the thread calls: `publish`, `on_record`, `flush_idle` and `finished`.
 
-        `flush_idle` publishes a step that waits longer than the given seconds. `pp_stage` is the pipeline stage of this
-        rank. With `has_chunks`, names of tensors begin with the number of a model chunk.
+        `publish` stores a record, and `on_record` is called after it. `finished` is called after the last record.
+        `flush_idle` publishes an open step without calls for the given seconds. `pp_stage` is the pipeline stage of
+        this rank. If `has_chunks` is true, names of tensors begin with the number of a model chunk.
         """
         self.publish = publish
         self._steps = steps
@@ -100,15 +113,15 @@ class Publisher:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the thread so far."""
+        """CPU seconds of the publisher thread so far."""
         return self._thread.cpu_seconds
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the publisher thread."""
         self._thread.start()
 
     def catch_up(self, timeout_seconds: float) -> bool:
-        """Wait until all records that are queued now are published; return whether that succeeded in time."""
+        """Wait until all records that are queued now are published; return False after `timeout_seconds`."""
         if threading.current_thread() is self._thread:
             return False
         reached = threading.Event()
@@ -116,7 +129,7 @@ class Publisher:
         return reached.wait(timeout_seconds)
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Publish the queued records and end the thread; return whether that succeeded in time."""
+        """Publish the queued records and end the thread; return whether this took at most `timeout_seconds`."""
         self._steps.items.put(None)
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
@@ -262,9 +275,10 @@ def arrow_statistics(
     published: Published | None = None,
     value_ops: Sequence[str] = WIRE_VALUE_OPS,
 ) -> tuple[pa.FloatArray, pa.Int64Array]:
-    """Return the `values` (float32) and `counts` (int64) of a record: statistic-major, null if a number is absent.
+    """Return the columns `values` (float32) and `counts` (int64) of a record. A null is a number that is absent.
 
-    Up to here NaN represents null. This is safe because no statistic over finite elements is NaN.
+    All entries of the first statistic come first, then those of the second, and so on. In the argument `finished`, NaN
+    represents null. This is safe because no statistic over finite elements is NaN.
     """
     rows = [finished.values[VALUE_OPS.index(op)] for op in value_ops if op in OPS]
     numbers = _arrow(np.concatenate((*rows, *baselines)), pa.float32())
@@ -274,7 +288,7 @@ def arrow_statistics(
 
 
 def arrow_counts(counts: npt.NDArray[np.int64], exists: npt.NDArray[np.bool_]) -> pa.Int64Array:
-    """Return `counts` statistic-major as int64, null where `exists` is false."""
+    """Return `counts` [statistics, entries] in row-major order as an int64 array, null where `exists` is false."""
     numbers = _arrow(counts, pa.int64())
     if exists.all():
         return numbers
@@ -283,5 +297,5 @@ def arrow_counts(counts: npt.NDArray[np.int64], exists: npt.NDArray[np.bool_]) -
 
 
 def _arrow(numbers: npt.NDArray[Any], arrow_type: pa.DataType) -> pa.Array:
-    """Return the elements of `numbers` in row-major order as an Arrow array over the same memory."""
+    """Return the elements of `numbers` in row-major order as an Arrow array that shares their memory."""
     return pa.Array.from_buffers(arrow_type, numbers.size, [None, pa.py_buffer(np.ascontiguousarray(numbers))])

@@ -1,4 +1,7 @@
-"""Registry of the quantities. Adding a file with a `Quantity` subclass adds a quantity; its `name` selects it."""
+"""Registry of the quantities.
+
+To add a quantity, add a file with a `Quantity` subclass to this folder. The configuration selects it by its `name`.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ __all__ = ["Quantity", "quantity_classes", "select_quantities"]
 def quantity_classes() -> dict[str, type[Quantity]]:
     """Return every quantity class of this folder by its name, sorted by name.
 
-    A quantity is a direct or indirect subclass of `Quantity` with a `name` of its own. A subclass without any name is a
-    base class. Raise TypeError for a class that inherits its name, and for two classes with one name.
+    A quantity is a direct or indirect subclass of `Quantity` that sets `name`. A subclass without a name is a base
+    class of quantities. Raise TypeError if a class inherits its name, or if two classes have the same name.
     """
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
@@ -33,12 +36,15 @@ def quantity_classes() -> dict[str, type[Quantity]]:
 
 
 def select_quantities(names: Iterable[str]) -> list[type[Quantity]]:
-    """Return the classes of `names`. Raise ConfigError for an unknown name, with the most similar known name."""
+    """Return the quantity classes with these `names`. Raise ConfigError if a name is unknown.
+
+    The error contains all known names, and the one that is most similar to the unknown name.
+    """
     classes = quantity_classes()
     for name in names:
         if name not in classes:
             hint = did_you_mean(name, classes)
-            raise ConfigError(f"quantities: {name!r} is unknown; there are {', '.join(classes)}.{hint}")
+            raise ConfigError(f"quantities: {name!r} is unknown; the quantities are {', '.join(classes)}.{hint}")
     return [classes[name] for name in names]
 
 

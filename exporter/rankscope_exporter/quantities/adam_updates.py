@@ -1,4 +1,4 @@
-"""Quantity `adam_updates`: histograms of Adam's update per element, and of the ratio of its two moments."""
+"""Quantity `adam_updates`: histograms of Adam's update of each element, and of the ratio of Adam's two moments."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _EDGES: Final = 3  # below, above and nonfinite come before the bins
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamUpdatesOptions(QuantityOptions):
-    """The bins of both histograms."""
+    """Options: the bins of both histograms."""
 
     bins: int = 30
     low: float = -1.0
     high: float = 1.0
-    """Values outside of low … high are counted separately, not in the bins."""
+    """Values outside of the range from `low` to `high` are counted separately, not in the bins."""
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
@@ -43,11 +43,11 @@ class AdamUpdatesOptions(QuantityOptions):
 
 
 class AdamUpdates(Quantity):
-    """Two histograms per parameter, from the state after step t, per element in float32.
+    """Two histograms per parameter, from the optimizer state after step t, over all elements in float32.
 
-    With m̂ = exp_avg / (1 - β1^t) and v̂ = exp_avg_sq / (1 - β2^t) (max_exp_avg_sq with amsgrad), `adam_update` is
-    m̂ / (√v̂ + ε), the factor of the learning rate in this step, and `adam_ratio` is m̂ / √v̂ (Kingma and Ba 2015,
-    algorithm 1). A complex number counts as two elements, as in Adam.
+    With m̂ = exp_avg / (1 - β1^t) and v̂ = exp_avg_sq / (1 - β2^t) (max_exp_avg_sq with amsgrad), `adam_update` is m̂ /
+    (√v̂ + ε), which the optimizer multiplies by the learning rate in this step. `adam_ratio` is m̂ / √v̂ (Kingma and Ba
+    2015, algorithm 1). A complex number counts as two elements, as in Adam.
     """
 
     name: ClassVar[str] = "adam_updates"
@@ -57,7 +57,7 @@ class AdamUpdates(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of parameters that another rank publishes, and whose optimizer state is not divided."""
+        """Return the positions of parameters whose undivided optimizer state another rank publishes."""
         return monitored.state_elsewhere
 
     def on_optimizer_step_end(self, table: Table) -> None:
@@ -91,7 +91,10 @@ def _is_adam(own: ParameterState) -> bool:
 
 
 def _histograms(state: Mapping[str, Any], group: Mapping[str, Any], bins: AdamUpdatesOptions) -> torch.Tensor:
-    """Return int64 [2, 3 + bins] for update and ratio: counts below, above and not finite, then the bins."""
+    """Return two histograms, of the update and of the ratio, as int64 [2, 3 + bins] on the device of the state.
+
+    The first three columns are the numbers of values that are below `low`, above `high`, and not finite.
+    """
     first = real_parts(local_tensor(state["exp_avg"])).reshape(-1)
     second = real_parts(local_tensor(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"])).reshape(-1)
     (beta1, beta2), epsilon, step = group["betas"], group["eps"], state["step"]

@@ -1,6 +1,7 @@
-"""Quantity `attention`: entropy and maximum of each head, from the query, key and mask that a module receives.
+"""Quantity `attention`: entropy and maximum of the attention weights of each head.
 
-torch's own `nn.MultiheadAttention` projects its inputs itself; the quantity projects them a second time.
+They are computed from the query, key and mask that a module receives. torch's own `nn.MultiheadAttention` projects its
+inputs inside of the module. For it, the quantity computes the projection of query and key a second time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def is_multihead(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
 def projected(
     module: nn.MultiheadAttention, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | str:
-    """Return query and key as [batch, heads, sequence, width], and the mask of the scores; or the reason why not."""
+    """Return query and key as [batch, heads, sequence, width], and the mask of the scores of `nn.MultiheadAttention`.
+
+    If the arguments cannot be used, return the reason as text.
+    """
     given = _SIGNATURE.bind(module, *args, **kwargs).arguments
     if module.bias_k is not None or module.add_zero_attn:
         return "adds its own keys (bias_k, add_zero_attn)"
@@ -83,7 +87,10 @@ def _heads(module: nn.MultiheadAttention, x: torch.Tensor, weight: torch.Tensor,
 
 
 def _both(masks: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return one mask with the effect of all masks. True hides a key in each, as in torch's multi-head attention."""
+    """Return one mask with the combined effect of all masks of torch's multi-head attention.
+
+    In a bool mask, True means that a key is hidden.
+    """
     if len(masks) < 2:
         return masks[0] if masks else None
     if all(mask.dtype is torch.bool for mask in masks):
@@ -101,13 +108,14 @@ _DIMENSIONS: Final = 4
 
 
 class Attention(ModuleQuantity):
-    """Two features of each head (`index`) and micro-batch, over all elements of the batch and all queries.
+    """Two features of each attention head and micro-batch, over all elements of the batch and all queries.
 
-    p_i = softmax_j(scale · q_i·k_j + mask_ij), over the keys j that are not hidden, in float32, or in float64 for a
-    float64 query. `attention_entropy` is the mean over the queries i of -Σ_j p_ij ln p_ij, in nats; it is 0 if each
-    query sees one key. `softmax_max` is the mean over the queries i of max_j p_ij. The plain maximum would always be 1
-    under a causal mask, because the first query sees one key. A query without a visible key does not count, and a head
-    without such queries has no rows. A NaN among the visible numbers makes both features NaN.
+    `index` is the number of the head. The attention weights are p_i = softmax_j(scale · q_i·k_j + mask_ij), over the
+    keys j that are not hidden, in float32, or in float64 for a float64 query. `attention_entropy` is the mean over the
+    queries i of -Σ_j p_ij ln p_ij, in nats; it is 0 if each query sees one key. `softmax_max` is the mean over the
+    queries i of max_j p_ij. The plain maximum would always be 1 under a causal mask, because the first query sees one
+    key. A query without a visible key does not count, and a head without such queries has no rows. A NaN among the
+    visible numbers makes both features NaN.
     """
 
     name: ClassVar[str] = "attention"
@@ -142,7 +150,10 @@ class Attention(ModuleQuantity):
 def _found(
     arguments: Arguments, permutation: tuple[int, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | str:
-    """Return query and key as [batch, heads, sequence, width], and the mask of the scores; or the reason why not."""
+    """Return query and key as [batch, heads, sequence, width], and the mask of the scores.
+
+    If the arguments cannot be used, return the reason as text.
+    """
     given = arguments.query_and_key(args, kwargs)
     for label, tensor in zip(("query", "key"), given, strict=True):
         reason = _why_unusable(label, tensor)

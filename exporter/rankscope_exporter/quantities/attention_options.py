@@ -1,4 +1,4 @@
-"""Options of the quantity `attention`, and the search for query, key and mask among the arguments of a call."""
+"""Options of the quantity `attention`, and access to query, key and mask among the arguments of a module's call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from rankscope_exporter.base.validation import is_number, is_whole
 from rankscope_exporter.quantities.base import QuantityOptions
 
 Argument = int | str
-"""The position of an argument of `forward`, from 0, or its name. Both find positional and keyword arguments."""
+"""The position of an argument of `forward`, from 0, or the name of the argument.
+
+In both cases, the argument is found whether it is passed by position or by keyword.
+"""
 
 AUTO: Final = "auto"
 NONE: Final = "none"
@@ -25,48 +28,61 @@ _CAUSAL: Final = ("is_causal", "causal", "attn_mask_type")
 _SCALES: Final = ("scale", "softmax_scale")
 _LETTERS: Final = "bhsd"
 _TRUE_HIDES: Final = ("megatron.", "mindspeed.", "transformer_engine.")
-"""Packages in which True in a mask hides a key. In torch's scaled_dot_product_attention, True makes a key visible."""
+"""Packages in which True in a mask means that a key is hidden.
+
+In torch's scaled_dot_product_attention, True means that a key is visible.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions(QuantityOptions):
-    """The modules, and the meaning of their arguments. Without targets nothing is measured."""
+    """Options: the modules, and the meaning of their arguments. If there are no targets, nothing is measured."""
 
     targets: tuple[str, ...] = ()
-    """Modules that receive query and key with separate heads: the core of an attention, without its projections."""
+    """Modules whose `forward` receives query and key with separate heads. Projections are outside of these modules."""
     order: str = "s,b,h,d"
-    """Order of the dimensions of query and key: s sequence, b batch, h heads, d width."""
+    """Order of the dimensions of query and key, by four letters: s sequence, b batch, h heads, d width of a head."""
     query: Argument = 0
     key: Argument = 1
     mask: Argument = AUTO
-    """The mask; "auto" reads the parameter attn_mask, attention_mask or mask, "none" reads no mask."""
+    """The argument with the mask.
+
+    "auto" reads the parameter attn_mask, attention_mask or mask; "none" reads no mask.
+    """
     mask_true: str = AUTO
     """Meaning of True in a mask: "attends", as in torch's scaled_dot_product_attention, or "hides", as in Megatron.
-    "auto" is "hides" for modules of Megatron, MindSpeed and Transformer Engine, and "attends" for all others."""
+
+    "auto" is "hides" for modules of Megatron, MindSpeed and Transformer Engine, and "attends" for all other modules.
+    """
     causal: bool | str = AUTO
-    """Hide later keys as well: true or false. "auto" reads the arguments is_causal, causal and attn_mask_type, then the
-    attributes of the module with these names."""
+    """Hide later keys in addition to the mask: true, false or "auto".
+
+    "auto" reads the arguments is_causal, causal and attn_mask_type, then the attributes of the module with these names.
+    """
     scale: float | None = None
-    """Factor of q·k; null reads the argument scale or softmax_scale, and is 1 / √d without them."""
+    """Factor of the products of query and key.
+
+    Null reads the argument scale or softmax_scale; without them it is 1 / √d.
+    """
     rows: int | None = None
-    """Largest number of queries per sequence that are read, at equal distances; null reads all."""
+    """Largest number of queries per sequence that are read. They have equal distances. Null reads all queries."""
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
         order = self.order.replace(" ", "") if isinstance(self.order, str) else ""
         if sorted(order.split(",")) != sorted(_LETTERS):
-            raise ValueError(f"order is 's,b,h,d' or these letters in another order, not {self.order!r}")
+            raise ValueError(f"order must be 's,b,h,d' or these letters in another order, not {self.order!r}")
         object.__setattr__(self, "order", order)
         for name in ("query", "key", "mask"):
             value = getattr(self, name)
             if not (isinstance(value, str) and value) and not (is_whole(value) and value >= 0):
-                raise ValueError(f"{name} is the position or the name of an argument, not {value!r}")
+                raise ValueError(f"{name} must be the position or the name of an argument, not {value!r}")
         if self.mask_true not in (AUTO, "attends", "hides"):
-            raise ValueError(f"mask_true is 'auto', 'attends' or 'hides', not {self.mask_true!r}")
+            raise ValueError(f"mask_true must be 'auto', 'attends' or 'hides', not {self.mask_true!r}")
         if not isinstance(self.causal, bool) and self.causal != AUTO:
-            raise ValueError(f"causal is true, false or 'auto', not {self.causal!r}")
+            raise ValueError(f"causal must be true, false or 'auto', not {self.causal!r}")
         if self.scale is not None and not _is_finite(self.scale):
-            raise ValueError(f"scale is a number, not {self.scale!r}")
+            raise ValueError(f"scale must be a finite number, not {self.scale!r}")
         self._check_whole("rows", 1)
 
     @property
@@ -76,7 +92,7 @@ class AttentionOptions(QuantityOptions):
 
 
 class Arguments:
-    """Access to the arguments in the calls of one module."""
+    """Access to query, key and mask among the arguments of calls of one module."""
 
     def __init__(self, module: nn.Module, options: AttentionOptions) -> None:
         self._home = type(module).__module__
@@ -84,11 +100,11 @@ class Arguments:
         self._names = _parameter_names(module)
 
     def query_and_key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return query and key of a call; None for one that was not passed."""
+        """Return query and key of a call; None for an argument that was not passed."""
         return self._get(self._options.query, args, kwargs), self._get(self._options.key, args, kwargs)
 
     def mask(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the mask of a call; None if there is none."""
+        """Return the mask of a call; None if the call has no mask."""
         wanted = self._options.mask
         if wanted == NONE:
             return None
@@ -99,14 +115,14 @@ class Arguments:
 
     @property
     def true_attends(self) -> bool:
-        """Return whether True in a mask makes a key visible."""
+        """Return True if True in a mask of this module means that a key is visible."""
         meaning = self._options.mask_true
         if meaning == AUTO:
             return not f"{self._home}.".startswith(_TRUE_HIDES)
         return meaning == "attends"
 
     def causal(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether a call of `module` hides later keys."""
+        """Return whether a call of `module` hides later keys from each query."""
         wanted = self._options.causal
         if isinstance(wanted, bool):
             return wanted
@@ -116,7 +132,7 @@ class Arguments:
         return next((answer for answer in map(_causal_or_none, flags) if answer is not None), False)
 
     def scale(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-        """Return the factor of q·k; None for the default factor."""
+        """Return the factor by which a call multiplies the products of query and key; None for the default factor."""
         given = (self._options.scale, *(self._get(name, args, kwargs) for name in _SCALES))
         return next((float(value) for value in given if _is_finite(value)), None)
 
@@ -147,7 +163,7 @@ def _parameter_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _causal_or_none(value: Any) -> bool | None:
-    """Return the meaning of a flag or of the name of a mask type; None for any other value, including tensors."""
+    """Return whether a flag or the name of a mask type means a causal mask; None for other values and tensors."""
     if isinstance(value, bool):
         return value
     name = value if isinstance(value, str) else getattr(value, "name", None)

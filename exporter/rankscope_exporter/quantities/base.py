@@ -1,6 +1,6 @@
-"""Base class of quantities: the entries it adds to the plan, and the events of a step at which it reads tensors.
+"""Base class of quantities, which defines their plan entries and the events of a step at which they read tensors.
 
-This module also defines the services that a quantity receives: the table of a sampled step, the gate that opens at
+The module also defines the services that a quantity receives: the table of a sampled step, the gate that opens at
 sampled steps, and the registration of hooks.
 """
 
@@ -25,29 +25,29 @@ from rankscope_exporter.statistics.selection import chosen_ops
 from rankscope_exporter.statistics.tensor_access import dtype_name
 
 BACKWARD: Final = "backward"
-"""Name of the part of training that no hook sees when it runs inside compiled code: the backward pass."""
+"""Name of the part of training that hooks do not detect if it runs inside compiled code: the backward pass."""
 
 
 class Table(Protocol):
-    """The destination of one quantity's measurements at a sampled step. Rows count from the quantity's first entry."""
+    """The table to which one quantity writes its statistics at a sampled step. Row 0 is the quantity's first entry."""
 
     def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
         """Append new entries to the plan and return their rows; None if the plan is full.
 
-        `owners` are the positions of the parameters to which the entries belong.
+        `owners` has the position of the parameter of each entry.
         """
         ...
 
     def measure(self, tensors: Sequence[torch.Tensor | None], rows: range) -> None:
-        """Write the statistics of `tensors` to `rows`. None leaves an entry absent."""
+        """Compute the statistics of `tensors` and write them to `rows`. For a None, the entry remains absent."""
         ...
 
     def copy(self, source: range, target: range) -> None:
-        """Copy the statistics of `source`, which were measured before, to `target`."""
+        """Copy the statistics of the rows `source`, which were measured at this step, to the rows `target`."""
         ...
 
     def forget(self, rows: range) -> None:
-        """Make entries absent that were measured before."""
+        """Delete the statistics of `rows`, which were measured at this step. Their entries are then absent."""
         ...
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
@@ -58,19 +58,19 @@ class Table(Protocol):
         ...
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
-        """Add the rows that `rows` makes of `tensor` to `dataset`, after the tensor was copied to the host.
+        """Copy `tensor` to the host, and add the rows of `dataset` that `rows` makes of the numbers.
 
-        Training does not wait for the device. The publisher thread calls `rows` with a numpy array, so the dtype of
+        The training does not wait for the device. The publisher thread calls `rows` with a numpy array, so the dtype of
         `tensor` must exist in numpy.
         """
         ...
 
     def withdraw(self, dataset: str) -> None:
-        """Drop the rows of `dataset` that were deferred at this step, because the tensors are read again."""
+        """Discard the rows of `dataset` that were deferred at this step, because their tensors are read again."""
         ...
 
     def later(self, tensor: torch.Tensor, use: Callable[[Numbers], None]) -> None:
-        """Call `use` on the publisher thread with the present values of `tensor`, after their copy to the host."""
+        """Copy the present values of `tensor` to the host, and call `use` with them on the publisher thread."""
         ...
 
     def write(self, dataset: str, row: Row) -> None:
@@ -79,111 +79,124 @@ class Table(Protocol):
 
 
 class SamplingGate(Protocol):
-    """The state of sampling, as a quantity's own hooks read it."""
+    """The state of sampling that the hooks of one quantity read."""
 
     @property
     def is_open(self) -> bool:
-        """True if the current step is sampled for this quantity."""
+        """True if the quantity is measured at the current step."""
         ...
 
     @property
     def table(self) -> Table:
-        """The table of the sampled step, valid while the gate is open."""
+        """The table for the statistics of the current step. Valid only while the gate is open."""
         ...
 
 
 class Hook(Protocol):
-    """A hook inside the error boundary, which records whether it runs at all."""
+    """A hook of the monitor whose errors are caught. It also shows whether torch has called it."""
 
     was_called: bool
     is_compiled: bool
-    """True if Dynamo compiled the hook into its caller, where it does not run."""
+    """True if Dynamo compiled the hook into the code that calls it. The hook has no effect in compiled code."""
     on_inactive_call: Callable[[], None]
-    """Called instead of the hook at a step that is not sampled."""
+    """Function that is called instead of the hook at a step that is not sampled."""
 
     def __call__(self, *args: Any) -> None:
-        """Run the hook if the step is sampled."""
+        """Run the hook if the current step is sampled."""
         ...
 
 
 class ModelHookContext(Protocol):
-    """Services for hooks on a model. Every registered hook is inside the error boundary and is removed at detach."""
+    """Services for registering hooks on a model.
+
+    Errors in a registered hook are caught, and it is removed at detach.
+    """
 
     @property
     def micro_step(self) -> int:
-        """Number of the current or latest training forward of the step, from 0."""
+        """Number of the current or latest training forward pass within the step, from 0 on."""
         ...
 
     @property
     def in_forward(self) -> bool:
-        """True while a training forward of the whole model runs."""
+        """True while a training forward pass of the whole model runs."""
         ...
 
     @property
     def grad_enabled(self) -> bool:
-        """True if gradients were enabled when the current hook was called."""
+        """True if gradients were enabled when torch called the hook that is running now."""
         ...
 
     def keep(self, handle: Removable) -> None:
-        """Remove `handle` at detach()."""
+        """Store `handle`, which is removed at detach()."""
         ...
 
     def begins_steps(self, module: nn.Module) -> bool:
-        """Return whether a step begins with the forward of `module`, so that a hook registered per step is too late."""
+        """Return whether a step begins with the forward pass of `module`.
+
+        If so, a hook on this forward pass must be registered before the step begins.
+        """
         ...
 
     def tell(self, message: str) -> None:
-        """Report a notice to the user, on the console and as an event."""
+        """Publish a notice for the user on the console and as an event."""
         ...
 
     def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
-        """Return `function` as a hook that runs while `gate` is open, is timed, and never raises into training.
+        """Return a hook that calls `function` while `gate` is open.
 
-        Its result is dropped and gradients are disabled inside. It does nothing while a graph is compiled, after
-        detach, in a forked child, and in a copy of the model.
+        Errors of `function` are never raised into training.
+
+        The CPU time of the calls is measured. Gradients are disabled inside, and the result of `function` is dropped.
+        The hook does nothing while a graph is compiled, after detach, in a forked child process, and in a copy of the
+        model. `where` names the operation in error messages.
         """
         ...
 
     def gradient_arrives(self) -> None:
-        """Report that a gradient is about to be accumulated. This may end the current step and begin the next one."""
+        """Report that a gradient is about to be accumulated. A new step may begin with this gradient."""
         ...
 
     def between(self, function: Callable[[], None]) -> None:
-        """Call `function` while no step begins or ends. Needed by calls that may run long after an update."""
+        """Call `function` under a lock, so that no step begins or ends meanwhile.
+
+        Needed by hooks that may run long after the update of a step.
+        """
         ...
 
 
 class Hooking(ModelHookContext, Protocol):
-    """Services for the hooks of one quantity, which are registered only for the quantity's sampled steps."""
+    """Services for registering the hooks of one quantity, which exist only at the quantity's sampled steps."""
 
     def hook(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
-        """Call `register` now and before each sampled step to register `hook`; an error of the first call is raised.
+        """Register `hook` by calling `register`, now and again before each sampled step.
 
-        `register` returns None if the hook cannot be registered this time. A hook with `stays` remains registered
-        between sampled steps.
+        The function `register` returns the handle of the hook, or None if it cannot be registered at this step. An
+        error in its first call is raised. If `stays` is true, the hook remains registered between sampled steps.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantityOptions:
-    """The options of every quantity; a subclass adds its own. Validated at construction: ValueError names the field.
+    """The options that every quantity has. Subclasses add options.
 
-    A list becomes a tuple, and a field of type bool accepts no other type.
+    The constructor validates the values and raises ValueError with the name of the wrong option. A list becomes a
+    tuple. An option of type bool accepts no other type.
     """
 
     targets: tuple[str, ...] = ("*",)
-    """Names, globs, or regular expressions after "re:", of parameters; of modules for quantities that read modules."""
+    """Names, globs, or regular expressions after "re:", of parameters or, if the quantity reads modules, of modules."""
     start_step: int | None = None
-    """First step to sample; null samples from the beginning."""
+    """Number of the first step to sample; null samples from the beginning."""
     every: int | None = None
-    """Sample every n-th step; null is the monitor's own `every`."""
+    """Sample every n-th step; null means the value of the monitor's `every`."""
     times: int | None = None
-    """Stop after this number of sampled steps; null never stops."""
+    """Stop sampling after this number of sampled steps; null means no limit."""
     ranks: tuple[int, ...] | None = None
-    """Sample only on these ranks; null is all ranks."""
+    """Numbers of the ranks that measure this quantity; null means all ranks."""
     ops: tuple[str, ...] | None = None
-    """Statistics to publish; null is the monitor's own `ops`."""
+    """Statistics (ops) to publish; null means the value of the monitor's `ops`."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -191,13 +204,13 @@ class QuantityOptions:
             if isinstance(value, list):
                 object.__setattr__(self, item.name, tuple(value))
             if item.type == "bool" and not isinstance(value, bool):
-                raise ValueError(f"{item.name} is true or false, not {value!r}")
+                raise ValueError(f"{item.name} must be true or false, not {value!r}")
         self._check_whole("start_step", 0)
         self._check_whole("every", 1)
         self._check_whole("times", 0)
         ranks = () if self.ranks is None else self.ranks
         if not isinstance(ranks, tuple) or not all(is_whole(rank) and rank >= 0 for rank in ranks):
-            raise ValueError(f"ranks is a list of rank numbers, not {self.ranks!r}")
+            raise ValueError(f"ranks must be a list of rank numbers, not {self.ranks!r}")
         Targets(self.targets)
         if self.ops is not None:
             chosen_ops(self.ops)
@@ -205,22 +218,22 @@ class QuantityOptions:
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if value is not None and not (is_whole(value) and value >= least):
-            raise ValueError(f"{name} is a whole number from {least} on, not {value!r}")
+            raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
 class Quantity:
     """A family of measurements that reads tensors at fixed events of a sampled step.
 
-    All methods run on the training thread with gradients disabled. A quantity is added by adding a file with a subclass
-    that has its own `name`; a subclass without a name of its own is a base class of quantities.
+    All methods of a quantity run on the training thread with gradients disabled. To add a quantity, add a file with a
+    subclass that sets `name`. A subclass without a name is a base class of quantities.
     """
 
     name: ClassVar[str]
     options_class: ClassVar[type[QuantityOptions]] = QuantityOptions
     of_modules: ClassVar[bool] = False
-    """True if targets name modules and not parameters."""
+    """True if the targets of this quantity are names of modules; False if they are names of parameters."""
     measures_tensors: ClassVar[bool] = True
-    """True if it publishes statistics of tensors, which `ops` selects."""
+    """True if the quantity publishes statistics of tensors. The option `ops` selects these statistics."""
 
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         self.options = options or self.options_class()
@@ -234,39 +247,51 @@ class Quantity:
         return frozenset()
 
     def notices(self) -> list[str]:
-        """Return a notice for each target that selects no parameter; a quantity that reads modules reports its own."""
+        """Return the notices of this quantity for the user: one for each target that selects no parameter.
+
+        A quantity that reads modules publishes notices about its targets when it finds the modules.
+        """
         if self.of_modules:
             return []
         names = (name for item in self._offered.parameters for name in (item.name, *item.aliases))
         return target_notices(self.targets, names, "parameter")
 
     def entries(self) -> list[PlanEntry]:
-        """Return the plan entries of this quantity in the order of its rows; more may be added later."""
+        """Return the plan entries of this quantity in the order of its rows.
+
+        The quantity may add further entries later.
+        """
         return []
 
     def kinds(self) -> set[str]:
-        """Return the kinds of all entries, also of entries to be added later: their counters exist from the start."""
+        """Return the kinds of all entries, including later ones: a counter for each kind exists from the start."""
         return {entry.kind for entry in self.entries()}
 
     def owners(self, count: int) -> list[int]:
-        """Return the position of the parameter of each of `count` entries: all parameters, kind after kind."""
+        """Return the position of the parameter of each of the `count` entries.
+
+        The entries of the first kind, in the order of the parameters, come first; then those of the next kind.
+        """
         own = self.monitored.owners()
         return [own[i % len(own)] for i in range(count)] if len(own) else []
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Register the quantity's own hooks. Called once, when the model is attached."""
+        """Register the hooks of the quantity. Called once, when the monitor is attached to the model."""
 
     def on_step_begin(self, table: Table) -> None:
-        """Handle the beginning of a sampled step; the table is empty."""
+        """Handle the beginning of a sampled step. The table is empty then."""
 
     def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
         """Handle the gradient that parameter `index` has just accumulated in `holder`, inside the backward pass."""
 
     def on_gradients_ready(self, table: Table) -> None:
-        """Handle the end of accumulation: the framework has not yet written reduced gradients back."""
+        """Handle the end of the accumulation of gradients in a backward pass.
+
+        The framework has not yet written reduced gradients to the parameters.
+        """
 
     def on_backward_end(self, table: Table) -> None:
-        """Handle the end of the backward pass, after the framework has finished its own work in it."""
+        """Handle the end of a backward pass, after the framework has finished its work in this pass."""
 
     def on_optimizer_step_begin(self, table: Table) -> None:
         """Handle the beginning of an optimizer step."""
@@ -278,7 +303,11 @@ class Quantity:
         """Handle the end of a sampled step, whether or not an optimizer has stepped."""
 
     def parameter_entries(self, kind: str, *, local: bool = False, reduced: bool = False) -> list[PlanEntry]:
-        """Return one entry of `kind` per parameter: `local` for a rank's own gradient, `reduced` for a reduced one."""
+        """Return one plan entry of `kind` per parameter.
+
+        Its shape, dtype and placement are those of the rank's own gradient if `local` is true, those of the reduced
+        gradient if `reduced` is true, and otherwise those of the parameter.
+        """
         count = len(self.monitored.parameters)
         return [self.parameter_entry(kind, index, local=local, reduced=reduced) for index in range(count)]
 
@@ -310,5 +339,5 @@ class Quantity:
 
     @property
     def placement(self) -> str:
-        """Return the placement of tensors that are not sharded: "replica" or "full"."""
+        """Return the placement of tensors that are not sharded: "replica" if copies are kept equal, else "full"."""
         return "replica" if self.monitored.framework.traits.replicated else "full"

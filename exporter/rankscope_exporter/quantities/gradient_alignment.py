@@ -1,4 +1,4 @@
-"""Quantity `direction`: agreement of the signs of gradient and momentum."""
+"""Quantity `direction`: how often gradient and momentum have the same sign."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _MOMENTA: Final = ("exp_avg", "momentum_buffer")
 
 
 class GradientAlignment(Quantity):
-    """A feature of each parameter, between 0 and 1: (Σ sign(g)·sign(m) / n + 1) / 2 over its n elements.
+    """A feature of each parameter, between 0 and 1, with the agreement of the signs of gradient and momentum.
+
+    It is (Σ sign(g)·sign(m) / n + 1) / 2 over its n elements.
 
     g is the gradient that the optimizer receives, and m the momentum before the step. If g or m is 0, the element
     counts as half an agreement. A complex number counts as two elements. The feature is absent without a momentum, as
@@ -29,11 +31,11 @@ class GradientAlignment(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of parameters that another rank publishes, and whose optimizer state is not divided."""
+        """Return the positions of parameters whose undivided optimizer state another rank publishes."""
         return monitored.state_elsewhere
 
     def on_optimizer_step_begin(self, table: Table) -> None:
-        """Compare the signs; one transfer to the host for all parameters."""
+        """Compare the signs of gradients and momenta; copy the results of all parameters to the host together."""
         names, agreements = [], []
         framework, parameters = self.monitored.framework, self.monitored.tensors()
         states = framework.optimizer_states(parameters, self.monitored.optimizers)

@@ -1,4 +1,4 @@
-"""Quantity `gradients`: this rank's own (`grad_unreduced`), reduced (`grad_reduced`) and clipped (`grad_clipped`)."""
+"""Quantity `gradients`: the gradients of each parameter before reduction, after reduction, and after clipping."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rankscope_exporter.records.host_transfer import Numbers
 class Gradients(Quantity):
     """Three rows per parameter: `grad_unreduced`, `grad_reduced` and `grad_clipped`.
 
-    The first two are read at the end of backward, before the loop clips, as sums over the micro-batches of the step so
-    far. `grad_clipped` is the gradient that the optimizer receives. It is absent if it is bit for bit the reduced
-    gradient. With a gradient scaler, the first two contain the loss scale, and the third the result of scaler and
-    clipping. If the framework reduces each of several micro-batches, `grad_unreduced` is the sum that `MicroBatchSums`
-    keeps. A gradient that does not exist is absent, never a stale value: the parameter is unused or frozen, or
-    `zero_grad` ran in between.
+    The first two are read at the end of the backward pass, before clipping. They are sums over the micro-batches of the
+    step so far. `grad_clipped` is the gradient that the optimizer receives. It is absent if it is bit for bit the
+    reduced gradient. With a gradient scaler, the first two contain the loss scale, and the third the result of scaler
+    and clipping. If the framework reduces each of several micro-batches, `grad_unreduced` is the sum that
+    `MicroBatchSums` keeps. A gradient that does not exist is absent, never a stale value: the parameter is unused or
+    frozen, or `zero_grad` ran in between.
     """
 
     name: ClassVar[str] = "gradients"
@@ -53,7 +53,7 @@ class Gradients(Quantity):
         self._changed_unseen: bool | None = None
 
     def entries(self) -> list[PlanEntry]:
-        """Return all `grad_unreduced`, then all `grad_reduced`, then all `grad_clipped`."""
+        """Return the plan entries: `grad_unreduced` of all parameters, then `grad_reduced`, then `grad_clipped`."""
         return [
             *self.parameter_entries(Kind.GRAD_UNREDUCED, local=True),
             *self.parameter_entries(Kind.GRAD_REDUCED, reduced=True),
@@ -61,11 +61,11 @@ class Gradients(Quantity):
         ]
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Prepare the sums over micro-batches, for frameworks that keep none."""
+        """Prepare the sums over micro-batches, which are needed for frameworks that keep no such sums."""
         self._sums.install(hooking, gate)
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Reset the state of the step: nothing is reduced yet."""
+        """Reset the state at the beginning of a step, when no gradient is reduced yet."""
         self._mixed = False
         self._left = []
         self._arrived.clear()
@@ -76,7 +76,7 @@ class Gradients(Quantity):
         self._sums.release()
 
     def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
-        """Read one gradient in its own hook, before the framework reduces it in place or shards it."""
+        """Measure one gradient in the hook of its parameter, before the framework reduces it in place or shards it."""
         if self._batched or self._mixed or self._sums.are_kept:
             return
         self._arrived.add(index)
@@ -88,7 +88,7 @@ class Gradients(Quantity):
             table.measure([gradient], row)
 
     def on_gradients_ready(self, table: Table) -> None:
-        """Read all local gradients in one pass."""
+        """Measure the rank's own gradients of all parameters at the same time, before they are reduced."""
         if self._sums.are_kept:
             self._read_sums(table)
         elif self._mixed:
@@ -100,7 +100,7 @@ class Gradients(Quantity):
             table.measure(list(own), self._unreduced)
 
     def on_backward_end(self, table: Table) -> None:
-        """Read the reduced gradients; without a reduction these are the local gradients."""
+        """Measure the reduced gradients. If nothing is reduced, these are the rank's own gradients."""
         if self.monitored.framework.reduces_in_backward():
             self._mixed = True
             if self._reduces_after_last:  # no further micro-batch comes
@@ -125,7 +125,7 @@ class Gradients(Quantity):
             self._sums.learn()
 
     def on_optimizer_step_begin(self, table: Table) -> None:
-        """Read the gradients that a loop reduces itself, and the gradients that changed since backward."""
+        """Measure gradients that the training loop has reduced, and gradients that changed since the backward pass."""
         self._sums.release()
         gradients = self._gradients()
         if self._reduced_by_loop:
@@ -164,7 +164,7 @@ class Gradients(Quantity):
         self._changed_unseen = bool(unseen)
 
     def _own(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return reduced gradients; None for those that another rank publishes."""
+        """Return the reduced gradients, with None for each gradient that another rank publishes."""
         if not self._elsewhere:
             return gradients
         return [
@@ -178,17 +178,20 @@ class Gradients(Quantity):
 
 
 def _is_partial(gradient: torch.Tensor | None) -> bool:
-    """Return whether a gradient is a DTensor whose sum over ranks is still to be computed."""
+    """Return whether a gradient is a DTensor with partial sums, which are not yet reduced over the ranks."""
     return any(placement.is_partial() for placement in getattr(gradient, "placements", ()))
 
 
 def _is_fresh(gradient: torch.Tensor | None) -> bool:
-    """Return whether a gradient was never changed in place since a first backward pass made it."""
+    """Return whether a gradient was not changed in place since the first backward pass that computed it."""
     return gradient is not None and local_tensor(gradient)._version == 0  # noqa: SLF001 - torch has no public name
 
 
 def _fingerprint(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    """Return id() and version of a gradient, of which one differs after it was replaced or changed in place."""
+    """Return the id() and the version of a gradient; None if there is none.
+
+    The result differs after the gradient was replaced or changed in place.
+    """
     if gradient is None:
         return None
     return id(gradient), local_tensor(gradient)._version  # noqa: SLF001 - torch has no public name

@@ -1,7 +1,8 @@
 """Quantity `hashes`: hashes and norms of tensors that several ranks hold, to detect replica divergence.
 
-Every rank publishes its own, even if only the first rank of a group publishes statistics (`dp_group`). Ranks do not
-compare hashes, because that needs communication. The service, Prometheus and the view `desync` of the store do.
+Every rank publishes its own hashes, even if only the first rank of a group publishes statistics (`dp_group`). Ranks do
+not compare hashes, because that needs communication. The service, Prometheus and the view `desync` of the store compare
+them.
 """
 
 from __future__ import annotations
@@ -30,34 +31,40 @@ from rankscope_exporter.statistics.tensor_access import dtype_name
 
 DATASET: Final = "hashes"
 BUFFER: Final = "buffer"
-"""Kind of a buffer of the model, read after the update."""
+"""The kind of a hashed buffer of the model. Buffers are read after the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashesOptions(QuantityOptions):
-    """The tensors to hash in addition to the parameters, and the sampling interval."""
+    """Options: the tensors to hash in addition to parameters, and the sampling interval."""
 
     of: Literal["replicas", "all"] = "replicas"
-    """"replicas" hashes tensors that other ranks hold too; "all" hashes all, to compare runs with `rankscope diff`."""
+    """"replicas" hashes the tensors that other ranks also hold.
+
+    "all" hashes all, to compare runs by `rankscope diff`.
+    """
     every: int | None = 100
-    """Sample every n-th step, the same on all ranks; null is the monitor's own `every`."""
+    """Sample every n-th step; must be equal on all ranks. Null means the value of the monitor's `every`."""
     state: bool = False
     """Also hash the state of the optimizers."""
     buffers: tuple[str, ...] = ()
-    """Names or globs of buffers that are equal on all ranks. Those of BatchNorm are not, unless it is synchronised."""
+    """Names or globs of buffers to hash, which must be equal on all ranks.
+
+    Buffers of BatchNorm differ between ranks, unless BatchNorm is synchronised.
+    """
     everywhere: bool = False
-    """Treat all tensors that are not sharded as replicas, for a training loop that reduces gradients itself."""
+    """Treat all tensors that are not sharded as replicas. Needed if the training loop itself reduces gradients."""
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
         if self.of not in ("replicas", "all"):
-            raise ValueError(f"of is 'replicas' or 'all', not {self.of!r}")
+            raise ValueError(f"of must be 'replicas' or 'all', not {self.of!r}")
         Targets(self.buffers)
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A tensor to hash: its name, the ranks that hold it, and the elements of this rank."""
+    """A tensor to hash: its name, the ranks that hold it, and this rank's part of its elements."""
 
     kind: str
     tensor: str
@@ -67,7 +74,10 @@ class _Item:
 
 
 class Hashes(Quantity):
-    """Hashes and norms after the update, so a change before, during or outside of the update is visible at its step."""
+    """Hashes and norms of tensors after the update of a sampled step.
+
+    They show a change of a tensor at its step, whether it happens before, during or outside of the update.
+    """
 
     name: ClassVar[str] = "hashes"
     options_class: ClassVar[type[QuantityOptions]] = HashesOptions
@@ -86,7 +96,7 @@ class Hashes(Quantity):
                 self._groups[index] = ranks_text(ranks) if len(ranks) > 1 else None
 
     def notices(self) -> list[str]:
-        """Return a notice for each target without a parameter, and one if no parameter has replicas."""
+        """Return the notices for the user: for each target without a parameter, and if no parameter has replicas."""
         found = super().notices()
         if not self._groups:
             found.append(
@@ -96,7 +106,10 @@ class Hashes(Quantity):
         return found
 
     def on_optimizer_step_end(self, table: Table) -> None:
-        """Hash and measure all tensors; with several optimizers, the last update of the step counts."""
+        """Hash and measure all tensors.
+
+        If a step has several optimizers, the values after the last update are published.
+        """
         table.withdraw(DATASET)
         by_device: dict[torch.device, list[_Item]] = {}
         for item in self._items():
@@ -153,7 +166,7 @@ class Hashes(Quantity):
 
 
 class Measure:
-    """Computation of hashes and norms on one device, in memory that is allocated once."""
+    """Computation of hashes and norms on one device. The memory for it is allocated once."""
 
     def __init__(self, device: torch.device) -> None:
         self._hasher = Hasher(device)
@@ -161,7 +174,10 @@ class Measure:
         self._group = MeasureGroup(range(0))
 
     def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return int64 rows [1 + statistics, tensors]: the partial hashes, then the raw statistics."""
+        """Return int64 [1 + statistics, len(tensors)] on the device.
+
+        The first row has the partial hashes. The other rows have the bits of the raw statistics.
+        """
         count = len(tensors)
         self._table.clear()
         self._table.grow(count)
@@ -173,7 +189,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """The columns of a row before its numbers have arrived on the host. Holds no tensor."""
+    """The columns of a row that are known before the hash has arrived on the host. Contains no tensor."""
 
     columns: Row
     size_bytes: int
@@ -202,7 +218,7 @@ def _rows(items: Sequence[_Described], numbers: Numbers) -> Iterator[Row]:
 
 
 def _norm(bits: int, counts: Mapping[str, int]) -> float | None:
-    """Return the norm from the bits of its float64 square; None if no element is finite."""
+    """Return the norm, given the bits of the float64 sum of squares; None if no element is finite."""
     if counts["numel"] - counts["nans"] - counts["infs"] <= 0:
         return None
     square: float = struct.unpack("<d", struct.pack("<q", bits))[0]

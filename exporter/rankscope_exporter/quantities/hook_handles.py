@@ -1,4 +1,4 @@
-"""Registration of the hooks of quantities on modules and tensors, and notes about modules that are not measured."""
+"""Registration of hooks on modules and tensors for quantities, and notices about modules that are not measured."""
 
 from __future__ import annotations
 
@@ -20,34 +20,37 @@ MODEL: Final = "the model"
 
 
 class CoverageNotes:
-    """Reasons why modules are not measured, each with its modules. Each module is reported once per reason."""
+    """The reasons why modules are not measured, each with its modules. A module is reported once per reason."""
 
     def __init__(self) -> None:
         self._new: dict[str, list[str]] = {}
         self._known: set[tuple[str, str]] = set()
 
     def add(self, reason: str, module: str) -> None:
-        """Note that `module`, or a tensor of it, is not measured for `reason`."""
+        """Store that `module`, or a tensor of it, is not measured for the reason `reason`."""
         if (reason, module) not in self._known:
             self._known.add((reason, module))
             self._new.setdefault(reason, []).append(module or MODEL)
 
     def report(self, notice: Callable[[str], None]) -> None:
-        """Call `notice` once for each reason with modules that were added since the last call."""
+        """Publish one notice for each reason with modules that were added since the last call, by calling `notice`."""
         new, self._new = self._new, {}
         for reason, modules in new.items():
             notice(f"{listed(modules)}: {reason}")
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return the first of `names`, and the number of the others."""
+    """Return the first few of `names` as text, and the number of the remaining names."""
     names = list(names)
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 class TensorHooks:
-    """Gradient hooks on tensors of one step. They are removed explicitly: hooks of leaf tensors outlive the graph."""
+    """Gradient hooks on tensors of one step.
+
+    The hooks must be removed explicitly, because hooks on leaf tensors outlive the graph.
+    """
 
     def __init__(self, monitored: MonitoredModel) -> None:
         self._monitored = monitored
@@ -55,7 +58,10 @@ class TensorHooks:
         self._handles: list[Removable] = []
 
     def hook(self, tensor: torch.Tensor, hook: Callable[..., None]) -> int:
-        """Register a gradient hook on `tensor`, which is not kept; return the number that torch gave the hook."""
+        """Register a gradient hook on `tensor`, and return the number that torch gives the hook.
+
+        The tensor is not kept alive.
+        """
         if not tensor.is_leaf:
             unserializable_hook(hook)  # type: ignore[no-untyped-call]  # else torch warns when the tensor is saved
             handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -72,16 +78,16 @@ class TensorHooks:
         return own.number
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks that were registered since the last call."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 class GradientHooks:
-    """Gradient hooks on all parameters that require gradients, each called before the gradient is accumulated.
+    """Gradient hooks on all parameters that require gradients. They are called before a gradient is accumulated.
 
-    `hook_of` returns the function for a parameter, given its position and the parameter.
+    `hook_of` returns the function to call, given the position of a parameter and the parameter.
     """
 
     def __init__(
@@ -95,10 +101,13 @@ class GradientHooks:
         self._monitored, self._hooking, self._gate = monitored, hooking, gate
         self._where, self._hook_of = where, hook_of
         self.hooked: set[int] = set()
-        """Positions of the parameters with a hook."""
+        """Positions of the parameters that have a hook."""
 
     def register(self) -> None:
-        """Hook the parameters that require gradients and have no hook yet, such as parameters unfrozen since."""
+        """Register hooks on the parameters that require gradients and have no hook yet.
+
+        Called at several steps, because parameters may be unfrozen during training.
+        """
         for index, parameter in enumerate(self._monitored.tensors()):
             if parameter is not None and parameter.requires_grad and index not in self.hooked:
                 self.hooked.add(index)
@@ -113,12 +122,18 @@ class GradientHooks:
 
 
 def hook_before(hooking: Hooking, named: NamedModule, hook: Hook) -> None:
-    """Register `hook` before each call of a module, with its arguments. Raise the error that torch raises."""
+    """Register `hook`, which torch calls before each call of the module, with the arguments of this call.
+
+    If torch raises an error, it is raised.
+    """
     _hook(hooking, named, hook, lambda module: module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def hook_after(hooking: Hooking, named: NamedModule, hook: Hook) -> None:
-    """Register `hook` after each call of a module, with arguments and output. Raise the error that torch raises."""
+    """Register `hook`, which torch calls after each call of the module, with the arguments and the output of this call.
+
+    If torch raises an error, it is raised.
+    """
     _hook(hooking, named, hook, lambda module: module.register_forward_hook(hook, with_kwargs=True))
 
 
@@ -134,5 +149,5 @@ def _hook(hooking: Hooking, named: NamedModule, hook: Hook, register: Callable[[
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass runs on this thread; a forward pass inside of it is a recomputation."""
+    """Return whether a backward pass runs on this thread. A forward pass inside a backward pass is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - torch has no public name for it

@@ -33,31 +33,36 @@ _FINEST: Final = 1e-5  # below it, float32 itself is the limit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearOptions(QuantityOptions):
-    """The modules and the accuracy. An empty list of targets selects all modules with a 2-D `weight` or `wg`."""
+    """Options: the modules and the accuracy.
+
+    An empty list of targets selects all modules with a 2-D `weight` or `wg`.
+    """
 
     tolerance: float = 0.01
-    """Largest relative error by which the spectral norm may be too low. A tenth of it costs about three times the
-    steps."""
+    """Largest relative error by which the spectral norm may be too low.
+
+    A tenth of the tolerance needs about three times the number of steps.
+    """
 
     def __post_init__(self) -> None:
         if isinstance(self.targets, list | tuple) and not self.targets:
             object.__setattr__(self, "targets", ("*",))
         QuantityOptions.__post_init__(self)
         if not isinstance(self.tolerance, float) or not _FINEST <= self.tolerance < 1:
-            raise ValueError(f"tolerance is a number from {_FINEST:g} to below 1, not {self.tolerance!r}")
+            raise ValueError(f"tolerance must be a number of at least {_FINEST:g} and below 1, not {self.tolerance!r}")
 
 
 class Linear(ModuleQuantity):
-    """Two features of the weight that a step computes with, read when the step begins.
+    """Two features of the weight of each module. The weight is read when a step begins.
 
-    `spectral_norm` is the largest singular value σ₁. It is too low by at most the relative error `tolerance` and never
-    too high (see statistics/formulas/spectral.py). `stable_rank` is ‖W‖_F / σ₁, as in msprobe and its files; papers
-    call the square of this number the stable rank. Both are NaN if the weight contains a NaN or an Inf. A weight of
-    zeros, or without elements, has no `stable_rank`.
+    `spectral_norm` is the largest singular value σ₁. The computed value is never too high, and is too low by a relative
+    error of at most `tolerance` (see statistics/formulas/spectral.py). `stable_rank` is ‖W‖_F / σ₁, as in msprobe and
+    its files; papers call the square of this number the stable rank. Both are NaN if the weight contains a NaN or an
+    Inf. A weight of zeros, or without elements, has no `stable_rank`.
 
-    A weight that FSDP shards is whole only while its module runs. It is read then, and is equal on all ranks. A weight
-    that is never whole has no rows and is reported once. A part under tensor parallelism that is a plain tensor counts
-    as a weight.
+    A weight that FSDP shards is whole only while its module runs. It is read at that time, and the features are equal
+    on all ranks. A weight that is never whole on this rank has no rows, and is reported once. With tensor parallelism,
+    a part of a weight that is a plain tensor is measured like a whole weight.
     """
 
     name: ClassVar[str] = "linear"
@@ -71,7 +76,7 @@ class Linear(ModuleQuantity):
         self._has_modules = False
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Find the modules with a weight; hook only modules whose weight is sharded or freed between calls."""
+        """Find the modules with a weight. Register hooks on modules whose weight is sharded or freed between calls."""
         super().install(hooking, gate)
         if not self._has_modules:
             self.tell("no module of the targets has a 2-D weight, so nothing is measured")
@@ -91,7 +96,7 @@ class Linear(ModuleQuantity):
             self.missing(whole, named)
 
     def on_step_begin(self, table: Table) -> None:
-        """Read all weights that are whole between calls."""
+        """Measure all weights that are whole between calls of their modules."""
         super().on_step_begin(table)
         self._measured.clear()
         self._measure(self._whole, table)
@@ -123,7 +128,7 @@ class Linear(ModuleQuantity):
 
 
 def _rows(names: Sequence[Sequence[str]], numbers: Numbers) -> Iterable[Row]:
-    """Yield the rows of several weights; `names` has for each weight the names of the modules that hold it."""
+    """Yield the rows of several weights; `names` has, for each weight, the names of the modules that share it."""
     spectral, frobenius = norms(numbers)
     for of_weight, largest, total in zip(names, spectral.tolist(), frobenius.tolist(), strict=True):
         features = {STABLE_RANK: math.nan if math.isnan(largest) else total / largest if largest else None}

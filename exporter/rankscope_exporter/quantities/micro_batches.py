@@ -1,8 +1,8 @@
-"""Quantity `micro_gradients`; and sums of a rank's own gradients for frameworks that reduce each micro-batch.
+"""Quantity `micro_gradients`; and sums over micro-batches for frameworks that reduce each micro-batch separately.
 
-A sum is as large as the gradients of all measured parameters. It exists from the first gradient of a sampled step to
-the last, only while the loop accumulates, and only if the device has the memory. Sums have the dtype in which the
-framework itself sums.
+The sums are those of the rank's own gradients. They need as much memory as the gradients of all measured parameters.
+They exist from the first gradient of a sampled step to the last. They are kept only while the training loop accumulates
+gradients, and only if the device has enough memory. Their dtype is that of the framework's own sums.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _GROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes of memory that this process may allocate; 0 if unknown.
+    """Return the number of bytes that this process may allocate on `device`; 0 if unknown.
 
-    On CUDA, the free memory of the driver plus the unused memory of torch's allocator. On a host, the smallest free
-    memory of the system and its control groups, divided by the ranks of this host, which all allocate at the same time.
+    On CUDA, this is the free memory of the driver plus the unused memory of torch's allocator. On a host, it is the
+    smallest free memory of the system and of its control groups, divided by the number of ranks on this host, because
+    all of them allocate at the same time.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -44,7 +45,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def host_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
-    """Return the free bytes of the host, or of the control groups of this process if these have less."""
+    """Return the free bytes of the host, or of the control group of this process with the fewest free bytes."""
     return max(0, min([_available(proc / "meminfo"), *_left_in_groups(proc / "self/cgroup", groups)]))
 
 
@@ -57,7 +58,7 @@ def _available(meminfo: Path) -> int:
 
 
 def _left_in_groups(membership: Path, groups: Path) -> Iterator[int]:
-    """Yield the free bytes of each control group with a limit, from the process's own group to the root."""
+    """Yield the number of free bytes of each control group with a limit, from the group of this process to the root."""
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
@@ -79,21 +80,24 @@ def _left_along(root: Path, path: str, limit: str, usage: str) -> Iterator[int]:
 
 
 _SHARE: Final = 4
-"""With `sum_micro_batches` null, sums may use at most 1 / 4 of the memory that is free when a step begins."""
+"""Divisor of the free memory: if `sum_micro_batches` is null, sums may use at most a quarter of the free memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientsOptions(QuantityOptions):
-    """Options of `gradients`: whether to keep a sum that the framework does not keep."""
+    """Options of the quantity `gradients`, for sums over micro-batches that the framework does not keep."""
 
     sum_micro_batches: bool | None = None
-    """Keep this rank's own sum over micro-batches if each is reduced separately: true always, false never. Null keeps
-    it if it fits into a quarter of the free memory, after the loop was seen to accumulate in this way."""
+    """Keep the sum of this rank's own gradients over micro-batches that are reduced separately.
+
+    True: always; false: never. Null: if the sum fits into a quarter of the free memory, from the step on at which such
+    an accumulation was detected.
+    """
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
         if self.sum_micro_batches not in (None, True, False):
-            raise ValueError(f"sum_micro_batches is true, false or null, not {self.sum_micro_batches!r}")
+            raise ValueError(f"sum_micro_batches must be true, false or null, not {self.sum_micro_batches!r}")
 
 
 class MicroBatchSums:
@@ -108,10 +112,10 @@ class MicroBatchSums:
         self.hooks: GradientHooks | None = None
         self._hooking: Hooking
         self.are_kept = False
-        """True if the gradients of the current step are summed here."""
+        """True if the gradients of the current step are added to the sums of this object."""
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Prepare the gradient hooks, which are registered when a sum is needed."""
+        """Prepare the gradient hooks. They are registered later, when the sums are needed."""
         self._hooking = hooking
         self.hooks = GradientHooks(self._monitored, hooking, gate, "a gradient to be summed up", self._hook_of)
         hooking.keep(CallbackHandle(self.release))
@@ -124,7 +128,7 @@ class MicroBatchSums:
             self.hooks.register()
 
     def learn(self) -> None:
-        """Note that a gradient was added to one that is already reduced: gradients of later steps are summed here."""
+        """Store that the loop accumulates micro-batches that are reduced separately: later steps need sums."""
         self._is_known = True
 
     def release(self) -> None:
@@ -133,7 +137,7 @@ class MicroBatchSums:
         self._sums.clear()
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """Return the sums so far by position; None for a parameter without a gradient."""
+        """Return the present sums by position of the parameter; None for a parameter without a gradient."""
         return [self._sums.get(index) for index in range(len(self._monitored.parameters))]
 
     def _is_needed(self) -> bool:
@@ -201,7 +205,7 @@ _UNITS: Final = ("bytes", "KiB", "MiB", "GiB")
 
 
 class MicroGradients(Quantity):
-    """`grad_unreduced` with a `micro_step`: the summand of one backward pass, before anything is reduced.
+    """Measures the unreduced gradient of each backward pass, as `grad_unreduced` with a `micro_step`.
 
     A hook on the parameter receives the gradient before it is accumulated, also with bucket views. If a framework runs
     several micro-batches at the same time, the n-th gradient of a parameter in a step is that of micro-batch n.
@@ -219,14 +223,14 @@ class MicroGradients(Quantity):
         self._hooks: GradientHooks
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Hook every parameter that requires gradients."""
+        """Register a gradient hook on every parameter that requires gradients."""
         self._hooking, self._gate = hooking, gate
         hook_of = lambda index, _: functools.partial(self._read, index)  # noqa: E731 - used once
         self._hooks = GradientHooks(self.monitored, hooking, gate, "a micro-batch's gradient", hook_of)
         self._hooks.register()
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Count from the first micro-batch, and hook parameters that were unfrozen since."""
+        """Count micro-batches from 0 again, and register hooks on parameters that were unfrozen since the last step."""
         self._passes = [0] * len(self.monitored.parameters)
         self._hooks.register()
 

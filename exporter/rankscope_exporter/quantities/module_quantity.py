@@ -1,7 +1,7 @@
 """Base class of quantities that read tensors when modules are called; and access to the weight of a module.
 
-Features have a column for the micro-batch and none for the call. So `before` and `after` read only the first call of a
-module in each micro-batch of a training forward.
+The rows of features have a column for the micro-batch, but none for the call. `before` and `after` therefore read only
+the first call of a module in each micro-batch of a training forward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rankscope_exporter.statistics.tensor_access import is_freed, why_not_measur
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A call of a module that is in progress. Callers must not keep it, because it holds the module."""
+    """A call of a module that is in progress. It refers to the module, so callers must not keep this object."""
 
     named: NamedModule
     module: nn.Module
@@ -32,12 +32,15 @@ class Running:
 
 
 class ModuleQuantity(Quantity):
-    """A quantity whose targets are modules. It hooks them, and reports once each tensor that it cannot measure."""
+    """A quantity whose targets are modules.
+
+    It registers hooks on modules, and reports each tensor that is not measured.
+    """
 
     of_modules: ClassVar[bool] = True
     measures_tensors: ClassVar[bool] = False
     missing_result: ClassVar[str] = "it is not measured"
-    """The end of the notice about a module that was not called."""
+    """The consequence for a module that was not called: the end of the notice about this module."""
 
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
@@ -50,22 +53,28 @@ class ModuleQuantity(Quantity):
         self._gate: SamplingGate
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Find the modules of the targets and hook them."""
+        """Find the modules that the targets select, and register hooks on them."""
         self._hooking, self._gate = hooking, gate
         hooking.keep(CallbackHandle(self._release))
         for named in self._find():
             self._follow(named)
 
     def _follow(self, named: NamedModule) -> None:
-        """Hook one module of the targets."""
+        """Register hooks on one module that the targets select."""
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Release the state of the last sampled step and report new notes. Called at detach and before each step."""
+        """Release the state of the last sampled step, and publish new notices.
+
+        Called before each sampled step and at detach.
+        """
         self._notes.report(self.tell)
 
     def _find(self, *, all_modules: bool = False) -> Sequence[NamedModule]:
-        """Return the modules that the targets select, or all; report targets without a module and missing targets."""
+        """Return the modules that the targets select, or all modules if `all_modules` is true.
+
+        Publish a notice for each target without a module, and if there are no targets.
+        """
         modules = named_modules(self.monitored.framework.module)
         if not (self.targets.patterns or all_modules):
             self.tell("targets names no module, so nothing is measured")
@@ -74,15 +83,15 @@ class ModuleQuantity(Quantity):
         return modules if all_modules else selected(modules, self.targets)
 
     def tell(self, message: str) -> None:
-        """Report a notice to the user immediately."""
+        """Publish a notice for the user immediately."""
         self._hooking.tell(f"{self.name}: {message}")
 
     def missing(self, reason: str, named: NamedModule) -> None:
-        """Note that a module, or a tensor of it, is not measured; reported once, when the step ends."""
+        """Store that a module, or a tensor of it, is not measured. This is reported once, when the step ends."""
         self._notes.add(reason, named.name)
 
     def before(self, named: NamedModule, read: Callable[[Running, Sequence[Any], Mapping[str, Any]], None]) -> None:
-        """Register `read` before the first call of a module in each micro-batch, with the arguments of the call."""
+        """Call `read` before the first call of a module in each micro-batch, with the arguments of this call."""
 
         def begins(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             if self._is_first_call(named, module):
@@ -91,7 +100,7 @@ class ModuleQuantity(Quantity):
         self._register(named, hook_before, f"{self.name} of modules", begins)
 
     def after(self, named: NamedModule, read: Callable[[Running, Any], None]) -> None:
-        """Register `read` after the first call of a module in each micro-batch, with the result of the call."""
+        """Call `read` after the first call of a module in each micro-batch, with the result of the module's call."""
 
         def ended(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             if self._is_first_call(named, module):
@@ -100,13 +109,13 @@ class ModuleQuantity(Quantity):
         self._register(named, hook_after, f"{self.name} of modules", ended)
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Forget the calls of the last sampled step."""
+        """Delete the calls of the last sampled step."""
         self._release()
         self._seen.clear()
         self._called.clear()
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Report the modules that were not measured in this step."""
+        """Publish notices about the modules that were not measured in this step."""
         self._note_uncalled(self._called)
         self._notes.report(self.tell)
 
@@ -131,7 +140,12 @@ class ModuleQuantity(Quantity):
         where: str,
         function: Callable[..., None],
     ) -> None:
-        """Register `function` inside the error boundary by `register`; note a module that takes no hook."""
+        """Register a hook that calls `function` and catches its errors.
+
+        The function `register` registers it on the module.
+
+        If torch raises an error, as for a scripted module, store that the module is not measured.
+        """
         hook = self._hooking.guarded(where, function, self._gate)
         try:
             register(self._hooking, named, hook)
@@ -140,7 +154,10 @@ class ModuleQuantity(Quantity):
             self.missing(f"no hook can be registered ({type(error).__name__})", named)
 
     def _note_uncalled(self, called: AbstractSet[str]) -> None:
-        """Note, at the end of the first sampled step, the modules that are not among those `called` in it."""
+        """Store which modules were not called in the first sampled step, so that they are reported.
+
+        `called` has the others.
+        """
         if self._has_noted_uncalled:
             return
         self._has_noted_uncalled = True
@@ -156,7 +173,10 @@ _MATRIX: Final = 2
 
 
 def weight_of(module: nn.Module | None) -> torch.Tensor | None:
-    """Return the `weight` or `wg` that a module holds itself, preferably a matrix; None for a computed weight."""
+    """Return the attribute `weight` or `wg` of a module; if it has both, preferably a matrix.
+
+    Return None if the module has no weight, or if the weight is computed by a property.
+    """
     if module is None:
         return None
     # The dictionaries themselves: a parametrized weight is a property, which computes and may change its buffers.
@@ -176,7 +196,10 @@ def may_be_gathered(weight: torch.Tensor | None) -> bool:
 
 
 def local_matrix_or_reason(weight: torch.Tensor | None) -> torch.Tensor | str:
-    """Return the whole matrix that is on this rank; otherwise the reason why there is none. Reads no element."""
+    """Return the weight if it is a whole matrix on this rank; otherwise the reason why it is not, as text.
+
+    Reads no element of the weight.
+    """
     if weight is None:
         return "has a weight that is computed, or none"
     placements = getattr(weight, "placements", None)
@@ -193,7 +216,7 @@ def local_matrix_or_reason(weight: torch.Tensor | None) -> torch.Tensor | str:
 
 
 def unusable_reason(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor cannot be read as a whole on this rank; None if it can."""
+    """Return the reason why a tensor cannot be read as a whole on this rank, as text; None if it can be read."""
     if hasattr(tensor, "placements"):
         return "a distributed tensor, which is not whole on any rank"
     return why_not_measurable(tensor)

@@ -1,4 +1,4 @@
-"""Quantity `optimizer_state`: state of every parameter after the step, such as Adam's moments and SGD's momentum."""
+"""Quantity `optimizer_state`: the state of every parameter after the update, such as Adam's moments."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rankscope_exporter.statistics.tensor_access import dtype_name
 ADAM_STATE: Final = (("exp_avg", Kind.EXP_AVG), ("exp_avg_sq", Kind.EXP_AVG_SQ))
 MOMENTUM_STATE: Final = (("momentum_buffer", Kind.MOMENTUM),)
 KIND_OF_STATE: Final[dict[str, str]] = dict((*ADAM_STATE, *MOMENTUM_STATE))
-"""Kind by key in `optimizer.state[parameter]`. Any other key is its own kind."""
+"""The kind of each key in `optimizer.state[parameter]`. A key that is not in this table is used as the kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStateOptions(QuantityOptions):
-    """The state to read in addition to moments and momentum."""
+    """Options: the state to measure in addition to moments and momentum."""
 
     names: tuple[str, ...] = ()
     """Keys, or globs, of additional tensors in `optimizer.state[parameter]`: "max_exp_avg_sq", "square_avg", "*"."""
@@ -54,15 +54,15 @@ class OptimizerState(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of parameters that another rank publishes, and whose optimizer state is not divided."""
+        """Return the positions of parameters whose undivided optimizer state another rank publishes."""
         return monitored.state_elsewhere
 
     def entries(self) -> list[PlanEntry]:
-        """Return the entries of all parameters, kind after kind."""
+        """Return the plan entries: those of the first kind for all parameters, then those of the next kind."""
         return [entry for _, kind in self._kinds for entry in self.parameter_entries(kind)]
 
     def on_optimizer_step_end(self, table: Table) -> None:
-        """Read the state after the step."""
+        """Measure the optimizer state after the update."""
         known = self.monitored.framework.optimizer_states(self.monitored.tensors(), self.monitored.optimizers)
         states: list[Mapping[str, Any]] = [{} if own is None else own.state for own in known]
         count = len(states)

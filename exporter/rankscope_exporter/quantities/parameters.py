@@ -1,4 +1,4 @@
-"""Quantity `parameters`: parameters directly before and directly after the optimizer's update."""
+"""Quantity `parameters`: parameters directly before and directly after the update by the optimizer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
 class Parameters(Quantity):
     """Two rows per parameter: `param_before` and `param_after` the update.
 
-    `param_after` of a step is usually `param_before` of the next. A difference shows a change between two steps, such
-    as a loaded checkpoint, weight averaging or an accidental write.
+    `param_after` of a step is usually equal to `param_before` of the next step. A difference shows a change between two
+    steps, such as a loaded checkpoint, weight averaging or an accidental write.
     """
 
     name: ClassVar[str] = "parameters"
@@ -32,15 +32,15 @@ class Parameters(Quantity):
         return monitored.elsewhere
 
     def entries(self) -> list[PlanEntry]:
-        """Return all `param_before`, then all `param_after`."""
+        """Return the plan entries: `param_before` of all parameters, then `param_after` of all parameters."""
         return [*self.parameter_entries(Kind.PARAM_BEFORE), *self.parameter_entries(Kind.PARAM_AFTER)]
 
     def on_optimizer_step_begin(self, table: Table) -> None:
-        """Read the parameters that the update starts from."""
+        """Measure the parameters before the update."""
         table.measure(self._updated_tensors(), self._before)
 
     def on_optimizer_step_end(self, table: Table) -> None:
-        """Read the parameters that the update produced."""
+        """Measure the parameters after the update."""
         table.measure(self._updated_tensors(), self._after)
 
     def _updated_tensors(self) -> list[torch.Tensor | None]:

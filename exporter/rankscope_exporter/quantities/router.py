@@ -1,4 +1,4 @@
-"""Quantity `router`: decisions of the routers of a mixture of experts, from their logits and their weights."""
+"""Quantity `router`: how routers of a mixture of experts distribute tokens, computed from logits and weights."""
 
 from __future__ import annotations
 
@@ -36,36 +36,47 @@ _TOP_K: Final = ("top_k", "topk", "num_experts_per_tok")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions(QuantityOptions):
-    """The modules that are routers, and the location of their logits. Without targets nothing is measured."""
+    """Options: the modules that are routers, and the location of their logits. Without targets, nothing is measured."""
 
     targets: tuple[str, ...] = ()
-    """Modules that return a logit for each expert: usually the linear layer called `gate` or `router`."""
+    """Modules that return a logit for each expert.
+
+    This is usually the linear layer with the name `gate` or `router`.
+    """
     logits: str = "returned"
-    """"returned" by the module, or "computed" from its first argument and its weight, for modules that return
-    probabilities, such as Megatron's router."""
+    """Source of the logits: "returned" by the module, or "computed" from its first argument and its weight.
+
+    "computed" is for modules that return probabilities, such as Megatron's router.
+    """
     output: str | None = None
-    """The part of the output that contains the logits: "tensor", "tuple[2]:1", "dict:logits"; null is the first
-    tensor."""
+    """The part of the module's output that contains the logits: "tensor", "tuple[2]:1", "dict:logits".
+
+    Null means the first tensor in the output.
+    """
     top_k: int | None = None
-    """Number of experts per token; null reads `top_k`, `topk` or `num_experts_per_tok` of the module or of its parent
-    module."""
+    """Number of experts per token.
+
+    Null reads `top_k`, `topk` or `num_experts_per_tok` of the module or its parent module.
+    """
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
         if self.logits not in ("returned", "computed"):
-            raise ValueError(f"logits is 'returned' or 'computed', not {self.logits!r}")
+            raise ValueError(f"logits must be 'returned' or 'computed', not {self.logits!r}")
         if self.output is not None:
             ObjectSpec.parse(self.output)
         self._check_whole("top_k", 1)
 
 
 class Router(ModuleQuantity):
-    """Features of each router. The first two are per micro-batch, from its logits z over E experts in float32.
+    """Features of each router.
+
+    `router_entropy` and `router_load` are computed for each micro-batch, from the logits z over E experts in float32.
 
     `router_entropy` is the mean over all tokens of -Σ p ln p in nats, with p = softmax(z): ln E if all experts are
     equally likely. `router_load` of expert `index` is the share of tokens with the expert among their top k: k / E if
-    all loads are equal. `router_similarity` is the mean cosine between the weights of two experts, over all pairs, at
-    the first call of a step. A NaN among the logits makes the entropy NaN, and its token does not count in the load.
+    all loads are equal. `router_similarity` is the mean cosine between the weights of two experts, over all pairs,
+    computed once per step. A NaN among the logits makes the entropy NaN, and its token does not count in the load.
     """
 
     name: ClassVar[str] = "router"
@@ -88,7 +99,7 @@ class Router(ModuleQuantity):
             self.after(named, functools.partial(self._read_output, parent))
 
     def on_step_begin(self, table: Table) -> None:
-        """Forget the calls of the last sampled step."""
+        """Delete the calls of the last sampled step."""
         super().on_step_begin(table)
         self._compared.clear()
 
@@ -137,9 +148,9 @@ def _why_no_logits(logits: torch.Tensor) -> str | None:
 
 
 def _computed(module: nn.Module, found: Found) -> torch.Tensor | str:
-    """Return the logits from the first argument and the weight of a router; otherwise the reason why not.
+    """Return the logits, computed from the first argument and the weight of a router.
 
-    The weight may be [experts, width] or [width, experts].
+    If they cannot be computed, return the reason as text. The weight may be [experts, width] or [width, experts].
     """
     if not found.slots:
         return "has no tensor among its arguments"
@@ -157,7 +168,7 @@ def _computed(module: nn.Module, found: Found) -> torch.Tensor | str:
 
 
 _Parent = weakref.ref[nn.Module] | None
-"""The module that contains a router."""
+"""Weak reference to the module that contains a router; None if there is none."""
 
 
 def _top_k(module: nn.Module | None) -> int | None:
@@ -167,7 +178,7 @@ def _top_k(module: nn.Module | None) -> int | None:
 
 
 def _weight(module: nn.Module, experts: int) -> torch.Tensor | None:
-    """Return the weight of a router, its own or that of a layer in it; None if it is not whole on this rank."""
+    """Return the weight of a router, or that of a layer in the router; None if no weight is whole on this rank."""
     for owner in (module, *module.children()):
         whole = local_matrix_or_reason(weight_of(owner))
         if isinstance(whole, torch.Tensor) and experts in whole.shape:

@@ -1,6 +1,6 @@
-"""Quantity `structure`: the modules of the model and their call sites at one step, for the dataset `modules`.
+"""Quantity `structure`: the modules of the model and the call stacks of their calls, for the dataset `modules`.
 
-Hooks keep shapes and names, never a tensor. The publisher thread makes the rows, the text and msprobe's JSON.
+Hooks store shapes and names, never a tensor. The publisher thread makes the rows, the text and msprobe's JSON.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Described:
 
     @classmethod
     def of(cls, slot: Slot) -> Described:
-        """Return the description of a slot."""
+        """Return the description of the tensor in `slot`, a place among the inputs or outputs of a module."""
         return cls(slot.path, slot.index, *shape_and_type(slot.tensor))
 
     def row(self) -> dict[str, Any]:
-        """Return the description as an item of the columns `inputs` and `outputs`."""
+        """Return the description as a JSON object for the column `inputs` or `outputs`."""
         row: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
         if self.index is not None:
             row |= {"index": self.index, "path": self.path}
@@ -58,7 +58,10 @@ class Described:
 
 @dataclass(slots=True)
 class ModuleRecord:
-    """One module at its first call of the step. Inputs and outputs are None if it was not called."""
+    """A module, with the inputs and outputs of its first call in the step.
+
+    They are None if the module was not called.
+    """
 
     name: str
     class_name: str
@@ -90,7 +93,7 @@ class ModuleRecord:
             self.output_parts[key] = by_path.get(path, str(type(value)))
 
     def row(self) -> dict[str, Any]:
-        """Return the row of the dataset `modules`."""
+        """Return the row of the dataset `modules` for this module."""
         return {
             "module": self.name,
             "class": self.class_name,
@@ -102,14 +105,14 @@ class ModuleRecord:
         }
 
     def line(self) -> str:
-        """Return the module as a line of text."""
+        """Return a line of text with the name, class, inputs and outputs of the module."""
         if self.inputs is None:
             return f"{self.name or MODEL}: {self.class_name}, not called"
         outputs = "nothing" if self.outputs is None else _list_of(self.outputs) or "no tensor"
         return f"{self.name or MODEL}: {self.class_name}({_list_of(self.inputs)}) -> {outputs}"
 
     def document(self) -> dict[str, Any]:
-        """Return the module in the format of msprobe."""
+        """Return the description of the module in the format of msprobe."""
         inputs = self.inputs or []
         outputs = self.output_parts
         return {
@@ -121,19 +124,22 @@ class ModuleRecord:
 
 
 def shape_and_type(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
-    """Return shape and dtype of the part of a tensor that is on this rank; () for a nested tensor."""
+    """Return the shape and dtype of this rank's part of a tensor. The shape of a nested tensor is ()."""
     local = local_tensor(tensor)
     shape = () if local.is_nested else tuple(local.shape)
     return shape, dtype_name(local.dtype)
 
 
 def structure_text(modules: Iterable[ModuleRecord]) -> str:
-    """Return one line per module."""
+    """Return one line of text per module."""
     return "\n".join(module.line() for module in modules)
 
 
 def structure_document(modules: Iterable[ModuleRecord]) -> dict[str, Any]:
-    """Return the content of `module_struct.json`: the modules that were called, by chunk number and name."""
+    """Return the content of msprobe's file `module_struct.json` for the modules that were called.
+
+    Its keys consist of the number of the model chunk and the name of the module.
+    """
     return {
         f"{module.vpp_stage or 0}:{module.name}": module.document() for module in modules if module.inputs is not None
     }
@@ -166,7 +172,7 @@ def _size(shape: tuple[int, ...], dtype: str) -> str:
 
 MAX_FRAMES: Final = 24
 OUTPUT_VARIABLE: Final = "MONITOR_OUTPUT_DIR"
-"""Environment variable with the output folder of msprobe; `./monitor_output` without it."""
+"""Environment variable with the output folder of msprobe. If it is not set, the folder is `./monitor_output`."""
 
 _OUR_CODE: Final = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"  # with a separator: torchvision is no torch code
@@ -174,25 +180,28 @@ _TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"  # with a separato
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructureOptions(QuantityOptions):
-    """The step to read, and additional outputs of the structure."""
+    """Options: the steps to sample, and additional outputs of the structure."""
 
     times: int | None = 1
-    """Number of sampled steps. One is enough, because a structure seldom changes."""
+    """Number of sampled steps. One step is enough, because the structure of a model seldom changes."""
     stacks: bool = True
     """Also record the call stack of each module."""
     print_struct: bool = False
     """Also print the structure on rank 0, and write `module_struct/rank<r>/module_struct.json` as msprobe does."""
     output_dir: str | None = None
-    """Folder of that file; null is MONITOR_OUTPUT_DIR if set, otherwise `monitor_output` in the working directory."""
+    """Folder of the file `module_struct.json`.
+
+    Null means the environment variable MONITOR_OUTPUT_DIR; without it, `monitor_output` in the working directory.
+    """
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
         if self.output_dir is not None and not (isinstance(self.output_dir, str) and self.output_dir):
-            raise ValueError(f"output_dir is a folder, not {self.output_dir!r}")
+            raise ValueError(f"output_dir must be the path of a folder, not {self.output_dir!r}")
 
 
 class Structure(ModuleQuantity):
-    """One row per module: its class, inputs and outputs of its first call of the step, placement and call stack."""
+    """Writes one row per module: class, placement, call stack, and inputs and outputs of the step's first call."""
 
     name: ClassVar[str] = "structure"
     options_class: ClassVar[type[QuantityOptions]] = StructureOptions
@@ -201,14 +210,14 @@ class Structure(ModuleQuantity):
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
         self.text = ""
-        """The latest structure, one line per module."""
+        """The latest structure as text, with one line per module."""
         self._modules: list[NamedModule] = []
         self._records: dict[str, ModuleRecord] = {}
         self._open: set[str] = set()  # modules in their first call
         self._handles = TensorHooks(monitored)
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Hook every module of the targets."""
+        """Register hooks on every module that the targets select."""
         super().install(hooking, gate)
         hooking.keep(self._handles)
         self._notes.report(self.tell)
@@ -228,7 +237,7 @@ class Structure(ModuleQuantity):
         self._register(named, hook_after, "structure of outputs", after)
 
     def on_step_begin(self, table: Table) -> None:
-        """Start a new record of all modules; its rows are made when the step is over."""
+        """Start a new description of all modules. The rows are made from it when the step has ended."""
         self._handles.remove()
         self._open.clear()
         records = self._records = dict(self._new_records())
@@ -242,7 +251,7 @@ class Structure(ModuleQuantity):
                 yield named.name, ModuleRecord(named.name, type(module).__name__, placement, vpp_stage=vpp_stage)
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Remove the hooks of tensors that outlive their graph."""
+        """Remove the gradient hooks on tensors, because hooks on leaf tensors outlive the graph."""
         self._handles.remove()
 
     def _begins(self, named: NamedModule, found: Found) -> None:
@@ -261,7 +270,7 @@ class Structure(ModuleQuantity):
         self._watch(found, record.outputs or [])
 
     def _watch(self, found: Found, described: Iterable[Described]) -> None:
-        """Hook the gradients of the tensors, to record their shapes and dtypes."""
+        """Register gradient hooks on the tensors, to record the shapes and dtypes of their gradients."""
         if not self._hooking.grad_enabled:
             return
         for slot, item in zip(found.slots, described, strict=True):
@@ -272,7 +281,10 @@ class Structure(ModuleQuantity):
                 self._handles.hook(slot.tensor, hook)
 
     def _rows(self, records: list[ModuleRecord]) -> list[Row]:
-        """Return the rows, and print and write the structure if requested. Runs on the publisher thread."""
+        """Return the rows of all modules, and print and write the structure if this is configured.
+
+        Runs on the publisher thread.
+        """
         self.text = structure_text(records)
         if self.options.print_struct:
             rank = rank_here(os.environ)
@@ -300,7 +312,10 @@ def _note_gradient(item: Described, gradient: torch.Tensor | None) -> None:
 
 
 def call_stack(frame: FrameType | None) -> tuple[str, ...]:
-    """Return the calls that lead to `frame` as `file:line function`, outermost first, without torch and Rankscope."""
+    """Return the calls that lead to `frame`, outermost first, as texts of the form `file:line function`.
+
+    Frames of torch and Rankscope are left out.
+    """
     calls: list[str] = []
     while frame is not None and len(calls) < MAX_FRAMES:
         code = frame.f_code
@@ -311,7 +326,10 @@ def call_stack(frame: FrameType | None) -> tuple[str, ...]:
 
 
 def _placement(module: torch.nn.Module, otherwise: str) -> str | None:
-    """Return the placements of the module's own parameters, `otherwise` for plain tensors; None without parameters."""
+    """Return the placements of the parameters that the module itself holds, as text; None if it holds none.
+
+    Plain tensors have the placement `otherwise`.
+    """
     placements = {
         placement_of(parameter) if hasattr(parameter, "placements") else otherwise
         for parameter in module.parameters(recurse=False)

@@ -1,1 +1,1 @@
-"""Reactions to cost and to anomalies: the overhead controller, anomaly capture, and the callback of the script."""
+"""Reactions to overhead and to anomalies: the overhead controller, anomaly capture, and the script's `on_anomaly`."""

@@ -1,4 +1,7 @@
-"""Calls the script's `on_anomaly` on a thread of its own: a slow function delays neither training nor records."""
+"""Calls the script's function `on_anomaly` on a separate thread.
+
+A slow function therefore delays neither the training nor the records.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +21,24 @@ log = logging.getLogger("rankscope")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anomaly:
-    """All firings of rules at one step of this rank. The properties describe the first cause."""
+    """All firings of rules at one step of this rank. The properties describe the first firing in causal order."""
 
     run: str
     rank: int
     step: int | None
     events: tuple[Event, ...]
-    """One event for each firing, the first cause first."""
+    """One event for each firing, in causal order: the first cause comes first."""
     samples: tuple[Any, ...] = ()
-    """The ids that `monitor.batch` received for this step, one item for each batch."""
+    """The sample ids that the script passed to `Monitor.batch` for this step, one item for each batch."""
 
     @property
     def rule(self) -> str | None:
-        """The name of the rule that fired."""
+        """The name of the rule that is firing."""
         return self.events[0].rule
 
     @property
     def kind(self) -> str | None:
-        """The kind of the tensor; None for a logged number."""
+        """The kind of the tensor, such as `grad_reduced`; None for a logged number."""
         return self.events[0].kind
 
     @property
@@ -55,7 +58,7 @@ class Anomaly:
 
     @property
     def message(self) -> str:
-        """The sentence that the console prints."""
+        """The message about the firing, as the console prints it."""
         return self.events[0].message
 
 
@@ -63,7 +66,10 @@ OnAnomaly = Callable[[Anomaly], object]
 
 
 class AnomalyCallback:
-    """Calls one function for one anomaly after the other, on a background thread. `samples` may wait for a copy."""
+    """Calls the function `on_anomaly` for one anomaly after the other, on a background thread.
+
+    `samples` returns the sample ids of a step. It may wait for a copy from the device.
+    """
 
     def __init__(
         self, function: OnAnomaly | None, boundary: ErrorBoundary, samples: Callable[[int | None], Sequence[Any]]
@@ -75,11 +81,11 @@ class AnomalyCallback:
 
     @property
     def dropped(self) -> int:
-        """The number of anomalies that found the queue full."""
+        """The number of anomalies that were dropped because the queue was full."""
         return self._worker.dropped
 
     def put(self, run: str, rank: int, step: int | None, events: Sequence[Event]) -> None:
-        """Queue a call of the function for the firings at `step`; never waits."""
+        """Queue a call of `on_anomaly` for the firings at `step`; never waits."""
         function = self._function
         if function is not None:
             ordered = in_causal_order(step, events)
@@ -92,15 +98,18 @@ class AnomalyCallback:
             self._worker.put(call)
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Wait for the queued calls; return whether they ended in time."""
+        """Wait for the queued calls of `on_anomaly`; return whether all of them ended within `timeout_seconds`."""
         return self._worker.stop(timeout_seconds)
 
 
 @functools.cache
 def _check_thread() -> None:
-    """Log once that the function may slow down training, if torch uses several CPU threads on this thread."""
+    """Limit torch to one CPU thread on this thread.
+
+    Log once if this fails, because `on_anomaly` may then slow down training.
+    """
     if not limit_this_thread():
         log.warning(
-            "on_anomaly: torch could not be limited to one CPU thread there, since its OpenMP library was not found; "
-            "torch operations on CPU tensors in on_anomaly may slow the steps of training"
+            "torch could not be limited to one CPU thread in calls of on_anomaly, because its OpenMP library was not "
+            "found; torch operations on CPU tensors in on_anomaly may slow down training"
         )

@@ -1,6 +1,6 @@
-"""Measures more quantities for some steps after a firing. All ranks begin at the same step; the capture ends by steps.
+"""Anomaly capture: after a firing, all ranks measure more quantities for a number of steps, beginning at the same step.
 
-This is the part of one rank: it selects the firings that start a capture, and counts the steps of the capture.
+This module is the part of one rank. It selects the firings that start a capture, and counts the steps of the capture.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rankscope_exporter.sampling.active_quantities import ActiveQuantities, Prep
 from rankscope_exporter.sampling.sampling_config import Part
 
 CAPTURE: Final = "capture"
-"""The source of the change that begins a capture."""
+"""The name of anomaly capture as a source of changes of the sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """The firing that starts a capture: its rank, its step on that rank, and its statistic."""
+    """The firing that starts a capture: its rank, its step on that rank, its rule and its statistic."""
 
     rank: int
     step: int
@@ -40,7 +40,7 @@ class Reason:
 
     @classmethod
     def of(cls, event: Event, step: int, rank: int) -> Reason:
-        """Return the reason for an anomaly on this rank."""
+        """Return the reason for a capture after the anomaly `event` on this rank."""
         return cls(
             rank=rank,
             step=step,
@@ -53,7 +53,7 @@ class Reason:
         )
 
     def event(self, state: str, message: str, **more: Any) -> Event:
-        """Return an event about the capture with this reason. `state`: asked, began, ended or missed."""
+        """Return an event about the capture that this firing started. `state` is asked, began, ended or missed."""
         details = {"state": state, "rank": self.rank, "fired_step": self.step, "reason": self.message, **more}
         return Event(
             type=EventType.CAPTURE,
@@ -69,7 +69,11 @@ class Reason:
 
 @dataclass(slots=True, kw_only=True)
 class PlannedCapture(PlannedChange):
-    """The begin of a capture. `begins` decides at its step whether it takes place, and returns the events."""
+    """The beginning of a capture, at a step on which the ranks agreed.
+
+    When the step begins, `begins` decides whether the capture takes place. It returns the events to record, or none if
+    there is no capture.
+    """
 
     reason: Reason
     parts: list[Part]
@@ -78,12 +82,15 @@ class PlannedCapture(PlannedChange):
     prepared: PreparedQuantities | None = None
 
     def prepare(self, active_quantities: ActiveQuantities) -> None:
-        """Register the hooks of the captured quantities; again if a switch has removed some of them meanwhile."""
+        """Register the hooks of the captured quantities.
+
+        Called again, it registers new hooks if another change of the sampling has removed some of them.
+        """
         if self.prepared is None or not active_quantities.is_current(self.prepared):
             self.prepared = active_quantities.prepare(self.parts)
 
     def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
-        """Measure the captured quantities from this step on, unless `begins` returns no event."""
+        """Start the capture with this step, unless `begins` returns no event. Return the events."""
         events = self.begins(self.reason, step, self.step)
         if events:
             self.prepare(active_quantities)
@@ -94,16 +101,16 @@ class PlannedCapture(PlannedChange):
         return events
 
     def document(self) -> dict[str, Any]:
-        """Return the captured quantities and the reason for /config."""
+        """Return the names of the captured quantities and the reason of the capture, for the HTTP path /config."""
         return {"capture": [quantity.name for quantity, _ in self.parts], "reason": self.reason.message}
 
 
 class CaptureController(StepObserver):
     """Starts and ends captures.
 
-    Firings arrive on the publisher thread, captures of other ranks on the thread of `ChangeSources`, steps on the
-    training thread. `take_flight_record` publishes a flight record and `record` an event. Both may wait: `worker` calls
-    them. `changed` is called when the set of measured kinds changes.
+    `fired` runs on the publisher thread, `make` on the thread of `ChangeSources`, and the events of steps on the
+    training thread. `take_flight_record` publishes a flight record, and `record` publishes an event. Both may wait, so
+    the thread of `worker` calls them. `changed` is called when the set of measured kinds changes.
     """
 
     def __init__(
@@ -139,7 +146,11 @@ class CaptureController(StepObserver):
     # Firings of this rank, on the publisher thread.
 
     def fired(self, step: int | None, events: Sequence[Event]) -> None:
-        """Request a capture for the first cause of a configured rule, unless the cooldown has not passed."""
+        """Request a capture if one of the `events` is a firing of a configured rule.
+
+        The reason of the capture is the first such firing in causal order. No capture is requested during the cooldown
+        after an earlier firing, or if the number of captures has reached the limit.
+        """
         config = self._config
         if config is None or step is None or step <= self._quiet_until or self._count >= config.max_captures:
             return
@@ -158,7 +169,7 @@ class CaptureController(StepObserver):
     # Captures that all ranks agreed on.
 
     def make(self, document: Mapping[str, Any], step: int | None) -> PlannedCapture:
-        """Return the capture that `document` describes, for `step`."""
+        """Return the capture that `document` describes, which begins at `step`."""
         reason, config = Reason(**document), self._config
         if config is not None:
             self._quiet_until = max(self._quiet_until, reason.step + config.cooldown_steps)
@@ -189,7 +200,7 @@ class CaptureController(StepObserver):
     # Steps, on the training thread.
 
     def on_before_step(self, step: int) -> None:
-        """End the capture if its last step has ended."""
+        """End the capture if its last step has ended. Called before each step."""
         if self._reason is not None:
             self._left -= 1
             if self._left <= 0:
@@ -200,19 +211,19 @@ class CaptureController(StepObserver):
                     self._end(f"capture ended before step {step}", cut_short=False)
 
     def sampling_changed(self, step: int) -> None:
-        """End the capture: the new sampling configuration of step number `step` replaces it."""
+        """End the capture, because a new sampling configuration takes effect at step number `step`."""
         if self._reason is not None:
             self._end(f"capture ended before step {step}: the sampling configuration changed", cut_short=True)
 
     def finish(self) -> None:
-        """End the capture at the end of training, and report requested captures that did not begin."""
+        """End the capture at the end of training, and record an event for each requested capture that did not begin."""
         if self._reason is not None:
             self._left -= 1  # the last step has ended as well
             self._end("capture ended with the training", cut_short=self._left > 0)
         self._miss(None, "training ended before")
 
     def state(self) -> dict[str, Any]:
-        """Return the number of captures and the reason of the present one, for /config."""
+        """Return the number of captures and the reason of the present capture, for the HTTP path /config."""
         if self._config is None:
             return {}
         return {"captures": self._count, "capturing": None if self._reason is None else self._reason.message}
@@ -225,7 +236,7 @@ class CaptureController(StepObserver):
             self._publish("ended", reason, text, batches, first_step=self._first, steps=steps, cut_short=cut_short)
 
     def _take_requested(self, up_to_step: int | None) -> list[Reason]:
-        """Remove and return the requests of this rank up to a step; all requests if the step is None."""
+        """Remove and return the requests of this rank up to the step `up_to_step`; all requests if it is None."""
         taken = [reason for reason in tuple(self._requested) if up_to_step is None or reason.step <= up_to_step]
         for reason in taken:
             self._requested.remove(reason)  # one by one: the publisher thread may add others meanwhile
@@ -236,7 +247,10 @@ class CaptureController(StepObserver):
             self._publish("missed", reason, f"nothing was captured, {why}: {reason.message}", {})
 
     def _publish(self, state: str, reason: Reason, text: str, batches: BatchesByStep, **more: Any) -> None:
-        """Record an event with the sample ids of `batches`, which the worker may have to wait for."""
+        """Record an event with the sample ids of `batches`.
+
+        The worker's thread does so, because reading the ids may wait.
+        """
 
         def publish() -> None:
             samples, left_out = read(batches)

@@ -1,6 +1,6 @@
 """All reactions of one session: the overhead controller, anomaly capture, and the script's `on_anomaly`.
 
-They act on the training thread only when something changes. Work that may wait runs on background threads.
+The reactions change the sampling on the training thread. Work that may wait runs on background threads.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.sampling.sampling_config import Part, selected_parts
 
 FINISH_SECONDS: Final = 1.0
-"""Longest time that the end of training waits for the last events of a capture."""
+"""Longest time in seconds that the end of training waits for the last events of captures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReactionDependencies:
-    """The parts of the session that reactions use."""
+    """The objects and functions of the session that reactions use."""
 
     monitored: MonitoredModel
     active_quantities: ActiveQuantities
     change_queue: ChangeQueue
     change_sources: ChangeSources
     record: Callable[[Event], None]
-    """Publishes an event."""
+    """Function that publishes an event."""
     take_flight_record: Callable[[str], object]
-    """Publishes a flight record; the argument is its trigger."""
+    """Function that publishes a flight record. Its argument is the name of the trigger."""
     cost: Callable[[], float]
-    """Returns the CPU seconds of the monitor so far, without one-time costs."""
+    """Function that returns the CPU seconds of the monitor so far, without costs that occur only once."""
     kinds_changed: Callable[[], None]
-    """Called when the set of measured kinds changes."""
+    """Function that is called when the set of measured kinds changes."""
     say: Callable[[str], None]
-    """Prints a line on the console."""
+    """Function that prints a line on the console."""
 
 
 class AnomalyReactions(StepObserver):
-    """The reactions of one session. `observers` must receive the events of steps, in this order."""
+    """The reactions of one session. The session must register `observers` for the events of steps, in their order."""
 
     def __init__(
         self,
@@ -96,11 +96,11 @@ class AnomalyReactions(StepObserver):
 
     @property
     def observers(self) -> tuple[StepObserver, ...]:
-        """The observers of steps and records, in their order."""
+        """The observers of steps and records, in the order in which they must be called."""
         return self.overhead_controller, self.captures, self.batches, self
 
     def on_record(self, record: StepRecord) -> None:
-        """React to the firings at the step of `record`. Called on the publisher thread."""
+        """React to the firings in `record`, the record of one step. Called on the publisher thread."""
         anomalies = [event for event in record.events if event.type == EventType.ANOMALY]
         if anomalies:
             run, rank = self._identity.run, self._identity.rank
@@ -108,24 +108,27 @@ class AnomalyReactions(StepObserver):
             self._boundary.call("on_anomaly", self.callbacks.put, run, rank, record.step, anomalies)
 
     def planned_change(self, source: str, document: Mapping[str, Any], step: int | None) -> PlannedChange | None:
-        """Return the change of a reaction that `document` describes, for `step`; None for other sources."""
+        """Return the change of the sampling that `document` describes, for step number `step`.
+
+        Return None if `source` is neither the overhead controller nor anomaly capture.
+        """
         if source == BUDGET:
             return self.overhead_controller.make(document, step)
         return self.captures.make(document, step) if source == CAPTURE else None
 
     def sampling_changed(self, step: int) -> None:
-        """Reset the reactions: the sampling configuration changes at step number `step`."""
+        """Reset all reactions, because a new sampling configuration takes effect at step number `step`."""
         self._boundary.call("switching", self.overhead_controller.sampling_changed)
         self._boundary.call("switching", self.captures.sampling_changed, step)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the reactions for /config."""
+        """Return the state of the reactions, for the HTTP path /config."""
         return {**self.overhead_controller.state(), **self.captures.state()}
 
     def finish(self, catch_up: Callable[[float], bool]) -> None:
-        """Publish the last events of captures after the last step, for which `catch_up` waits some seconds at most.
+        """Publish the last events of captures after the last step. Does nothing if captures are not configured.
 
-        Does not wait if captures are not configured.
+        `catch_up` waits until the publisher has processed the last step, for at most the given number of seconds.
         """
         if self._config.capture is not None:
             self._boundary.call("capture", catch_up, FINISH_SECONDS)
@@ -133,11 +136,11 @@ class AnomalyReactions(StepObserver):
             self._boundary.call("capture", self._worker.stop, FINISH_SECONDS)
 
     def stop(self, timeout_seconds: float) -> None:
-        """Wait for the queued calls of `on_anomaly`, at most `timeout_seconds`."""
+        """Wait at most `timeout_seconds` for the queued calls of `on_anomaly`."""
         self.callbacks.stop(timeout_seconds)
 
     def dropped(self) -> Mapping[str, int]:
-        """Return the number of dropped items, by reason."""
+        """Return the number of dropped items, by the reason for which they were dropped."""
         return {"on_anomaly": self.callbacks.dropped, "capture_events": self._worker.dropped}
 
     def _samples(self, step: int | None) -> Sequence[Any]:

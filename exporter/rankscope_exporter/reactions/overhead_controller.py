@@ -1,8 +1,9 @@
 """Controls the overhead of the monitor: all ranks change the sampling interval together, at the same step.
 
-A rank that exceeds `max_overhead` requests a longer interval; the longest requested interval applies. The interval is
-shortened when the overhead of every rank has been low for several windows. Each such rank increments a counter in the
-store of the process group, and the last one requests the change.
+A rank whose overhead exceeds `max_overhead` requests a longer interval. If several ranks do, the longest interval
+applies. The interval is shortened when the overhead of every rank has been low for several windows. A rank with low
+overhead increments a counter in the store of the process group. The rank that increments it last requests the shorter
+interval.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 
 BUDGET: Final = "budget"
-"""The source of a change of the sampling interval."""
+"""The name of the overhead controller as a source of changes of the sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,24 +32,33 @@ class DecimationRequest:
     """The request of one rank to change the sampling interval of all ranks."""
 
     stretch: int
-    """Factor by which the configured interval is multiplied."""
+    """Factor by which the configured sampling interval is to be multiplied."""
     share: float
-    """CPU time of the monitor per time of training, measured with the previous factor."""
+    """Overhead with the previous factor: CPU time of the monitor divided by the time of training."""
     max_overhead: float
     rank: int
     changes: int
-    """Number of changes that had taken effect when the share was measured. After another change it is void."""
+    """Number of changes that had taken effect when the overhead was measured.
+
+    If another change takes effect later, the request is void.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
 class DecimationChange(PlannedChange):
-    """A change of the sampling interval. `accept` returns the previous factor; None if the request is void."""
+    """A change of the sampling interval of all ranks, at a step on which they agreed.
+
+    `accept` adopts the factor of the request and returns the previous factor. It returns None if the request is void.
+    """
 
     request: DecimationRequest
     accept: Callable[[DecimationRequest], int | None]
 
     def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
-        """Multiply the sampling intervals from this step on. The factor decides whether this step is sampled."""
+        """Multiply the sampling intervals by the new factor from step number `step` on; return events about this.
+
+        The factor already decides whether this step is sampled.
+        """
         before = self.accept(self.request)
         if before is None or before == self.request.stretch:
             return []
@@ -56,7 +66,7 @@ class DecimationChange(PlannedChange):
         return [self._event(before, step)]
 
     def document(self) -> dict[str, Any]:
-        """Return the new factor for /config."""
+        """Return the new factor of the sampling interval, for the HTTP path /config."""
         return {"stretch": self.request.stretch, "source": BUDGET}
 
     def _event(self, before: int, step: int) -> Event:
@@ -85,10 +95,12 @@ def _reason(request: DecimationRequest, before: int) -> str:
 
 
 class OverheadController(StepObserver):
-    """Keeps the overhead of this rank below `max_overhead`. Without a `window` it only follows other ranks.
+    """Keeps the overhead of this rank below `max_overhead` by changing the sampling interval.
 
-    `cost` returns the CPU seconds of the monitor so far, `period` the steps of one sampling cycle, `changes` the number
-    of changes that took effect. All methods run on the training thread, except callbacks of the agreement.
+    If `window` is None, this rank requests no change, but applies the changes that other ranks request. `cost` returns
+    the CPU seconds of the monitor so far, `period` the number of steps of one sampling cycle, and `changes` the number
+    of changes that took effect. All methods run on the training thread, except the functions that are passed to the
+    agreement.
     """
 
     def __init__(
@@ -120,11 +132,14 @@ class OverheadController(StepObserver):
         self._is_floor_reported = False
 
     def make(self, document: Mapping[str, Any], step: int | None) -> DecimationChange:
-        """Return the change that `document` describes, for `step`."""
+        """Return the change that `document` describes, for step number `step`."""
         return DecimationChange(request=DecimationRequest(**document), step=step, accept=self._accept)
 
     def on_before_step(self, step: int) -> None:  # noqa: ARG002 - only the number of steps matters
-        """Evaluate the window if it ends here. Costs little at all other steps."""
+        """Evaluate the window if it ends before step number `step`.
+
+        At all other steps, this method only counts the step.
+        """
         window = self._window
         if window is not None and window.may_end(self._period()):
             now = self._clock()
@@ -133,16 +148,16 @@ class OverheadController(StepObserver):
                 self._act(result)
 
     def sampling_changed(self) -> None:
-        """Reset the factor to 1: the cost of the new configuration is unknown."""
+        """Reset the factor of the sampling interval to 1. The cost of the new sampling configuration is unknown."""
         self._hold(1)
 
     def pause(self) -> None:
-        """Exclude the measurements so far from evaluation."""
+        """Discard the present window and start a new one, so that the cost of a capture is not evaluated."""
         if self._window is not None:
             self._window.restart()
 
     def state(self) -> dict[str, Any]:
-        """Return factor, limit and the overhead of the last window, for /config."""
+        """Return the factor, the limit and the overhead of the last window, for the HTTP path /config."""
         if self._window is None:
             return {"stretch": self.stretch}
         return {"stretch": self.stretch, "max_overhead": self._window.max_overhead, "overhead": self._window.share}
@@ -160,7 +175,10 @@ class OverheadController(StepObserver):
             self._report_floor(result.share)
 
     def _count(self, amount: int, result: WindowResult | None = None) -> None:
-        """Change the counter of ranks with low overhead. The last rank of all requests a shorter interval."""
+        """Add `amount` to the counter of ranks with low overhead.
+
+        If all ranks have low overhead after this, request a shorter sampling interval.
+        """
         changes = self._changes()
         self._counted_at = changes if amount > 0 else -1
 
@@ -196,7 +214,10 @@ class OverheadController(StepObserver):
             )
 
     def _accept(self, request: DecimationRequest) -> int | None:
-        """Adopt the factor of `request` and return the previous one; None if another change took effect meanwhile."""
+        """Adopt the factor of `request` and return the previous factor.
+
+        Return None, without an effect, if another change took effect after the overhead was measured.
+        """
         if request.changes != self._changes() - 1:  # the change itself is already counted
             return None
         before = self.stretch

@@ -1,7 +1,7 @@
-"""Measures the overhead of the monitor over windows, and computes the factor of the sampling interval. Pure.
+"""Measures the overhead of the monitor over windows of steps, and computes the factor of the sampling interval.
 
 A window consists of whole sampling cycles, so that consecutive windows are comparable. It is long enough that a few
-scrapes per minute do not change its result. The caller passes the time and the cost.
+scrapes per minute do not change its result. The module is pure: the caller passes the time and the cost.
 """
 
 from __future__ import annotations
@@ -12,22 +12,28 @@ from dataclasses import dataclass
 from typing import Final
 
 MOST_STRETCH: Final = 1024
-"""Beyond this factor almost nothing is measured: a remaining overhead does not come from sampling."""
+"""Largest factor of the sampling interval.
+
+Beyond this factor almost nothing is measured, so an overhead above the limit does not come from sampling.
+"""
 
 LEAST_STEPS: Final = 20
 LEAST_SECONDS: Final = 10.0
 SETTLING_STEPS: Final = 5
-"""Steps before a window, in which one-time allocations happen."""
+"""Number of steps before a window that are not evaluated, because allocations that happen only once occur in them."""
 
 LOW_SHARE: Final = 0.8
-"""Sampling twice as often must cost less than this share of the limit. Otherwise the next window would revert it."""
+"""Largest expected overhead after halving the sampling interval, as a share of the limit.
+
+If the expected overhead is higher, the interval is not halved, because the next window would revert the change.
+"""
 
 PATIENCE: Final = 5
 """Number of consecutive windows with low overhead before the sampling interval is halved."""
 
 
 class Verdict(enum.Enum):
-    """The result of a window."""
+    """The result of evaluating the overhead in a window."""
 
     KEEPS = "keeps"  # the interval remains
     OVER = "over"  # the interval must become longer
@@ -36,7 +42,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WindowResult:
-    """The verdict on one window, its overhead as a share of the time, and the factor that it requires."""
+    """The result of one window: a verdict, the overhead as a share of time, and the required factor of the interval."""
 
     verdict: Verdict
     share: float
@@ -44,7 +50,10 @@ class WindowResult:
 
 
 class OverheadWindow:
-    """Counts the steps and the cost of a window. `stretch` is the present factor of the sampling interval."""
+    """Counts the steps of a window and measures its overhead.
+
+    `stretch` is the present factor of the sampling interval.
+    """
 
     def __init__(
         self, max_overhead: float, *, least_steps: int = LEAST_STEPS, least_seconds: float = LEAST_SECONDS
@@ -52,7 +61,7 @@ class OverheadWindow:
         self.max_overhead = max_overhead
         self.stretch = 1
         self.share: float | None = None
-        """Overhead of the last window; None before the end of the first."""
+        """Overhead of the last window as a share of time; None before the end of the first window."""
         self._least_steps = least_steps
         self._least_seconds = least_seconds
         self._steps = -SETTLING_STEPS
@@ -60,24 +69,34 @@ class OverheadWindow:
         self._low_windows = 0
 
     def restart(self, stretch: int | None = None) -> None:
-        """Start a new window and discard the present one. If `stretch` is given, it is the factor from now on."""
+        """Discard the present window and start a new one.
+
+        If `stretch` is not None, it becomes the factor of the interval.
+        """
         if stretch is not None and stretch != self.stretch:
             self.stretch, self._low_windows = stretch, 0
         self._steps, self._began = -SETTLING_STEPS, None
 
     def may_end(self, period: int) -> bool:
-        """Count a step that begins; return whether a window may begin or end here. `period`: steps of a cycle."""
+        """Count a step that begins; return whether a window may begin or end before this step.
+
+        `period` is the number of steps of a sampling cycle.
+        """
         self._steps += 1
         return self._steps == 0 or (self._steps >= self._least_steps and self._steps % max(1, period) == 0)
 
     def is_long_enough(self, now: float) -> bool:
-        """Return whether the window has not begun or is long enough, so that the cost is worth computing."""
+        """Return True if no window has begun, or if the present window is long enough to be evaluated.
+
+        `now` is the time in seconds. The caller determines the cost of the monitor only if this method returns True.
+        """
         return self._began is None or now - self._began[0] >= self._least_seconds
 
     def evaluate(self, now: float, cost: float) -> WindowResult | None:
-        """Return the result of the window that ends at `now`, in seconds; None if it begins now or is too short.
+        """Return the result of the window that ends at time `now`, in seconds. The next window begins at the same time.
 
-        `cost` is the CPU time of the monitor so far, in seconds.
+        Return None if no window has begun, or if the window is too short. `cost` is the CPU time of the monitor so far,
+        in seconds.
         """
         if self._began is None:
             self._began, self._steps = (now, cost), 0

@@ -1,7 +1,7 @@
-"""The ids of the samples of the last steps, as given by the script, so that a bad sample can be found.
+"""The sample ids of the last steps, as the script has passed them to `Monitor.batch`. They help to find a bad sample.
 
-The script names a batch before its forward pass, on the training thread. Other threads read the ids. Only reading waits
-for a device.
+The script names a batch before its forward pass, on the training thread. Other threads read the ids. Only reading the
+ids waits for a device.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from rankscope_exporter.records.step_events import StepObserver
 
 KEPT_STEPS: Final = 64
 MOST_IDS: Final = 1024
-"""Largest number of ids that are kept per batch. Of further ids only the number is kept."""
+"""Largest number of ids that are kept per batch. Further ids are only counted."""
 
 MOST_BYTES: Final = 16_384
-"""Largest size of all ids in one event, as JSON."""
+"""Largest size in bytes of all sample ids in one event, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The kept ids of one batch, and the number of ids that are not kept."""
+    """The sample ids of one batch that are kept, and the number of ids that are not kept."""
 
     ids: Any
     left_out: int = 0
 
     @classmethod
     def of(cls, ids: Any) -> Batch:
-        """Return a copy of `ids`, which the script may change afterwards. Does not wait for a tensor."""
+        """Return a batch with a copy of `ids`, because the script may change its object afterwards.
+
+        A tensor is copied asynchronously: this method does not wait for the device.
+        """
         if isinstance(ids, torch.Tensor):
             flat = ids.detach().reshape(-1)
             return cls(Transfer.of(flat[:MOST_IDS]), max(0, flat.numel() - MOST_IDS))
@@ -48,7 +51,10 @@ class Batch:
         return cls(ids)
 
     def read(self) -> Any:
-        """Return the ids as JSON values. Waits for a copy from a device: never called on the training thread."""
+        """Return the ids as JSON values, or a text with the reason why they cannot be read.
+
+        Waits for the copy of a tensor from a device, so it must not be called on the training thread.
+        """
         try:
             ids = self.ids.wait().tolist() if isinstance(self.ids, Transfer) else self.ids
         except Exception as error:  # noqa: BLE001 - a copy from a device may fail; the event is recorded without it
@@ -60,7 +66,7 @@ class Batch:
 
 
 BatchesByStep = Mapping[int | None, list[Batch]]
-"""Batches by the number of their step."""
+"""The batches of several steps, by step number."""
 
 
 def _plain(value: Any) -> Any:
@@ -68,7 +74,7 @@ def _plain(value: Any) -> Any:
 
 
 class SampleIds(StepObserver):
-    """Assigns each batch to the step of its forward pass."""
+    """Assigns the sample ids of each batch to the step with the forward pass of the batch."""
 
     def __init__(self) -> None:
         self._coming: list[Batch] = []  # batches of the next forward passes
@@ -79,7 +85,7 @@ class SampleIds(StepObserver):
         self._lock = threading.Lock()
 
     def add(self, ids: Any) -> None:
-        """Add the ids of the batch whose forward pass comes next."""
+        """Store the ids of the batch whose forward pass comes next."""
         batch = Batch.of(ids)
         with self._lock:
             del self._coming[: self._evaluated]
@@ -88,17 +94,23 @@ class SampleIds(StepObserver):
             del self._coming[:-KEPT_STEPS]  # a limit, if no forward pass is detected
 
     def on_forward_begin(self) -> None:
-        """Assign the named batches to the present step."""
+        """Assign the batches that the script has named since the last forward pass to the present step."""
         self._has_forward = True
         if self._coming:
             self._take()
 
     def on_evaluation_begin(self) -> None:
-        """Mark the named batches as used by an evaluation, unless the script trains on them without naming another."""
+        """Mark the named batches as used by an evaluation.
+
+        The marked batches are dropped if the script names another batch before the next training forward pass.
+        """
         self._evaluated = len(self._coming)
 
     def on_backward_begin(self) -> None:
-        """Assign the named batches if there was no training forward pass: the model trains in evaluation mode."""
+        """Assign the named batches to the present step if it has no training forward pass.
+
+        This is the case for a model that is trained in evaluation mode.
+        """
         if self._coming and not self._has_forward:
             self._take()
 
@@ -108,26 +120,32 @@ class SampleIds(StepObserver):
             self._coming, self._evaluated = [], 0
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Store the batches under the number of the step, which is final now: the script may have set it late."""
+        """Store the batches of the present step under its number.
+
+        The number is final only at the end of the step, because the script may set it during the step.
+        """
         with self._lock:
             self._ended.append((pending_step.step, self._now))
             self._now, self._has_forward = [], False
 
     def of(self, step: int | None) -> BatchesByStep:
-        """Return the batches of step number `step`; empty if the script has named none."""
+        """Return the batches of step number `step`; empty if the script has named no batch."""
         with self._lock:
             found = next((batches for number, batches in reversed(self._ended) if number == step), [])
         return {step: found} if found else {}
 
     def of_last(self, steps: int) -> BatchesByStep:
-        """Return the batches of the last `steps` steps that have ended, without steps that have none."""
+        """Return the batches of the last `steps` steps that have ended. Steps without a named batch are left out."""
         with self._lock:
             found = list(self._ended)[-steps:] if steps > 0 else []
         return {step: batches for step, batches in found if batches}
 
 
 def read(batches: BatchesByStep, most_bytes: int = MOST_BYTES) -> tuple[dict[str, list[Any]], int]:
-    """Return the ids by step, at most `most_bytes` of JSON, and the number of ids left out. Waits for copies."""
+    """Return the sample ids by step, and the number of ids that are left out. Waits for copies from a device.
+
+    The ids have at most `most_bytes` bytes of JSON.
+    """
     limit = most_bytes // max(1, sum(map(len, batches.values())))
     ids: dict[str, list[Any]] = {}
     left_out = 0

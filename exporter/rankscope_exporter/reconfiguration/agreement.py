@@ -1,17 +1,18 @@
 """Agreement of all ranks on the step of a change, over a key-value store, without waiting.
 
-Two-phase commit over one key. The key holds the last change that was committed and at most one that is pending. A
-pending change names a future step; each rank that reads it before that step acknowledges it, and the rank that sees all
-acknowledgements commits it. A rank that is past the step moves it, and all acknowledge it again. The key is changed by
-compare-and-set only: if two ranks write different values, one of them succeeds.
+The ranks use a two-phase commit over one key. The key holds the last change that was committed and at most one that is
+pending. A pending change names a future step; each rank that reads it before that step acknowledges it, and the rank
+that sees all acknowledgements commits it. If a rank has already passed the step, it writes a later step, and all ranks
+acknowledge the change again. The key is changed by compare-and-set only: if two ranks write different values, one of
+them succeeds.
 
 A background thread reads the key. The training thread reads it only if it reaches the step of a change that its rank
-has acknowledged without knowing the outcome. Then either the change is committed, or the rank moves it. No rank
-therefore passes a step at which another rank changes, however late its background thread is. The step is far enough in
-the future that this is rarely needed.
+has acknowledged without knowing the outcome. Then either the change is committed, or the rank moves it. Even with a
+late background thread, no rank passes a step at which another rank applies a change. The step is so far in the future
+that the training thread rarely reads the key.
 
-A rank that does not acknowledge within `patience_seconds` is left out: it applies the change when it reads it. The
-store is the key-value store of the process group.
+If a rank does not acknowledge within `patience_seconds`, the others commit without it. This rank applies the change
+when it reads the key. The store is the key-value store of the process group.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _ATTEMPTS: Final = 8  # attempts of compare-and-set until the next poll
 
 
 class Store(Protocol):
-    """The functions of torch's key-value store that are used: none of them waits for another rank."""
+    """The functions of torch's key-value store that the agreement uses. None of them waits for another rank."""
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key that is known to exist."""
+        """Return the value of a key, which must exist."""
         ...
 
     def set(self, key: str, value: str) -> None:
@@ -47,7 +48,7 @@ class Store(Protocol):
         ...
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
+        """Return whether all of `keys` exist."""
         ...
 
     def add(self, key: str, amount: int) -> int:
@@ -55,13 +56,16 @@ class Store(Protocol):
         ...
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `desired` if the value is `expected`, "" for no value; return the value after the call."""
+        """Set the value of a key to `desired` if it is `expected`; return the value after the call.
+
+        An `expected` of "" means that the key does not exist.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A document that applies from the first step with a number of at least `step`."""
+    """A sampling document that takes effect at `step`, or at the first later step if this number does not occur."""
 
     number: int
     step: int
@@ -69,9 +73,12 @@ class Proposal:
     source: str
     margin_seconds: float = 0.0
     without: tuple[int, ...] = ()
-    """Ranks that did not acknowledge."""
+    """Ranks that did not acknowledge the proposal in time."""
     is_additional: bool = False
-    """True if it is applied in addition to other changes: it waits for a pending one, and none replaces it."""
+    """True for an automatic change, which applies in addition to other changes.
+
+    It is proposed only if no change is pending, and no later proposal replaces it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +86,10 @@ class _State:
     agreed: Proposal
     pending: Proposal | None = None
     seen: dict[str, int] = field(default_factory=dict)
-    """For each source: the newest stamp that was proposed. A rank that reads an old edit late does not repeat it."""
+    """The newest stamp that was proposed, by source. Proposals with an older stamp are ignored.
+
+    A rank that reads an edit of the file late therefore does not propose it again.
+    """
 
     def text(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -100,9 +110,10 @@ def _proposal(document: dict[str, Any]) -> Proposal:
 
 
 class Agreement:
-    """The part of one rank. `pace` returns the number of the last step that began here, and the seconds per step.
+    """The agreement of one rank with the other ranks on changes of sampling.
 
-    `look` and `resolve` are called from two threads. The caller ensures that they never run at the same time.
+    `pace` returns the number of the last step that began on this rank, and the seconds per step. `look` and `resolve`
+    are called from two threads. The caller ensures that they never run at the same time.
     """
 
     def __init__(
@@ -130,7 +141,7 @@ class Agreement:
         self._delivered = 0
 
     def begin(self, step: int, document: str, stamp: int) -> Proposal:
-        """Return the proposal of the first rank that calls this function at attach. It applies to all ranks."""
+        """Return the document with which all ranks start: the proposal of the first rank that calls this method."""
         mine = _State(agreed=Proposal(number=0, step=step, document=document, source="file"), seen={"file": stamp})
         return _State.of(_text(self._store.compare_set(self._key, "", mine.text()))).agreed
 
@@ -143,10 +154,12 @@ class Agreement:
         until: int | None = None,
         is_additional: bool = False,
     ) -> bool:
-        """Propose a change; return False if it must be proposed again at the next poll.
+        """Propose a change to all ranks.
 
-        A proposal with a `stamp` that is not newer than the last one of `source` is ignored. Later proposals of
-        `source` with stamps of at most `until` are ignored as well.
+        Return False if it could not be written and must be proposed again at the next poll.
+
+        A proposal is ignored if its `stamp` is not newer than that of the last proposal of the same `source`. If
+        `until` is given, later proposals of `source` with stamps of at most `until` are ignored as well.
         """
         for _ in range(_ATTEMPTS):
             state = self._state()
@@ -165,7 +178,10 @@ class Agreement:
         return False
 
     def look(self) -> list[Proposal]:
-        """Acknowledge, commit or move the pending change; return the changes committed since the last call."""
+        """Read the key, and acknowledge, commit or move the pending change.
+
+        Return the changes that were committed since the last call.
+        """
         self._acknowledged = tuple(item for item in self._acknowledged if item.number > self._delivered)
         state = self._state()
         changes = self._new(state)
@@ -174,11 +190,17 @@ class Agreement:
         return changes
 
     def must_resolve(self, step: int) -> bool:
-        """Return whether a change with an unknown outcome may apply at step number `step`, which is about to begin."""
+        """Return whether an acknowledged change may take effect at step number `step`, although its outcome is unknown.
+
+        Called when the step is about to begin.
+        """
         return any(step >= item.step for item in self._acknowledged)
 
     def resolve(self, step: int) -> list[Proposal]:
-        """Return committed changes that are new here. Move an acknowledged, uncommitted change behind `step`."""
+        """Read the key before step number `step` begins; return committed changes that are new to this rank.
+
+        If a change for this step is acknowledged but not committed, move it to a later step.
+        """
         for _ in range(_ATTEMPTS):
             state = self._state()
             pending = state.pending
@@ -199,15 +221,15 @@ class Agreement:
 
     @property
     def pending(self) -> bool:
-        """True if a change was pending at the last poll."""
+        """True if a change was pending when this rank last read the key."""
         return self._armed[0] > self._delivered
 
     def claim(self, name: str) -> bool:
-        """Return whether this rank is the first to claim `name`."""
+        """Claim `name` for this rank; return True if no other rank has claimed it before."""
         return self._store.add(f"{self._name}/claim/{name}", 1) == 1
 
     def count(self, name: str, amount: int) -> int:
-        """Add to the counter `name`, which all ranks share, and return it."""
+        """Add `amount` to the counter `name`, which all ranks share, and return its new value."""
         return self._store.add(f"{self._name}/count/{name}", amount)
 
     def is_claimed(self, name: str) -> bool:
@@ -246,7 +268,7 @@ class Agreement:
         return self._exchange(state, replace(state, pending=moved)) or state
 
     def _ahead(self, proposal: Proposal, state: _State, margin_seconds: float) -> Proposal:
-        """Return `proposal` with a step that no rank should have reached when it reads the proposal."""
+        """Return `proposal` with a later step: one that no rank should have reached when it reads the proposal."""
         step = self._pace()[0] + self._margin(margin_seconds, LEAST_STEPS)
         later = max(step, state.agreed.step + 1, 0 if state.pending is None else state.pending.step)
         return replace(proposal, step=later, margin_seconds=margin_seconds)
@@ -282,16 +304,22 @@ def _text(data: bytes | str) -> str:
 log = logging.getLogger("rankscope")
 
 _POLLS_PER_MARGIN = 6
-"""Number of polls between the proposal of a change and its step. A rank may be late by half of them."""
+"""Number of polls between the proposal of a change and its step. A rank may be late by half of this number."""
 
 _sessions = itertools.count(1)
-"""Numbers the monitors that are attached in one process one after the other. Equal on all ranks."""
+"""Numbers of the monitors that a process attaches one after the other.
+
+The same monitor has the same number on all ranks.
+"""
 
 
 def agreement_of(
     identity: Identity, pace: Callable[[], tuple[int, float | None]], poll_seconds: float
 ) -> Agreement | None:
-    """Return the agreement of this rank with the others; None if there is one rank only, or no store."""
+    """Return the object by which this rank agrees with the other ranks on changes of sampling.
+
+    Return None if there is only one rank, or if the process group has no store.
+    """
     store = group_store() if identity.world_size > 1 else None
     if store is None:
         return None
@@ -299,7 +327,7 @@ def agreement_of(
     try:
         store = store.clone()  # a separate connection: callers that wait on the other one do not block it
     except (AttributeError, NotImplementedError, RuntimeError):  # not supported by all stores
-        log.debug("the store of the process group does not support a second connection")
+        log.debug("the store of the process group does not support a second connection: the existing one is used")
     return Agreement(
         store, name, identity.rank, identity.world_size, pace, margin_seconds=_POLLS_PER_MARGIN * poll_seconds
     )

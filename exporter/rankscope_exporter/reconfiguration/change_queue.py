@@ -1,6 +1,9 @@
-"""Changes of sampling that wait for their step. The training thread applies them; other threads add them.
+"""The queue of sampling changes that wait for their step.
 
-Automatic changes (decimation, capture) adjust sampling without replacing the configured quantities.
+Other threads add changes, and the training thread applies them.
+
+Automatic changes adjust the sampling without replacing the configured quantities. Examples are a longer sampling
+interval and a capture.
 """
 
 from __future__ import annotations
@@ -19,14 +22,14 @@ from rankscope_exporter.sampling.active_quantities import ActiveQuantities, Prep
 from rankscope_exporter.sampling.sampling_config import Part, SamplingConfig
 
 TIMES: Final = "times"
-"""The source of the change that ends sampling after `times` sampled steps."""
+"""The name of the source of the change that ends sampling after `times` sampled steps."""
 
 _KEEP: Final = 0.8
-"""Weight of the previous average in the moving average of the time of a step."""
+"""Weight of the previous average in the moving average of the duration of a step."""
 
 
 class StepPace(StepObserver):
-    """The number of the step that began last, and the average time of a step. Other threads may call `now`."""
+    """The number of the step that began last, and the average duration of a step. `now` may be called on any thread."""
 
     def __init__(self, first_step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -34,11 +37,14 @@ class StepPace(StepObserver):
         self._began_at: float | None = None
 
     def now(self) -> tuple[int, float | None]:
-        """Return the number of the last step that began, and the seconds per step; None before the second step."""
+        """Return the number of the step that began last, and the average seconds per step.
+
+        The average is None before the second step.
+        """
         return self._now
 
     def on_before_step(self, step: int) -> None:
-        """Update number and average."""
+        """Store the number of the step that begins, and update the average duration of a step."""
         now, seconds = self._clock(), self._now[1]
         if self._began_at is not None:
             took = now - self._began_at
@@ -52,27 +58,27 @@ class PlannedChange:
     """A change that takes effect when its step begins."""
 
     step: int | None = None
-    """The first step with at least this number; None for the next step."""
+    """The change takes effect at the first step with at least this number; None means the next step."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether the change takes effect at step number `step` at the latest."""
+        """Return whether the change must have taken effect when step number `step` begins."""
         return self.step is None or self.step <= step
 
     def prepare(self, active_quantities: ActiveQuantities) -> None:
-        """Register hooks before the forward pass that needs them. May be called several times."""
+        """Register the hooks of the change before the forward pass that calls them. May be called several times."""
 
     def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
-        """Take effect as step number `step` begins; return events for the record of the step."""
+        """Apply the change when step number `step` begins; return events for the record of this step."""
         raise NotImplementedError
 
     def document(self) -> dict[str, Any]:
-        """Return the change for /config."""
+        """Return a description of the change, for the HTTP path /config."""
         raise NotImplementedError
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplingChange(PlannedChange):
-    """A new sampling configuration."""
+    """A change that replaces the sampling configuration."""
 
     sampling: SamplingConfig
     parts: list[Part]
@@ -87,21 +93,24 @@ class SamplingChange(PlannedChange):
             self.prepared = active_quantities.prepare(self.parts)
 
     def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:  # noqa: ARG002 - of the base class
-        """Replace the active quantities. The event needs the previous configuration: the queue creates it."""
+        """Replace the active quantities.
+
+        Return no event, because the change queue makes the event about this change.
+        """
         self.prepare(active_quantities)
         active_quantities.replace(self.prepared or [])
         return []
 
     def document(self) -> dict[str, Any]:
-        """Return the new configuration for /config."""
+        """Return the new sampling configuration, for the HTTP path /config."""
         return self.sampling.document()
 
 
 class ChangeQueue(StepObserver):
-    """Applies the changes between two steps, and adds an event of each to the record of the first new step.
+    """Applies changes of the sampling between two steps, and adds events about them to the record of the next step.
 
-    `changed` is called on the training thread after each change of the sampling configuration, with its step.
-    `record` adds an event to the record of the step that begins.
+    `changed` is called on the training thread after each change of the sampling configuration, with the change and its
+    step. `record` adds an event to the record of the step that begins.
     """
 
     def __init__(
@@ -115,11 +124,14 @@ class ChangeQueue(StepObserver):
         record: Callable[[Event], None],
     ) -> None:
         self.sampling = sampling
-        """The configuration that is in effect."""
+        """The sampling configuration that is in effect."""
         self.ended = threading.Event()
-        """Set after all quantities were sampled `times` times."""
+        """An event that is set when all quantities were sampled `times` times."""
         self.changes = 0
-        """Number of changes that took effect, automatic ones included: the same on all ranks at the same step."""
+        """Number of changes that took effect, including automatic changes.
+
+        At the same step it is equal on all ranks.
+        """
         self._active_quantities = active_quantities
         self._pace = pace
         self._boundary = boundary
@@ -131,12 +143,15 @@ class ChangeQueue(StepObserver):
         self._source: str | None = None
 
     def put(self, change: PlannedChange) -> None:
-        """Add `change` behind those that wait. Called on any thread."""
+        """Add `change` at the end of the queue. Can be called on any thread."""
         with self._lock:
             self._waiting.append(change)
 
     def state(self) -> dict[str, Any]:
-        """Return the present configuration, its first step, and the waiting changes, for /config. On any thread."""
+        """Return the present sampling configuration, its first step, and the waiting changes. Used for /config.
+
+        Can be called on any thread.
+        """
         with self._lock:
             waiting = [{"step": change.step, **change.document()} for change in self._waiting]
         return {**self.sampling.document(), "since_step": self._since, "source": self._source, "to_come": waiting}
@@ -146,7 +161,10 @@ class ChangeQueue(StepObserver):
         return self.ended.is_set() or (self._since is not None and self.sampling.on and self._active_quantities.is_over)
 
     def on_update_applied(self) -> None:
-        """Register the hooks of changes for the next step, before a forward pass that would miss some of them."""
+        """Register the hooks of changes that take effect at the next step.
+
+        Called after an update, because some hooks must exist before the forward pass of the next step.
+        """
         if not self._waiting:
             return
         coming = self._pace.now()[0] + 1
@@ -157,7 +175,10 @@ class ChangeQueue(StepObserver):
                 change.prepare(self._active_quantities)
 
     def on_before_step(self, step: int) -> None:
-        """Apply the changes that are due. Costs a few comparisons if there are none."""
+        """Apply the changes that take effect at step number `step`.
+
+        Without such changes, the call makes a few comparisons.
+        """
         is_changed = False
         while self._waiting and self._waiting[0].is_due(step):
             with self._lock:
@@ -169,10 +190,10 @@ class ChangeQueue(StepObserver):
             self._end(step)
 
     def _apply(self, change: PlannedChange, step: int, *, is_replaced: bool) -> bool:
-        """Apply `change` and record its events; return whether there are any.
+        """Apply `change` and record its events; return whether it has any events.
 
-        A change that is replaced at the same step is recorded, but does not touch the hooks: the later change continues
-        with quantities that this one would remove.
+        If `is_replaced` is true, a later change replaces this one at the same step. The change is then recorded, but
+        hooks are neither registered nor removed, because the later change may need the same quantities.
         """
         before = self.sampling
         if isinstance(change, SamplingChange):
@@ -201,7 +222,7 @@ class ChangeQueue(StepObserver):
 
 
 def _is_replaced(change: PlannedChange, later: Sequence[PlannedChange]) -> bool:
-    """Return whether `change` is a configuration that one of `later`, due at the same step, replaces."""
+    """Return whether `change` is a new configuration, and one of `later`, due at the same step, replaces it."""
     return isinstance(change, SamplingChange) and any(isinstance(other, SamplingChange) for other in later)
 
 

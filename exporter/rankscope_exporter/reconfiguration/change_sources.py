@@ -1,8 +1,8 @@
-"""The sources of changes of sampling: a file, a call of the script, an HTTP request, and reactions of the monitor.
+"""The sources of sampling changes: a file, a call of the script, an HTTP request, and reactions of the monitor.
 
-A thread follows the switch file and the other ranks. It runs only if there is a switch file, or if other ranks may
-request changes. It never waits for another rank. The training waits for it only at the step of a change that
-is being decided at that time.
+A background thread polls the switch file and the changes of other ranks. It runs only if there is a switch file, or if
+other ranks may request changes. The thread never waits for another rank. The training thread waits for it only at a
+step at which a change may take effect whose outcome is unknown.
 """
 
 from __future__ import annotations
@@ -32,12 +32,18 @@ CALL: Final = "call"
 REQUEST: Final = "request"
 _OFF: Final = '{"dynamic_on": false}'
 _BUSY_SHARE: Final = 0.25
-"""Factor of the poll interval while a change is pending among the ranks."""
+"""Factor of the poll interval while a change is pending: the key-value store is then polled more often."""
 _ARRIVAL_SECONDS: Final = 2.0
-"""Longest time that the training waits for the thread's access to the store. After it, the change applies late."""
+"""Longest time in seconds that the training waits for the background thread to finish its access to the store.
+
+After this time the training continues, and the change takes effect at a later step.
+"""
 
 MakeChange = Callable[[str, Mapping[str, Any], int | None], PlannedChange | None]
-"""Makes an automatic change of (source, document, agreed step); None if the source is not a reaction."""
+"""Returns an automatic change, given its source, its document and the agreed step.
+
+Returns None if the source is not a reaction of the monitor.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +59,12 @@ class _Request:
 
 
 class ChangeSources(StepObserver):
-    """The sources of changes of one rank. Without an `agreement`, the rank changes immediately and alone.
+    """The sources of sampling changes on one rank.
 
-    `parts` returns the quantities of a configuration, `reaction` makes the changes of reactions.
+    If `agreement` is None, changes apply immediately and to this rank only.
+
+    `parts` returns the quantities of a configuration. `reaction` returns the change for a request of a reaction, such
+    as a capture.
     """
 
     def __init__(
@@ -94,11 +103,11 @@ class ChangeSources(StepObserver):
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the thread so far."""
+        """CPU seconds of the background thread so far."""
         return self._thread.cpu_seconds
 
     def start(self) -> None:
-        """Agree with the other ranks on the first configuration, and start the thread if it is needed."""
+        """Agree with the other ranks on the first configuration, and start the background thread if it is needed."""
         self._boundary.call("switching", self._begin)
         base = self._base
         has_requests = base.max_overhead is not None or base.capture is not None or base.serve.secret is not None
@@ -120,7 +129,10 @@ class ChangeSources(StepObserver):
             self._put(text, FILE, step)
 
     def stop(self) -> None:
-        """End the thread. If all quantities were sampled `times` times, set `dynamic_on` to false in the file."""
+        """Stop the background thread.
+
+        If all quantities were sampled `times` times, set `dynamic_on` to false in the file.
+        """
         self._stopped.set()
         self._wake.set()
         if self._thread.ident is not None:
@@ -131,13 +143,13 @@ class ChangeSources(StepObserver):
     # Requests, from any thread.
 
     def call(self, document: Mapping[str, Any]) -> None:
-        """Apply a document of the script. Raises ConfigError."""
+        """Request the change that a call of the script describes. Raises ConfigError if `document` is invalid."""
         self._submit(document_text(document), CALL, next(self._calls))
         if self._agreement is not None and self._thread.ident is None:
             self._thread.start()
 
     def request(self, document: Mapping[str, Any]) -> None:
-        """Apply a document of an HTTP request. Raises ConfigError."""
+        """Request the change that an HTTP request describes. Raises ConfigError if `document` is invalid."""
         self._submit(document_text(document), REQUEST, None)
 
     def request_reaction(
@@ -149,9 +161,10 @@ class ChangeSources(StepObserver):
         until: int | None = None,
         is_obsolete: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Request an automatic change of all ranks, unless it `is_obsolete` when it is proposed to them.
+        """Request an automatic change of the sampling on all ranks.
 
-        After it, requests of `source` with a stamp of at most `until` are ignored on all ranks.
+        `is_obsolete` is called before the change is proposed to the other ranks; if it returns True, the request is
+        dropped. All ranks ignore later requests of `source` with a stamp of at most `until`.
         """
         text = document_text(document)
         if self._agreement is None:
@@ -164,7 +177,10 @@ class ChangeSources(StepObserver):
             self._wake.set()
 
     def run_with_agreement(self, task: Callable[[Agreement], None]) -> bool:
-        """Call `task` on the thread with the agreement; return False, without a call, if this rank is alone."""
+        """Call `task` with the agreement, on the background thread, and return True.
+
+        If this rank has no agreement with others, return False without calling `task`.
+        """
         if self._agreement is None:
             return False
         self._tasks.put(task)
@@ -197,7 +213,10 @@ class ChangeSources(StepObserver):
     # On the training thread.
 
     def on_before_step(self, step: int) -> None:
-        """Obtain the outcome of a change for step number `step`, which is about to begin, if it is not known yet."""
+        """Determine whether a pending change takes effect at step number `step`, which is about to begin.
+
+        The training thread waits for this only if the rank has acknowledged the change without knowing its outcome.
+        """
         agreement = self._agreement
         if agreement is None or not agreement.must_resolve(step):
             return
@@ -219,7 +238,7 @@ class ChangeSources(StepObserver):
             self._agreeing.release()
 
     def on_update_applied(self) -> None:
-        """Obtain the outcome of a change for the next step, so that its hooks can be registered."""
+        """Determine whether a pending change takes effect at the next step, so that its hooks can be registered."""
         self.on_before_step(self._pace.now()[0] + 1)
 
     # The thread.
@@ -251,7 +270,10 @@ class ChangeSources(StepObserver):
             self._submit(text, FILE, edit.stamp)
 
     def _ask_ranks(self, question: Callable[[Agreement, str], bool], stamp: int, *, alone: bool) -> bool:
-        """Return the answer about the end of the file's configuration of `stamp`; `alone` if there are no ranks."""
+        """Ask the agreement about the end of sampling with one edit of the file; return its answer.
+
+        The edit is identified by `stamp`. If this rank has no agreement with other ranks, return `alone`.
+        """
         try:
             return alone if self._agreement is None else question(self._agreement, f"ended/{stamp}")
         except (RuntimeError, ValueError) as error:
@@ -285,6 +307,9 @@ class ChangeSources(StepObserver):
             self._boundary.call("switching", self._put, item.document, item.source, item.step, item.without)
 
     def _continue_alone(self, error: Exception) -> None:
-        """Continue without agreement: the process with the group's store has ended, or the group was destroyed."""
+        """Apply changes to this rank only from now on, because the key-value store cannot be reached.
+
+        The process that holds the store has exited, or the process group was destroyed.
+        """
         self._agreement = None
         log.info("the key-value store is not available, changes of sampling now apply to this rank only: %s", error)

@@ -1,7 +1,7 @@
-"""The switch file: detects edits of it, and sets `dynamic_on` to false in it when sampling has ended.
+"""The switch file: detects edits of the file, and sets `dynamic_on` to false in it when sampling has ended.
 
-A background thread polls the file. An edit counts once the file is unchanged from one poll to the next: a file
-must not be read while an editor writes it.
+A background thread polls the file. An edit is read once the file is unchanged between two polls, because an editor may
+still be writing it before.
 """
 
 from __future__ import annotations
@@ -23,31 +23,37 @@ _SWITCHED_ON: Final = re.compile(r"""(["']?\bdynamic_on["']?\s*[:=]\s*)[Tt]rue\b
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """The content of the file since `stamp`, the time of its last change in nanoseconds."""
+    """The content of the switch file, and the time of its last change in nanoseconds, `stamp`."""
 
     document: Mapping[str, Any]
     stamp: int
 
 
 class SwitchFile:
-    """One switch file, which need not exist yet."""
+    """A switch file at a path. The file need not exist yet."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.stamp = 0
-        """Time of the last change of the text that was returned last, in nanoseconds."""
+        """Modification time in nanoseconds of the content that was returned last."""
         self._known: str | None = None  # the text that was returned last
         self._seen: tuple[int, str] | None = None  # the content at the last poll
 
     def read(self) -> Edit | None:
-        """Return the present content; None if there is no file. Raises ConfigError."""
+        """Return the present content of the switch file; None if there is no file.
+
+        Raises ConfigError if it is not valid.
+        """
         found = self._seen = self._content()
         if found is None:
             return None
         return self._edit(*found)
 
     def poll(self) -> Edit | None:
-        """Return an edit that is unchanged since the last poll. Raises ConfigError, once for each wrong text."""
+        """Return a new content of the file that is unchanged since the previous poll; None if there is none.
+
+        Raises ConfigError for an invalid content, once for each such content.
+        """
         found, before = self._content(), self._seen
         self._seen = found
         if found is None or found != before or found[1] == self._known:
@@ -55,7 +61,10 @@ class SwitchFile:
         return self._edit(*found)
 
     def switch_off(self) -> bool:
-        """Set `dynamic_on` to false in the text. Return False if the file was edited or has no such setting."""
+        """Set `dynamic_on` to false in the file.
+
+        Return False if the file was edited meanwhile or has no such setting.
+        """
         found = self._content()
         if found is None or found[1] != self._known:
             return False
@@ -85,7 +94,10 @@ class SwitchFile:
 
 
 class FollowedFile:
-    """A switch file. Its errors are reported instead of raised. `check` raises ConfigError for a wrong document."""
+    """A switch file whose errors are reported to the user instead of raised.
+
+    `check` raises ConfigError for a document that is not a valid configuration. `tell` publishes the error.
+    """
 
     def __init__(
         self, path: str | os.PathLike[str], check: Callable[[Mapping[str, Any]], object], tell: Callable[[str], None]
@@ -97,15 +109,18 @@ class FollowedFile:
 
     @property
     def stamp(self) -> int:
-        """Time of the last change of the text that was returned last, in nanoseconds."""
+        """Modification time in nanoseconds of the content that was returned last."""
         return self._file.stamp
 
     def read(self) -> Edit | None:
-        """Return the present content; None if there is none, or after reporting an error."""
+        """Return the present content of the switch file; None if there is no file or if an error was reported."""
         return self._checked(self._file.read)
 
     def poll(self) -> Edit | None:
-        """Return an edit that is unchanged since the last poll; None if there is none, or after reporting an error."""
+        """Return a new content of the file that is unchanged since the previous poll.
+
+        Return None if there is none, or if an error was reported.
+        """
         return self._checked(self._file.poll)
 
     def switch_off(self) -> None:
@@ -131,7 +146,7 @@ class FollowedFile:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace the file `path` atomically: a reader sees either the whole old text or the whole new one."""
+    """Replace the content of the file `path` by `text` atomically: a reader sees either the old or the new content."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

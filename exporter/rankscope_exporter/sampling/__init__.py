@@ -1,1 +1,1 @@
-"""Decide which quantities are measured at which steps, and own the table rows and plan entries that they fill."""
+"""Decide which quantities are measured at which steps, and manage their table rows and plan entries."""

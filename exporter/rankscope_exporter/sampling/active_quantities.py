@@ -1,6 +1,6 @@
-"""All quantities of one attached model: which are sampled at a step, and the table that they fill.
+"""All quantities of one attached model, the steps at which they are sampled, and the table of their statistics.
 
-All functions run on the training thread.
+All functions of this module run on the training thread.
 """
 
 from __future__ import annotations
@@ -23,24 +23,30 @@ from rankscope_exporter.statistics import Finished, HostCopy, StatisticsTable
 from rankscope_exporter.statistics.selection import NO_OP, Ops, carried_ops
 
 MAX_BACKLOG: Final = 64
-"""Sampled steps that may wait for the publisher. A further step is not measured and is counted as dropped."""
+"""Largest number of sampled steps that may wait for the publisher.
+
+A further step is not measured and is counted as dropped.
+"""
 
 
 @dataclass(slots=True)
 class StepBacklog:
-    """The sampled steps that wait for the publisher. Each counter is changed by one thread only."""
+    """Counters of sampled steps. The difference is the number of steps that wait for the publisher.
+
+    Each counter is changed by one thread only.
+    """
 
     measured: int = 0
     """Steps that the training thread has measured."""
     published: int = 0
-    """Steps of which the publisher thread has read the statistics."""
+    """Steps whose statistics the publisher thread has read."""
 
 
 PreparedQuantities = list[tuple[ActiveQuantity, QuantitySampling]]
 
 
 class ActiveQuantities:
-    """The quantities that are measured now. Begins, measures and ends the sampled part of each step."""
+    """The quantities that are measured now. Starts, performs and ends the measurement of each sampled step."""
 
     def __init__(
         self,
@@ -62,7 +68,7 @@ class ActiveQuantities:
         self.replace(self.prepare(quantities))
 
     def install(self, hooking: ModelHookContext) -> None:
-        """Let all quantities register their hooks."""
+        """Let all quantities register their hooks on the model."""
         self._hooking = hooking
         hooking.keep(self)
         for member in self._members:
@@ -77,7 +83,10 @@ class ActiveQuantities:
     # Changes between two steps.
 
     def prepare(self, parts: Sequence[Part]) -> PreparedQuantities:
-        """Return `parts` with hooks, for `replace` or `capture`. Equal quantities that are active are kept."""
+        """Return a quantity with hooks for each of `parts`, for `replace` or `capture`.
+
+        If an active quantity has the same class and options, it is returned instead of a new one.
+        """
         prepared: PreparedQuantities = []
         for quantity, sampling in parts:
             member = next((known for known in self._members if known.measures_as(quantity)), None)
@@ -90,7 +99,7 @@ class ActiveQuantities:
         return prepared
 
     def replace(self, prepared: PreparedQuantities) -> None:
-        """Measure only `prepared` from now on. Every schedule starts from the beginning, with stretch 1."""
+        """Measure only the quantities of `prepared` from now on. Every schedule restarts, with a `stretch` of 1."""
         members = [member for member, _ in prepared]
         for member in self._members:
             if member not in members:
@@ -101,21 +110,21 @@ class ActiveQuantities:
         self._members = [member for member, sampling in prepared if self._activate(member, sampling)]
 
     def discard(self, prepared: PreparedQuantities) -> None:
-        """Remove the hooks that `prepare` registered for a change that does not take place."""
+        """Remove the hooks that `prepare` registered. Called if the prepared change does not take place."""
         for member, _ in prepared:
             if member not in self._members:
                 self._boundary.call(member.where, member.leave)
 
     def set_stretch(self, factor: int) -> None:
-        """Multiply all sampling intervals by `factor`, from the step that begins now."""
+        """Multiply the sampling intervals of all quantities by `factor`, beginning with the step that begins now."""
         for member in self._members:
             member.schedule.stretch = factor
 
     def capture(self, prepared: PreparedQuantities) -> None:
-        """Measure `prepared` at every step, in addition to the active quantities, until `release`.
+        """Measure the quantities of `prepared` at every step until `release`, in addition to the active quantities.
 
-        The schedules of active quantities continue. An active quantity that `prepared` contains with other options is
-        suspended: a tensor has one row per step.
+        The schedules of the active quantities continue. A quantity may be active and also be in `prepared` with other
+        options. The active one is then suspended, because the table has only one row per tensor and step.
         """
         for member, sampling in prepared:
             member.is_captured, member.is_kept_for_next = True, False
@@ -128,7 +137,7 @@ class ActiveQuantities:
                     self._members.append(member)
 
     def release(self) -> None:
-        """End the capture: measure the same quantities as before."""
+        """End the capture: measure the same quantities as before the capture."""
         temporary = [member for member in self._members if member.is_temporary]
         self._members = [member for member in self._members if not member.is_temporary]
         for member in temporary:
@@ -136,7 +145,7 @@ class ActiveQuantities:
         _end_capture(self._members)
 
     def is_current(self, prepared: PreparedQuantities) -> bool:
-        """Return whether no quantity of `prepared` was removed or retired since `prepare`."""
+        """Return whether all quantities of `prepared` are still usable: none was removed or retired since `prepare`."""
         return not any(m.is_retired or (m.view is not None and m not in self._members) for m, _ in prepared)
 
     def _activate(self, member: ActiveQuantity, sampling: QuantitySampling) -> bool:
@@ -147,17 +156,17 @@ class ActiveQuantities:
 
     @property
     def period(self) -> int:
-        """The number of steps after which sampling repeats itself: the longest period of all schedules."""
+        """The longest sampling interval of all quantities, in steps; 1 if nothing is sampled any more."""
         return max((member.schedule.period for member in self._members if not member.schedule.is_over), default=1)
 
     @property
     def is_over(self) -> bool:
-        """True if all schedules have ended. False on a rank that measures nothing."""
+        """True if the schedules of all quantities have ended. False on a rank that measures nothing."""
         own = [member for member in self._members if not member.is_temporary]
         return bool(own) and all(member.schedule.is_over for member in own)
 
     def published(self) -> dict[str, Ops]:
-        """Return the statistics that leave the rank, for each kind that is or will be measured."""
+        """Return the statistics that the rank publishes, by kind, for each kind that is or will be measured."""
         found: dict[str, Ops] = {}
         for member in self._members:
             for kind in member.quantity.kinds():
@@ -165,7 +174,7 @@ class ActiveQuantities:
         return found
 
     def quantity(self, name: str) -> Quantity | None:
-        """Return the active quantity with that name; None if there is none."""
+        """Return the active quantity `name`; None if there is none."""
         return next((member.quantity for member in self._members if member.quantity.name == name), None)
 
     # One step.
@@ -193,9 +202,9 @@ class ActiveQuantities:
         return is_sampled
 
     def notify(self, event: Callable[[Quantity, Table], None]) -> None:
-        """Call an event, such as `Quantity.on_backward_end`, of each quantity that is measured at this step.
+        """Call a method such as `Quantity.on_backward_end` of each quantity that is measured at this step.
 
-        An error costs only the rows of its quantity.
+        If the method of a quantity raises, only the rows of this quantity are missing at this step.
         """
         name = event.__name__
         with torch.no_grad():
@@ -205,7 +214,7 @@ class ActiveQuantities:
                     self._boundary.call(where, getattr(member.quantity, name), member.table)
 
     def gradient_ready(self, index: int, holder: GradientSource) -> None:
-        """Report that `holder` has the gradient of parameter `index` to the quantities that read single gradients."""
+        """Call the quantities that read single gradients: the gradient of parameter `index` is now in `holder`."""
         for member in self._per_gradient:
             own = member.own_index(index)
             if own is not None:
@@ -215,11 +224,11 @@ class ActiveQuantities:
                     self._boundary.report(f"{member.quantity.name} (on_gradient_ready)", error)
 
     def peek(self) -> tuple[Sequence[PlanEntry], Finished]:
-        """Return the plan and the statistics that the present step has so far. Waits for the device."""
+        """Return the plan entries and the statistics that the present step has so far. Waits for the device."""
         return self.plan.entries, self._buffers.table.look(len(self.plan), carried_ops(self.plan.ops))
 
     def end(self, pending_step: PendingStep) -> None:
-        """End the sampled step: start the copy of its table to the host and add it, with other rows, to the record."""
+        """End the sampled step: start the copy of its table to the host, and add it and other rows to the record."""
         for member in self._members:
             if member.is_open:
                 self._boundary.call(member.where, member.quantity.on_step_end)

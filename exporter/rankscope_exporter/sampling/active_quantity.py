@@ -1,7 +1,7 @@
-"""An active quantity: its rows, its schedule, and its hooks, some of which exist at sampled steps only.
+"""An active quantity: its rows, its schedule, and its hooks. Some hooks exist at sampled steps only.
 
-All functions run on the training thread. Transient hooks are registered when a sampled step begins. They are removed
-when the next step begins that is not sampled.
+All functions of this module run on the training thread. Hooks that exist at sampled steps only are registered when a
+sampled step begins. They are removed when the next step begins that is not sampled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rankscope_exporter.statistics.selection import EVERY_OP, Ops
 
 @dataclass(slots=True)
 class _Transient:
-    """One hook: how it is registered, and its handle while it is."""
+    """One hook, the function that registers it, and its handle while it is registered."""
 
     hook: Hook
     register: Callable[[], Removable | None]
@@ -38,8 +38,8 @@ class _Transient:
 class TransientHooks:
     """The hooks of one quantity that are registered at sampled steps only.
 
-    A hook that was not called since its registration is not removed before detach: it costs nothing. Its module may be
-    part of compiled code, and Dynamo would compile that code again without the hook.
+    A hook that was not called since its registration is not removed before detach, because a hook without calls costs
+    nothing. Its module may be part of compiled code, and Dynamo would compile that code again without the hook.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,14 @@ class TransientHooks:
         self._some_are_removed = False
         self._are_on_parameters = False
         self.may_be_removed = False
-        """True if `remove_called` would look for hooks to remove."""
+        """True if hooks may be registered that `remove_called` would remove."""
 
     def add(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
-        """Register a hook now and at each later sampled step. `register` returns None if it is not possible this time.
+        """Register a hook now and at each later sampled step.
 
-        With `stays`, the hook also exists at steps that are not sampled. Errors of `register` are raised; the hook is
-        then not kept.
+        The function `register` registers the hook and returns its handle, or None if it cannot be registered at this
+        step. If `stays` is true, the hook also exists at steps that are not sampled. If the first call of `register`
+        raises, the error is raised and the hook is not registered again.
         """
         if not stays:
             hook.on_inactive_call = self._on_inactive_call
@@ -63,7 +64,7 @@ class TransientHooks:
         self.may_be_removed = self._some_are_removed = True
 
     def register(self) -> None:
-        """Register the hooks that are removed, and renew those on parameters."""
+        """Register the hooks that were removed, and renew those on parameters, whose tensors may have changed."""
         self.may_be_removed = True
         if self._some_are_removed or self._are_on_parameters:
             for item in self._all:
@@ -84,7 +85,7 @@ class TransientHooks:
                     self._some_are_removed = True
 
     def retire(self) -> None:
-        """Remove all hooks that were called, permanently. The others remain until `remove`."""
+        """Remove all hooks that were called, permanently. Hooks that were never called remain until `remove`."""
         for item in self._all:
             if item.hook.was_called:
                 item.remove()
@@ -103,41 +104,47 @@ class TransientHooks:
 
 @dataclass(slots=True, eq=False)
 class ActiveQuantity:
-    """A quantity with its schedule, rows and hooks. Hooks may exist before the rows: it is sampled once activated."""
+    """A quantity with its schedule, rows and hooks.
+
+    The hooks may exist before the rows. The quantity is sampled once `activate` was called.
+    """
 
     quantity: Quantity
     view: TableView | None = None
     schedule: Schedule = field(default_factory=lambda: Schedule(Timing()))
     ops: Ops = EVERY_OP
     is_open: bool = False
-    """True if this quantity is measured at the present step. A field, because hooks read it at each call."""
+    """True if this quantity is measured at the present step.
+
+    A field instead of a property, because hooks read it at each call.
+    """
     is_captured: bool = False
-    """True if a capture measures every step, independent of the schedule."""
+    """True if a capture measures this quantity at every step, independent of its schedule."""
     is_temporary: bool = False
-    """True if the quantity is active only because of the capture."""
+    """True if the quantity is active only because of a capture."""
     is_suspended: bool = False
-    """True if a temporary quantity of the same class, with other options, is measured in its place."""
+    """True if a capture measures a quantity of the same class with other options instead of this one."""
     is_due: bool = False
-    """True if the schedule selects the present step."""
+    """True if the schedule of the quantity selects the present step."""
     is_retired: bool = False
     is_kept_for_next: bool = False
-    """True if a pending change continues with this quantity: its hooks are kept."""
+    """True if a pending change of the sampling also contains this quantity, so that its hooks are kept."""
     handles: list[Removable] = field(default_factory=list)
     transient: TransientHooks = field(default_factory=TransientHooks)
 
     @property
     def where(self) -> str:
-        """The name under which faults of its hooks are counted."""
+        """The name under which errors in the hooks of this quantity are counted."""
         return f"hooks of {self.quantity.name}"
 
     @property
     def table(self) -> TableView:
-        """The rows to write to. Only valid once the quantity is activated."""
+        """The table rows of this quantity. Only valid after `activate` was called."""
         assert self.view is not None
         return self.view
 
     def own_index(self, index: int) -> int | None:
-        """Return the position of the model's parameter `index` within this quantity; None if it is not measured."""
+        """Return the position of the model's parameter `index` in this quantity; None if it is not measured."""
         positions = self.quantity.monitored.positions
         if positions is None:
             return index
@@ -145,14 +152,14 @@ class ActiveQuantity:
         return place if place < len(positions) and positions[place] == index else None
 
     def install(self, hooking: ModelHookContext, boundary: ErrorBoundary) -> None:
-        """Let the quantity register its hooks. This object keeps their handles."""
+        """Let the quantity register its hooks, whose handles this object keeps. Publish the notices of the quantity."""
         for sentence in self.quantity.notices():
             hooking.tell(f"{self.quantity.name}: {sentence}")
         own = ActiveHookContext(hooking, self.handles, self.transient)
         boundary.call(self.where, self.quantity.install, own, self)
 
     def activate(self, buffers: StepBuffers, sampling: QuantitySampling) -> bool:
-        """Start a new schedule, and add rows to the table if there are none yet. Return True."""
+        """Start a new schedule, and add rows to the table if the quantity has none yet. Return True."""
         self.schedule, self.ops = Schedule(sampling.timing), sampling.ops
         if self.view is None:
             entries = self.quantity.entries()
@@ -162,33 +169,33 @@ class ActiveQuantity:
         return True
 
     def opens(self, step: int) -> bool:
-        """Count step number `step`, which begins; return whether it is measured."""
+        """Count the step number `step`, which begins; return whether the quantity is measured at this step."""
         self.is_due = self.schedule.begins(step)
         self.is_open = self.is_captured or (self.is_due and not self.is_suspended)
         return self.is_open
 
     def closes(self) -> None:
-        """Count the present step as measured."""
+        """End the measurement of the present step. If the schedule had selected the step, count it as sampled."""
         self.is_open = False
         if self.is_due:
             self.schedule.sampled()
 
     @property
     def is_done(self) -> bool:
-        """True if its hooks have no further use and can be retired."""
+        """True if the hooks of the quantity can be removed permanently, because no further step is measured."""
         return self.schedule.is_over and not (self.is_kept_for_next or self.is_captured or self.is_retired)
 
     def adjust_hooks(self) -> None:
-        """Register the hooks that the present step needs, or remove those that it does not need."""
+        """Register the hooks that the present step needs if it is measured; otherwise remove unneeded hooks."""
         if self.is_open:
             self.transient.register()
         else:
             self.transient.remove_called()
 
     def retire(self) -> None:
-        """Remove the hooks permanently: nothing is measured from now on, and a quantity hooks a model only once.
+        """Remove the hooks permanently, because nothing is measured from now on. A quantity hooks a model only once.
 
-        Hooks that were never called remain until `unhook`, see `TransientHooks`.
+        Hooks that were never called remain until `unhook`, because they cost nothing (see `TransientHooks`).
         """
         self.is_retired = True
         self.transient.retire()
@@ -197,32 +204,35 @@ class ActiveQuantity:
         remove_all(handles)
 
     def unhook(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks of the quantity."""
         handles = [self.transient, *self.handles]
         self.handles.clear()
         remove_all(handles)
 
     def suspend(self) -> None:
-        """Let a temporary quantity of the same class be measured and fill the rows, until `resume`."""
+        """Stop measuring this quantity until `resume`, and allow a quantity of the same class to fill its rows."""
         self.is_suspended = True
         if self.view is not None:
             self.view.release()
 
     def resume(self) -> None:
-        """Be measured again and fill the rows again."""
+        """Measure this quantity again after `suspend`, and fill its rows again."""
         self.is_suspended = False
         if self.view is not None:
             self.view.reclaim()
 
     def leave(self) -> None:
-        """Remove the hooks, and allow other quantities to fill the rows."""
+        """Stop measuring this quantity: remove its hooks, and allow other quantities to fill its rows."""
         self.is_open = False
         self.unhook()
         if self.view is not None and not self.is_suspended:  # otherwise a temporary quantity may fill them
             self.view.release()
 
     def measures_as(self, other: Quantity) -> bool:
-        """Return whether `other` reads the same tensors with the same options, apart from schedule, ranks and ops."""
+        """Return whether `other` has the same class and the same options.
+
+        Options of schedule, ranks and `ops` may differ.
+        """
         mine, theirs = self.quantity, other
         return type(mine) is type(theirs) and _without_schedule(mine.options) == _without_schedule(theirs.options)
 
@@ -232,7 +242,10 @@ def _without_schedule(options: QuantityOptions) -> QuantityOptions:
 
 
 class ActiveHookContext:
-    """The hook context that one quantity receives: that of the model, with handles that belong to the quantity."""
+    """The hook context of one quantity.
+
+    It uses the hook context of the model, and keeps the handles of this quantity apart.
+    """
 
     def __init__(self, hooking: ModelHookContext, handles: list[Removable], transient: TransientHooks) -> None:
         self._hooking = hooking
@@ -245,7 +258,7 @@ class ActiveHookContext:
 
     @property
     def micro_step(self) -> int:
-        """The number of the latest training forward pass of the step, from 0 on."""
+        """The number of the latest training forward pass within the step, from 0 on."""
         return self._hooking.micro_step
 
     @property
@@ -255,9 +268,9 @@ class ActiveHookContext:
 
     @property
     def grad_enabled(self) -> bool:
-        """True if gradients were enabled when the training called the guarded hook that is running."""
+        """True if gradients were enabled when the training called the hook that is running now."""
         return self._hooking.grad_enabled
 
     def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
-        """Return `function` as a hook that is called while `gate` is open."""
+        """Return a hook that calls `function` while `gate` is open."""
         return self._hooking.guarded(where, function, gate)

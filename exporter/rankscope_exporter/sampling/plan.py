@@ -1,8 +1,9 @@
-"""The plan of a rank: the ordered list of entries to which the numbers of a record refer, and views of its table.
+"""The plan of a rank, and views of the table whose columns are the plan's entries.
 
-The entries of a quantity may be unknown at attach: the optimizer's state appears with the first update, and the shapes
-of activations once a module has run. An entry never moves and is never removed. A position therefore means the same
-tensor in every table, and the length of a plan identifies it.
+The plan is the ordered list of entries to which the numbers of a record refer. Some entries are unknown at attach: the
+state of an optimizer appears with the first update, and the shapes of activations once a module has run. An entry never
+moves and is never removed. A position therefore means the same tensor in every table, and the length of a plan
+identifies it.
 """
 
 from __future__ import annotations
@@ -21,19 +22,28 @@ from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, copy_en
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops, carried_ops
 
 MAX_ENTRIES: Final = 200_000
-"""Limit of the memory of a model that creates new names without end: 64 bytes per entry in every table."""
+"""Largest number of entries in a plan. It limits the memory of a script that creates new tensor names without end.
+
+An entry needs 64 bytes in every table.
+"""
 
 
 class PlanRegistry:
-    """All entries of the plan. Grows on the training thread; the publisher thread requests plans of earlier lengths."""
+    """All entries of the plan of a rank.
+
+    The training thread adds entries. The publisher thread requests the plans of earlier, smaller numbers of entries.
+    """
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self.entries: list[PlanEntry] = []
         self.owners: list[int] = []
-        """For each entry: the position of its parameter, -1 for none."""
+        """For each entry: the position of its parameter in the model; -1 for an entry without a parameter."""
         self.ops: list[Ops] = []
-        """For each entry: the statistics that leave the rank. The list is replaced, never changed in place: a step that
-        waits for the publisher keeps the list of its own time."""
+        """For each entry: the statistics that the rank publishes.
+
+        The list is replaced, never changed in place. A step that waits for the publisher therefore keeps the list with
+        which it was measured.
+        """
         self.left_out = 0  # entries that did not fit
         self._max_entries = max_entries
         self._released: dict[tuple[PlanEntry, ...], range] = {}
@@ -46,9 +56,12 @@ class PlanRegistry:
     def add(
         self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None, ops: Ops = EVERY_OP
     ) -> range | None:
-        """Append `entries` and return their positions. If they do not fit, count them and return None.
+        """Append `entries` and return their positions.
 
-        If the same entries exist and were released, return their existing positions.
+        If the plan is full, count the entries as dropped and return None.
+
+        If the same entries exist and were released, return their existing positions. `owners` has the position of the
+        parameter of each entry, -1 for none. The rank publishes the statistics `ops` of the entries.
         """
         released = self._released.pop(tuple(entries), None) if self._released else None
         if released is not None:
@@ -64,24 +77,26 @@ class PlanRegistry:
         return range(first, first + len(entries))
 
     def release(self, rows: range) -> None:
-        """Allow the entries of one `add` to be filled by the next caller that adds the same entries."""
+        """Release the entries at `rows`, which `add` returned: the next `add` of the same entries gets these rows."""
         if rows:
             self._released[tuple(self.entries[rows.start : rows.stop])] = rows
 
     def reclaim(self, rows: range) -> None:
-        """Revoke a `release` of the entries of one `add`."""
+        """Revoke the `release` of the entries at `rows`, which one call of `add` returned."""
         if rows:
             self._released.pop(tuple(self.entries[rows.start : rows.stop]), None)
 
     def publish(self, rows: range, ops: Ops) -> None:
-        """Set the statistics that leave the rank for the entries `rows`, from now on."""
+        """Set the statistics `ops` that the rank publishes for the entries at `rows`, from now on."""
         if any(choice != ops for choice in self.ops[rows.start : rows.stop]):
             self.ops = [*self.ops[: rows.start], *[ops] * len(rows), *self.ops[rows.stop :]]
 
     def plan(self, length: int, ops: Sequence[Ops] = ()) -> NamedPlan:
-        """Return the plan of the first `length` entries, of which the statistics `ops` are published.
+        """Return the plan of the first `length` entries.
 
-        For the publisher thread: the first call for a plan takes milliseconds.
+        `ops` has the statistics that the rank publishes, for each entry.
+
+        Called on the publisher thread, because the first call for a plan takes milliseconds.
         """
         if self._named is None or len(self._named.plan.entries) != length or ops is not self._named_ops:
             self._named = NamedPlan.of(Plan(tuple(self.entries[:length]), carried_ops(ops[:length])))
@@ -91,7 +106,7 @@ class PlanRegistry:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Settings of the computation of statistics."""
+    """Settings for the computation of statistics."""
 
     zero_below: float = 0.0
     compiled: bool = True  # use the compiled CPU kernel once it is ready
@@ -99,7 +114,7 @@ class Measurement:
 
 @dataclass(slots=True)
 class StepBuffers:
-    """The data that all quantities of a step write to: the plan, the table of its entries, and other rows."""
+    """The buffers of a step to which all quantities write: the plan, its table, and rows of other datasets."""
 
     plan: PlanRegistry
     table: StatisticsTable
@@ -108,17 +123,17 @@ class StepBuffers:
     rows: dict[str, list[Row]] = field(default_factory=dict)
 
     def take_rows(self) -> tuple[list[Deferred], dict[str, list[Row]]]:
-        """Return the rows that were written outside of the table, and start with none for the next step."""
+        """Return the rows of this step that were written outside of the table, and clear their buffers."""
         deferred, rows = self.deferred, self.rows
         self.deferred, self.rows = [], {}
         return deferred, rows
 
 
 class TableView(Table):
-    """The rows of one quantity in the shared table. Row 0 is the first entry of the quantity."""
+    """The rows of one quantity in the table that all quantities share. Row 0 is the first entry of the quantity."""
 
     def __init__(self, buffers: StepBuffers, entries: Sequence[PlanEntry], owners: Sequence[int], ops: Ops) -> None:
-        """Add `entries` to the plan as the first rows. Their statistics `ops` are published."""
+        """Add `entries` to the plan as the first rows of the view. The rank publishes their statistics `ops`."""
         self._buffers = buffers
         self._first = len(buffers.plan)  # of the first entry, or of a later one where the plan is full
         self._ops = ops
@@ -129,7 +144,7 @@ class TableView(Table):
             self._first = rows.start
 
     def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
-        """Append entries that were not known before, and return their rows; None when the plan is full."""
+        """Append entries that were not known before, and return their rows; None if the plan is full."""
         rows = self._add(entries, owners)
         return None if rows is None else range(rows.start - self._first, rows.stop - self._first)
 
@@ -142,25 +157,28 @@ class TableView(Table):
         return rows
 
     def publish(self, ops: Ops) -> None:
-        """Set the statistics that leave the rank, for all present and future entries of this view."""
+        """Set the statistics that the rank publishes for all present and future entries of this view."""
         self._ops = ops
         for rows in self._added:
             self._buffers.plan.publish(rows, ops)
         self._buffers.table.accumulate(ops)
 
     def release(self) -> None:
-        """Allow another view to fill the entries of this one, which writes no more."""
+        """Allow another view to fill the entries of this view, which does not write any more."""
         for rows in self._added:
             self._buffers.plan.release(rows)
 
     def reclaim(self) -> None:
-        """Fill the released entries again."""
+        """Revoke `release`: this view fills its entries again."""
         for rows in self._added:
             self._buffers.plan.reclaim(rows)
             self._buffers.plan.publish(rows, self._ops)
 
     def measure(self, tensors: Sequence[torch.Tensor | None], rows: range) -> None:
-        """Compute the statistics of `tensors` into the entries `rows`; None leaves an entry absent."""
+        """Compute the statistics of `tensors` and write them to the entries at `rows`.
+
+        For a None, the entry remains absent.
+        """
         group = self._groups.get(rows)
         if group is None:
             how = self._buffers.measurement
@@ -169,27 +187,38 @@ class TableView(Table):
         group.measure(tensors, self._buffers.table)
 
     def copy(self, source: range, target: range) -> None:
-        """Copy the statistics of the entries `source`, which were measured before, to the entries `target`."""
+        """Copy the statistics of the entries at `source`, which this step has measured, to the entries at `target`."""
         copy_entries(self._buffers.table, self._shifted(source), self._shifted(target))
 
     def forget(self, rows: range) -> None:
-        """Make entries absent that were measured before."""
+        """Delete the statistics of the entries at `rows`, which were measured at this step.
+
+        The entries are then absent.
+        """
         self._buffers.table.forget(self._shifted(rows))
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Make each entry of `rows` absent that is bit-identical to its counterpart in `others`."""
+        """Make each entry at `rows` absent whose statistics are bit for bit those of the same position in `others`.
+
+        Return bool [len(rows)] on the device: True for entries that were measured and differ.
+        """
         return self._buffers.table.forget_equal(self._shifted(rows), self._shifted(others))
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
-        """Call `rows` for rows of `dataset` once `tensor` has reached the host; does not wait for the device."""
+        """Copy `tensor` to the host asynchronously, and call `rows` with the numbers afterwards.
+
+        Does not wait for the device.
+
+        `rows` runs on the publisher thread and returns rows of `dataset`, which are added to the step's record.
+        """
         self._buffers.deferred.append(Deferred(dataset, Transfer.of(tensor), rows))
 
     def withdraw(self, dataset: str) -> None:
-        """Discard the deferred rows of `dataset` of this step: the quantity reads it again."""
+        """Discard the rows of `dataset` that were deferred at this step, because the quantity reads the data again."""
         self._buffers.deferred = [item for item in self._buffers.deferred if item.dataset != dataset]
 
     def later(self, tensor: torch.Tensor, use: Callable[[Numbers], None]) -> None:
-        """Call `use` on the publisher thread with the present values of `tensor`, once they have reached the host."""
+        """Copy the values of `tensor` to the host asynchronously, and call `use` with them on the publisher thread."""
 
         def no_rows(numbers: Numbers) -> tuple[()]:
             use(numbers)
@@ -198,7 +227,7 @@ class TableView(Table):
         self._buffers.deferred.append(Deferred(None, Transfer.of(tensor), no_rows))
 
     def write(self, dataset: str, row: Row) -> None:
-        """Add a complete row of `dataset`."""
+        """Add a row of `dataset` whose values are already on the host."""
         self._buffers.rows.setdefault(dataset, []).append(row)
 
     def _shifted(self, rows: range) -> range:

@@ -1,4 +1,7 @@
-"""The part of the configuration that may change during training: from a document to quantities and schedules. Pure."""
+"""The sampling configuration, which may change during training: converts a document to quantities and schedules.
+
+The module is pure: it uses neither files nor threads.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from rankscope_exporter.statistics.selection import EVERY_OP, Ops, chosen_ops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Sample every n-th step from `start_step` on, `times` times. None: from the first step, and without an end."""
+    """The steps to sample: every n-th step from `start_step` on, until `times` steps were sampled.
+
+    If `start_step` is None, sampling begins with the first step. If `times` is None, it does not end.
+    """
 
     start_step: int | None = None
     every: int = 1
@@ -24,14 +30,18 @@ class Timing:
 
 
 class Schedule:
-    """Decides at which steps one quantity is sampled. `begins` is called once for each step, in order.
+    """Decides at which steps one quantity is sampled. `begins` must be called once for each step, in order.
 
-    The first step with a number of at least `start_step` is sampled, then every n-th step.
+    The first sampled step is the first one with a number of at least `start_step`. After it, every n-th step is
+    sampled.
     """
 
     def __init__(self, timing: Timing) -> None:
         self.stretch = 1
-        """Factor by which the sampling interval is multiplied. `times` still counts sampled steps."""
+        """Factor by which the sampling interval is multiplied.
+
+        It does not change the number of sampled steps, `times`.
+        """
         self._timing = timing
         self._seen = 0
         self._sampled = 0
@@ -47,7 +57,10 @@ class Schedule:
         return self._timing.every * self.stretch
 
     def begins(self, step: int) -> bool:
-        """Count step number `step`, which begins; return whether it is sampled. Step numbers may have gaps."""
+        """Count step number `step`, which begins; return whether it is selected for sampling.
+
+        Step numbers may have gaps.
+        """
         timing = self._timing
         if self.is_over or (timing.start_step is not None and not self._seen and step < timing.start_step):
             return False
@@ -62,7 +75,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class QuantitySampling:
-    """The steps at which a quantity is measured, and the statistics of it that leave the rank."""
+    """The steps at which a quantity is measured, and the statistics that the rank publishes for it."""
 
     timing: Timing = field(default_factory=Timing)
     ops: Ops = EVERY_OP
@@ -70,13 +83,16 @@ class QuantitySampling:
 
 SWITCH: Final = "dynamic_on"
 _ENVIRONMENT: Final = ("serve", "hang_after_seconds", "stacks_signal", "stop_signals", "switch_file", "enabled")
-"""Settings that environment variables may override: a different value need not be a change of the file."""
+"""Settings that environment variables may override. If one of them differs, the file need not have changed."""
 
 CHANGEABLE: Final = ("quantities", "options", "every", "times", "ops")
-"""Settings that a running monitor adopts. Settings that a document does not name keep their value of attach()."""
+"""Settings that can be changed while the monitor runs.
+
+If a document does not contain one of them, the setting has the value that it had at attach().
+"""
 
 _REMARKS: Final = "remarks"
-"""Notices of a document, which are published when it takes effect."""
+"""Setting with the notices about a document. They are published when the document takes effect."""
 
 Part = tuple[Quantity, QuantitySampling]
 
@@ -88,16 +104,19 @@ class SamplingConfig:
     on: bool
     config: MonitorConfig
     fixed: tuple[str, ...] = ()
-    """Settings that the document changes and that take effect only after a restart."""
+    """Settings that differ in the document, but take effect only after a restart of the training."""
 
     def document(self) -> dict[str, Any]:
-        """Return the settings as JSON has them, for /config and for events."""
+        """Return the changeable settings as JSON values, for the HTTP path /config and for events."""
         settings = {name: getattr(self.config, name) for name in CHANGEABLE}
         return {SWITCH: self.on, **json.loads(json.dumps(settings, default=str))}
 
 
 def document_text(document: Mapping[str, Any]) -> str:
-    """Return the canonical JSON text of a document: equal documents have equal texts. Raises ConfigError."""
+    """Return the canonical JSON text of a document: equal documents have equal texts.
+
+    Raises ConfigError if the document cannot be represented as JSON.
+    """
     try:
         return json.dumps(document, sort_keys=True, ensure_ascii=False)
     except (TypeError, ValueError) as error:
@@ -105,9 +124,10 @@ def document_text(document: Mapping[str, Any]) -> str:
 
 
 def sampling_config_from(document: Mapping[str, Any], base: MonitorConfig, *, on: bool) -> SamplingConfig:
-    """Return the configuration `base` with the changes of `document`. Raises ConfigError.
+    """Return the sampling configuration that `document` makes from the configuration `base`.
 
-    `on` applies if the document does not contain the switch itself.
+    If the document does not contain the switch `dynamic_on`, the value of `on` is used. Raises ConfigError if the
+    document is invalid.
     """
     document = own_settings(document)
     settings = {name: getattr(base, name) for name in CHANGEABLE} | document
@@ -126,7 +146,8 @@ def selected_parts(
 ) -> list[Part]:
     """Return the quantities that this rank measures, with their schedules.
 
-    With `ignore_start`, `start_step` has no effect: quantities that are switched on later are sampled immediately.
+    If `ignore_start` is true, the option `start_step` has no effect. Quantities that are switched on during training
+    are then sampled immediately.
     """
     parts: list[Part] = []
     for quantity_class in select_quantities(config.quantities):

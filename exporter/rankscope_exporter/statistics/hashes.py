@@ -7,7 +7,8 @@ The bytes of a tensor in row-major order, padded with zeros, are little-endian w
 
 `mix` is a bijection, so a change within one word always changes the hash. Any other change is missed with a probability
 of 2^-64. The order of the sum is irrelevant, and integers wrap in the same way on every device, so equal bits have
-equal hashes everywhere. Bits count, not values: 0.0 and -0.0 differ, and so do two NaNs with different bits.
+equal hashes everywhere. The hash depends on bits, not on values: 0.0 and -0.0 differ, and so do two NaNs with different
+bits.
 """
 
 from __future__ import annotations
@@ -26,24 +27,30 @@ _LAST_SHIFT: Final = 31
 _WORD: Final = 8
 
 _WORDS: Final = {"cpu": 1 << 15}
-"""Words that are hashed together: they fit into the second-level cache."""
+"""Number of 64-bit words that are hashed at the same time: they fit into the second-level cache."""
 _WORDS_ELSEWHERE: Final = 1 << 20
 
 
 def hashable(tensor: torch.Tensor | None) -> bool:
-    """Return whether a tensor has bits to hash; False if it is None, freed, sparse, nested, packed or meta."""
+    """Return whether a tensor can be hashed.
+
+    False if it is None, freed, sparse, nested, packed or on the meta device.
+    """
     if tensor is None or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
         return False
     return tensor.dtype in MEASURABLE and not is_freed(tensor)
 
 
 def finished(partial: int, size_bytes: int) -> int:
-    """Return the signed hash of a tensor of `size_bytes` from its `partial` sum. Runs on the host."""
+    """Return the hash of a tensor as a signed integer, from its `partial` sum and its `size_bytes`.
+
+    Runs on the host.
+    """
     return _signed(partial + _mix(size_bytes))
 
 
 class Hasher:
-    """Computation of hashes on one device, in memory that is allocated once. Not thread-safe."""
+    """Computation of hashes on one device. The memory is allocated once. An object must be used by one thread only."""
 
     def __init__(self, device: torch.device, words: int | None = None) -> None:
         size = words or _WORDS.get(device.type, _WORDS_ELSEWHERE)
@@ -56,7 +63,10 @@ class Hasher:
         self._layouts: dict[tuple[int, ...], _Layout] = {}
 
     def partials(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return int64 [len(tensors)]: the sum over the words of each tensor, from which `finished` makes a hash."""
+        """Return int64 [len(tensors)] on the device: for each tensor, the sum over its words.
+
+        `finished` computes the hash from this sum.
+        """
         flat = [_bytes(tensor) for tensor in tensors]
         sums = torch.zeros(len(flat), dtype=torch.int64, device=self._mixed.device)
         small: list[int] = []
@@ -93,7 +103,7 @@ class Hasher:
             total.add_(self._sum(last, self._positions[:1], whole))
 
     def _add_small(self, flat: Sequence[torch.Tensor], indices: Sequence[int], sums: torch.Tensor) -> None:
-        """Hash several tensors together. Each begins at a new word and counts its words from there."""
+        """Hash several tensors together. Each tensor begins at a new 64-bit word, and its words are numbered from 0."""
         indices = [index for index in indices if flat[index].numel()]
         if not indices:
             return
@@ -127,7 +137,7 @@ class Hasher:
         return self._mix(words, positions, first).sum()
 
     def _mix(self, words: torch.Tensor, positions: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the summands of `words`; the first word has number `first` within its tensor."""
+        """Return the summand of each of `words`. The first word has the number `first` within its tensor."""
         mixed, shifted = self._mixed[: len(words)], self._shifted[: len(words)]
         torch.add(words, positions, out=mixed)
         if first:
@@ -141,7 +151,7 @@ class Hasher:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The places of tensors with certain sizes in the packed words."""
+    """The positions of several tensors with known sizes in one buffer of 64-bit words."""
 
     spans: tuple[tuple[int, int], ...]
     places: tuple[torch.Tensor, ...]
@@ -153,14 +163,20 @@ _LAYOUTS_KEPT: Final = 64
 
 
 def _fold(mixed: torch.Tensor, shifted: torch.Tensor, shift: int) -> None:
-    """Exclusive-or `mixed` with itself, logically shifted right by `shift` bits; torch's shift repeats the sign."""
+    """Replace `mixed` by its exclusive-or with itself, logically shifted right by `shift` bits.
+
+    torch's right shift repeats the sign bit, so these bits must be cleared.
+    """
     torch.bitwise_right_shift(mixed, shift, out=shifted)
     shifted.bitwise_and_((1 << (64 - shift)) - 1)
     mixed.bitwise_xor_(shifted)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `tensor` in row-major order; a copy only if its memory has another order."""
+    """Return the bytes of `tensor` in row-major order.
+
+    They are copied only if the tensor's memory has another order.
+    """
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return whole.view(torch.uint8)
 

@@ -1,4 +1,7 @@
-"""Arguments of the compiled kernel: addresses and sizes in one array, rebuilt only after a tensor moved."""
+"""Arguments of the compiled kernel: addresses and sizes of tensors in one array.
+
+It is rebuilt only if a tensor moves.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,15 @@ from rankscope_exporter.statistics.torch_backend import round_up
 
 BLOCK: Final = 4096
 COMPILED_EXTRA_SUMS: Final = ((), ("sum_of_fourth_powers",))
-"""`StatisticsTable.extra_sums` that the compiled kernel supports; tables with other ones use torch operations."""
+"""The optional accumulators that the compiled kernel can compute.
+
+For a table with other optional accumulators, torch operations are used instead.
+"""
 JOB_FIELDS: Final = 5  # address, elements, entry, code, bytes per element
 
 
 class Code(enum.IntEnum):
-    """The dtypes that compiled code reads."""
+    """The dtypes of tensors that the compiled kernel can read."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -46,7 +52,7 @@ Sight = tuple[int, int, torch.dtype, bool]
 
 
 class KernelArguments:
-    """The kernel arguments of one group: the tensors that the kernel can read, and their last addresses."""
+    """The kernel arguments of one group of tensors: the tensors that the kernel can read, and their last addresses."""
 
     def __init__(self, rows: Rows, zero_below: float) -> None:
         self._rows = rows
@@ -59,7 +65,7 @@ class KernelArguments:
     def run(
         self, kernel: Callable[..., None], tensors: Sequence[torch.Tensor | None], table: StatisticsTable
     ) -> Sequence[int]:
-        """Measure the tensors that compiled code can read; return the positions of the others."""
+        """Measure those of `tensors` that the kernel can read; return the positions of the other tensors."""
         seen = _fingerprints(tensors)
         if seen != self._seen or not self._permuted_as_before(tensors):
             self._plan(tensors, seen)
@@ -102,7 +108,10 @@ class KernelArguments:
 
 
 class _Scratch(threading.local):
-    """Memory for one block of float64 numbers per thread, shared by all groups: a plan may have many thousands."""
+    """Temporary memory of the kernel: one block of float64 numbers per thread.
+
+    All groups share it, because a plan may have many thousands of groups.
+    """
 
     def __init__(self) -> None:
         self.block = array.array("d", bytes(8 * BLOCK))
@@ -116,7 +125,11 @@ def _scratch() -> int:
 
 
 def _fingerprints(tensors: Sequence[torch.Tensor | None]) -> list[Sight | None]:
-    """Return the values that must be unchanged to reuse an address; None for a tensor without its own address."""
+    """Return, for each tensor, the values that must be unchanged so that its address can be used again.
+
+    They are the address, the number of elements, the dtype, and whether the tensor is contiguous. None for a tensor
+    without memory of its own.
+    """
     try:
         return [
             (tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.is_contiguous())  # type: ignore[union-attr]  # None is not of a plain type
@@ -142,7 +155,7 @@ def _readable(tensor: torch.Tensor, sight: Sight) -> bool:
 
 
 def _thresholds(zero_below: float) -> list[int]:
-    """Return the bits below which a magnitude counts as zero: for each Code its own, then for each as float64."""
+    """Return the bits of the bound below which a magnitude counts as zero, for each Code, then again as float64."""
     own, wide = [], []
     for dtype in CODES:
         smallest = round_up(zero_below, dtype) if zero_below > 0 else 0.0

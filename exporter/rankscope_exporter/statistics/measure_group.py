@@ -1,7 +1,7 @@
 """Groups of tensors that are measured together at every step, and the compiled CPU kernel that measures them.
 
-Numba is optional, and importing and compiling it takes seconds on a background thread. Until the kernel is ready, or if
-numba is missing, torch operations compute the same statistics.
+Numba is optional. Importing it and compiling the kernel takes seconds, on a background thread. Until the kernel is
+ready, or if numba is missing, torch operations compute the same statistics.
 """
 
 from __future__ import annotations
@@ -37,19 +37,25 @@ _seconds = 0.0
 
 
 def kernel() -> Callable[..., None] | None:
-    """Return the compiled kernel; None until it is ready."""
+    """Return the compiled kernel; None until it is compiled."""
     return _kernel
 
 
 def backend_name(*, coming: bool = False) -> str:
-    """Return the present backend for CPU tensors, "numba" or "torch"; with `coming`, the one after the warm-up."""
+    """Return the name of the present backend for CPU tensors, "numba" or "torch".
+
+    If `coming` is true, return the name of the backend that is used after the warm-up.
+    """
     if _kernel is not None or (coming and importlib.util.find_spec("numba") is not None):
         return "numba"
     return "torch"
 
 
 def warm_up() -> threading.Thread | None:
-    """Start the import and compilation on a thread, once per process. Return None if it is done or impossible."""
+    """Start the import of numba and the compilation on a background thread, once per process, and return the thread.
+
+    Return None if the kernel is ready or cannot be compiled.
+    """
     global _thread  # noqa: PLW0603 - one kernel for the process, like the module that holds it
     with _state_lock:
         if _kernel is not None or importlib.util.find_spec("numba") is None:
@@ -65,7 +71,7 @@ def warm_up() -> threading.Thread | None:
 
 
 def warm_up_seconds() -> float:
-    """Return the CPU seconds of importing and compiling in this process."""
+    """Return the CPU seconds that importing numba and compiling took in this process."""
     return _seconds
 
 
@@ -92,9 +98,11 @@ def _load() -> None:
 
 
 class MeasureGroup:
-    """A fixed set of entries that are measured together. Its tensors may differ, move or be absent at each step.
+    """A fixed set of table entries that are measured together.
 
-    With `compiled=False`, torch operations are used even if the compiled kernel is ready.
+    Their tensors may differ, move or be absent at each step.
+
+    If `compiled` is false, torch operations are used even if the compiled kernel is ready.
     """
 
     def __init__(self, rows: Sequence[int], *, zero_below: float = 0.0, compiled: bool = True) -> None:
@@ -104,7 +112,10 @@ class MeasureGroup:
         self._jobs = KernelArguments(self.rows, zero_below)
 
     def measure(self, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> None:
-        """Write the sums of `tensors` to the group's entries; an absent tensor leaves its entry as it is."""
+        """Compute the sums of `tensors` and write them to the entries of the group in `table`.
+
+        For a tensor that is absent, the entry is not changed.
+        """
         if len(tensors) != len(self.rows):
             raise ValueError(f"{len(tensors)} tensors for {len(self.rows)} entries: pass None for an absent tensor")
         with torch.no_grad():
@@ -130,12 +141,15 @@ class MeasureGroup:
 def measure(
     tensors: Sequence[torch.Tensor | None], rows: Sequence[int], table: StatisticsTable, *, zero_below: float = 0.0
 ) -> None:
-    """Write the sums of tensors[i] to entry rows[i] of `table`; the group for equal `rows` is cached."""
+    """Compute the sums of tensors[i] and write them to entry rows[i] of `table`.
+
+    The group for equal `rows` is cached.
+    """
     _group(rows if isinstance(rows, range) else tuple(rows), zero_below).measure(tensors, table)
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the local shard of a DTensor; any other tensor as it is."""
+    """Return the local shard of a DTensor; return any other tensor unchanged."""
     if tensor is None or not hasattr(tensor, "to_local"):
         return tensor
     shard: torch.Tensor = tensor.to_local()
@@ -143,7 +157,10 @@ def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _gathered(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a contiguous copy of a strided part of a tensor: a copy and the kernel are cheaper than many passes."""
+    """Return a contiguous copy of a part of a tensor with strides.
+
+    A copy and the compiled kernel together are faster than several torch operations.
+    """
     if type(tensor) not in PLAIN_TYPES or tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     return tensor if tensor.is_contiguous() or is_dense(tensor) else tensor.contiguous()

@@ -1,4 +1,6 @@
-"""One pass over a tensor in compiled code. Only the warm-up thread imports this: it takes seconds and needs numba.
+"""Compiled code that computes all statistics of a tensor in one pass.
+
+Only the warm-up thread imports this module, because the import takes seconds and needs numba.
 
 Sums run in float32 lanes over blocks that fit into the first-level cache, and are added up in float64. Minimum, maximum
 and zeros are computed from the bits. If the bits of negative numbers are flipped, floats have the order of integers,
@@ -26,9 +28,9 @@ from rankscope_exporter.statistics.kernel_arguments import Code as _Code
 P = ParamSpec("P")
 R = TypeVar("R")
 Number = Any
-"""A machine number of compiled code: an address, a count, bits or a float. numba infers its type."""
+"""A machine number in compiled code: an address, a count, bits or a float. Numba infers its type."""
 Block = tuple[Number, Number, Number, Number, Number, Number, Number]
-"""Raw statistics of a block: sum of squares, sum, minimum, maximum, nans, infs, zeros."""
+"""The raw statistics of a block: sum of squares, sum, minimum, maximum, and the numbers of NaN, Inf and zeros."""
 
 _FLOAT32: Final = int(_Code.FLOAT32)
 _BFLOAT16: Final = int(_Code.BFLOAT16)
@@ -59,13 +61,13 @@ _OPTIONS: Final[dict[str, Any]] = {
 
 
 def _compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a helper that is compiled into its callers."""
+    """Return `function` compiled so that numba inlines it into the functions that call it."""
     compiled: Callable[P, R] = numba.njit(**_OPTIONS)(function)
     return compiled
 
 
 def _pointer(target: Any) -> Any:
-    """Return the compiled cast of an integer to a pointer to `target`."""
+    """Return a compiled function that casts an integer to a pointer to `target`."""
     pointer = types.CPointer(target)  # type: ignore[no-untyped-call]  # numba leaves it untyped
 
     def cast(_typing: Any, _address: Any) -> Any:
@@ -78,7 +80,7 @@ def _pointer(target: Any) -> Any:
 
 
 def _reinterpret(source: Any, target: Any, llvm: Any) -> Any:
-    """Return the compiled reading of the bits of a `source` as a `target`."""
+    """Return a compiled function that reads the bits of a `source` number as a `target` number."""
 
     def cast(_typing: Any, _value: Any) -> Any:
         def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -105,19 +107,19 @@ _as_float64 = _reinterpret(types.int64, types.float64, ir.DoubleType())
 
 @_compiled
 def _bits(ordered: Number) -> Number:
-    """Return the float32 bits of an ordered integer; the flip is its own inverse."""
+    """Return the bits of a float32, given the integer with the same order; the inverse function is the same."""
     return int32(ordered ^ int32(int32(ordered >> 31) & int32(_MOST32)))
 
 
 @_compiled
 def _half_bits(ordered: Number) -> Number:
-    """Return the 16-bit float bits of an ordered integer."""
+    """Return the bits of a 16-bit float, given the integer with the same order."""
     return int16(ordered ^ int16(int16(ordered >> 15) & int16(_MOST16)))
 
 
 @_compiled
 def _half(bits: Number) -> Number:
-    """Return finite float16 bits as float32: bits shifted, then scaled by the difference of the exponent biases."""
+    """Return a finite float16 as float32, given its bits. The shifted bits are scaled to correct the exponent bias."""
     wide = int32(bits)
     moved = int32(int32(int32(wide & int32(_MOST16)) << 13) | int32(wide & int32(_LEAST32)))
     return _as_float32(moved) * float32(_HALF_TO_FLOAT)
@@ -125,7 +127,10 @@ def _half(bits: Number) -> Number:
 
 @_compiled
 def _scale(least: Number, most: Number) -> Number:
-    """Return the power of two by which a block with these extreme bits is scaled for float32 sums; 0 if none fits."""
+    """Return the power of two by which a block is scaled so that float32 sums have no overflow or underflow.
+
+    The arguments are the bits of the minimum and the maximum. Return 0 if one of them is not finite.
+    """
     magnitude = max(int32(least & int32(_MOST32)), int32(most & int32(_MOST32)))
     if magnitude >= _INFINITE32:
         return 0.0
@@ -136,7 +141,7 @@ def _scale(least: Number, most: Number) -> Number:
 
 @_compiled
 def _block_float64(address: Number, size: Number, zero64: Number) -> Block:
-    """Measure float64 elements. NaN and Inf are counted and excluded from the sums and extremes."""
+    """Measure float64 elements. NaN and Inf are counted, and excluded from sums and extremes."""
     values, patterns = carray(_float64s(address), size), carray(_int64s(address), size)
     squares, total = 0.0, 0.0
     least, most = int64(_MOST64), int64(_LEAST64)
@@ -163,7 +168,7 @@ def _block_float64(address: Number, size: Number, zero64: Number) -> Block:
 
 @_compiled
 def _widened(address: Number, size: Number, code: Number, scratch: Number) -> None:
-    """Write elements of a smaller dtype to `scratch` as float64."""
+    """Convert elements of a smaller dtype to float64 and write them to `scratch`."""
     wide = carray(_float64s(scratch), size)
     if code == _FLOAT32:
         floats = carray(_float32s(address), size)
@@ -185,7 +190,7 @@ def _widened(address: Number, size: Number, code: Number, scratch: Number) -> No
 
 @_compiled
 def _float32_block(address: Number, size: Number, zero: Number) -> tuple[Number, Number, Number, Number, Number]:
-    """Measure float32 elements in float32; the extremes are returned as bits."""
+    """Measure float32 elements with float32 sums. The minimum and maximum are returned as bits."""
     values, patterns = carray(_float32s(address), size), carray(_int32s(address), size)
     bound = int32(zero)  # a wider one would widen every comparison
     squares, total = float32(0.0), float32(0.0)
@@ -237,7 +242,10 @@ def _float16_sums(address: Number, size: Number) -> tuple[Number, Number]:
 
 @_compiled
 def _extremes16(address: Number, size: Number, zero: Number) -> tuple[Number, Number, Number]:
-    """Return the extreme bits and the zeros of 16-bit floats, in a separate loop with twice as many vector lanes."""
+    """Return the bits of the minimum and maximum of 16-bit floats, and the number of zeros.
+
+    A separate loop processes twice as many elements per vector instruction.
+    """
     patterns = carray(_int16s(address), size)
     bound = int16(zero)
     least, most, zeros = int16(_MOST16), int16(_LEAST16), int16(0)
@@ -254,7 +262,11 @@ def _extremes16(address: Number, size: Number, zero: Number) -> tuple[Number, Nu
 def _block(  # noqa: PLR0917 - addresses and sizes
     address: Number, size: Number, code: Number, zero: Number, zero64: Number, scratch: Number
 ) -> Block:
-    """Measure up to BLOCK elements of any dtype: in float32 if all are finite, otherwise again in float64."""
+    """Measure at most BLOCK elements of any supported dtype.
+
+    They are measured in float32. If an element is not finite, or if the elements are float64, they are measured in
+    float64.
+    """
     if code == _FLOAT32:
         squares, total, least, most, zeros = _float32_block(address, size, zero)
         scale = _scale(least, most)
@@ -284,7 +296,7 @@ def _block(  # noqa: PLR0917 - addresses and sizes
 
 @_compiled
 def _fourth_powers(address: Number, size: Number, code: Number, scratch: Number) -> Number:
-    """Return the float64 sum of x⁴ over the finite elements of a block."""
+    """Return the sum of x⁴ over the finite elements of a block, as float64."""
     place = address
     if code <= _FLOAT16:
         _widened(address, size, code, scratch)
@@ -308,9 +320,10 @@ def _measure(  # noqa: PLR0917 - addresses and sizes
     zeros_below: Number,
     scratch: Number,
 ) -> None:
-    """Measure `count` tensors and write each to its column of the table, whose rows are `stride` columns long.
+    """Measure `count` tensors, and write the statistics of each to its column of the table.
 
-    `fourths` is the address of the row for sums of fourth powers; 0: they are not measured.
+    The rows of the table have `stride` columns. `fourths` is the address of the row for sums of fourth powers; if it is
+    0, they are not measured.
     """
     job = carray(_int64s(jobs), count * JOB_FIELDS)
     below = carray(_int64s(zeros_below), 8)
@@ -340,7 +353,10 @@ def _measure(  # noqa: PLR0917 - addresses and sizes
 
 
 def compile_measure(*, cache: bool) -> Callable[..., None]:
-    """Return the kernel, compiled or read from the disk cache. Raise RuntimeError without a writable cache folder."""
+    """Return the kernel, compiled now or read from the disk cache.
+
+    Raise RuntimeError if numba finds no writable folder for its cache.
+    """
     signature = types.void(*[types.int64] * 8)
     compiled: Callable[..., None] = numba.njit(signature, cache=cache, **_OPTIONS)(_measure)
     return compiled

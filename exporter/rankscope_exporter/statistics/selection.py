@@ -1,6 +1,6 @@
-"""Selection of the statistics (ops) to publish. All ops are measured, in one pass.
+"""Selection of the statistics (ops) to publish.
 
-The publisher thread masks the ops that are not published with numpy.
+All ops are measured in one pass over a tensor. The publisher thread then masks the ops that are not published.
 """
 
 from __future__ import annotations
@@ -21,40 +21,41 @@ Ops = frozenset[str]
 
 ALL_OPS: Final = (*VALUE_OPS, *COUNT_OPS)
 EVERY_OP: Final[Ops] = frozenset(DEFAULT_OPS)
-"""The default selection: every op except those that must be selected by name."""
+"""The default selection of ops: all except those that are published only if the configuration names them."""
 
 NO_OP: Final[Ops] = frozenset()
-"""The selection for entries that are measured and not published."""
+"""The selection of ops for entries that are measured but not published."""
 
 ALWAYS: Final = "numel"
-"""The op that every row has: a row without it does not exist, and the store needs it to combine shards."""
+"""The op that every row has. A row without it counts as absent, and the store needs it to combine shards."""
 
 FALLBACK: Final = "norm"
 COUNTED_ANYWAY: Final = ("nans", "infs")
-"""Ops that rules read even if they are not published: a NaN must be detected also if its count is not stored."""
+"""Ops that rules read even if they are not published: a NaN must also be detected if its count is not stored."""
 
 _ELSEWHERE: Final = ("shape", "dtype")
 _OTHER_NAMES: Final = {"id": "mean"}
 
 
 def chosen_ops(names: Sequence[str]) -> Ops:
-    """Return the statistics in `names`; `norm` if none of them is a statistic.
+    """Return the selection of the statistics in `names`; `norm` if no name is that of a statistic.
 
-    Raise ValueError for an unknown name, with the most similar known name. `shape` and `dtype` are accepted, because
-    they are in the plan of every rank. `id` of msprobe, the value of a single number, is read as `mean`.
+    Raise ValueError if only some of the names are unknown; the error contains the most similar known name. `shape` and
+    `dtype` are accepted and ignored, because the plan of every rank contains them. msprobe's `id`, the value of a
+    single number, is read as `mean`.
     """
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"ops is a list of statistics, not {names!r}")
+        raise ValueError(f"ops must be a list of statistics, not {names!r}")
     known = {_OTHER_NAMES.get(name, name) for name in names} & set(ALL_OPS)
     unknown = [name for name in names if name not in (*ALL_OPS, *_ELSEWHERE, *_OTHER_NAMES)]
     if known and unknown:
         hint = did_you_mean(unknown[0], ALL_OPS)
-        raise ValueError(f"ops: {unknown[0]!r} is no statistic; there are {', '.join(ALL_OPS)}.{hint}")
+        raise ValueError(f"ops: {unknown[0]!r} is not a statistic; the statistics are {', '.join(ALL_OPS)}.{hint}")
     return frozenset({*(known or {FALLBACK}), ALWAYS})
 
 
 def op_notices(names: Sequence[str]) -> list[str]:
-    """Return notices for the user about the `names` that `chosen_ops` accepts."""
+    """Return notices for the user about `names` that are accepted as ops, but have no effect or another meaning."""
     notices = []
     if not {_OTHER_NAMES.get(name, name) for name in names} & set(ALL_OPS):
         notices.append(f"ops {list(names)} names no statistic, norm is published; there are {', '.join(ALL_OPS)}")
@@ -68,7 +69,10 @@ def op_notices(names: Sequence[str]) -> list[str]:
 
 
 def rule_notices(rules: Iterable[AnomalyRule], published: Mapping[str, Ops]) -> list[str]:
-    """Return a notice for each rule that reads ops that are not published; `published` has the ops by kind."""
+    """Return a notice for each rule that reads an op that is not published.
+
+    `published` has the published ops by kind.
+    """
     notices = []
     for rule in rules:
         missing = [op for op in DEFAULT_OPS if op not in COUNTED_ANYWAY and _is_missed(rule, op, published)]
@@ -83,26 +87,32 @@ def _is_missed(rule: AnomalyRule, op: str, published: Mapping[str, Ops]) -> bool
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Masks by statistic and entry: True if the number is published."""
+    """Two masks by statistic and entry. True means that the number is published."""
 
     values: npt.NDArray[np.bool_]  # [len(VALUE_OPS), T]
     counts: npt.NDArray[np.bool_]  # [len(COUNT_OPS), T]
 
     def only(self, finished: Finished) -> Finished:
-        """Return `finished` as rules read it: without values that are not published, and with all counts."""
+        """Return `finished` with NaN for values that are not published. Counts remain, because rules read them."""
         present = finished.present & self.counts[-1]
         values = np.where(self.values, finished.values, np.float32(np.nan))
         return replace(finished, values=values, present=present)
 
 
 def carried_ops(choices: Iterable[Ops]) -> tuple[str, ...]:
-    """Return the float statistics in a record whose entries publish `choices`: default ops, selected ops, baselines."""
+    """Return the names of the float statistics in a record whose entries publish the selections `choices`.
+
+    The order is: default ops, ops that are selected by name, baselines.
+    """
     wanted = EVERY_OP.union(*set(choices))
     return (*(op for op in VALUE_OPS if op in wanted), *BASELINE_OPS)
 
 
 class SelectionMasks:
-    """The masks of a plan, computed once for each selection of statistics and each length of the plan."""
+    """The masks of published numbers for a plan.
+
+    They are computed once for each selection of ops and length of the plan.
+    """
 
     def __init__(self) -> None:
         self._of: Sequence[Ops] = ()
@@ -110,7 +120,7 @@ class SelectionMasks:
         self._made: Published | None = None
 
     def of(self, ops: Sequence[Ops], known: int) -> Published | None:
-        """Return the masks of the first `known` entries; None if everything is published."""
+        """Return the masks of the first `known` entries of the plan; None if all numbers are published."""
         if ops is not self._of or known != self._known:
             self._of, self._known = ops, known
             self._made = _masks(ops[:known])

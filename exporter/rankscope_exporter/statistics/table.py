@@ -1,6 +1,7 @@
-"""The raw statistics of one step: one buffer on the device, one asynchronous copy to the host, one read there.
+"""The raw statistics of one step on a device, and their asynchronous copy to the host.
 
-Sums are float64 and counts int64 in one buffer, so a step needs one copy. An entry is absent until it is measured.
+Sums are float64 and counts int64. Both are in one buffer, so a step needs one copy. An entry is absent until it is
+measured.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROWS: Final = len(SUMS) + len(COUNT_OPS)
 NUMEL_ROW: Final = len(SUMS) + COUNT_OPS.index("numel")
 ABSENT: Final = -1  # in place of numel
 MEASURED: Final = frozenset({*SUMS, *COUNT_OPS, "finite"})
-"""Accumulators that every table has; the accumulators of other ops are added with `StatisticsTable.accumulate`."""
+"""Accumulators that every table has. Other ops need more accumulators, which `StatisticsTable.accumulate` adds."""
 
 Rows = range | tuple[int, ...]
 Kernel = Callable[..., None]
@@ -31,9 +32,9 @@ _UNKNOWN: Final = object()
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Statistics of one step on the host. `values` is NaN for an entry that is absent or has no finite element.
+    """The statistics of one step on the host. `values` is NaN for an entry that is absent or has no finite element.
 
-    The arrays are numpy arrays: a torch operation on the publisher thread would start an OpenMP team.
+    The arrays are numpy arrays, because a torch operation on the publisher thread would start a team of OpenMP threads.
     """
 
     values: npt.NDArray[np.float32]  # [len(VALUE_OPS), T]
@@ -42,9 +43,10 @@ class Finished:
 
 
 class StatisticsTable:
-    """Raw sums of `size` entries on one device, preallocated. Written by one thread, in the order of one stream.
+    """The raw sums of `size` entries on one device, in memory that is allocated in advance.
 
-    It can grow for entries that are added later, and keeps the entries that are already measured.
+    One thread writes to the table, in the order of one stream. The table can grow for entries that are added later, and
+    keeps the entries that are already measured.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -58,22 +60,25 @@ class StatisticsTable:
         self.clear()
 
     def clear(self) -> None:
-        """Make every entry absent."""
+        """Make every entry of the table absent."""
         # Only `numel` is reset: the other numbers of an absent entry are never read.
         self.buffer[NUMEL_ROW].fill_(ABSENT)
         self._kernel = _UNKNOWN
 
     def kernel(self, ready: Callable[[], Kernel | None]) -> Kernel | None:
-        """Return the result of the first call of `ready` since the table was cleared.
+        """Return the compiled kernel for this step, or None: the result of the first call of `ready` since `clear`.
 
-        Two backends round differently, and within a step equal tensors must have sums that are equal bit for bit.
+        The kernel and torch operations round differently, but equal tensors must have bit-identical sums within a step.
         """
         if self._kernel is _UNKNOWN:
             self._kernel = ready()
         return self._kernel  # type: ignore[return-value]  # no sentinel any more
 
     def grow(self, size: int) -> None:
-        """Extend the table to at least `size` entries; the size is doubled, so adding entries one by one is cheap."""
+        """Extend the table to at least `size` entries.
+
+        The capacity is doubled, so that adding entries one by one is fast.
+        """
         if size <= self.size:
             return
         old, kept = self.buffer, self.size
@@ -84,9 +89,9 @@ class StatisticsTable:
             self.buffer[:, :kept].copy_(old)
 
     def accumulate(self, ops: Iterable[str]) -> None:
-        """Add rows for the accumulators that `ops` need and the table does not have.
+        """Add rows for the accumulators that `ops` need and the table does not have yet.
 
-        In the current step, these accumulators are NaN for entries that were measured before.
+        In the current step, the added accumulators are NaN for entries that were measured before.
         """
         needed = {name for op in ops if op in OPS for name in OPS[op].accumulators}
         if missing := tuple(sorted(needed - MEASURED - set(self.extra_sums))):
@@ -98,11 +103,13 @@ class StatisticsTable:
                 self.buffer[:kept].copy_(old)
 
     def forget(self, rows: range) -> None:
-        """Make the entries `rows` absent."""
+        """Make the entries at `rows` absent."""
         self.buffer[NUMEL_ROW, rows.start : rows.stop].fill_(ABSENT)
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Make each of `rows` absent if its sums and counts equal those of `others`. No host synchronisation.
+        """Make each entry at `rows` absent if its sums and counts equal those at the same position of `others`.
+
+        The function does not synchronise with the host.
 
         Return bool [len(rows)] on the device: True for entries that were measured and differ.
         """
@@ -113,21 +120,21 @@ class StatisticsTable:
 
     @property
     def sums(self) -> torch.Tensor:
-        """Return the float64 rows, in the order of SUMS."""
+        """Return the float64 rows of the table [len(SUMS), size], in the order of SUMS."""
         return self.buffer[: len(SUMS)].view(torch.float64)
 
     @property
     def counts(self) -> torch.Tensor:
-        """Return the int64 rows, in the order of COUNT_OPS."""
+        """Return the int64 rows of the table [len(COUNT_OPS), size], in the order of COUNT_OPS."""
         return self.buffer[len(SUMS) : ROWS]
 
     @property
     def extras(self) -> torch.Tensor:
-        """Return the float64 rows of `extra_sums`."""
+        """Return the float64 rows of the optional accumulators [len(extra_sums), size]."""
         return self.buffer[ROWS:].view(torch.float64)
 
     def write(self, rows: Rows, sums: torch.Tensor, counts: torch.Tensor) -> None:
-        """Store float64 [len(SUMS), n] and int64 [len(COUNT_OPS), n] at the n entries of `rows`."""
+        """Store sums, float64 [len(SUMS), n], and counts, int64 [len(COUNT_OPS), n], at the n entries `rows`."""
         if isinstance(rows, range):
             self.sums[:, rows.start : rows.stop].copy_(sums)
             self.counts[:, rows.start : rows.stop].copy_(counts)
@@ -137,7 +144,7 @@ class StatisticsTable:
             self.counts.index_copy_(1, index, counts)
 
     def index(self, rows: Rows) -> torch.Tensor:
-        """Return `rows` as an index on the device, cached: a list would be copied to the device at each step."""
+        """Return `rows` as an index tensor on the device. It is cached, because a list would be copied at each step."""
         index = self._indices.get(rows)
         if index is None:
             if len(self._indices) >= _INDICES_KEPT:
@@ -147,11 +154,11 @@ class StatisticsTable:
         return index
 
     def look(self, used: int, ops: Sequence[str] = VALUE_OPS) -> Finished:
-        """Return the statistics `ops` of the first `used` entries without clearing them. Waits for the device."""
+        """Return the statistics `ops` of the first `used` entries, without clearing the table. Waits for the device."""
         return _finished(self.buffer.cpu().numpy(), used, self.extra_sums, ops)
 
     def take_host_buffer(self) -> torch.Tensor:
-        """Return a free buffer on the host, pinned if the device can copy to it asynchronously."""
+        """Return a free buffer on the host. It is in pinned memory if the device can copy to it asynchronously."""
         while self._free_host_buffers:
             buffer = self._free_host_buffers.popleft()
             if buffer.shape == self.buffer.shape:  # otherwise the table has grown since
@@ -160,7 +167,7 @@ class StatisticsTable:
         return self._new_buffer(torch.device("cpu"), pinned=self.device.type == "cuda")
 
     def give_host_buffer(self, buffer: torch.Tensor) -> None:
-        """Take back a buffer that is no longer read. Called by the publisher thread."""
+        """Add a host buffer that is no longer read to the free buffers. Called on the publisher thread."""
         if len(self._free_host_buffers) < _HOST_BUFFERS_KEPT:
             self._free_host_buffers.append(buffer)
 
@@ -186,7 +193,10 @@ def contiguous_rows(rows: Sequence[int]) -> Rows:
 
 
 def copy_entries(table: StatisticsTable, source_rows: Sequence[int], target_rows: Sequence[int]) -> None:
-    """Copy entries, including absent ones, for equal tensors: with one rank, reduced equals unreduced."""
+    """Copy the statistics of the entries `source` to the entries `target`. Absent entries become absent.
+
+    Used if tensors are known to be equal: with one rank, for example, reduced and unreduced gradients are equal.
+    """
     source, target = contiguous_rows(source_rows), contiguous_rows(target_rows)
     with torch.no_grad():
         if isinstance(source, range) and isinstance(target, range):
@@ -198,9 +208,9 @@ def copy_entries(table: StatisticsTable, source_rows: Sequence[int], target_rows
 
 
 class HostCopy:
-    """A copy of the table of one step to the host. Creating it clears the table for the next step.
+    """An asynchronous copy of the table of one step to the host. Creating it clears the table for the next step.
 
-    `used` is the number of entries in use, from the first; None means all.
+    `used` is the number of entries to copy, from the first on; None means all entries.
     """
 
     __slots__ = ("_event", "buffer", "extra_sums", "table", "used")
@@ -223,17 +233,23 @@ class HostCopy:
             table.clear()  # behind the copy on the same stream
 
     def ready(self) -> bool:
-        """Return whether the numbers have arrived on the host. Never waits."""
+        """Return whether the copy has arrived on the host. Never waits."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def wait(self) -> None:
-        """Wait until the numbers are on the host; for the publisher thread and for exit, never for a step."""
+        """Wait until the copy has arrived on the host.
+
+        Called on the publisher thread and at exit, never during a step.
+        """
         if self._event is not None:
             self._event.synchronize()
 
 
 def finish(host: HostCopy, ops: Sequence[str] = VALUE_OPS) -> Finished:
-    """Return the statistics `ops` of a copy and free its buffer. Called once per copy, on the publisher thread."""
+    """Return the statistics `ops` of a copy and free the copy's buffer.
+
+    Called once per copy, on the publisher thread.
+    """
     host.wait()
     finished = _finished(host.buffer.numpy(), host.used, host.extra_sums, ops)
     host.table.give_host_buffer(host.buffer)
@@ -243,9 +259,9 @@ def finish(host: HostCopy, ops: Sequence[str] = VALUE_OPS) -> Finished:
 def _finished(
     buffer: npt.NDArray[np.int64], used: int, extra_sums: Sequence[str], ops: Sequence[str] = VALUE_OPS
 ) -> Finished:
-    """Return the statistics of the first `used` entries. The result does not share memory with `buffer`.
+    """Return the statistics of the first `used` entries in `buffer`. The result does not share memory with `buffer`.
 
-    The values of ops that are not in `ops`, or whose accumulators the buffer does not have, are NaN.
+    A value is NaN if its op is not in `ops`, or if the buffer does not have the accumulators for the op.
     """
     counts = buffer[len(SUMS) : ROWS, :used].copy()
     total: dict[str, npt.NDArray[Any]] = dict(zip(SUMS, buffer[: len(SUMS)].view(np.float64)[:, :used], strict=True))

@@ -1,4 +1,7 @@
-"""Access to the memory of a tensor on this rank, or the reason why there is nothing to measure. No arithmetic."""
+"""Access to the memory of a tensor on this rank, or the reason why the tensor has no statistics.
+
+The module computes no statistics.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Tensor types that hold memory themselves; any other type may be a wrapper."""
+"""Types of tensors that have memory of their own. A tensor of another type may be a wrapper of tensors."""
 
 _DTYPE_NAMES: Final = (
     *("float64", "float32", "float16", "bfloat16"),
@@ -18,19 +21,22 @@ _DTYPE_NAMES: Final = (
     *("complex128", "complex64", "complex32"),
 )
 MEASURABLE: Final = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
-"""Without packed and quantized dtypes: their elements are codes, not numbers."""
+"""The dtypes that can be measured. Packed and quantized dtypes are left out: their elements are codes, not numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Elements in memory, in any order, and the number of implicit zeros of a sparse tensor."""
+    """The elements of a tensor in memory, in any order, and the number of implicit zeros of a sparse tensor."""
 
     elements: torch.Tensor  # one dimension
     implicit_zeros: int = 0
 
 
 def held(tensor: torch.Tensor | None) -> Held | None:
-    """Return the elements of `tensor` on this rank, detached; None for None, meta, freed, nested and packed tensors."""
+    """Return the elements of `tensor` on this rank, detached from the graph.
+
+    Return None if `tensor` is None, freed, nested, packed or on the meta device.
+    """
     if tensor is None:
         return None
     if tensor.is_meta or tensor.is_nested or tensor.dtype not in MEASURABLE or is_lazy(tensor):
@@ -48,7 +54,7 @@ def held(tensor: torch.Tensor | None) -> Held | None:
 
 
 def why_not_measurable(tensor: torch.Tensor) -> str | None:
-    """Return the reason why a tensor has no statistics; None if it has."""
+    """Return the reason why a tensor has no statistics, as text; None if it has statistics."""
     if tensor.is_meta:
         return "a meta tensor"
     if tensor.is_nested:
@@ -66,7 +72,7 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill their memory without gap or overlap, in any order."""
+    """Return whether the elements of a tensor fill their memory without gap or overlap, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -89,5 +95,5 @@ _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torc
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return an element type by its short name, such as "float32"."""
+    """Return the short name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")

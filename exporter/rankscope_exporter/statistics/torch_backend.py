@@ -1,8 +1,9 @@
 """Statistics with torch operations only, for every device and every dtype.
 
-On accelerators, `exact_sums` computes in float64 without a host synchronisation. On a CPU, where reading a result is
-free, `fast_sums` makes four passes at float32 speed. Tensors with unsafe sums, such as sums with NaN or Inf, are
-measured again with the exact formula. `masked_sums` counts NaN (isnan) and Inf (isinf) and excludes them from the sums.
+On accelerators, `exact_sums` computes in float64 without a host synchronisation. On a CPU, where reading a result needs
+no synchronisation, `fast_sums` makes four passes in float32. If the sums of a tensor may be inaccurate, for example
+with a NaN or an Inf, it is measured again by `exact_sums`. `masked_sums` counts NaN (isnan) and Inf (isinf) and
+excludes them from the sums.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable
 from rankscope_exporter.statistics.tensor_access import Held
 
 Sums = tuple[torch.Tensor, ...]
-"""Sum of squares, min, max, sum in float64, then nans, infs, zeros in int64: scalars on the device."""
+"""Raw statistics of one tensor as scalars on its device.
+
+These are sum of squares, minimum, maximum and sum in float64, and the numbers of NaN, Inf and zeros in int64.
+"""
 
 _CPU: Final = torch.device("cpu")  # always named: a script may have set another default device
 _LEAN_TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,7 +35,10 @@ _DEVICE_CHUNK: Final = 1 << 22  # elements: 32 MiB of temporary device memory
 
 
 def measure(items: Sequence[Held], rows: Rows, table: StatisticsTable, *, zero_below: float) -> None:
-    """Write the sums of `items` to the entries `rows` of `table`. No host sync on an accelerator."""
+    """Compute the sums of `items` and write them to the entries `rows` of `table`.
+
+    On an accelerator, the function does not synchronise with the host.
+    """
     if not items:
         return
     flats = [item.elements for item in items]
@@ -56,7 +63,7 @@ def measure(items: Sequence[Held], rows: Rows, table: StatisticsTable, *, zero_b
 
 
 def _sum_of_fourth_powers(flat: torch.Tensor) -> torch.Tensor:
-    """Return the float64 sum of x⁴ over the finite elements, on the device of `flat`. No host sync."""
+    """Return the sum of x⁴ over the finite elements of `flat`, in float64 on its device. No host synchronisation."""
     chunks = torch.split(flat, _CPU_CHUNK if flat.is_cpu else _DEVICE_CHUNK)
     parts = []
     for chunk in chunks:
@@ -67,11 +74,14 @@ def _sum_of_fourth_powers(flat: torch.Tensor) -> torch.Tensor:
 
 
 EXTRA_SUMS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {"sum_of_fourth_powers": _sum_of_fourth_powers}
-"""Accumulators that only some ops need: a function from a flat tensor to a float64 scalar on its device."""
+"""Optional accumulators, which only some ops need.
+
+Each is a function from a flat tensor to a float64 scalar on its device.
+"""
 
 
 def _on_cpu(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sums and counts of `flats`: fast sums if they are accurate, exact sums otherwise."""
+    """Return the sums and counts of each of `flats`: the fast sums if they are accurate, otherwise the exact sums."""
     sums = torch.zeros(len(SUMS), len(flats), dtype=torch.float64, device=_CPU)
     counts = torch.zeros(3, len(flats), dtype=torch.int64, device=_CPU)
     exact = set(range(len(flats)))
@@ -101,7 +111,10 @@ def _stacked(columns: Sequence[Sums], device: torch.device) -> torch.Tensor:
 
 
 def fast_sums(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return float64 sums, int64 counts, and which columns are accurate, for flat CPU tensors of common floats."""
+    """Return float64 sums, int64 counts, and which columns are accurate, for flat CPU tensors of a common float dtype.
+
+    A column is that of one tensor.
+    """
     squares = torch.zeros(len(flats), dtype=torch.float64, device=_CPU)
     total = torch.zeros_like(squares)
     norms: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {torch.float64: [], torch.float32: []}
@@ -137,7 +150,10 @@ def fast_sums(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.T
 
 
 def exact_sums(flat: torch.Tensor, zero_below: float) -> Sums:
-    """Return the sums of any flat tensor, on its device, without a host sync and with bounded temporary memory."""
+    """Return the sums of a flat tensor of any dtype on its device, in bounded temporary memory.
+
+    The function does not synchronise with the host.
+    """
     chunks = torch.split(flat, _CPU_CHUNK if flat.is_cpu else _DEVICE_CHUNK)
     parts = [_exact_chunk(chunk, zero_below) for chunk in chunks]
     squares, least, most, total, nans, infs, zeros = (torch.stack(part) for part in zip(*parts, strict=True))
@@ -156,7 +172,10 @@ def _exact_chunk(chunk: torch.Tensor, zero_below: float) -> Sums:
 
 
 def masked_sums(values: torch.Tensor, zeros: torch.Tensor) -> Sums:
-    """Return the sums of float64 `values` with NaN and Inf masked out. No branch, so no host synchronisation."""
+    """Return the sums of float64 `values`; NaN and Inf are excluded from the sums and counted.
+
+    The function has no branch that depends on values, so it does not synchronise with the host.
+    """
     nan, infinite = values.isnan(), values.isinf()
     odd = nan | infinite
     finite = values.masked_fill(odd, 0.0)
@@ -180,9 +199,10 @@ def count_zeros(flat: torch.Tensor, zero_below: float) -> torch.Tensor:
 
 
 def round_up(bound: float, dtype: torch.dtype) -> float:
-    """Return the smallest number of `dtype` that is at least `bound`: any x of `dtype` is below both or neither.
+    """Return the smallest number of `dtype` that is at least `bound`.
 
-    torch itself would round the bound to the nearest number of the tensor's dtype, up or down.
+    A number x of `dtype` is below this number exactly if it is below `bound`. torch would round the bound to the
+    nearest number of the tensor's dtype, up or down.
     """
     nearest = torch.tensor(bound, dtype=torch.float64, device=_CPU).to(dtype)
     if float(nearest) >= bound:

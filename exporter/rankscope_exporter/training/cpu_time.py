@@ -1,8 +1,8 @@
-"""CPU time of the monitor in calls by the training: on the training thread, and on torch's threads that help it.
+"""CPU time that the monitor uses while the training calls it: on the training thread, and on torch's threads.
 
-Torch divides a CPU operation among threads that the clock of the calling thread does not include. These threads are
-found by the CPU time that one operation adds to them. Their clocks are read before and after each measurement. If torch
-uses one thread, or the tensors are on another device, there are none.
+Torch divides a CPU operation among the threads of its pool. The CPU clock of the calling thread does not include these
+threads. The module finds them by the CPU time that one operation adds to each thread, and reads their clocks before and
+after each measurement. If torch uses one thread, or if the tensors are on another device, no such threads exist.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.records.step_events import StepObserver
 
 _ELEMENTS_PER_THREAD: Final = 1 << 16
-"""torch gives each thread at least 2**15 elements of an operation (at::internal::GRAIN_SIZE)."""
+"""Number of elements per thread in the operation by which torch's threads are found.
+
+Torch divides an operation so that each thread has at least 2**15 elements (at::internal::GRAIN_SIZE).
+"""
 
 _ROUNDS: Final = 2
 _TASKS: Final = Path("/proc/self/task")
@@ -32,11 +35,14 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 _CLOCK_READ_SECONDS: Final = min(_seconds(lambda: None) for _ in range(50))
-"""CPU time of one clock read. Half of each of two reads falls outside of the interval between them."""
+"""CPU seconds of one clock read. Of the two reads around an interval, about half of each is outside of the interval."""
 
 
 class IntraOpThreads(StepObserver):
-    """The threads of torch's pool that work for the training thread. `seconds` is their CPU time for the monitor."""
+    """The threads of torch's pool that compute parts of operations which the training thread starts.
+
+    `seconds` is the CPU time that these threads have used for the monitor.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -45,18 +51,18 @@ class IntraOpThreads(StepObserver):
         self._began = 0.0
 
     def find(self) -> None:
-        """Find the threads. Called on the training thread, which owns the pool."""
+        """Find the threads of torch's pool. Called on the training thread, which owns the pool."""
         self._clocks = _pool() if torch.get_num_threads() > 1 and _TASKS.is_dir() else ()
 
     def on_measurement_begin(self) -> None:
-        """Read the clocks: operations follow that torch may divide. Calls can be nested."""
+        """Read the CPU clocks of torch's threads before operations that torch may divide. Calls can be nested."""
         if self._clocks:
             if self._depth == 0:
                 self._began = self._now()
             self._depth += 1
 
     def on_measurement_end(self) -> None:
-        """Add the CPU time since the outermost `on_measurement_begin`."""
+        """Add the CPU time of torch's threads since the outermost call of `on_measurement_begin`."""
         if self._clocks:
             self._depth -= 1
             if self._depth == 0:
@@ -71,37 +77,52 @@ class IntraOpThreads(StepObserver):
 
 
 class HookClock:
-    """Calls functions of the monitor for the training, through the error boundary, and adds up their CPU time."""
+    """Calls functions of the monitor for the training, and adds up their CPU time.
+
+    Errors are caught, counted and logged.
+    """
 
     def __init__(self, boundary: ErrorBoundary, *, on_cpu: bool) -> None:
         self.cpu_seconds = 0.0
-        """CPU time on the training thread of calls that read a tensor, begin or end a step, or come from the script.
-        The few other hooks of each step are not included: to time them would cost more than the hooks themselves."""
+        """CPU seconds on the training thread of calls that read a tensor, begin or end a step, or come from the script.
+
+        A step also calls a few other hooks. They are not included, because measuring their time would cost more than
+        they do.
+        """
         self.team = IntraOpThreads()
         self._boundary = boundary
         self._on_cpu = on_cpu
 
     def start(self) -> None:
-        """Find the threads that help the training thread, which calls this."""
+        """Find the threads of torch that compute for the training thread. Called on the training thread."""
         if self._on_cpu:
             self._boundary.call("threads of torch", self.team.find)
 
     def timed(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Return `function(*args)`, or None if it raised."""
+        """Return `function(*args)`, or None if it raised an error.
+
+        `where` names the operation in the error's log message.
+        """
         began = time.thread_time()
         result = self._boundary.call(where, function, *args)
         self.cpu_seconds += time.thread_time() - began + _CLOCK_READ_SECONDS
         return result
 
     def timed_reading(self, where: str, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function that reads tensors outside of `on_measurement_begin` and `on_measurement_end`."""
+        """Call a function that reads tensors, and add the CPU time of torch's threads during the call.
+
+        Used for calls that are not between `on_measurement_begin` and `on_measurement_end`.
+        """
         self.team.on_measurement_begin()
         self.timed(where, function, *args)
         self.team.on_measurement_end()
 
 
 def _pool() -> tuple[int, ...]:
-    """Return the clocks of the threads to which one divided operation adds CPU time, each time it runs."""
+    """Return the CPU clocks of the threads among which torch divides an operation.
+
+    A thread is included if each of several runs of the same operation adds CPU time to its clock.
+    """
     source = torch.ones(_ELEMENTS_PER_THREAD * torch.get_num_threads(), device="cpu")
     source.add(source)  # creates the pool
     ours = {thread.native_id for thread in threading.enumerate()}
@@ -114,5 +135,5 @@ def _pool() -> tuple[int, ...]:
 
 
 def _clock(thread: int) -> int:
-    """Return the number of Linux's CPU time clock of a thread, by its native id."""
+    """Return the id of Linux's CPU time clock for a thread, given the native id of the thread."""
     return (~thread << 3) | 6

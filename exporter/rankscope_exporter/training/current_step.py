@@ -1,6 +1,6 @@
-"""The record of the step that is open now, to which hooks, observers and the script add data.
+"""The record of the open step. Hooks, observers and the script add data to it.
 
-Finished records go to the publisher's queue. Nothing here waits for a device or performs I/O.
+Finished records go to the publisher's queue. Nothing in this module waits for a device or performs I/O.
 """
 
 from __future__ import annotations
@@ -15,29 +15,35 @@ from rankscope_exporter.records.step_record import Scalar
 
 
 class CurrentStep:
-    """The open step of one attached model, or the position between two steps.
+    """The open step of one attached model, or the state between two steps.
 
-    `lock` serializes the training thread, the publisher thread and callers of other threads. It must be held by callers
-    of `open`, `close` and `log`.
+    `lock` serializes the training thread, the publisher thread and other threads of the script. A caller of `open`,
+    `close` or `log` must hold the lock.
     """
 
     def __init__(self, hand_over: Callable[[PendingStep], None]) -> None:
         self.lock = threading.RLock()
         self.hand_over = hand_over
-        """Passes a record to the publisher; never blocks."""
+        """Function that passes a record to the publisher; it never blocks."""
         self.pending: PendingStep | None = None
         """The record of the open step; None between two steps."""
         self.is_sampled = False
-        """True if a step is open and sampled. A field, because gradient hooks read it at each call."""
+        """True if a step is open and sampled.
+
+        A field instead of a property, because gradient hooks read it at each call.
+        """
         self.is_numbered = False
-        """True if the script has set the number of the open step, or of the next one."""
+        """True if the script has set the number of the open step, or that of the next step if none is open."""
         self.last_step: int | None = None
-        """Number of the step that was closed last."""
+        """Number of the step that was closed last; None before the first."""
         self._next_values: list[Pending] = []
         self._next_events: list[Event] = []
 
     def open(self, step: int, *, sampled: bool) -> PendingStep:
-        """Open the record of step number `step`, with the values and events that were added for it before."""
+        """Open the record of step number `step` and return it.
+
+        Values and events that were added before belong to this record.
+        """
         self.is_sampled = sampled
         self.pending = pending = PendingStep(step, now_microseconds(), sampled=sampled)
         pending.pending, self._next_values = self._next_values, []
@@ -45,7 +51,7 @@ class CurrentStep:
         return pending
 
     def close(self) -> PendingStep:
-        """Return the record of the open step, which is then no longer open."""
+        """Close the open step and return its record."""
         pending, self.pending = self.pending, None
         assert pending is not None
         self.is_sampled = self.is_numbered = False
@@ -53,10 +59,11 @@ class CurrentStep:
         return pending
 
     def log(self, values: Sequence[Pending], step: int | None) -> bool:
-        """Add values to the open step, or to the last one if none is open; return whether `step` numbers a step.
+        """Add values to the open step, to the last one, or to the next one; return whether `step` numbers one.
 
-        A `step` numbers the open step. If no step is open and it is not the number of the last step, it is the number
-        of the next step, which gets the values.
+        If a step is open, it gets the values, and `step` becomes its number. If no step is open, and `step` is None or
+        the number of the last step, the last step gets the values. Otherwise the next step gets the values, and `step`
+        is its number.
         """
         if self.pending is not None:
             self.pending.pending += values
@@ -71,16 +78,20 @@ class CurrentStep:
         return step is not None
 
     def note_learning_rates(self, monitored: MonitoredModel) -> None:
-        """Keep the learning rates of all parameter groups for the open step. Does not wait for a device."""
+        """Store the learning rates of all parameter groups for the record of the open step.
+
+        Does not wait for a device.
+        """
         if self.pending is not None:
             groups = (group for item in monitored.optimizers for group in monitored.framework.groups_of(item))
             rates = {str(position): group.get("lr") for position, group in enumerate(groups)}
             self.pending.learning_rates = list(take("learning_rate", rates))
 
     def add(self, later: Callable[[], Iterable[Scalar]]) -> None:
-        """Add scalars that `later` returns on the publisher thread to the open step, or publish them immediately.
+        """Add a function that returns scalars to the open step, or publish its scalars immediately if no step is open.
 
-        The same function is called only once for each step.
+        The publisher thread calls `later` to get the scalars. If the same function is added several times to a step, it
+        is called once.
         """
         with self.lock:
             if self.pending is None:
@@ -89,12 +100,15 @@ class CurrentStep:
                 self.pending.later.append(later)
 
     def add_event(self, event: Event) -> None:
-        """Add an event to the record of the open step, or of the next one if none is open."""
+        """Add an event to the record of the open step, or to the record of the next step if no step is open."""
         with self.lock:
             (self._next_events if self.pending is None else self.pending.events).append(event)
 
     def publish_event(self, event: Event) -> None:
-        """Publish an event immediately, in a record of its own with the number of the open step or the last one."""
+        """Publish an event immediately in a separate record.
+
+        Its step is the open step, or the last step if none is open.
+        """
         with self.lock:
             step = self.pending.step if self.pending is not None else self.last_step
             self.hand_over(PendingStep(step, now_microseconds(), events=[event]))

@@ -1,4 +1,4 @@
-"""Hooks on gradients: on all parameters at a sampled step, otherwise on the few that show each backward pass."""
+"""Gradient hooks: on all parameters at a sampled step, otherwise on the few that are called in each backward pass."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from rankscope_exporter.adapters.parameter_hooks import ParameterHook, remove_al
 from rankscope_exporter.records.step_events import StepObserver
 
 HookFactory = Callable[[int], Callable[[GradientSource], None]]
-"""Returns the hook of a parameter by its position."""
+"""Returns the gradient hook for the parameter at a given position."""
 
 
 class GradientHooks(StepObserver):
-    """Registers hooks on the parameters of one model that require gradients, and removes most of them again.
+    """Registers hooks on all parameters that require gradients at sampled steps, and keeps only a few at other steps.
 
-    A step with a skipped optimizer can only be detected by a backward pass and gradients that are gone. Every
-    backward pass must therefore be seen. The first parameter to receive a gradient in a pass is a *witness* of all
-    passes that reach it, and keeps its hook. A parameter that has never received a gradient keeps its hook as well: it
-    costs nothing until another kind of pass reaches the parameter.
+    If an optimizer is skipped, the end of the step can only be detected by its backward pass, after which the gradients
+    are deleted. At least one hook must therefore be called in every backward pass. The parameter that receives the
+    first gradient of a pass keeps its hook. It is called a *witness* of all passes that reach it. A parameter that has
+    never received a gradient keeps its hook as well: such a hook is not called, and costs nothing, until a backward
+    pass reaches the parameter.
     """
 
     def __init__(self, monitored: MonitoredModel) -> None:
@@ -33,15 +34,15 @@ class GradientHooks(StepObserver):
         self._witnesses: set[int] = set()
         self._are_few = False
         self.begin_steps = False
-        """True if a step has begun with the first gradient of a backward pass."""
+        """True if some step of this training began with a backward pass instead of a forward pass."""
 
     def install(self, hook_of: HookFactory) -> None:
-        """Register the hooks that `hook_of` makes on all parameters."""
+        """Register hooks on all parameters. `hook_of` returns the hook for the position of a parameter."""
         self._hook_of = hook_of
         self._hook_all()
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
-        """Hook all parameters for a sampled step; remove most hooks for another one."""
+        """Register hooks on all parameters if the step is sampled; otherwise remove most hooks."""
         if sampled:
             self._hook_all()
         else:
@@ -70,11 +71,18 @@ class GradientHooks(StepObserver):
             handle.renew_found()
 
     def keep_all(self) -> None:
-        """Keep all hooks from now on: steps begin in a backward pass, and their first gradients would be missed."""
+        """Keep all hooks at all steps from now on.
+
+        Called when steps begin in a backward pass: without all hooks, the first gradient of a step would be missed.
+        """
         self.begin_steps = True
 
     def pass_begins(self) -> None:
-        """Evaluate the last backward pass: its witness, and the parameters that it has reached."""
+        """Store the witness of the previous backward pass, and the parameters that this pass reached.
+
+        A witness is a parameter whose hook is called in every backward pass that reaches it, because this hook is never
+        removed.
+        """
         if not self._pass:
             return
         if self._witnesses.isdisjoint(self._pass):
@@ -85,20 +93,20 @@ class GradientHooks(StepObserver):
         self._pass.clear()
 
     def called(self, index: int) -> bool:
-        """Note a call of the hook of parameter `index`; return whether the parameter is a witness."""
+        """Store that the hook of parameter `index` was called; return True if this hook remains at all steps."""
         self._pass.append(index)
         self._last = index
         return index in self._witnesses
 
     def are_cleared(self) -> bool:
-        """Return whether the parameter that received a gradient last has no gradient any more."""
+        """Return whether the gradient of the parameter that received a gradient last has been deleted since."""
         if self._last is None:
             return False
         parameter = self._monitored.parameter(self._last)
         return parameter is None or not self._monitored.framework.holds_gradient(parameter)
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove the gradient hooks of all parameters."""
         handles = list(self._handles.values())
         self._handles.clear()
         self._hook_of = None

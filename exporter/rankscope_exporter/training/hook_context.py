@@ -1,6 +1,6 @@
-"""The context in which hooks run: inert after detach and in a forked child, behind the error boundary, with CPU time.
+"""The context in which the hooks of the monitor run. Quantities and adapters register their hooks through it.
 
-Quantities and adapters register their hooks through it.
+Hooks do nothing after detach and in a forked child process. Errors in hooks are caught, and their CPU time is measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rankscope_exporter.training.recorder import Recorder
 
 
 class GatedHook(Entry):
-    """A hook that torch calls at every step. It calls its function only while its gate is open."""
+    """A hook that torch calls at every step. It calls its function only while its gate is open, at sampled steps."""
 
     def __init__(self, call: Callable[..., None], gate: SamplingGate) -> None:
         super().__init__(call, on_compilation(self._compiles))
@@ -32,7 +32,7 @@ class GatedHook(Entry):
 
     @uncompiled
     def __call__(self, *args: Any) -> None:
-        """Call the function if the gate is open."""
+        """Call the function of the hook if the gate is open."""
         # The first line, see `Entry`. Otherwise the graph would be compiled again when the gate opens or closes.
         if is_dynamo_compiling():
             if self._was_compiled is not None:
@@ -51,7 +51,7 @@ class GatedHook(Entry):
 class HookContext:
     """Calls functions of the monitor from hooks, and keeps the handles of all hooks until detach.
 
-    If `active` is false, all hooks are inert, as in a forked child.
+    If `active` is false, no hook has an effect. This is the case after detach and in a forked child process.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class HookContext:
         self.active = True
         self.clock = clock
         self.tell = tell
-        """Publishes a notice on the console and as an event."""
+        """Function that publishes a notice on the console and as an event."""
         self.in_forward = False
         """True if a training forward pass of the whole model is running."""
         self.grad_enabled = True
-        """True if gradients were enabled when the training called the guarded hook that is running."""
+        """True if gradients were enabled when the training called the hook that is running now."""
         self._monitored = monitored
         self._recorder = recorder
         self._boundary = boundary
@@ -81,26 +81,33 @@ class HookContext:
 
     @property
     def micro_step(self) -> int:
-        """The number of the latest training forward pass of the step and its model chunk, from 0 on."""
+        """The number of the latest training forward pass within the step, from 0 on.
+
+        Each model chunk has its own count.
+        """
         return max(0, self._recorder.micro_step)
 
     def keep(self, handle: Removable) -> None:
-        """Remove `handle` at detach."""
+        """Store `handle`, which is removed at detach."""
         self._handles.append(handle)
 
     def remove(self) -> None:
-        """Remove all hooks. A hook that cannot be removed is reported and remains inert."""
+        """Remove all hooks. A hook that cannot be removed is reported, and has no effect any more."""
         self.active = False
         for handle in self._handles:
             self._boundary.call("removing a hook", handle.remove)
         self._handles.clear()
 
     def begins_steps(self, module: torch.nn.Module) -> bool:
-        """Return whether steps begin with the forward pass of `module`."""
+        """Return whether a step of the training begins with the forward pass of `module`."""
         return any(module is chunk for chunk in self._monitored.framework.chunks)
 
     def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
-        """Return `function` as a hook that is called while `gate` is open, without gradients, and timed."""
+        """Return a hook that calls `function` while `gate` is open.
+
+        The function runs without gradients, its errors are caught, and its CPU time is measured. `where` names the
+        operation in error messages.
+        """
 
         def call(*args: Any) -> None:
             if self.active:
@@ -111,7 +118,7 @@ class HookContext:
         return GatedHook(call, gate)
 
     def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
-        """Return `function` as a hook that is called at every step, sampled or not."""
+        """Return a hook that calls `function` at every step, sampled or not. Errors of the function are caught."""
 
         def call(*args: Any) -> None:
             if self.active:
@@ -120,17 +127,20 @@ class HookContext:
         return Entry(call)
 
     def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Return `function(*args)` for a call of the script; None if it raises or a tracer is active."""
+        """Return `function(*args)` for a call of the script; None if the function raises or if a tracer is active."""
         return call_untraced(self.clock.timed, where, function, *args)
 
     def between(self, function: Callable[[], None]) -> None:
-        """Call `function` while no step can begin or end."""
+        """Call `function` under the lock of the current step, so that no step begins or ends meanwhile."""
         with self._lock:
             function()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Make all hooks inert inside the `with` block, which is not part of the training."""
+        """Make all hooks inert inside the `with` block.
+
+        Used for computations of the monitor that are not part of the training.
+        """
         was_active, self.active = self.active, False
         try:
             yield
@@ -138,7 +148,7 @@ class HookContext:
             self.active = was_active
 
     def tell_once(self, sentence: str) -> None:
-        """Publish a notice the first time that it is given. Also works while code is being compiled."""
+        """Publish a notice the first time that this method receives it. Also works while code is being compiled."""
         if sentence not in self._published:
             self._published.add(sentence)
             self._boundary.call("a note", self.tell, sentence)

@@ -1,4 +1,7 @@
-"""The hooks on a model, its parameters and its optimizers, which find the events of a step."""
+"""The hooks on a model, its parameters and its optimizers.
+
+They detect the beginning, the phases and the end of a step.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from rankscope_exporter.training.model_changes import REMEDY, ModelChanges, Repl
 from rankscope_exporter.training.recorder import Recorder
 
 _NO_BACKWARD: Final = -1
-"""The number that torch gives for the graph task outside of a backward pass."""
+"""The id of the current graph task that torch returns outside of a backward pass."""
 
 _COMPILED_UPDATE: Final = (
     "the optimizer's step runs inside compiled code, where no hook runs: the monitor detects the step at the next "
@@ -47,7 +50,10 @@ _COMPILED_BACKWARD: Final = (
 
 
 class Hooks(HookContext):
-    """All functions that the training calls. Each enters through `base.tracing` and the error boundary."""
+    """All functions of the monitor that the training calls through hooks.
+
+    Each call passes `base.tracing`, which ignores calls by tracers, and the error boundary, which catches errors.
+    """
 
     def __init__(
         self,
@@ -69,7 +75,10 @@ class Hooks(HookContext):
         self._gradients = gradients
         self._changes = changes
         self._beat = beat
-        """Called at each sign of progress: a forward pass, also of an evaluation, a backward pass, an update."""
+        """Function that is called at each forward pass, including evaluation, at each backward pass and at each update.
+
+        It shows the watchdog that the training makes progress.
+        """
         self._replaced_optimizers = ReplacedOptimizers(monitored.optimizers, self._replaced, monitored.in_model)
         self._backward = self._idle = _NO_BACKWARD
         self._reads_in_hooks = not monitored.framework.traits.local_until_backward_ends
@@ -78,7 +87,7 @@ class Hooks(HookContext):
         self._backward_was_compiled = on_compilation(self._backward_compiles)
 
     def install(self, active_quantities: ActiveQuantities) -> None:
-        """Hook the forward pass of the whole model, every parameter with gradients, and every optimizer."""
+        """Register hooks on the forward pass of the model, on parameters with gradients, and on optimizers."""
         self.clock.start()
         self.keep(self._monitored.framework.on_forward(Entry(self._forward_begins)))
         self.keep(self._monitored.framework.on_forward_end(Entry(self._forward_ended)))
@@ -93,14 +102,14 @@ class Hooks(HookContext):
     # Reports of quantities and adapters.
 
     def gradient_arrives(self) -> None:
-        """Handle a gradient that is about to reach a parameter. A step may begin with it."""
+        """Handle a gradient that is about to be added to a parameter. A step may begin with this gradient."""
         if self._gradients.begin_steps:
             backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hook
             if backward != self._backward:
                 self._boundary.call("a backward hook", self._pass_begins, backward)
 
     def reduced(self) -> None:
-        """Handle gradients that a framework has reduced outside of a backward pass."""
+        """Handle reduced gradients. Called by a framework that reduces gradients outside of a backward pass."""
         if self.active:
             self._events.on_gradients_reduced()
             self.call("reading reduced gradients", self._recorder.measure, Quantity.on_backward_end)
@@ -191,7 +200,7 @@ class Hooks(HookContext):
         self._handles += self._monitored.framework.on_update(optimizer, begins, updated)
 
     def _replaced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hook an optimizer that has made its first step in the place of others."""
+        """Register hooks on an optimizer that replaces others and has just made its first step; publish a notice."""
         self._follow(optimizer)
         self._changes.added()  # the parameters of another optimizer are not additional ones
         self._updated(optimizer, (), {})

@@ -20,7 +20,10 @@ REMEDY: Final = "detach() and attach() again"
 
 
 class ModelChanges(StepObserver):
-    """Compares the model with its state at attach, when a sampled step begins. Costs a few lookups per module."""
+    """Compares the model with its state at attach at the beginning of each sampled step.
+
+    A comparison costs a few dictionary lookups per module.
+    """
 
     def __init__(self, monitored: MonitoredModel, tell: Callable[[str], None]) -> None:
         self._monitored = monitored
@@ -29,9 +32,10 @@ class ModelChanges(StepObserver):
         self._optimized, self._unknown = self._count(), self._count_unknown()
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
-        """Report parameters that were added to the optimizers, or that the model no longer uses.
+        """Report parameters that were added to the optimizers, and parameters that the model no longer uses.
 
-        Raises LookupError once for each parameter that is gone, after retiring it.
+        Raises LookupError if the model no longer uses a parameter, once for each such parameter. The parameter is not
+        measured any more.
         """
         if not sampled:
             return
@@ -46,7 +50,7 @@ class ModelChanges(StepObserver):
             )
 
     def added(self) -> int:
-        """Return how many unmeasured parameters the optimizers have received since the last call."""
+        """Return how many parameters without measurements were added to the optimizers since the last call."""
         before, self._optimized = self._optimized, self._count()
         if before == self._optimized:
             return 0
@@ -54,7 +58,10 @@ class ModelChanges(StepObserver):
         return self._unknown - earlier
 
     def _gone(self) -> list[int]:
-        """Retire the parameters that the model no longer uses, and return their positions, each only once."""
+        """Stop measuring the parameters that the model no longer uses.
+
+        Return their positions, each of them only once.
+        """
         retired, is_in_place = self._monitored.retired, self._monitored.framework.is_in_place
         found = {i for i, named in enumerate(self._monitored.parameters) if not is_in_place(named)}
         if any(branch.has_changed for branch in self._tree):
@@ -75,9 +82,10 @@ class ModelChanges(StepObserver):
         return sum(len(group["params"]) for group in groups)
 
     def _count_unknown(self) -> int:
-        """Return the number of optimized parameters that were not found at attach.
+        """Return the number of parameters in the optimizers that the model did not have at attach.
 
-        A change of `_count` alone is not sufficient: layers are often unfrozen one by one.
+        The total number of parameters in the optimizers is not sufficient to detect a change: layers are often unfrozen
+        one by one.
         """
         known = {named.identity for named in self._monitored.parameters}
         groups = (group for optimizer in self._monitored.optimizers for group in optimizer.param_groups)
@@ -86,7 +94,7 @@ class ModelChanges(StepObserver):
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """A module, the module that holds it, and its key there. Neither is kept alive."""
+    """A module, its parent module, and its key in the parent. The references to both modules are weak."""
 
     holder: weakref.ref[nn.Module]
     key: str
@@ -94,14 +102,17 @@ class _Branch:
 
     @property
     def has_changed(self) -> bool:
-        """True if the holder has another object under the key. If the holder is gone, another branch has changed."""
+        """True if the parent module has another object under the key.
+
+        False if the parent module was freed: then the branch of a module above it has changed.
+        """
         holder, module = self.holder(), self.module()
         # The dictionary itself: `__getattr__` may be the user's.
         return holder is not None and (module is None or entry(holder._modules, self.key) is not module)  # noqa: SLF001 - see above
 
 
 def _tree(root: nn.Module) -> list[_Branch]:
-    """Return each module of the model with the module that holds it."""
+    """Return each module of the model below `root`, with its parent module and its key there."""
     return [
         _Branch(weakref.ref(module), key, weakref.ref(child))
         for module in root.modules()
@@ -114,14 +125,16 @@ Optimizer = torch.optim.Optimizer
 
 
 class ReplacedOptimizers:
-    """Detects optimizers that replace observed ones, by torch's hooks on the steps of all optimizers of the process.
+    """Detects optimizers that replace observed optimizers, by torch's global hooks on the steps of all optimizers.
 
-    `followed` has the observed optimizers. An optimizer that replaces some of them takes their place in the list, and
-    `follow` is called with it after its first step. An optimizer that shares no parameter with them replaces nothing.
-    Neither does an optimizer around or inside of an observed one: they step together.
+    `followed` is the list of observed optimizers. If an optimizer shares parameters with some of them, it replaces
+    these and takes their place in the list. `follow` is called with it after its first step.
 
-    If the model has other parameters now, as after `load_state_dict(assign=True)`, an optimizer of these parameters
-    replaces the optimizers of parameters that are gone. `in_model` returns the identities of the present parameters.
+    An optimizer that shares no parameter with observed optimizers replaces none. An optimizer that contains an observed
+    one, or is contained in one, replaces none either, because both step together.
+
+    After `load_state_dict(assign=True)`, for example, the model has other parameters. An optimizer of these parameters
+    replaces the optimizers of the previous parameters. `in_model` returns the id() of each present parameter.
     """
 
     def __init__(
@@ -144,14 +157,14 @@ class ReplacedOptimizers:
         keep(register_optimizer_step_post_hook(guarded("an optimizer's step", self._ended)))
 
     def followed_begins(self, optimizer: Any) -> None:
-        """Note that an observed optimizer, which need not be a class of torch, begins its step."""
+        """Store that an observed optimizer begins a step. The optimizer need not be a subclass of torch's optimizer."""
         self._stepping.add(id(optimizer))
         self._steps += 1
         for known in self._known:
             known.note()
 
     def followed_ended(self, optimizer: Any) -> None:
-        """Note that an observed optimizer has ended its step."""
+        """Store that an observed optimizer has ended a step."""
         self._stepping.discard(id(optimizer))
 
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
@@ -176,7 +189,10 @@ class ReplacedOptimizers:
 
 
 class _Known:
-    """An observed optimizer and its parameters, which remain known after the script has deleted the optimizer."""
+    """An observed optimizer and its parameters.
+
+    The parameters remain known after the script has deleted the optimizer.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -186,12 +202,15 @@ class _Known:
 
     @property
     def parameters(self) -> set[int]:
-        """The identities of its parameters; at its last step if the script has deleted the optimizer."""
+        """The id() of each parameter of the optimizer.
+
+        If the script has deleted the optimizer, those of its last step.
+        """
         optimizer = self.optimizer()
         return self._parameters if optimizer is None else _parameters(optimizer)
 
     def note(self) -> None:
-        """Update the parameters if their number has changed."""
+        """Update the stored parameters if their number has changed."""
         optimizer = self.optimizer()
         if optimizer is not None and self._count != (count := _count(optimizer.param_groups)):
             self._count, self._parameters = count, _parameters(optimizer)

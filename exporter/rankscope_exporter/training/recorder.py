@@ -1,6 +1,6 @@
-"""Finds the boundaries of steps in the calls of hooks and script, and records one step at a time.
+"""Finds the boundaries of steps from the calls of hooks and of the script, and records one step at a time.
 
-Nothing here waits for a device, performs I/O or formats text. The publisher does so on its own thread.
+Nothing in this module waits for a device, performs I/O or formats text. The publisher does so on its own thread.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.step_tracker import Ended, StepStage, StepTracker, UnseenUpdates
 
 LOGGING_SECONDS: Final = 10.0
-"""Time after its update in which logging keeps a step open: an evaluation may continue to log for hours."""
+"""Time in seconds after the update of a step in which calls of `log` keep the step open.
+
+The time is limited, because an evaluation may log numbers for hours.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Timing:
-    """A step that was published before its end was known. Its duration follows with the next step."""
+    """A step that was published before its end was known. Its duration is published when the next step begins."""
 
     step: int | None
     began: float
@@ -47,8 +50,8 @@ class _Timing:
 class Recorder:
     """Opens and closes the steps of one attached model, and calls the observers and quantities of each step.
 
-    Hooks and the script call it on the training thread, the publisher thread calls `flush_idle`. The lock of
-    `current` prevents that a step is published while it is being measured.
+    Hooks and the script call the recorder on the training thread. The publisher thread calls only `flush_idle`. The
+    lock of `current` ensures that a step is not published while it is being measured.
     """
 
     def __init__(
@@ -78,13 +81,13 @@ class Recorder:
         self._awaits_gradients = False
         self._gradients_seen = 0
         self.micro_step = -1
-        """Number of the latest training forward pass of the step and its model chunk, from 0 on."""
+        """Number of the latest training forward pass within the step, from 0 on. Each model chunk has its own count."""
         self._forwards: dict[int, int] = {}  # the same, for each chunk
 
     # Calls of the hooks, in the order of a step.
 
     def forward_begins(self, chunk: int = 0) -> None:
-        """A training forward pass of the whole model begins, or of one of its chunks on this rank."""
+        """Handle the beginning of a training forward pass of the whole model, or of one of its chunks on this rank."""
         with self._lock:
             self._notice_updates()
             self._after(self._tracker.forward_begins(self._gradients.are_cleared), "forward")
@@ -93,13 +96,13 @@ class Recorder:
             self._events.on_forward_begin()
 
     def evaluation_begins(self) -> None:
-        """A forward pass of the whole model begins in evaluation mode or without gradients."""
+        """Handle the beginning of a forward pass of the whole model in evaluation mode or without gradients."""
         with self._lock:
             self._notice_updates()
             self._events.on_evaluation_begin()
 
     def backward_begins(self) -> bool:
-        """The first gradient of a backward pass has arrived; return whether a step begins with it."""
+        """Handle the first gradient of a backward pass; return whether a step begins with this gradient."""
         with self._lock:
             self._notice_updates()
             before = self._current.pending
@@ -109,7 +112,7 @@ class Recorder:
             return self._current.pending is not before
 
     def gradient_ready(self, index: int, holder: GradientSource) -> None:
-        """Parameter `index` has accumulated its gradient in `holder`. Called at sampled steps only."""
+        """Handle the gradient that parameter `index` has accumulated in `holder`. Called at sampled steps only."""
         pending = self._current.pending
         if pending is None or not pending.sampled:
             return
@@ -119,14 +122,21 @@ class Recorder:
         self._active_quantities.gradient_ready(index, holder)
 
     def measure(self, event: Callable[[Quantity, Table], None]) -> None:
-        """Call `event` of the quantities if the step is sampled; the observers are notified before and after it."""
+        """Call the method `event` of the quantities if the step is sampled.
+
+        The observers are notified before and after the call.
+        """
         if self._current.is_sampled:
             self._events.on_measurement_begin()
             self._active_quantities.notify(event)
             self._events.on_measurement_end()
 
     def update_begins(self, optimizer: torch.optim.Optimizer, *, computes_gradients: bool = False) -> None:
-        """An optimizer is about to step. With `computes_gradients`, `gradients_computed` follows from its closure."""
+        """Handle the beginning of an optimizer step.
+
+        If `computes_gradients` is true, the optimizer has a closure that computes the gradients. `gradients_computed`
+        is then called after the closure.
+        """
         with self._lock:
             self._notice_updates()
             self._after(self._tracker.update_begins(repeated=id(optimizer) in self._updated_by), "update")
@@ -140,14 +150,18 @@ class Recorder:
                 self.measure(Quantity.on_optimizer_step_begin)
 
     def gradients_computed(self) -> None:
-        """The closure of an optimizer has returned. Only the first call of a step comes before any update."""
+        """Handle the return of an optimizer's closure, after which the gradients are complete.
+
+        Only the first call in a step has an effect, because an optimizer may update parameters between two calls of its
+        closure.
+        """
         with self._lock:
             if self._awaits_gradients:
                 self._awaits_gradients = False
                 self.measure(Quantity.on_optimizer_step_begin)
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped, or its gradient scaler has skipped the step."""
+        """Handle the end of an optimizer step. The gradient scaler may have skipped the step."""
         with self._lock:
             self._events.on_optimizer_step_end()
             self.measure(Quantity.on_optimizer_step_end)
@@ -160,7 +174,10 @@ class Recorder:
                 self._current.pending.found_inf += take("found_inf", found_inf)
 
     def update_compiles(self) -> None:
-        """The step of an optimizer is being compiled and runs next. No hook runs in compiled steps."""
+        """Handle the compilation of an optimizer step, which runs after the compilation.
+
+        No hook runs in compiled steps.
+        """
         with self._lock:
             self._unseen.expect()
             self._await_update()
@@ -170,8 +187,8 @@ class Recorder:
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Add logged numbers to the open step, or to the last one if none is open.
 
-        `step` numbers the open step. A second, different number for the open step begins the next step. If no step is
-        open, the number belongs to the next step. A value that is not a number is reported; the others are logged.
+        `step` is the number of the open step, or of the next step if none is open. If the open step has a different
+        number from an earlier call, it ends. A value that is not a number is reported; the other values are logged.
         """
         pending: list[Pending] = []
         for name, value in values.items():
@@ -198,7 +215,7 @@ class Recorder:
             self._after(self._tracker.end(skipped=skipped), "script")
 
     def finish(self) -> int | None:
-        """Publish the remaining records and return the number of the last step with gradients; None without one."""
+        """Publish the remaining records; return the number of the last step with gradients, None without one."""
         with self._lock:
             self._notice_updates()
             before, begun_only = self._current.last_step, self._tracker.stage is StepStage.OPEN
@@ -208,7 +225,7 @@ class Recorder:
             return before if begun_only else self._current.last_step
 
     def flush_idle(self, after_seconds: float) -> None:
-        """Publish an updated step if the training has made no call for `after_seconds`."""
+        """Publish the open step if all optimizers have stepped and no call was made for `after_seconds`."""
         with self._lock:
             pending = self._current.pending
             is_updated = self._tracker.stage is StepStage.UPDATED
@@ -245,7 +262,10 @@ class Recorder:
             self.measure(Quantity.on_step_begin)
 
     def _close(self, ended: Ended | None, timed: tuple[float, Cause] | None = None) -> None:
-        """Publish the open step. `timed` has its duration and the cause of its end; None if they are not known yet."""
+        """Publish the open step.
+
+        `timed` is the duration of the step in seconds and the cause of its end; None if the end is not known yet.
+        """
         pending = self._current.close()
         self._kept = ()
         pending.ts = now_microseconds()
@@ -274,13 +294,17 @@ class Recorder:
     # Updates.
 
     def _await_update(self) -> None:
-        """Note the data that no hook can read during a compiled update, and keep the model until it was read."""
+        """Store the data that no hook can read during a compiled optimizer step.
+
+        At a sampled step, references to the model and its optimizers are kept until the quantities have read the new
+        values.
+        """
         self._current.note_learning_rates(self._monitored)
         if self._current.is_sampled:
             self._kept = (self._monitored.framework.model, *self._monitored.optimizers)
 
     def _notice_updates(self) -> None:
-        """Record the updates that have run since the last call and in which no hook ran."""
+        """Record the optimizer steps without hook calls that have run since the last call of this method."""
         for optimizer in self._unseen.look():
             self._after(self._tracker.update_begins(repeated=id(optimizer) in self._updated_by), "update")
             if not self._updated_by and self._current.pending is not None and not self._current.pending.learning_rates:

@@ -1,10 +1,10 @@
 """Finds where one step ends and the next begins, and optimizer steps in which no hook runs.
 
-A training loop does not announce its steps. Forward passes, backward passes and optimizer steps call hooks. A
-skipped optimizer step, as by a gradient scaler or a check for NaN, does not. It is detected by the gradients, which are
-gone when the next step begins. A loop that zeroes gradients in place and skips the optimizer leaves no trace: it
-must call `Monitor.end_step(skipped=True)`. Dynamo removes the hooks of a compiled optimizer step (see `base.tracing`).
-Such steps are detected by the state of the optimizer.
+A training loop does not announce its steps. Forward passes, backward passes and optimizer steps call hooks. A skipped
+optimizer step, for example by a gradient scaler or a check for NaN, calls no hook. It is detected by the gradients,
+which are deleted when the next step begins. A loop that zeroes gradients in place and skips the optimizer cannot be
+detected: it must call `Monitor.end_step(skipped=True)`. Dynamo removes the hooks of a compiled optimizer step (see
+`base.tracing`). Compiled optimizer steps are detected by changes in the state of the optimizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import torch
 
 
 class _Trace(NamedTuple):
-    """Numbers that an update changes. Fused kernels do not change the versions of parameters, but count steps."""
+    """Numbers that change with an optimizer step.
+
+    Fused kernels do not change the versions of the parameters, but increment the step counters of the optimizer.
+    """
 
     versions: int  # sum over all parameters
     steps: int  # sum of the step counters; of the version of a counter that is a tensor
@@ -26,9 +29,10 @@ class _Trace(NamedTuple):
 
 
 class UnseenUpdates:
-    """Detects updates by comparing the state of the optimizers with the last call. Free until an update is compiled.
+    """Detects optimizer steps by comparing the state of the optimizers with their state at the last call.
 
-    Used on the training thread only. A call costs about 0.1 µs per parameter.
+    No state is compared until an optimizer step is compiled. Used on the training thread only. A call costs about 0.1
+    µs per parameter.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -42,16 +46,19 @@ class UnseenUpdates:
 
     @property
     def may_leave_no_trace(self) -> bool:
-        """True if a compiled step may remain undetected: fused SGD counts no steps."""
+        """True if a compiled optimizer step may remain undetected: fused SGD has no step counter."""
         return self._traces is not None and any(_leaves_no_trace(optimizer) for optimizer in self._optimizers)
 
     def expect(self) -> None:
-        """Detect updates from now on. Must be called while the first update is compiled, before it runs."""
+        """Detect compiled optimizer steps from now on.
+
+        Must be called while the first of them is compiled, before it runs.
+        """
         if self._traces is None:
             self._traces = {id(optimizer): _trace(optimizer) for optimizer in self._optimizers}
 
     def look(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that have stepped since the last call, in the order of `attach`."""
+        """Return the optimizers that have stepped since the last call, in the order of `Monitor.attach`."""
         if self._traces is None:
             return []
         before, self._traces = self._traces, {id(optimizer): _trace(optimizer) for optimizer in self._optimizers}
@@ -83,7 +90,7 @@ def _leaves_no_trace(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class StepStage(enum.Enum):
-    """The progress of the present step."""
+    """The stage that the present training step has reached."""
 
     IDLE = "idle"  # between two steps
     OPEN = "open"  # a training forward pass has begun
@@ -93,21 +100,21 @@ class StepStage(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A step that has ended. `skipped`: it had gradients, but no optimizer step."""
+    """A training step that has ended. `skipped` is true if the step had gradients but no optimizer step."""
 
     step: int
     skipped: bool
 
 
 Cleared = Callable[[], bool]
-"""Returns whether the gradients of the last backward pass are gone. Called only when the answer matters."""
+"""Returns whether the gradients of the last backward pass are deleted. It is called only if the result is needed."""
 
 
 class StepTracker:
-    """Numbers the steps from `first_step` on, skipped ones included, and finds their ends.
+    """Numbers the steps from `first_step` on, including skipped steps, and detects the end of each step.
 
-    Without `has_optimizer`, no step counts as skipped. With `explicit`, only `end` ends a step: for loops that use a
-    model in several ways per step, such as adversarial training.
+    If `has_optimizer` is false, no step counts as skipped. If `explicit` is true, only a call of `end` ends a step.
+    This is needed for training loops that use a model in several ways per step, such as adversarial training.
     """
 
     def __init__(self, first_step: int = 1, *, has_optimizer: bool = True, explicit: bool = False) -> None:
@@ -116,26 +123,26 @@ class StepTracker:
         self._updating = False
         self.stage = StepStage.IDLE
         self.step = first_step
-        """Number of the present step; in the stage IDLE, of the next one."""
+        """Number of the present step; between two steps (stage IDLE), the number of the next step."""
 
     def forward_begins(self, cleared: Cleared) -> Ended | None:
-        """A training forward pass of the whole model begins; return the step that ends by it, if any."""
+        """Handle the beginning of a training forward pass of the whole model; return the step that it ends, if any."""
         ended = self._end_if_over(cleared)
         if self.stage is StepStage.IDLE:
             self.stage = StepStage.OPEN
         return ended
 
     def backward_begins(self, cleared: Cleared) -> Ended | None:
-        """The first gradient of a backward pass has arrived; return the step that ends by it, if any."""
+        """Handle the first gradient of a backward pass; return the step that it ends, if any."""
         ended = self._end_if_over(cleared)
         self.stage = StepStage.GRADIENTS
         return ended
 
     def update_begins(self, *, repeated: bool) -> Ended | None:
-        """An optimizer is about to step; return the step that ends by it, if any.
+        """Handle the beginning of an optimizer step; return the training step that it ends, if any.
 
-        `repeated`: the same optimizer has already stepped in the present step. An optimizer with a closure may run
-        several backward passes until `updated`. They all belong to the step that begins here.
+        `repeated` is true if the same optimizer has already stepped in the present training step. An optimizer with a
+        closure may run several backward passes before `updated` is called. They all belong to the same training step.
         """
         over = self.stage is StepStage.UPDATED and repeated and not self._explicit
         ended = self.end() if over else None
@@ -145,12 +152,15 @@ class StepTracker:
         return ended
 
     def updated(self) -> None:
-        """The optimizer has stepped."""
+        """Handle the end of an optimizer step."""
         self.stage = StepStage.UPDATED
         self._updating = False
 
     def end(self, *, skipped: bool | None = None) -> Ended | None:
-        """End the present step, if any. If `skipped` is None, gradients without an update mean a skipped step."""
+        """End the present step and return it; return None if no step is open.
+
+        If `skipped` is None, a step with gradients and without an optimizer step counts as skipped.
+        """
         if self.stage is StepStage.IDLE:
             return None
         if skipped is None:

@@ -120,10 +120,10 @@ def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, text: str, words: str) 
     [
         ({"options": 5}, "options must be a table"),
         ({"options": {5: {}}}, "5 is unknown"),
-        ({"options": {"gradients": {"ops": 5}}}, "ops is a list of statistics, not 5"),
+        ({"options": {"gradients": {"ops": 5}}}, "ops must be a list of statistics, not 5"),
         ({"options": {"gradients": {"targets": 5}}}, "targets must be a list of names, not 5"),
         ({"options": {"gradients": {"targets": None}}}, "targets must be a list of names, not None"),
-        ({"options": {"gradients": {"ranks": 5}}}, "ranks is a list of rank numbers, not 5"),
+        ({"options": {"gradients": {"ranks": 5}}}, "ranks must be a list of rank numbers, not 5"),
         ({"sinks": {5: {}}}, "5 is unknown; there are"),
         ({5: 1}, "unknown setting 5"),
     ],

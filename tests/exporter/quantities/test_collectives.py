@@ -257,12 +257,12 @@ def test_effects_of_a_nan_input_are_ordered_after_it(outcomes):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"call_sites": ["("]}, "call_sites: '\\(' is no regular expression"),
-        ({"call_sites": "train"}, "call_sites is a list of regular expressions"),
-        ({"inputs": 1}, "inputs is true or false"),
-        ({"log_only": "yes"}, "log_only is true or false"),
-        ({"most_calls": 0}, "most_calls is a whole number from 1 on"),
-        ({"most_calls": None}, "most_calls is a whole number from 1 on"),
+        ({"call_sites": ["("]}, "call_sites: '\\(' is not a regular expression"),
+        ({"call_sites": "train"}, "call_sites must be a list of regular expressions"),
+        ({"inputs": 1}, "inputs must be true or false"),
+        ({"log_only": "yes"}, "log_only must be true or false"),
+        ({"most_calls": 0}, "most_calls must be a whole number of at least 1"),
+        ({"most_calls": None}, "most_calls must be a whole number of at least 1"),
         ({"input": True}, "Did you mean options.collectives.inputs"),
     ],
 )

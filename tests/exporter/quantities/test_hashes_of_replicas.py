@@ -163,9 +163,9 @@ def shown(page: str) -> Iterator[tuple[str, float]]:
 
 def test_invalid_hash_options_are_rejected() -> None:
     for options, complaint in (
-        ({"state": 1}, "state is true or false"),
+        ({"state": 1}, "state must be true or false"),
         ({"evry": 3}, "evry"),
-        ({"of": "some"}, "of is"),
+        ({"of": "some"}, "of must be"),
     ):
         with pytest.raises(ConfigError, match=complaint):
             MonitorConfig(quantities=("hashes",), options={"hashes": options})

@@ -212,5 +212,5 @@ def test_out_of_memory_releases_the_sum_and_is_reported_once(monkeypatch):
 
 
 def test_invalid_sum_micro_batches_is_rejected():
-    with pytest.raises(ConfigError, match="sum_micro_batches is true, false or null, not 'yes'"):
+    with pytest.raises(ConfigError, match="sum_micro_batches must be true, false or null, not 'yes'"):
         MonitorConfig(options={"gradients": {"sum_micro_batches": "yes"}})

@@ -234,7 +234,7 @@ def test_default_folder_of_the_structure_file(tmp_path, monkeypatch):
     ("options", "text"),
     [
         ({"print_struct": "yes"}, "print_struct is true or false"),
-        ({"output_dir": 3}, "output_dir is a folder"),
+        ({"output_dir": 3}, "output_dir must be the path of a folder"),
         ({"stack": True}, r"Did you mean options\.structure\.stacks"),
     ],
 )

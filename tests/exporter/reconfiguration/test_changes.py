@@ -210,7 +210,7 @@ def test_dynamic_on_false_stops_immediately(path):
     [
         ('{"dynamic_on": tr', "Expecting value"),
         ('{"dynamic_on": true, "quantitis": []}', "Did you mean quantities"),
-        ('{"dynamic_on": true, "options": {"parameters": {"every": 0}}}', "every is a whole number from 1 on"),
+        ('{"dynamic_on": true, "options": {"parameters": {"every": 0}}}', "every must be a whole number of at least 1"),
         ("[]", "expected a table of settings"),
         ("\udcff", "can't decode"),
     ],

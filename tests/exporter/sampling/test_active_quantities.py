@@ -151,7 +151,7 @@ def test_each_quantity_has_its_own_schedule_targets_and_ranks(reader, eventually
         ({"gradient": {}}, "Did you mean 'gradients'"),
         ({"optimizer_state": {}}, "add 'optimizer_state' to quantities"),
         ({"gradients": {"evry": 2}}, r"Did you mean options\.gradients\.every"),
-        ({"gradients": {"every": 0}}, "every is a whole number from 1 on"),
+        ({"gradients": {"every": 0}}, "every must be a whole number of at least 1"),
         ({"gradients": {"targets": "x"}}, "targets must be a list of names"),
         ({"gradients": []}, "options.gradients must be a table"),
     ],

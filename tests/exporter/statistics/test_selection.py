@@ -65,7 +65,7 @@ def test_ops_without_effect_give_one_notice_each(names, count):
     "settings", [{"ops": ["norm", "zeroes"]}, {"options": {"gradients": {"ops": ["max", "zero"]}}}]
 )
 def test_unknown_op_is_rejected_with_the_nearest_name(settings):
-    with pytest.raises(ConfigError, match=r"is no statistic; there are norm, .*Did you mean 'zeros'\?"):
+    with pytest.raises(ConfigError, match=r"is not a statistic; the statistics are norm, .*Did you mean 'zeros'\?"):
         config_of(**settings)
 
 
@@ -73,7 +73,7 @@ def test_unknown_op_is_rejected_with_the_nearest_name(settings):
     ("settings", "text"),
     [
         ({"ops": "norm"}, r"ops must be a list, .*write \['norm'\]"),
-        ({"options": {"gradients": {"ops": "norm"}}}, "ops is a list of statistics"),
+        ({"options": {"gradients": {"ops": "norm"}}}, "ops must be a list of statistics"),
         ({"quantities": ["linear"], "options": {"linear": {"ops": ["norm"]}}}, "options.linear.ops has no effect"),
     ],
 )

@@ -1,13 +1,13 @@
-"""Plan entries of activations: the call, the module and the tensor; and caches of the tensors that were already read.
+"""Plan entries of activations, by call, module and tensor; and caches of the tensors that were already read.
 
 Calls are numbered within a micro-batch. Checkpointing computes a part of the forward pass a second time, inside the
 backward pass. In the non-reentrant mode, the first pass makes the graph and the second is discarded. In the reentrant
 mode, the first pass runs without gradients, so only tensors of the second pass get gradients. These gradients must get
 the names of the first pass.
 
-A tensor that several modules pass on is measured once. After a tensor was freed, another tensor may get its id(), so
-the cache entry of a tensor ends with the tensor. Nothing here keeps a tensor alive for longer than the training does,
-except leaf tensors until the next call of a module.
+If several modules pass on the same tensor, it is measured once. After a tensor was freed, another tensor may get the
+same id(), so the cache entry of a tensor is deleted with the tensor. The caches do not keep a tensor alive for longer
+than the training does. Leaf tensors are an exception: they are kept until the next call of a module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rankscope_exporter.statistics.tensor_access import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One call of one module. `seq` counts the calls within a micro-batch; it is None for the first."""
+    """One call of one module. `seq` counts further calls within a micro-batch from 1; it is None for the first call."""
 
     module: str
     micro_step: int
@@ -38,7 +38,7 @@ class ModuleCall:
 
 
 class Calls:
-    """The calls of one step, in order, and the search for the call that a checkpoint recomputes."""
+    """The module calls of one step, in order. Finds the original call when checkpointing computes a call again."""
 
     def __init__(self) -> None:
         self.called: set[str] = set()
@@ -47,7 +47,7 @@ class Calls:
         self._next: int | None = None
 
     def begins(self, module: str, micro_step: int, *, with_gradients: bool, pointer: int = 0) -> ModuleCall:
-        """Add a call of the forward pass and return it."""
+        """Add a module call of the forward pass and return it."""
         self.called.add(module)
         count = self._counts.get((module, micro_step), 0)
         self._counts[module, micro_step] = count + 1
@@ -57,11 +57,11 @@ class Calls:
         return call
 
     def again(self, module: str, pointer: int) -> ModuleCall | None:
-        """Return the call that is recomputed; None if it had gradients the first time.
+        """Return the original call that checkpointing now computes again; None if it had gradients the first time.
 
         The calls of a checkpointed part are recomputed in their original order. The address of the first argument
-        identifies the part, because checkpointing keeps this tensor. If no address matches, the latest part is taken,
-        which is the order of a backward pass.
+        identifies the part, because checkpointing keeps this tensor. If no address matches, the latest part is assumed,
+        because a backward pass runs in reverse order.
         """
         places = [place for place, call in enumerate(self._waiting) if call is not None and call.module == module]
         if not places:
@@ -77,7 +77,7 @@ class Calls:
         return call
 
     def gradient_arrived(self) -> None:
-        """Note that gradients of the last recomputed part have arrived: the next recomputation begins another part."""
+        """Store that gradients of the last recomputed part have arrived. The next recomputation is of another part."""
         self._next = None
 
     def _pointer(self, place: int) -> int:
@@ -95,7 +95,7 @@ SIDES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSite:
-    """The tensor of one row: an input or output of a call, or the gradient of one."""
+    """The tensor of one row: an input or output of a module call, or the gradient of an input or output."""
 
     kind: Kind
     call: ModuleCall
@@ -104,15 +104,18 @@ class TensorSite:
 
 
 class ActivationEntries:
-    """The rows of the plan, added when they are first needed and used at all later steps."""
+    """The plan entries of activations. An entry is added when it is first needed, and used again at all later steps."""
 
     def __init__(self) -> None:
         self.vpp_stages: dict[str, int | None] = {}
-        """Chunk of the model, by name of the module."""
+        """Number of the model chunk, by name of the module."""
         self._rows: dict[tuple[Kind, str, int | None, int, int | None], range | None] = {}
 
     def row(self, table: Table, site: TensorSite, tensor: torch.Tensor) -> range | None:
-        """Return the row of `site`, whose tensor is `tensor`; None if the plan is full."""
+        """Return the row of `site`, which is a range of one row; None if the plan is full.
+
+        `tensor` is the tensor of the site.
+        """
         call = site.call
         key = (site.kind, call.module, site.index, call.micro_step, call.seq)
         try:
@@ -143,29 +146,30 @@ T = TypeVar("T")
 
 
 class TensorCache(Generic[T]):
-    """A cache by tensor, for tensors of the graph and for gradients: an entry ends when its tensor is freed or written.
+    """A cache with a value per tensor, for tensors of the graph and for gradients.
 
-    Weak references detect a freed tensor. Leaf tensors, such as parameters, must have none, because
-    torch.utils.swap_tensors rejects a tensor with a weak reference: see `Leaves`.
+    A value becomes invalid when its tensor is freed or changed in place. Weak references detect a freed tensor. Leaf
+    tensors, such as parameters, must have no weak references, because torch.utils.swap_tensors rejects a tensor with a
+    weak reference. The class `Leaves` caches their values.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], int, T]] = {}
 
     def get(self, tensor: torch.Tensor) -> T | None:
-        """Return the value of this tensor with its present content; None if there is none."""
+        """Return the value of this tensor with its present content; None if no value is stored for it."""
         known = self._by_id.get(id(tensor))
         if known is None or known[0]() is not tensor or known[1] != _version(tensor):
             return None
         return known[2]
 
     def before(self, tensor: torch.Tensor) -> T | None:
-        """Return the value that this tensor had before it was written in place; None if there is none."""
+        """Return the value that was stored before this tensor was changed in place; None if it was not changed."""
         known = self._by_id.get(id(tensor))
         return None if known is None or known[0]() is not tensor or known[1] == _version(tensor) else known[2]
 
     def keep(self, tensor: torch.Tensor, value: T) -> None:
-        """Store `value`, except for parameters and for tensors that do not count in-place changes."""
+        """Store `value` for `tensor`. Parameters, and tensors that do not count in-place changes, are not cached."""
         version = _version(tensor)
         if version is not None and not isinstance(tensor, nn.Parameter):
             self._by_id[id(tensor)] = weakref.ref(tensor), version, value
@@ -176,10 +180,12 @@ class TensorCache(Generic[T]):
 
 
 class Leaves(Generic[T]):
-    """A cache by leaf tensor: inputs, masks, parameters, and all tensors that are computed without gradients.
+    """A cache with a value per leaf tensor.
 
-    It keeps tensors alive, but hardly longer than the training does: the arguments of running calls, and arguments and
-    results of the call that ended last, until the next call begins or no call is running.
+    Leaf tensors are inputs, masks, parameters, and all tensors that are computed without gradients. The cache keeps
+    them alive, but hardly longer than the training does. It contains the arguments of running calls. Until the next
+    call begins, it also contains the arguments and results of the call that ended last, unless no other call is
+    running.
     """
 
     def __init__(self) -> None:
@@ -187,25 +193,25 @@ class Leaves(Generic[T]):
         self._last: dict[int, tuple[torch.Tensor, int, T]] = {}
 
     def call_begins(self) -> None:
-        """Start the cache of a call; its arguments are read next."""
+        """Start the cache of a module call whose arguments are read next."""
         self._running.append({})
 
     def arguments_read(self) -> None:
-        """Release the tensors of the call that ended last."""
+        """Release the tensors of the call that ended last. Called after the arguments of the next call were read."""
         self._last = {}
 
     def call_ended(self) -> None:
-        """End the cache of the innermost call, after its results were read."""
+        """End the cache of the innermost running call, after its results were read."""
         ended = self._running.pop() if self._running else {}
         self._last = ended if self._running else {}
 
     def clear(self) -> None:
-        """Release all tensors."""
+        """Release all tensors of the cache."""
         self._running.clear()
         self._last = {}
 
     def get(self, tensor: torch.Tensor) -> T | None:
-        """Return the value of this tensor with its present content; None if there is none."""
+        """Return the value of this tensor with its present content; None if no value is stored for it."""
         for known in (*reversed(self._running), self._last):
             found = known.get(id(tensor))  # the tensor is alive, so no other one has its id()
             if found is not None:
@@ -213,7 +219,10 @@ class Leaves(Generic[T]):
         return None
 
     def keep(self, tensor: torch.Tensor, value: T) -> None:
-        """Store `value` for the innermost call, except for tensors that do not count in-place changes."""
+        """Store `value` for `tensor` in the cache of the innermost call.
+
+        Tensors that do not count in-place changes are left out.
+        """
         version = _version(tensor)
         if version is not None and self._running:
             self._running[-1][id(tensor)] = tensor, version, value

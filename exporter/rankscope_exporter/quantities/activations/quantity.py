@@ -1,8 +1,9 @@
-"""Quantity `activations`: inputs and outputs of modules in a training forward, and the gradients of both.
+"""Quantity `activations`: inputs and outputs of modules in training forward passes, and their gradients.
 
-Inputs are read before the forward runs, because it may overwrite them. Gradients come from hooks on the tensors
-themselves. Nothing is added to the graph, so sums keep their order and later in-place writes are harmless. The gradient
-of an input is therefore that of the tensor, over all its uses and not only over the use in this module.
+Inputs are read before the forward pass of the module, which may overwrite them. Gradients are read by hooks on the
+tensors. Nothing is added to the graph, so the order of sums does not change, and later in-place writes have no effect
+on the hooks. The gradient of an input is therefore the gradient of the tensor over all its uses, not only over the use
+in this module.
 """
 
 from __future__ import annotations
@@ -36,21 +37,30 @@ from rankscope_exporter.statistics.tensor_access import why_not_measurable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationOptions(QuantityOptions):
-    """The modules and their tensors. `targets` may also be a table: its keys are the targets, its values `parts`."""
+    """Options: the modules and the tensors to measure.
+
+    `targets` may also be a table. Its keys are then the targets, and its values are those of `parts`.
+    """
 
     inputs: bool = True
     outputs: bool = True
     input_grads: bool = True
     output_grads: bool = True
     forward_only: bool = False
-    """Measure no gradients."""
+    """True: measure inputs and outputs, but no gradients."""
     backward_only: bool = False
-    """Measure only gradients."""
+    """True: measure only gradients."""
     all_modules: bool = False
-    """Measure all tensors of the modules that no target selects; the targets restrict the other modules."""
+    """True: also measure all tensors of modules that no target selects.
+
+    The targets then only select tensors by `parts`.
+    """
     parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Tensors to measure, by target: {"head": {"input": "tuple[2]:0", "output": "tensor"}}. Tensors that are not named
-    there are not measured. For a target without an entry, or with an empty one, all tensors are measured."""
+    """Tensors to measure, by target: {"head": {"input": "tuple[2]:0", "output": "tensor"}}.
+
+    Tensors that an entry does not name are not measured. For a target without an entry, or with an empty one, all
+    tensors are measured.
+    """
 
     def __post_init__(self) -> None:
         targets: Any = self.targets
@@ -59,17 +69,17 @@ class ActivationOptions(QuantityOptions):
             object.__setattr__(self, "targets", tuple(targets) or ("*",))
         QuantityOptions.__post_init__(self)
         if not isinstance(self.parts, Mapping):
-            raise ValueError(f"parts is a table of tables by target, not {self.parts!r}")  # noqa: TRY004 - becomes a ConfigError
+            raise ValueError(f"parts must be a table of tables by target, not {self.parts!r}")  # noqa: TRY004 - becomes a ConfigError
         for target, described in self.parts.items():
             parse_specs(target, described)
             if target not in self.targets:
-                raise ValueError(f"parts[{target!r}] belongs to no target; add it to targets")
+                raise ValueError(f"parts[{target!r}] is not in targets: add {target!r} to targets")
         if not (self.inputs or self.outputs or self.input_grads or self.output_grads):
-            raise ValueError("inputs, outputs, input_grads and output_grads are all false: nothing would be measured")
+            raise ValueError("inputs, outputs, input_grads and output_grads are all false: set one of them to true")
 
     @property
     def objects(self) -> frozenset[str]:
-        """Return the objects of a module that are measured: a subset of input, output, input_grad and output_grad."""
+        """Return which tensors of a module are measured: a subset of input, output, input_grad and output_grad."""
         forward, backward = not self.backward_only, not self.forward_only
         chosen = {
             "input": self.inputs and forward,
@@ -80,7 +90,10 @@ class ActivationOptions(QuantityOptions):
         return frozenset(name for name, wanted in chosen.items() if wanted)
 
     def specs_of(self, *names: str) -> Specs:
-        """Return the parts of the first target that selects one of the `names` of a module; empty means all tensors."""
+        """Return the tensors to measure for a module, from the first target that selects one of its `names`.
+
+        An empty result means all tensors.
+        """
         for target, described in self.parts.items():
             if Targets((target,)).selects(*names):
                 return parse_specs(target, described)
@@ -95,7 +108,7 @@ _OBJECT: Final[dict[Kind, str]] = {
 
 @dataclass(slots=True)
 class _Step:
-    """The state of the current sampled step."""
+    """The state of the quantity during a sampled step."""
 
     calls: Calls = field(default_factory=Calls)
     micro_step: int = -1
@@ -107,14 +120,14 @@ class _Step:
     watched_leaves: dict[int, list[TensorSite]] = field(default_factory=dict)  # by the number of our hook on the leaf
 
     def release_tensors(self) -> None:
-        """Forget all tensors."""
+        """Release all tensors of the caches."""
         for memory in (self.measured, self.leaves, self.gradients, self.watched, self.watched_leaves):
             memory.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class _HookedModule:
-    """A module with hooks, and the part of it that is measured."""
+    """A module with hooks, and its tensors that are measured."""
 
     named: NamedModule
     objects: frozenset[str]
@@ -122,7 +135,7 @@ class _HookedModule:
 
 
 class Activations(ModuleQuantity):
-    """Rows of `act_in`, `act_out`, `act_grad_in` and `act_grad_out`, one per tensor, micro-batch and call."""
+    """Measures `act_in`, `act_out`, `act_grad_in` and `act_grad_out`: one row per tensor, micro-batch and call."""
 
     name: ClassVar[str] = "activations"
     options_class: ClassVar[type[QuantityOptions]] = ActivationOptions
@@ -141,7 +154,7 @@ class Activations(ModuleQuantity):
         return {kind for kind, name in _OBJECT.items() if name in self.options.objects}
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Hook every module that is measured."""
+        """Register hooks on every module that is measured."""
         if self.options.objects:
             super().install(hooking, gate)
         else:
@@ -158,21 +171,21 @@ class Activations(ModuleQuantity):
         self._register(named, hook_after, "outputs of modules", functools.partial(self._ended, hooked))
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Forget the calls of the last sampled step."""
+        """Delete the calls of the last sampled step."""
         self._release()
         self._step = _Step()
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Report the modules that were not measured, and release leaf tensors."""
+        """Publish notices about modules that were not measured, and release leaf tensors."""
         self._note_uncalled(self._step.calls.called)
         self._release()
 
     def on_backward_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Forget the gradients of this pass; the next pass has others."""
+        """Clear the cache of gradients, because the next backward pass has other gradients."""
         self._step.gradients.clear()
 
     def on_step_end(self) -> None:
-        """Release all tensors, also if no optimizer has stepped."""
+        """Release all tensors. Called at the end of a step, also if no optimizer has stepped."""
         self._handles.remove()
         self._step.release_tensors()
 
@@ -261,7 +274,11 @@ class Activations(ModuleQuantity):
         memory.keep(tensor, row)
 
     def _watch(self, site: TensorSite, tensor: torch.Tensor) -> None:
-        """Hook the gradient of `tensor`, or add the site to those of its hook."""
+        """Measure the gradient of `tensor` for `site`.
+
+        If the tensor has no gradient hook of the monitor yet, register one. Otherwise add the site to those of the
+        hook.
+        """
         sites = self._watched_leaf(tensor) if tensor.is_leaf else self._step.watched.get(tensor)
         if sites is not None:
             sites.append(site)
@@ -281,7 +298,7 @@ class Activations(ModuleQuantity):
             self._step.watched.keep(tensor, sites)
 
     def _watched_leaf(self, tensor: torch.Tensor) -> list[TensorSite] | None:
-        """Return the sites of a leaf with our hook, which only this tensor has."""
+        """Return the sites that the monitor's gradient hook on the leaf `tensor` measures; None without such a hook."""
         hooks: Mapping[int, Any] = tensor._backward_hooks or {}  # noqa: SLF001 - torch has no public name for it
         watched = self._step.watched_leaves
         return next((watched[number] for number in hooks if number in watched), None)
@@ -294,7 +311,10 @@ class Activations(ModuleQuantity):
             self._measure(site, gradient, self._step.gradients)
 
     def _release(self) -> None:
-        """Remove the hooks of tensors, because those of leaf tensors outlive the graph; report new notes."""
+        """Remove the gradient hooks on tensors, and publish new notices.
+
+        Hooks must be removed explicitly, because hooks on leaf tensors outlive the graph.
+        """
         self.on_step_end()
         if self._step.calls.called:
             self._note_uncalled(self._step.calls.called)

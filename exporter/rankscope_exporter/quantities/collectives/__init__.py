@@ -1,4 +1,4 @@
-"""Quantity `collectives`: tensors that the script's own calls of `torch.distributed` send and receive."""
+"""Quantity `collectives`: tensors that the script sends and receives by calling `torch.distributed`."""
 
 from rankscope_exporter.quantities.collectives.quantity import Collectives
 

@@ -1,7 +1,8 @@
-"""Log of collective calls for the option `log_only`: function, dtypes, shapes, group, call stack and number of calls.
+"""Log of collective calls for the option `log_only`.
 
-Calls that torch itself makes, for DDP, FSDP and similar, come from torch's flight record, with stacks. The record also
-contains the calls of the script. They are skipped, because they are already logged.
+The log contains the function, dtypes, shapes, group, call stack and number of the calls. Calls that torch makes, for
+example for DDP and FSDP, are read from torch's flight record, with their stacks. The flight record also contains the
+calls of the script. They are skipped, because the quantity has already logged them.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ _FRAMES_SHOWN: Final = 8
 
 
 class CallLog:
-    """The calls since the last report. Equal calls are one notice with their number, in the order of the first calls.
+    """The collective calls since the last report.
 
-    Every call is counted in exactly one notice. A call that repeats after a report is reported again.
+    Equal calls are reported in one notice with their number, in the order of the first calls. Every call is counted in
+    exactly one notice. If a call repeats after a report, it is reported again.
     """
 
     def __init__(self) -> None:
@@ -43,11 +45,11 @@ class CallLog:
         self.has_reported = False
 
     def note(self, name: str, site: CallSite, sides: CallTensors) -> None:
-        """Add a call of the script."""
+        """Add a collective call of the script: its function and line (`name`), call site, and tensors (`sides`)."""
         self.note_text(name, f"{_forms(sides.inputs)} -> {_forms(sides.outputs)}, {group_text(sides.group)}", site)
 
     def note_text(self, name: str, description: str, site: CallSite) -> None:
-        """Add a call; `description` contains its dtypes, shapes and group."""
+        """Add a collective call; `description` contains its dtypes, shapes and group."""
         text = f"{name}: {description}, called from {_stack(site)}"
         if text not in self._known and len(self._known) >= MAX_NOTICES:
             self._dropped += 1
@@ -56,7 +58,7 @@ class CallLog:
         self._new[text] += 1
 
     def report(self, notice: Callable[[str], None]) -> None:
-        """Call `notice` for each group of equal calls since the last report."""
+        """Call the function `notice` with a text for each group of equal calls since the last report."""
         new, self._new = self._new, Counter()
         self.has_reported = self.has_reported or bool(new)
         for text, count in new.items():
@@ -67,7 +69,7 @@ class CallLog:
 
 
 def _forms(parts: Sequence[TensorPart]) -> str:
-    """Return dtypes and shapes of the inputs or outputs as text."""
+    """Return the dtypes and shapes of inputs or outputs as text, such as "float32[2, 3]"."""
     forms = [f"{str(part.tensor.dtype).removeprefix('torch.')}{list(part.tensor.shape)}" for part in parts]
     return listed(forms) or "nothing"
 
@@ -78,11 +80,14 @@ def _stack(site: CallSite) -> str:
 
 
 NO_PLACE: Final = "torch"
-"""The call site of a call without Python code of the script in its stack, as on a thread of torch."""
+"""The call site of a collective without Python code of the script in its stack, such as on a thread of torch."""
 
 
 class InternalCalls:
-    """Reader of new calls in torch's flight record; the first read returns all calls that no monitor has read."""
+    """Reader of new collective calls in torch's flight record.
+
+    The first read returns all calls that no monitor has read before.
+    """
 
     def __init__(self, sites: CallSites, targets: Targets) -> None:
         self._sites = sites
@@ -90,7 +95,10 @@ class InternalCalls:
         self._after = read_before()
 
     def note(self, log: CallLog, report: Report) -> None:
-        """Add the calls that were not intercepted. A recorder that cannot be read is reported and skipped."""
+        """Add the calls of torch in the flight record to `log`. Calls that the quantity intercepted are skipped.
+
+        If a recorder cannot be read, this is reported and the recorder is skipped.
+        """
         if not has_groups():
             return
         ranks = ranks_by_group(report)

@@ -1,4 +1,4 @@
-"""Call sites of collectives: the innermost line outside of torch and Rankscope, and the stack that leads to it."""
+"""Call sites of collectives: the innermost line of code outside of torch and Rankscope, and the stack of this line."""
 
 from __future__ import annotations
 
@@ -18,25 +18,29 @@ from rankscope_exporter.monitors.flight_recorder.entry import (
 
 MAX_FRAMES: Final = 128
 _MOST_STACKS: Final = 4096
-"""Largest number of cached stacks; recursion can produce any number of different stacks."""
+"""Largest number of cached stacks. The limit is needed because recursion can produce any number of different stacks."""
 
 _Key = tuple[tuple[CodeType, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """A line of the script. `label` is its file, with the folders of its package, and its number: `loss.py[23]`."""
+    """A line of the script that calls a collective.
+
+    `label` consists of the file, with the folders of its package, and of the line number: `loss.py[23]`.
+    """
 
     label: str
     stack: tuple[str, ...]
-    """The calls that lead to the line, as labels with the function, outermost first."""
+    """The calls that lead to the line, outermost first: for each, the label of a line and the function name."""
     is_chosen: bool
 
 
 class CallSites:
-    """The call sites of a script. A site is chosen if one of `expressions` is found in its stack, or if there are none.
+    """The call sites of a script, and the selection of call sites by regular expressions.
 
-    A stack is searched as lines of the form `/whole/path/loss.py[23] function`, outermost first.
+    A call site is chosen if one of `expressions` is found in its stack. If there are no expressions, all call sites are
+    chosen. An expression is searched in lines of the form `/whole/path/loss.py[23] function`, outermost first.
     """
 
     def __init__(self, expressions: Sequence[str] = ()) -> None:
@@ -44,7 +48,7 @@ class CallSites:
         self._known: dict[_Key, CallSite] = {}
 
     def of(self, caller: FrameType) -> CallSite | None:
-        """Return the call site of the frame `caller`; None for code of torch or Rankscope."""
+        """Return the call site of the frame `caller`; None if the code of the frame is that of torch or Rankscope."""
         if caller.f_code.co_filename.startswith((OUR_CODE, TORCH_CODE)):
             return None
         frames = _frames(caller)
@@ -57,7 +61,7 @@ class CallSites:
         return site
 
     def of_record(self, frames: Iterable[Mapping[str, Any]], label: str) -> CallSite:
-        """Return the call site of a call in torch's flight record; its `frames` are innermost first."""
+        """Return the call site of a call in torch's flight record, given its `label` and `frames`, innermost first."""
         own = [frame for frame in frames if not str(frame["filename"]).startswith(NOT_SCRIPT_CODE)][::-1]
         return CallSite(
             label=label,
@@ -83,7 +87,7 @@ class CallSites:
 
 
 def _frames(caller: FrameType) -> list[FrameType]:
-    """Return the frames of the script from `caller` on, innermost first."""
+    """Return the frames of the script, from `caller` to the outermost frame."""
     frames: list[FrameType] = []
     frame: FrameType | None = caller
     while frame is not None and len(frames) < MAX_FRAMES:
@@ -94,7 +98,10 @@ def _frames(caller: FrameType) -> list[FrameType]:
 
 
 def _label(frame: FrameType) -> str:
-    """Return file and line without the folders outside of the package, which differ between machines."""
+    """Return file and line of a frame as text.
+
+    Folders outside of the package, which differ between machines, are left out.
+    """
     names = frame.f_globals
     package = names.get("__package__") or (names.get("__name__") or "").rpartition(".")[0]
     return f"{short_path(frame.f_code.co_filename, package)}[{frame.f_lineno}]"

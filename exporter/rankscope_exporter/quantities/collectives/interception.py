@@ -1,9 +1,9 @@
-"""Interception of functions of `torch.distributed`, and asynchronous calls until the script has waited for them.
+"""Interception of functions of `torch.distributed`, and of asynchronous calls until the script has waited for them.
 
-One object replaces a function for any number of listeners. The same object is used again when interception restarts,
-because other code may have imported it by name in between. A replacement that other code puts on top remains: calls
-then pass through ours without effect. The result of an asynchronous call is kept until the script has waited for its
-work or freed it.
+A function is replaced by one object, which calls any number of listeners. If interception ends and starts again, the
+same object is used, because other code may have imported it by name in between. If other code replaces this object, its
+replacement remains: calls then pass through the object, and are still passed on to the original function. The result of
+an asynchronous call is kept until the script has waited for its work or freed it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rankscope_exporter.quantities.base import SamplingGate
 
 
 class CollectiveCall:
-    """One running call of a function. `note` is for the listener's own data."""
+    """One call of an intercepted function while it runs. `note` stores data of the listener."""
 
     __slots__ = ("args", "caller", "kwargs", "note", "op")
 
@@ -37,23 +37,23 @@ class CollectiveCall:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """The receiver of intercepted calls. Its functions must not raise."""
+    """The receiver of intercepted calls. Its functions must not raise errors."""
 
     gate: SamplingGate
-    """Calls are reported while it is open; read at every call."""
+    """The receiver gets calls only while this gate is open. The gate is read at every call."""
     begins: Callable[[CollectiveCall], None]
-    """Called before the function runs."""
+    """Function that is called before the intercepted function runs."""
     ended: Callable[[CollectiveCall, Any], None]
-    """Called with the result after the function has returned."""
+    """Function that is called with the result after the intercepted function has returned."""
     waited: Callable[[Any], None]
-    """Called with a work after the script has waited for it."""
+    """Function that is called with a work object after the script has waited for this work."""
 
 
 WAIT: Final = "wait"
 
 
 class _Interception:
-    """The replacement of the attribute `name` of `owner`; it calls the original."""
+    """The object that replaces the attribute `name` of `owner`; a call of it calls the original function."""
 
     def __init__(self, owner: Any, name: str, original: Callable[..., Any]) -> None:
         self.owner, self.name, self.original = owner, name, original
@@ -75,7 +75,10 @@ class _Interception:
 
 
 class _FunctionInterception(_Interception):
-    """The replacement of a function of torch.distributed. Comparison, copy and pickle treat it as the original."""
+    """The object that replaces a function of torch.distributed.
+
+    In comparisons, copies and pickles, it behaves like the original function.
+    """
 
     def __init__(self, owner: Any, name: str, original: Callable[..., Any]) -> None:
         super().__init__(owner, name, original)
@@ -118,7 +121,7 @@ class _FunctionInterception(_Interception):
 
 
 class _WaitInterception(_Interception):
-    """The replacement of the method `wait` of all works."""
+    """The object that replaces the method `wait` of torch.distributed's class `Work`."""
 
     def __get__(self, work: Any, owner: type | None = None) -> Any:
         return self if work is None else MethodType(self, work)
@@ -132,7 +135,7 @@ class _WaitInterception(_Interception):
 
 
 class Interceptor:
-    """The interception of several functions for one listener, until `remove`."""
+    """Intercepts several functions of torch.distributed for one listener, until `remove` is called."""
 
     def __init__(self, listener: Listener, names: Iterable[str]) -> None:
         self._listener = listener
@@ -144,7 +147,7 @@ class Interceptor:
                 item.join(listener)
 
     def remove(self) -> None:
-        """Stop the interception for this listener."""
+        """Stop the interception for the listener of this object."""
         with _lock:
             for item in self._interceptions:
                 item.leave(self._listener)
@@ -156,7 +159,10 @@ _known: dict[str, _Interception] = {}
 
 
 def _interception_of(owner: Any, name: str, make: type[_Interception]) -> _Interception | None:
-    """Return the present or a new replacement of `owner.name`; None if `owner` has no such attribute."""
+    """Return the object that replaces `owner.name`; create it if there is none yet.
+
+    Return None if `owner` has no such attribute.
+    """
     current = None if owner is None else vars(owner).get(name)
     if current is None:  # another release of torch, or a torch without collectives
         return None
@@ -168,7 +174,10 @@ def _interception_of(owner: Any, name: str, make: type[_Interception]) -> _Inter
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output tensor of the call `name`, with its row, and with its position if the output is a list."""
+    """An output tensor of the call `name` with its row.
+
+    `index` is its position if the output is a list, otherwise None.
+    """
 
     name: str
     row: range
@@ -178,7 +187,7 @@ class Output:
 
 @dataclass(slots=True)
 class _Awaited:
-    """Outputs that are complete after the script has waited for `works` more works."""
+    """Outputs of an asynchronous call. They are complete after the script has waited for `works` more work objects."""
 
     name: str
     outputs: Sequence[Output]
@@ -186,16 +195,17 @@ class _Awaited:
 
 
 class PendingWork:
-    """The works of one step that the script has not waited for."""
+    """The asynchronous calls of one step that the script has not waited for yet."""
 
     def __init__(self) -> None:
         self._awaited: dict[int, tuple[weakref.ref[Any], _Awaited]] = {}  # by the identity of the work
         self._lost: list[str] = []
 
     def expect(self, name: str, works: Sequence[Any], outputs: Sequence[Output], tensors: int) -> None:
-        """Keep the `outputs` of a call until the script has waited for all of its `works`.
+        """Keep the `outputs` of an asynchronous call until the script has waited for all of its `works`.
 
-        `tensors` is the number of tensors sent and received. A batch has one work per tensor, or one for all tensors.
+        `tensors` is the number of tensors that the call sends and receives. A batch of calls has one work object per
+        tensor, or one for all tensors.
         """
         if len(works) == tensors > 1:
             for output in outputs:
@@ -216,7 +226,7 @@ class PendingWork:
         return () if awaited.works else awaited.outputs
 
     def release_tensors(self) -> None:
-        """Release all tensors; keep only the names of the calls that the script has not waited for."""
+        """Release all tensors. Keep only the names of the calls that the script has not waited for."""
         self._lost += [awaited.name for _, awaited in self._awaited.values()]
         self._awaited.clear()
 
@@ -235,7 +245,7 @@ class PendingWork:
 
 
 def stream_of(device: torch.device) -> int | None:
-    """Return the id of the accelerator stream that is current on this thread; None for a device without streams."""
+    """Return the id of the current stream of `device` on this thread; None for a device without streams."""
     if device.type in ("cpu", "meta"):
         return None
     try:
@@ -245,6 +255,6 @@ def stream_of(device: torch.device) -> int | None:
 
 
 def pending_work_of(result: Any) -> list[Any]:
-    """Return the works among the results of a call."""
+    """Return the work objects of asynchronous calls among the results of a call."""
     found = result if isinstance(result, list) else [result]
     return [item for item in found if isinstance(item, dist.Work)]

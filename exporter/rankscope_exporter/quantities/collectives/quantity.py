@@ -1,8 +1,8 @@
 """Quantity `collectives`: output and input tensors of the script's own calls of `torch.distributed`.
 
-Replacements of torch's functions intercept the calls while the quantity is active. Calls of torch itself, such as those
-of DDP and FSDP, do not count, because most of them do not use these functions. The quantity never waits: the result of
-an asynchronous call is read after the script has waited for it.
+Replacements of torch's functions intercept the calls while the quantity is active. Calls that torch makes, for example
+in DDP and FSDP, are not measured, because most of them do not use these functions. The quantity never waits: the result
+of an asynchronous call is read after the script has waited for it.
 """
 
 from __future__ import annotations
@@ -46,16 +46,23 @@ from rankscope_exporter.statistics.tensor_access import dtype_name, why_not_meas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOptions(QuantityOptions):
-    """The calls. A target names all calls of a function, `all_reduce`, or of a line, `all_reduce@train.py[23]`."""
+    """Options: the calls to measure.
+
+    A target names all calls of a function, `all_reduce`, or all calls at a line of the script,
+    `all_reduce@train.py[23]`.
+    """
 
     inputs: bool = False
-    """Also measure the input tensors of a call, before it runs."""
+    """Also measure the input tensors of a call, before the call runs."""
     call_sites: tuple[str, ...] = ()
-    """Regular expressions. A call counts if one of them is found in its call stack; without any, all calls count."""
+    """Regular expressions.
+
+    A call is measured if one of them is found in its call stack; without any, all calls are measured.
+    """
     most_calls: int = 64
-    """Largest number of calls per step that have rows, for one function at one line."""
+    """Largest number of measured calls per step, for one function at one line of the script."""
     log_only: bool = False
-    """Log the calls and their call sites in the first step, or in `times` steps, and measure nothing."""
+    """True: measure nothing, but log the calls and their call sites in the first step, or in `times` steps."""
 
     def __post_init__(self) -> None:
         if self.log_only is True and self.times is None:
@@ -63,17 +70,17 @@ class CollectiveOptions(QuantityOptions):
         QuantityOptions.__post_init__(self)
         self._check_whole("most_calls", 1)
         if self.most_calls is None:
-            raise ValueError("most_calls is a whole number from 1 on, not None")
+            raise ValueError("most_calls must be a whole number of at least 1, not None")
         self._check_call_sites()
 
     def _check_call_sites(self) -> None:
         if not isinstance(self.call_sites, tuple) or not all(isinstance(item, str) for item in self.call_sites):
-            raise ValueError(f"call_sites is a list of regular expressions, not {self.call_sites!r}")
+            raise ValueError(f"call_sites must be a list of regular expressions, not {self.call_sites!r}")
         for expression in self.call_sites:
             try:
                 re.compile(expression)
             except re.error as error:
-                raise ValueError(f"call_sites: {expression!r} is no regular expression: {error}") from error
+                raise ValueError(f"call_sites: {expression!r} is not a regular expression: {error}") from error
 
 
 _NOT_SEEN: Final = (
@@ -84,7 +91,10 @@ _NOT_SEEN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredCall:
-    """A measured call and its outputs. `seq` counts equal calls within the step; it is None for the first."""
+    """A measured call and its outputs.
+
+    `seq` counts further calls of the same name within the step; None for the first.
+    """
 
     name: str
     seq: int | None
@@ -94,7 +104,7 @@ class _MeasuredCall:
 
 @dataclass(slots=True)
 class _Step:
-    """The state of the current sampled step."""
+    """The state of the quantity during a sampled step."""
 
     thread: int = 0  # of the training; 0 before the first step
     stream: int | None = None  # current stream of the training thread
@@ -103,7 +113,7 @@ class _Step:
 
 
 class Collectives(Quantity):
-    """Rows of `comm_out` and, on request, `comm_in`: one for each tensor of each call."""
+    """Measures the outputs (`comm_out`) and, on request, the inputs (`comm_in`) of calls: one row per tensor."""
 
     name: ClassVar[str] = "collectives"
     options_class: ClassVar[type[QuantityOptions]] = CollectiveOptions
@@ -160,12 +170,12 @@ class Collectives(Quantity):
         hooking.keep(Interceptor(listener, OPERATIONS))
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Forget the calls of the last sampled step."""
+        """Delete the calls of the last sampled step."""
         self._release()
         self._step = _Step(threading.get_ident(), stream_of(self._device))
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Report the calls so far, with `log_only`."""
+        """Publish the calls that were logged so far, if `log_only` is true."""
         self._log.report(self._notice)
 
     def on_step_end(self) -> None:
@@ -173,7 +183,10 @@ class Collectives(Quantity):
         self._step.works.release_tensors()
 
     def _undisturbed(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Return `function` so that no step ends while it runs: a call may come long after the update."""
+        """Return a function that calls `function` while no step can begin or end.
+
+        A call of a collective may come long after the update of a step.
+        """
 
         def inside(*args: Any) -> None:
             if self._gate.is_open:
@@ -199,7 +212,10 @@ class Collectives(Quantity):
             self._enter(call, name, sides)
 
     def _is_training(self) -> bool:
-        """Return whether this is the training thread, or a thread of its backward pass. Others run at any time."""
+        """Return whether the current thread is the training thread, or a thread of its backward pass.
+
+        Calls on other threads are not measured, because they run at any time.
+        """
         return threading.get_ident() == self._step.thread or in_backward()
 
     def _enter(self, call: CollectiveCall, name: str, sides: CallTensors) -> None:
@@ -239,7 +255,7 @@ class Collectives(Quantity):
                 self._gate.table.measure([output.tensor], output.row)
 
     def _placed(self, kind: Kind, measured: _MeasuredCall, parts: Sequence[TensorPart]) -> list[Output]:
-        """Return the outputs for those `parts` that can be measured, each with its row."""
+        """Return the tensors of `parts` that can be measured, each with its row."""
         side = "input" if kind is Kind.COMM_IN else "output"
         if len(parts) > MAX_TENSORS:
             self._notes.add(f"{side} is {len(parts)} tensors, only the first {MAX_TENSORS} have rows", measured.name)
@@ -271,7 +287,7 @@ class Collectives(Quantity):
             return row
 
     def _release(self) -> None:
-        """Release the state of the last sampled step, and report the calls that were not measured."""
+        """Release the state of the last sampled step, and publish notices about calls that were not measured."""
         step = self._step
         if self.options.log_only and step.thread:
             self._note_internal()

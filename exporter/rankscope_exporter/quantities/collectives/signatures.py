@@ -1,7 +1,7 @@
-"""Input and output tensors of a collective on this rank. Reads no element and sends nothing.
+"""Input and output tensors of a collective on this rank. The module reads no element of a tensor and sends nothing.
 
-A buffer that a rank neither sends nor receives is left out: the buffer of a broadcast on a receiving rank before it
-arrives, and the buffer of a reduction on ranks that are not its destination.
+A buffer is left out if its content has no meaning on this rank. Examples are the buffer of a broadcast on a receiving
+rank before the call, and the result of a reduction on ranks that are not its destination.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ _SENDS: Final = "isend"
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Names of the parameters with inputs and outputs, and of those with the only rank that sends or receives."""
+    """Names of the parameters of a collective function.
+
+    `inputs` and `outputs` name the tensors. `sent_on` and `received_on` name the parameter with the only rank that
+    sends or receives; None if all ranks do.
+    """
 
     inputs: str | None = None
     outputs: str | None = None
@@ -55,12 +59,12 @@ _FORMS: Final[dict[str, _Form]] = {
 }
 
 OPERATIONS: Final = (*_FORMS, BATCH)
-"""The supported functions of torch.distributed."""
+"""The supported functions of torch.distributed, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """One input or output tensor. `index` is its position in a list; None for a single tensor."""
+    """One input or output tensor of a call. `index` is its position in a list of tensors; None for a single tensor."""
 
     index: int | None
     tensor: torch.Tensor
@@ -68,7 +72,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class CallTensors:
-    """The input and output tensors of a call on this rank, and its process group."""
+    """The input and output tensors of a collective call on this rank, and its process group."""
 
     inputs: Sequence[TensorPart] = ()
     outputs: Sequence[TensorPart] = ()
@@ -76,7 +80,10 @@ class CallTensors:
 
 
 def call_tensors_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallTensors | None:
-    """Return the tensors of a call; None if the call cannot succeed or this rank takes no part in it."""
+    """Return the tensors of a call of the function `op`.
+
+    Return None if the call will fail because of its arguments, or if this rank is not in the group of the call.
+    """
     if not dist.is_initialized():
         return None
     if op == BATCH:
@@ -97,14 +104,14 @@ def call_tensors_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def is_coalescing(group: Any) -> bool:
-    """Return whether calls for `group` are only collected at present, to be made together."""
+    """Return whether torch at present only collects the calls for `group`, to execute them together later."""
     world = getattr(dist.distributed_c10d, "_world", None)  # it has no public name
     pending = getattr(world, "pg_coalesce_state", None) or {}
     return (dist.group.WORLD if group is None else group) in pending
 
 
 def group_text(group: Any) -> str:
-    """Return name and size of a group as text."""
+    """Return name and size of a process group as text."""
     group = dist.group.WORLD if group is None else group
     display_name = getattr(group, "group_desc", "") or getattr(group, "group_name", "")
     return f"group {display_name or '?'} of {dist.get_world_size(group)} ranks"
@@ -139,7 +146,10 @@ def _is_member(group: Any) -> bool:
 
 
 def _is_here(name: str | None, inputs: Mapping[str, Any], group: Any) -> bool:
-    """Return whether the argument `name`, a rank of the world or of the group, is this rank; True if `name` is None."""
+    """Return whether the rank that a call names in its argument `name` is this rank; True if `name` is None.
+
+    The argument is a rank of the world. With the prefix `group_`, it is a rank of the group.
+    """
     if name is None:
         return True
     of_group = inputs.get(f"group_{name}")

@@ -1,6 +1,7 @@
-"""Formulas for features of modules, which are not statistics of one tensor. No hooks and no host synchronisation.
+"""Formulas for features of modules, such as the entropy of attention. A feature is not a statistic of one tensor.
 
-The formulas use no global random generator, and the autocast of the training has no effect on them.
+The functions register no hooks and do not synchronise with the device. They use no global random generator, and the
+autocast of the training has no effect on them.
 """
 
 from __future__ import annotations
@@ -19,5 +20,5 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def working_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of computations: float64 for float64 tensors, float32 for all others."""
+    """Return the dtype in which formulas are computed: float64 for float64 tensors, float32 for all other tensors."""
     return torch.float64 if dtype is torch.float64 else torch.float32

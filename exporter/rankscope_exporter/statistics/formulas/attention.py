@@ -1,7 +1,7 @@
-"""Sharpness of the attention of each head over a whole batch, in bounded memory; and masks in one common form.
+"""Entropy and maximum of the attention weights of each head over a whole batch, in bounded memory; and masks.
 
-Row i of a head attends with p = softmax_j(scale · q_i·k_j + mask_ij) over the keys j that are not hidden. Parts of a
-mask are computed when they are needed, so a broadcast mask needs little memory.
+Row i of a head attends with p = softmax_j(scale · q_i·k_j + mask_ij) over the keys j that are not hidden. Masks have
+one common form. A part of a mask is computed when it is needed, so a broadcast mask needs little memory.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ import torch
 from rankscope_exporter.statistics.formulas import without_autocast, working_type
 
 HIDING: Final = -1e4
-"""An additive mask of at most this value hides a key: its weight is 0, as with any substitute for minus infinity."""
+"""Largest value of an additive mask that hides a key.
+
+The weight of the key is 0 then, also for scripts that use a large negative number instead of minus infinity.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """`values` is [batch, heads, queries, keys], broadcast by strides of 0: bool, True where a key is hidden, or added.
+    """A mask of attention scores. `values` is [batch, heads, queries, keys], broadcast with strides of 0.
 
-    `causal` hides key j from query i where j > i, both counted from 0, as torch's `is_causal` does.
+    If `values` is bool, True means that the key is hidden; otherwise it is added to the scores. If `causal` is true,
+    key j is hidden from query i where j > i, both counted from 0, as in torch's `is_causal`. `rows` has the queries
+    that are read.
     """
 
     values: torch.Tensor | None = None
@@ -31,14 +36,17 @@ class Mask:
     rows: range = field(default_factory=lambda: range(0))
 
     def grouped(self, key_heads: int, rows: range) -> Mask:
-        """Return the mask of the rows `rows`, with its heads as [key heads, groups]."""
+        """Return the mask of the queries `rows`, with the heads divided into [key heads, groups]."""
         values = self.values
         if values is not None:
             values = torch.unflatten(values[:, :, rows.start :: rows.step], 1, (key_heads, -1))
         return replace(self, values=values, rows=rows)
 
     def add_to(self, scores: torch.Tensor, part: tuple[slice, slice, slice]) -> torch.Tensor | None:
-        """Add an additive mask to `scores`; return which scores are hidden, None if none are."""
+        """Add an additive mask to `scores` in place. Return bool, True where a key is hidden; None if no key is hidden.
+
+        `part` selects the elements of the batch, the key heads and the queries of `scores`.
+        """
         within, heads, rows = part
         hidden = None
         if self.values is not None:
@@ -60,7 +68,10 @@ class Mask:
 
 
 def hides_of(mask: torch.Tensor, *, true_attends: bool) -> torch.Tensor:
-    """Return a bool or additive mask; a mask of integers becomes bool. True in the result hides a key."""
+    """Return a mask in which True hides a key.
+
+    A mask of integers becomes bool; an additive mask is returned unchanged.
+    """
     if mask.is_floating_point():
         return mask
     return (mask == 0) if true_attends else (mask != 0)
@@ -88,22 +99,25 @@ def broadcast(mask: torch.Tensor, batch: int, heads: int, queries: int, keys: in
 
 
 MAX_BYTES: Final = 64 << 20
-"""Largest temporary memory of the computation from scores."""
+"""Largest number of bytes of temporary memory that the computation from scores allocates."""
 
 _BYTES_PER_SCORE: Final = 5
-"""Memory per score, in elements: scores, exponentials, queries and keys in the working dtype, and hidden scores."""
+"""Number of elements in memory per score: score, exponential, share of queries and keys, and hidden flag."""
 
 _HIDDEN: Final = -1e30
 _LEAST: Final = -80.0
-"""Smallest score relative to the maximum of its row: its exponential, 2e-35, changes no sum, while exp() with result 0
-is ten times slower on a CPU."""
+"""Smallest score relative to the maximum of its row.
+
+Its exponential, 2e-35, changes no sum. Without this limit, results of exp() would be 0, and such calls are ten times
+slower on a CPU.
+"""
 _CERTAIN: Final = 1e-20
-"""An entropy below it is set to 0: it comes from rounding or from hidden keys."""
+"""Entropies below this value are set to 0, because they come from rounding or from hidden keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of one call. `groups` heads of the query share one head of the keys."""
+    """The dimensions of query and key in one call. `groups` heads of the query share one head of the key."""
 
     batch: int
     key_heads: int
@@ -114,13 +128,14 @@ class Sizes:
 
 
 Chunk = tuple[slice, slice, slice]
-"""Slices of batch elements, key heads and queries."""
+"""A part of one call: slices of batch elements, key heads and queries."""
 
 
 def chunks(sizes: Sizes, limit: int) -> Iterator[Chunk]:
-    """Yield the parts of a call. A part has at most `limit` scores, elements of queries, and elements of keys.
+    """Yield the parts into which a call is divided to limit the memory.
 
-    If one row of one group, or the keys of one head, exceed the limit, they are one part.
+    A part has at most `limit` scores, `limit` elements of queries and `limit` elements of keys. If one query of all
+    heads that share a key head needs more, it is a part of its own; so are the keys of one head.
     """
     row = sizes.groups * max(sizes.keys, sizes.width)
     whole_head = max(sizes.queries * row, sizes.keys * sizes.width, 1)
@@ -135,7 +150,10 @@ def chunks(sizes: Sizes, limit: int) -> Iterator[Chunk]:
 
 
 def sampled_rows(queries: int, rows: int | None) -> range:
-    """Return the queries to read: all, or at most `rows` at equal distances, with the remainder split on both ends."""
+    """Return the positions of the queries to read: all, or at most `rows` at equal distances.
+
+    The remainder is divided between both ends.
+    """
     if rows is None or queries <= rows:
         return range(queries)
     stride = -(-queries // rows)
@@ -153,11 +171,11 @@ def attention_sums(
     rows: int | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> torch.Tensor:
-    """Return float64 [3, heads] on the device: sums over the batch and the rows with a visible key.
+    """Return float64 [3, heads] on the device: sums over the batch and over all queries with a visible key.
 
-    The sums are of the entropies -Σ p ln p in nats, of the largest p, and of 1, which counts the rows. `query` is
-    [batch, heads, queries, width] and `key` is [batch, key heads, keys, width]. Head h of the query reads head
-    h // groups of the keys.
+    The first sum is that of the entropies -Σ p ln p in nats, the second that of the largest p, and the third is the
+    number of queries. `query` is [batch, heads, queries, width] and `key` is [batch, key heads, keys, width]. Head h of
+    the query uses head h // groups of the key.
     """
     sampled = sampled_rows(query.shape[2], rows)
     batch, heads, _, width = query.shape
@@ -180,7 +198,10 @@ def attention_sums(
 
 
 def _sums(scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    """Return [3, key heads, groups] from scores [batch, key heads, groups, rows, keys], which are overwritten."""
+    """Return the three sums as [3, key heads, groups], from scores [batch, key heads, groups, rows, keys].
+
+    The scores are overwritten.
+    """
     if hidden is not None:
         scores.masked_fill_(hidden, _HIDDEN)
     scores -= scores.amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Distribution of tokens over experts by a router, and similarity of the weights of its experts."""
+"""Distribution of tokens over experts by a router, and similarity of the weights of the experts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from torch.nn.functional import linear, normalize
 from rankscope_exporter.statistics.formulas import without_autocast, working_type
 
 _TOKENS = 1 << 20
-"""Largest number of logits that are processed together."""
+"""Largest number of logits that are processed at the same time, to limit the memory."""
 
 
 def routing_sums(logits: torch.Tensor, top_k: int | None) -> torch.Tensor:
     """Return float64 [3 + experts] on the device, from logits [..., experts].
 
-    The numbers are the count of tokens, the sum of their entropies -Σ p ln p in nats with p = softmax(logits), and the
-    count of tokens without a NaN; then, for each expert, the count of these tokens with the expert among their `top_k`.
+    The first three numbers are the number of tokens, the sum of the entropies -Σ p ln p in nats with p =
+    softmax(logits), and the number of tokens without a NaN. The other numbers are, for each expert, the number of
+    tokens without a NaN that have the expert among their `top_k`.
     """
     experts = logits.shape[-1]
     flat = logits.detach().reshape(-1, experts)
@@ -36,9 +37,9 @@ def routing_sums(logits: torch.Tensor, top_k: int | None) -> torch.Tensor:
 
 
 def similarity(weight: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return the mean cosine between the vectors of two experts, over all pairs; 0 for pairs with a vector of zeros.
+    """Return the mean cosine of the weight vectors of two experts, over all pairs. A vector of zeros has the cosine 0.
 
-    `weight` is 2-D. The experts are its rows if their number fits, otherwise its columns.
+    `weight` is 2-D. The experts are its rows if the number of rows is `experts`, otherwise its columns.
     """
     wide = weight.detach().to(working_type(weight.dtype))
     with without_autocast(weight.device):
@@ -49,7 +50,7 @@ def similarity(weight: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def product(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the logits [..., experts] of tokens [..., width] by a weight [experts, width]."""
+    """Return the logits [..., experts] of tokens [..., width], given a weight [experts, width]."""
     dtype = working_type(given.dtype)
     with without_autocast(given.device):
         return linear(given.detach().to(dtype), weight.detach().to(dtype), None if bias is None else bias.to(dtype))

@@ -1,9 +1,10 @@
-"""The largest singular value of a matrix within a tolerance, by a number of steps that is fixed in advance.
+"""The largest singular value of a matrix within a tolerance. The number of steps is fixed in advance.
 
 The method is Lanczos on WᵀW (or WWᵀ, whichever is smaller) with full reorthogonalisation, from a direction that is
 uniform on the sphere. After k steps, the relative error of the largest eigenvalue exceeds ε with a probability of at
-most 1.648 √n exp(-√ε (2k - 1)). This holds for any spectrum (Kuczyński and Woźniakowski 1992, theorem 4.1). The value
-is never too high. The direction comes from a separate generator with a fixed seed, so equal weights give equal numbers.
+most 1.648 √n exp(-√ε (2k - 1)). This holds for any spectrum (Kuczyński and Woźniakowski 1992, theorem 4.1). The
+computed value is never too high. The direction comes from a separate generator with a fixed seed, so equal weights give
+equal numbers.
 
 The device computes only products and returns a few numbers per step. The host solves the small eigenproblem later, by
 bisection in numpy. LAPACK would start its own threads from about 100 steps on, and take CPU time from training.
@@ -22,17 +23,22 @@ import torch
 from rankscope_exporter.statistics.formulas import without_autocast, working_type
 
 MISSES: Final = 1e-6
-"""Largest probability that the error of one weight exceeds the tolerance."""
+"""Largest probability with which the error of one weight may exceed the tolerance."""
 
 MAX_ELEMENTS: Final = 1 << 24
-"""Largest number of elements in one batch of matrices: 64 MiB if they are copied to float32. A larger matrix is not
-copied."""
+"""Largest number of elements in one batch of matrices: 64 MiB if the matrices are copied to float32.
+
+A larger matrix is not copied.
+"""
 
 _POINTS: Final = 32
-"""Number of points of an interval that are compared with the eigenvalues together."""
+"""Number of points within an interval for which the bisection counts eigenvalues at the same time."""
 
 _BISECTIONS: Final = 12
-"""Each step leaves a 33rd of the interval: 33**-12 is 2**-60, less than the last place of a float64."""
+"""Number of bisection steps. Each step leaves a 33rd of the interval.
+
+33**-12 is about 2**-60, which is less than the precision of a float64.
+"""
 
 _BLOCK: Final = 1 << 22
 _SEED: Final = 2013
@@ -42,14 +48,17 @@ Float64s = npt.NDArray[np.float64]
 
 
 def lanczos_steps(size: int, tolerance: float) -> int:
-    """Return the number of steps for a relative error of at most `tolerance`; `size` steps are exact."""
+    """Return the number of Lanczos steps for a relative error of at most `tolerance`.
+
+    `size` is the smaller dimension of the matrix. With `size` steps, the result is exact.
+    """
     share = 1 - (1 - tolerance) ** 2  # of the eigenvalue, which is its square
     steps = (math.log(1.648 * math.sqrt(max(size, 1)) / MISSES) / math.sqrt(share) + 1) / 2
     return max(1, min(size, math.ceil(steps)))
 
 
 def batches(weights: Iterable[torch.Tensor]) -> list[list[int]]:
-    """Return the positions of `weights` in batches of one shape, dtype and device, of at most MAX_ELEMENTS each."""
+    """Return the positions of `weights` in batches of equal shape, dtype and device, with at most MAX_ELEMENTS each."""
     found: list[list[int]] = []
     open_ones: dict[object, list[int]] = {}
     for position, weight in enumerate(weights):
@@ -63,7 +72,10 @@ def batches(weights: Iterable[torch.Tensor]) -> list[list[int]]:
 
 
 def spectral_numbers(weights: Sequence[torch.Tensor], tolerance: float) -> torch.Tensor:
-    """Return float64 [weights, 2 + 2 * steps] on the device for `norms`; `weights` are 2-D, of one shape, not empty."""
+    """Return float64 [weights, 2 + 2 * steps] on the device, from which `norms` computes the norms on the host.
+
+    `weights` are 2-D, of equal shape, and not empty.
+    """
     with without_autocast(weights[0].device):
         matrices = [_Matrix(weight) for weight in weights]
         steps = lanczos_steps(matrices[0].size, tolerance)
@@ -76,7 +88,7 @@ def spectral_numbers(weights: Sequence[torch.Tensor], tolerance: float) -> torch
 
 
 def norms(numbers: Float64s) -> tuple[Float64s, Float64s]:
-    """Return spectral and Frobenius norm of each weight, from `spectral_numbers` on the host.
+    """Return the spectral norm and the Frobenius norm of each weight, from the result of `spectral_numbers`.
 
     Both are NaN for a weight with a NaN or an Inf.
     """
@@ -89,10 +101,10 @@ def norms(numbers: Float64s) -> tuple[Float64s, Float64s]:
 
 
 def _largest_eigenvalues(diagonal: Float64s, off_diagonal: Float64s) -> Float64s:
-    """Return the largest eigenvalue, at least 0, of symmetric tridiagonal matrices, to a few units of the last place.
+    """Return the largest eigenvalue of each symmetric tridiagonal matrix; 0 if it is negative.
 
-    `diagonal` is [matrices, size], `off_diagonal` [matrices, size - 1]. x is above all eigenvalues exactly if all
-    pivots of T - x are negative (Sturm).
+    `diagonal` is [matrices, size], `off_diagonal` is [matrices, size - 1]. The relative error is a few units of the
+    last place. A number x is above all eigenvalues exactly if all pivots of T - x are negative (Sturm).
     """
     magnitude = np.pad(np.abs(off_diagonal), ((0, 0), (1, 1)))
     low: Float64s = diagonal.max(1).clip(min=0)  # no eigenvalue on the diagonal is above the largest one
@@ -122,7 +134,7 @@ def _above_all_eigenvalues(points: Float64s, diagonal: Float64s, squares: Float6
 
 
 def _tridiagonal(matrices: Sequence[_Matrix], factor: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return diagonal and off-diagonal of the projected matrices, [weights, steps] each."""
+    """Return diagonals and off-diagonals of the Lanczos method's tridiagonal matrices, [weights, steps] each."""
     vector = _start(matrices[0], factor).expand(len(matrices), -1)
     basis = vector.new_zeros(len(matrices), steps, matrices[0].size)
     diagonal, off_diagonal = vector.new_zeros(2, len(matrices), steps)
@@ -151,7 +163,10 @@ def _start(matrix: _Matrix, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Matrix:
-    """A weight as a tall matrix in blocks of rows, each converted to the working dtype when it is used."""
+    """A batch of weights as tall matrices, in blocks of rows.
+
+    A block is converted to the working dtype when it is used.
+    """
 
     def __init__(self, weight: torch.Tensor) -> None:
         weight = weight.detach()
@@ -172,12 +187,12 @@ class _Matrix:
         return torch.stack(parts).sum(0) * factor
 
     def largest(self) -> torch.Tensor:
-        """Return the largest magnitude; NaN if there is a NaN."""
+        """Return the largest magnitude of an element; NaN if the weight contains a NaN."""
         ends = [torch.stack(torch.aminmax(block.to(self._dtype))).abs() for block in self._blocks]
         return torch.stack(ends).amax()
 
     def frobenius(self) -> torch.Tensor:
-        """Return the Frobenius norm in float64."""
+        """Return the Frobenius norm of the weight in float64."""
         pieces = [piece for block in self._blocks for piece in torch.split(block, max(1, _BLOCK // self.size))]
         lengths = [torch.linalg.vector_norm(piece.to(self._dtype), dtype=torch.float64) for piece in pieces]
         whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(lengths))

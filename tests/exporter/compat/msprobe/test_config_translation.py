@@ -150,7 +150,7 @@ def test_rules_keep_their_order_and_get_unique_names() -> None:
         ({"alert": {"rules": [{"rule_name": "AnomalyTurbulence", "args": {"threshold": 0}}]}}, "give a share above 0"),
         ({"alert": {"rules": [{"rule_name": "AnomalyNan", "args": {"limit": 3}}]}}, "args of AnomalyNan"),
         ({"format": "parquet"}, "format must be one of csv, tensorboard, api, not 'parquet'"),
-        ({"format": "api", "ops": ["norm", "nons"]}, "'nons' is no statistic; there are norm.* Did you mean 'nans'?"),
+        ({"format": "api", "ops": ["norm", "nons"]}, "'nons' is not a statistic; .* Did you mean 'nans'?"),
         ({"ops": "norm", "wg_distribution": True}, "ops must be a list of names"),
         ({"eps": "small"}, "eps must be a number of at least 0"),
         ({"ndigits": 0}, "ndigits must be a whole number from 1 to 20"),

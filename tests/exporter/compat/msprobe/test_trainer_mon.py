@@ -320,8 +320,8 @@ def test_invalid_ops_are_reported_without_an_error(tmp_path):
 
     said = train(tmp_path, {"wg_distribution": True}, during=change).said()
 
-    assert 1 == len([sentence for sentence in said if "'nons' is no statistic" in sentence])
-    assert 1 == len([sentence for sentence in said if "ops is a list of statistics, not 'norm'" in sentence])
+    assert 1 == len([sentence for sentence in said if "'nons' is not a statistic" in sentence])
+    assert 1 == len([sentence for sentence in said if "ops must be a list of statistics, not 'norm'" in sentence])
 
 
 def test_ops_set_before_attach_apply_to_the_first_step(tmp_path):
