@@ -7,8 +7,8 @@
     step:  1  loss:  8.05  memory:  1.9GiB(2.0%)  tps: 1,234        torchtitan
     [Rank 0] step=10, skipped=0, lr=[1e-05], mom=[…]                DeepSpeed
 
-A name before a space must be a known name. After the step, any name is accepted before a colon or an equals sign.
-Lines without a step or without numbers are other output, which is only counted.
+A name that is followed by a space must be the name of a known quantity. After the step, any name is accepted that is
+followed by a colon or an equals sign. Lines without a step or without numbers are counted, but not stored.
 """
 
 from __future__ import annotations

@@ -88,7 +88,9 @@ class AllowedResolver(AbstractResolver):
         found = await self._system.resolve(host, port, family)
         allowed = [result for result in found if self._permits(result["host"])]
         if found and not allowed:
-            raise ForbiddenAddressError(f"{host} resolves to an address outside [service] allowed_networks")
+            raise ForbiddenAddressError(
+                f"{host} resolves to an address outside [service] allowed_networks: add its network there"
+            )
         return allowed
 
     async def addresses(self, host: str) -> list[Address]:

@@ -47,7 +47,7 @@ def open_stream(body: bytes, *, max_inflated_bytes: int = MAX_INFLATED_BYTES) ->
         table.validate(full=True)
     except (pa.ArrowException, ArithmeticError, LookupError, OSError, ValueError, struct.error) as error:
         raise DecodeError(
-            f"not an Arrow record stream: {str(error).partition(chr(10))[0] or type(error).__name__}"
+            f"the body is not an Arrow record stream: {str(error).partition(chr(10))[0] or type(error).__name__}"
         ) from error
     if len(set(table.column_names)) < table.num_columns:
         raise DecodeError("the record stream has two columns with the same name")
@@ -72,7 +72,7 @@ def inflated_bytes(body: bytes) -> int:
 def _batch_bytes(metadata: bytes, body: pa.Buffer) -> int:
     header_field = _field(metadata, _uint32(metadata, 0), _MESSAGE_HEADER)
     if header_field is None:
-        raise DecodeError("not an Arrow record stream: a message without a header")
+        raise DecodeError("the body is not an Arrow record stream: a message has no header")
     header = header_field + _uint32(metadata, header_field)
     position = _field(metadata, header, _BATCH_BUFFERS)
     if position is None:
@@ -84,7 +84,7 @@ def _batch_bytes(metadata: bytes, body: pa.Buffer) -> int:
     if not compressed:
         return int(buffers["length"].sum())
     if buffers["offset"].min(initial=0) < 0 or (buffers["offset"] & 7).any():
-        raise DecodeError("not an Arrow record stream: the position of a buffer is not a multiple of 8 bytes")
+        raise DecodeError("the body is not an Arrow record stream: a buffer does not start at a multiple of 8 bytes")
     # Each compressed buffer starts with its uncompressed size; -1 means that it is not compressed.
     packed = buffers[buffers["length"] >= 8]
     declared = np.frombuffer(body, "<i8", len(body) // 8)[packed["offset"] // 8]

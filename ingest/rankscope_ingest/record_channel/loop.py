@@ -33,10 +33,12 @@ _CALM_FILL: Final = 0.25  # up to this ring fill, the interval may be longer
 _CALM_POLLS: Final = 2.5  # factor of the longer interval
 _CALM_SHARE: Final = 0.5  # of the flush interval, its upper limit: ranks learn of a commit at their next poll
 _GROUP_SIZE: Final = 32
-"""Targets that are polled at the same time, so that the code is in the processor's caches from the second one on.
+"""Number of targets in a group that is polled at the same time.
 
-With 20 ranks, a poll of four steps takes 2.8 ms of CPU time alone, and 1.5 ms in a group of seven. In other
-measurements, a poll of five steps takes 1.3 ms in groups of seven, and 1.1 ms in one group of 20."""
+From the second target of a group on, the code is already in the caches of the processor. With 20 ranks, a poll of four
+steps takes 2.8 ms of CPU time alone, and 1.5 ms in a group of seven. In other measurements, a poll of five steps takes
+1.3 ms in groups of seven, and 1.1 ms in one group of 20.
+"""
 _INLINE_BYTES: Final = 262_144  # decompressing a smaller body takes less time than waking a thread
 
 
@@ -191,7 +193,7 @@ class TargetLoop:
         self._wake_up.set()
 
     async def run(self) -> None:
-        """Poll until the health of the target is GONE."""
+        """Poll the target until its health is GONE."""
         delay = self._pace.after_answer(self.target, self._clock())
         while not self.target.is_gone:
             await self._wait(delay)

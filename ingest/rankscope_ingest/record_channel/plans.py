@@ -99,7 +99,7 @@ class PlanCache:
         Raises DecodeError if the hash of the text is not `plan_id`, or if the text is not a plan.
         """
         if plan_hash(text) != plan_id:
-            raise DecodeError(f"plan {plan_id}: the hash of the received text is different")
+            raise DecodeError(f"plan {plan_id}: the received text has another hash than the plan id")
         try:
             columns = PlanColumns(Plan.from_json(text))
         except (ValueError, pa.ArrowException, OverflowError, TypeError) as error:

@@ -95,7 +95,7 @@ class ValidBody:
 
     @property
     def records(self) -> int:
-        """Return the number of records."""
+        """Return the number of records in this body."""
         return len(self.seqs)
 
     @property
@@ -169,7 +169,7 @@ def _flat_column(columns: Mapping[str, pa.ChunkedArray], name: str, rows: int) -
     type_, nullable = _FLAT[name]
     if name not in columns:
         if not nullable:
-            raise DecodeError(f"the stream lacks the column {name}")
+            raise DecodeError(f"the record stream lacks the column {name}")
         return pa.nulls(rows, type_)
     column = _one(columns[name])
     if column.type != type_:
@@ -189,7 +189,7 @@ def _missing_ranges(seqs: Positions, after: int) -> tuple[tuple[int, int], ...]:
     before = np.concatenate(([after], seqs[:-1]))
     steps = seqs - before
     if (steps <= 0).any():
-        raise DecodeError(f"seq does not increase after {after}: the body repeats records or is out of order")
+        raise DecodeError(f"seq does not increase after {after}: the body repeats records or has them out of order")
     gaps = np.flatnonzero(steps > 1)
     return tuple((int(before[gap]) + 1, int(seqs[gap]) - 1) for gap in gaps)
 

@@ -77,7 +77,7 @@ class DecodedRequest:
 
     @property
     def rows(self) -> int:
-        """Return the number of samples."""
+        """Return the number of samples of this request."""
         return len(self.series)
 
 
@@ -209,7 +209,7 @@ def _identity(labels: Sequence[bytes]) -> tuple[str, str, str | None]:
     found = {name: value for name, value in found.items() if value}
     metric = found.pop(_METRIC_NAME, "")
     if not metric:
-        raise DecodeError(f"a series has no {_METRIC_NAME}: {str(found)[:200]}")
+        raise DecodeError(f"a series has no label {_METRIC_NAME}: {str(found)[:200]}")
     return found.pop(INSTANCE, ""), metric, canonical_labels(found)
 
 

@@ -55,7 +55,7 @@ class PageRows:
 
     @property
     def rows(self) -> int:
-        """Return the number of samples."""
+        """Return the number of samples of this page."""
         return len(self.values)
 
 

@@ -44,7 +44,7 @@ class Scrape:
 
     @property
     def rows(self) -> int:
-        """Return the number of samples."""
+        """Return the number of samples of this scrape."""
         return len(self.values)
 
     def table(self) -> pa.Table:

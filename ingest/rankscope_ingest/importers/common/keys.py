@@ -110,11 +110,11 @@ Named = tuple[Alias, str | None]
 
 
 class Names:
-    """The stored names of the quantities of one log.
+    """Assigns stored names to the quantities of one log.
 
-    No two quantities of a log get the same stored name, and a quantity gets the same name everywhere. If a log has the
-    key `loss`, its key `train_loss` is another quantity, such as an average over an epoch. From the first `loss` on,
-    and in each object with both keys, `train_loss` is therefore not renamed to `loss`.
+    Two quantities never get the same stored name, and the stored name of a quantity does not change. If a log has the
+    key `loss`, its key `train_loss` is another quantity, such as an average over an epoch. In objects that have both
+    keys, and everywhere after the first `loss`, `train_loss` is therefore not renamed to `loss`.
     """
 
     def __init__(self) -> None:
@@ -126,10 +126,10 @@ class Names:
         return len(self._exact)
 
     def name(self, key: str, taken: Collection[str], document: Mapping[str, object]) -> Named:
-        """Return the stored name of `key`.
+        """Return the stored name of `key`, a key of the object `document`.
 
-        The key is not renamed if the usual stored name is in `taken`, the names that the object already uses, or is
-        another key of `document`, the object.
+        `taken` has the stored names of earlier keys of the object. If the usual stored name is one of them, or is
+        another key of the object, the key is not renamed.
         """
         if key == "throughput" and "total_tokens" in document:
             alias = canonical("tokens_per_second")  # LLaMA-Factory counts tokens, other programs samples

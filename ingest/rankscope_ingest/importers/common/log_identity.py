@@ -49,7 +49,7 @@ class KnownImport:
     marks: tuple[tuple[int, str], ...]
     """Ascending sizes, each with a digest of that many bytes from the beginning of the log.
 
-    The last size is the number of bytes that the import read. The log of a folder has no marks.
+    The last size is the number of bytes that the import read. If the log is a folder, there are no sizes.
     """
 
     records: int
@@ -150,7 +150,7 @@ def marks(path: Path, size: int) -> tuple[tuple[int, str], ...]:
 
 
 def has_equal_beginning(path: Path, known: Sequence[tuple[int, str]]) -> bool:
-    """Return whether the file and the imported log with the marks `known` have equal content.
+    """Return whether the file has the same content as an imported log, of which `known` has digests.
 
     If one of the two is longer, its additional bytes at the end are ignored.
     """
@@ -172,9 +172,9 @@ def _digest(path: Path, size: int) -> str | None:
 
 
 def stream_of(log: str, source: str) -> str:
-    """Return the identity of the stream `source` of a log or run.
+    """Return the identity of the stream `source` of `log`, which is the identity of a log or the name of a run.
 
-    The identity is a digest of both names and does not depend on the path of the log.
+    The identity is a digest of both texts and does not depend on the path of the log.
     """
     return _incarnation([text.encode("utf-8", "surrogateescape") for text in (log, source)])
 

@@ -44,7 +44,7 @@ class RuleEvaluator:
         self._series: dict[tuple[Any, ...], tuple[SeriesEvaluator, ...]] = {}
 
     def evaluate(self, tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
-        """Return `tables` with a column of baselines for `tensor_stats`, and with one added anomaly event per firing.
+        """Return `tables` with baselines in `tensor_stats`, and with one additional anomaly event per firing.
 
         Baselines that the log contains are not changed.
         """

@@ -212,7 +212,7 @@ class JsonWindow:
     def take(self, character: str) -> None:
         """Consume the next character. Raises Malformed if it is not `character`."""
         if self.peek() != character:
-            raise Malformed(f"expected {character!r}, found {self._text[self._at]!r}")
+            raise Malformed(f"expected the character {character!r}, found {self._text[self._at]!r}")
         self._at += 1
 
     def value(self) -> Any:

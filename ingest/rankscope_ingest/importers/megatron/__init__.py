@@ -2,8 +2,8 @@
 
     [2025-02-28 16:26:20] iteration 1/ 1000 | consumed samples: 256 | … | lm loss: 1.217489E+01 | grad norm: 5.127 |
 
-Rows with equal keys are parsed column by column (`columns`), other rows one by one (`rows`). An incomplete row is
-counted with its line and not stored, because its last number may be incomplete.
+Rows with equal keys are parsed column by column (module `columns`), other rows one by one (module `rows`). An
+incomplete row is reported as an unreadable line and not stored, because its last number may lack digits.
 """
 
 from __future__ import annotations

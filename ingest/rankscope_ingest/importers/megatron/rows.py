@@ -100,7 +100,7 @@ def clean(text: str) -> str:
 
 
 def has_head(text: str) -> bool:
-    """Return whether `text` contains the beginning of a row."""
+    """Return whether `text` contains the beginning of a row, such as `iteration 10/ 100 |`."""
     return _HEAD.search(text) is not None
 
 

@@ -1,15 +1,16 @@
-"""Convert the rows of a family's files into tables of the store, with msprobe's statistics in the terms of Rankscope.
+"""Convert the rows of msprobe's CSV files into tables of the store, with statistics as Rankscope defines them.
 
 msprobe computes norm, min, max and mean over *all* elements, so one NaN makes them `nan`. It also writes `nan` for a
 tensor that was absent. Rankscope computes statistics over finite elements and counts NaN and Inf. Therefore:
 
 - If a row consists of `nan` only, and its shape is `nan` too, the tensor was absent, and no row is stored. In a file
-  without shapes, the count of NaN decides instead. In a file with neither column, the row is taken as NaN: a false
-  alarm is better than an undetected NaN.
+  without shapes, the tensor was absent if its count of NaN is `nan` too. In a file with neither column, the row is
+  stored as a tensor with NaN: a false alarm is better than an undetected NaN.
 - A statistic that is not finite becomes null, because its value without the NaN is unknown.
-- `nans` is msprobe's count. If it was not collected, a finite norm means 0, and a norm that is not finite means at
-  least 1; the lower bound is stored. The same holds for Inf, which msprobe never counts.
-- msprobe's `zeros` is the share of elements below 1e-8. The store has their number: share times elements, rounded.
+- `nans` is msprobe's count of NaN. If it was not collected, a finite norm means 0, and a norm that is not finite means
+  at least 1; this lower bound is stored. The same holds for Inf, which msprobe never counts.
+- msprobe's `zeros` is the share of elements below 1e-8. The store has the number of these elements: share times
+  elements, rounded.
 """
 
 from __future__ import annotations

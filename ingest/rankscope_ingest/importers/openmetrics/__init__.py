@@ -1,11 +1,13 @@
-"""Import OpenMetrics text, pages of exporters, and the output of `promtool tsdb dump` and `dump-openmetrics`.
+"""Import OpenMetrics text: pages of exporters, and the output of `promtool tsdb dump` and `dump-openmetrics`.
 
-Metrics of other exporters become `samples`. Rankscope's metrics (`rankscope_loss`, `rankscope_tensor_value`, …) become
-rows of the datasets that they were made from, with the step of their rank at the same time. A dump of several runs is
-not separated: everything becomes samples. Dump one run with promtool's `--match '{run="…"}'` instead.
+Metrics of other exporters become rows of `samples`. Rankscope's metrics (`rankscope_loss`, `rankscope_tensor_value`, …)
+become rows of the datasets from which they were exported, with the step of their rank at the same time. If a dump
+contains several runs, all its metrics become `samples`, because they cannot be separated. To import one run, dump it
+with promtool's option `--match '{run="…"}'`.
 
-Samples come series by series, and rows are needed in order of time. The samples are therefore stored in a temporary
-DuckDB database, which uses disk space above its memory limit: memory use does not depend on the size of the file.
+The file is ordered by series, but rows must be stored in the order of time. The samples are therefore written to a
+temporary DuckDB database, which uses disk space above its memory limit. Memory use does not depend on the size of the
+file.
 """
 
 from __future__ import annotations

@@ -146,7 +146,9 @@ def _require_libraries() -> None:
         except ModuleNotFoundError:
             found = None
         if found is None:
-            raise IngestError(f"event files need {module}: run pip install protobuf google-crc32c")
+            raise IngestError(
+                f"TensorBoard event files need the module {module}: run pip install protobuf google-crc32c"
+            )
 
 
 IMPORTER = TensorBoard()
