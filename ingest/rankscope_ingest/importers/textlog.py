@@ -116,7 +116,7 @@ class TextLog:
                     continue
                 shape = tuple(record), len(text.rstrip().rpartition(".")[2])
                 if torn is not None and faults.read_bytes >= torn and shape != previous:
-                    faults.add(number, f"the last line has no end, and differs from the previous record: {shown(line)}")
+                    faults.add(number, f"the last line has no line end and may be incomplete: {shown(line)}")
                 else:
                     found.append(record)
                 previous = shape

@@ -74,7 +74,7 @@ class MegatronText:
     name = "megatron"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the confidence, based on rows in the file.
+        """Return the confidence, based on rows such as `iteration 1/ 1000 | …` in the file.
 
         A long list of arguments may precede the first row, so up to 16 MiB are searched.
         """
@@ -135,7 +135,7 @@ def _has_row(path: Path) -> bool:
 
 @dataclass(slots=True)
 class _Found:
-    """The rows and companion lines (validations, timers and others) that were found in one chunk of a log.
+    """The rows and the companion lines (validations, timers and others) of one chunk of a Megatron log.
 
     `groups` and `timers` are lines that were parsed as columns. `rows` and `companions` were parsed one by one; each
     has its place in the log.
@@ -150,7 +150,10 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A companion line with its place in the log, and with the step and the attempt to which it belongs."""
+    """A companion line (a line between the rows, such as a validation) with its place in the log.
+
+    `step` and `attempt` are those to which the line belongs.
+    """
 
     place: int
     companion: Companion
@@ -159,7 +162,7 @@ class _Placed:
 
 
 class _Reading:
-    """Reads one log chunk by chunk, and holds the state between the chunks.
+    """Reads one Megatron log chunk by chunk, and holds the state between the chunks.
 
     `take` must be called with chunks of complete lines. The result for a line depends only on the lines before it and
     on the few lines after it that may continue it. A log that has grown therefore yields the previous records first, in
@@ -230,7 +233,7 @@ class _Reading:
         return found
 
     def _read_one_by_one(self, lines: Lines, left: Integers, timed: Integers, found: _Found) -> int:
-        """Parse the lines with the numbers `left`; return the number of lines that continued rows."""
+        """Parse the lines with the numbers `left`; return how many further lines were continuations of wrapped rows."""
         opening = sorted(found.groups, key=lambda group: -int(group.lines[0]))
         rows = np.flatnonzero(lines.is_row)
         rows_before = timers_before = 0
@@ -257,7 +260,7 @@ class _Reading:
         return len(used)
 
     def _read_row(self, lines: Lines, line: int, found: _Found) -> set[int]:
-        """Parse the rows on one line; return the numbers of the lines that continue the line."""
+        """Parse the rows on one line of the log; return the numbers of the lines that continue a wrapped row."""
         text = clean(lines.text(line))
         rows = [row for piece in text.rstrip("\r\n").split("\r") for row in parse_rows(piece)]
         used = 0
@@ -282,10 +285,10 @@ class _Reading:
             self._whole_keys[keys] = None
 
     def _is_whole(self, row: Row, *, is_end: bool, is_torn: bool) -> bool:
-        """Return whether the row is complete, as far as the log shows.
+        """Return whether a row of a Megatron log is complete, as far as the log shows.
 
-        A complete row ends with a bar, except in dialects that print no bar at the end. The last line of a log may be
-        incomplete even with a bar at its end. It counts as complete if earlier rows end with the same key.
+        A complete row ends with a bar (`|`), except in dialects that print no bar at the end. The last line of a log
+        may be incomplete even with a bar at its end. It counts as complete if earlier rows end with the same key.
         """
         if not row.parts or is_cut(row.keys, self._whole_keys):
             return False
@@ -342,14 +345,14 @@ class _Reading:
     def _before(
         self, wanted: Integers, places: Integers, steps: Integers, attempts: Integers
     ) -> tuple[Integers, Integers]:
-        """Return, for each place in `wanted`, the step and the attempt of the last row before it."""
+        """Return the step and the attempt of the last row before each place of the log in `wanted`."""
         rows = np.searchsorted(places, wanted)
         return np.append(self._step, steps)[rows], np.append(self._attempt, attempts)[rows]
 
     def _place(
         self, companions: Sequence[tuple[int, Companion]], places: Integers, steps: Integers, attempts: Integers
     ) -> list[_Placed]:
-        """Return the companion lines with their steps and attempts, without repetitions of the same message.
+        """Return the companion lines (lines between the rows) with their steps and attempts, without repetitions.
 
         A companion line that contains no step gets the step of the row before it.
         """

@@ -26,10 +26,10 @@ _MISSING: Final = {
 
 
 class AttemptCounter:
-    """Derives the attempts of the rows of a log, separately for each process that printed rows.
+    """Derives the attempts of the rows of a Megatron log, separately for each process that printed rows.
 
-    The state between calls is the last row of each process. A row that repeats the previous step with the same loss was
-    printed twice; it is not another attempt.
+    A step that decreases begins another attempt. A row that repeats the previous step with the same loss was printed
+    twice; it is not another attempt. The state between calls is the last row of each process.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class AttemptCounter:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The values of one scalar. `positions` has the index in the block of the record of each value."""
+    """The values of one scalar. `positions` has, for each value, the index of its record in the block."""
 
     meaning: Meaning
     positions: Integers
@@ -83,7 +83,7 @@ class RowColumns:
     def of(
         cls, groups: Sequence[Group], rows: Sequence[tuple[int, Row]], places: int, printers: Printers
     ) -> RowColumns:
-        """Return the common values of the rows in `groups`, then of `rows`, as columns.
+        """Return step, time, loss and other common values of the rows in `groups`, then of those in `rows`.
 
         A row in `rows` comes with its place in the log; the place of a row in a group is its line number times
         `places`.
@@ -120,7 +120,7 @@ class Chunk:
     without_loss: list[Integers] = field(default_factory=list)
     events: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     scalars: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
-    """Scalars of companion lines and of rows that were parsed one by one, each with the index of its record."""
+    """Scalars of single lines of the log, each with the index of its record."""
 
     @classmethod
     def of(cls, positions: Integers, *, steps: Integers, ranks: Integers, times: Integers, attempts: Integers) -> Chunk:
@@ -129,7 +129,7 @@ class Chunk:
         return cls(steps[order], ranks[order], times[order], attempts[order])
 
     def add_group(self, group: Group, positions: Integers) -> None:
-        """Add the scalars of rows with equal keys. `positions` has the index of the record of each row."""
+        """Add the scalars of rows that have equal keys. `positions` has the index of the record of each row."""
         found = dict(zip(group.keys, meanings(group.keys), strict=True))
         for column in group.columns:
             of_key = found[column.key].average() if column.is_average else found[column.key]
@@ -139,7 +139,7 @@ class Chunk:
             self.without_loss.append(positions)
 
     def add_row(self, row: Row, position: int) -> None:
-        """Add the scalars of one row. `position` is the index of its record."""
+        """Add the scalars of a single row of the log. `position` is the index of its record."""
         main = main_loss(row.keys)
         for part, text in row.parts:
             for key, is_average, value, unit in values(part, text):
@@ -157,7 +157,7 @@ class Chunk:
             self.series.append(Series(of_timer, positions, column.numbers * of_timer.factor))
 
     def add_companion(self, companion: Companion, position: int) -> None:
-        """Add the scalars and events of one companion line to the record at `position`."""
+        """Add the scalars and events of a companion line, such as a validation, to the record at `position`."""
         self.scalars += [(position, scalar) for scalar in companion.scalars]
         self.events += [(position, event) for event in companion.events]
 
@@ -231,14 +231,14 @@ def _coded(texts: Sequence[str | None], sizes: Sequence[int]) -> pa.DictionaryAr
 
 
 def _group_losses(group: Group) -> Numbers:
-    """Return the loss of each row of the group; NaN if the loss is NaN or absent."""
+    """Return the training loss of each row of the group, as float64; NaN if it is NaN or absent."""
     main = main_loss(group.keys)
     absent = np.full(len(group.lines), np.nan)
     return next((column.numbers for column in group.columns if column.key == main and not column.is_average), absent)
 
 
 def _row_loss(row: Row) -> float:
-    """Return the loss of the row; NaN if the loss is NaN or absent."""
+    """Return the training loss of a row; NaN if it is NaN or absent."""
     main = main_loss(row.keys)
     text = next((text for key, text in row.parts if key == main), "")
     return next((value for _, is_average, value, _ in values(LOSS, text) if not is_average), np.nan)

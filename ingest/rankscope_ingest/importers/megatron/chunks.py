@@ -48,9 +48,9 @@ KNOWN_KEYS: Final = frozenset({
 _SPLIT_NUMBER: Final = re.compile(r"[\d.eE+-]$")
 _REST_OF_NUMBER: Final = re.compile(r"^[\d.eE+-]")
 _MAY_CLOSE: Final = rf"\|\s*$|{HEAD_PATTERN}.*{HEAD_PATTERN}|\r[^\n]|[\x00\x08\x1b]"
-"""A pattern for lines that only the parser of single rows can parse, or that end with a bar.
+"""A pattern for rows that end with a bar (`|`), or that only the parser of single rows can parse.
 
-Such lines contain two rows, a progress bar or colours.
+The latter contain two rows, a progress bar or colours.
 """
 
 
@@ -100,7 +100,7 @@ def join(first: str, second: str, known: Collection[str] = KNOWN_KEYS) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Lines:
-    """The lines of a chunk, with a boolean array for each kind of line."""
+    """The lines of a chunk of a Megatron log, with a boolean array for each kind of line."""
 
     lines: pa.Array
     lengths: Integers
@@ -144,12 +144,15 @@ class Lines:
         return len(self.lines)
 
     def first(self, count: int) -> Lines:
-        """Return an object with only the first `count` lines."""
+        """Return a copy of this object that has only the first `count` lines."""
         names = ("lines", "lengths", "is_row", "too_long", "is_companion", "has_timers", "has_bar")
         return Lines(**{name: getattr(self, name)[:count] for name in names})
 
     def settled(self) -> int:
-        """Return the number of lines without the last row if this row may continue in the next chunk."""
+        """Return the number of lines that can be parsed now.
+
+        The last row of a chunk and the lines after it are left out if the row may continue in the next chunk.
+        """
         last = len(self) - 1
         for line in range(last, max(-1, last - MOST_LINES), -1):
             if self.is_row[line]:
@@ -164,7 +167,10 @@ class Lines:
         return np.asarray(self.is_row & continuation)
 
     def are_open(self) -> bool:
-        """Return whether no row ends with a bar, and no row can continue in the next line."""
+        """Return whether the log is of a dialect whose rows do not end with a bar (`|`).
+
+        This is so if no row of the chunk ends with a bar, and no row can continue in the next line.
+        """
         rows = np.flatnonzero(self.is_row)
         after = rows[rows + 1 < len(self)] + 1
         blank = ~matching(self.chosen(after), r"\S")
@@ -176,7 +182,7 @@ class Lines:
         return self.lines if len(numbers) == len(self) else self.lines.take(pa.array(numbers))
 
     def others(self) -> int:
-        """Return the number of lines that are neither rows nor companion lines nor too long."""
+        """Return the number of lines of other output: those that are neither rows nor companion lines nor too long."""
         return int((~(self.is_row | self.is_companion | self.too_long)).sum())
 
     def raw(self, line: int) -> bytes:

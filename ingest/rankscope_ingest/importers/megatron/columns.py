@@ -1,8 +1,8 @@
-"""Parse rows with equal keys column by column, without a Python object per number.
+"""Parse rows of a Megatron log that have equal keys, column by column, without a Python object per number.
 
-Lines are grouped by their number of bars. The first line of a group provides the keys. Arrow checks that the other
-lines have the same keys at the same places, and parses the numbers. Lines that differ are left to the parser of single
-rows (`rows`). Both parsers give the same result for the same line.
+Lines are grouped by their number of bars (`|`). The first line of a group provides the keys. Arrow checks that the
+other lines have the same keys at the same places, and parses the numbers. Lines that differ are left to the parser of
+single rows (`rows`). Both parsers give the same result for the same line.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Shape:
 
     head: str
     is_closed: bool
-    """True if each line must end with a bar; if false, the bar at the end is optional."""
+    """True if each line must end with a bar (`|`); if false, the bar at the end is optional."""
     has_pairs: bool
     """True if a value may consist of two numbers, `current/average`."""
 
@@ -71,7 +71,10 @@ _TIMERS: Final = Shape(rf"^[ \t]*(?P<labels>(?:{LABEL_PATTERN})*?)time \(ms\) $"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The numbers of one key. If the values are `current/average`, the averages are another column."""
+    """The numbers that a group of lines has for one key.
+
+    If the values of the key have the form `current/average`, the averages are another column.
+    """
 
     key: str
     is_average: bool
@@ -133,7 +136,7 @@ def matching(lines: pa.Array, pattern: str) -> Flags:
 
 
 def row_lines(lines: pa.Array) -> Flags:
-    """Return a boolean array that marks the lines that contain the beginning of a row."""
+    """Return a boolean array that marks the lines with the beginning of a row, such as `iteration 10/ 100 |`."""
     return matching(lines, HEAD_PATTERN)
 
 
@@ -208,7 +211,7 @@ def _take_by_form(lines: pa.Array, numbers: Integers, shape: Shape, groups: list
 
 
 class _Pieces:
-    """Lines that were split at their bars, all into the same number of pieces."""
+    """Lines that were split at their bars (`|`), all into the same number of pieces."""
 
     def __init__(self, pieces: pa.Array, count: int) -> None:
         self.count = count
@@ -266,7 +269,7 @@ def _read_like_first(table: _Pieces, numbers: Integers, shape: Shape) -> tuple[A
 
 
 def _keys(first: list[str], shape: Shape) -> tuple[str, ...] | None:
-    """Return the keys of a line; None if only the parser of single rows can parse the line."""
+    """Return the keys in the first line of a group; None if only the parser of single rows can parse this line."""
     is_closed = not first[-1].strip()
     split = [split_part(piece) for piece in (first[1:-1] if is_closed else first[1:])]
     parts = [part for part in split if part is not None]

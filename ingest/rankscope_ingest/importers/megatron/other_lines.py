@@ -101,7 +101,7 @@ class Companion:
     rank: int | None = None
     ts: int | None = None
     once: tuple[Any, ...] | None = None
-    """A key against repetitions: only the first line with the same key and step is stored.
+    """A key that identifies repeated lines: only the first line with the same key and step is stored.
 
     For example, a thousand ranks may print the same failure. None means that every line is stored.
     """
@@ -122,7 +122,7 @@ class Companions:
     _timer: str = ""
 
     def read(self, line: str) -> tuple[list[Companion], bool]:
-        """Return the data of a line, and whether the line is a companion line or an error."""
+        """Return the scalars and events of a line, and whether the line was printed by Megatron or is an error."""
         text = line.strip()
         label = _LABELS.match(text)
         bare = text[label.end() :] if label and "[Rank" not in label[0] else text
@@ -163,7 +163,10 @@ class Companions:
         self._across = None
 
     def timers_seen(self) -> None:
-        """End the block of timers of all ranks. The caller has read a timer line, which is not part of such a block."""
+        """End the current list of the timers of all ranks.
+
+        The caller has read a timer line, which is not part of such a list.
+        """
         self._across = None
 
     def _validation(self, found: re.Match[str]) -> list[Companion]:

@@ -19,7 +19,7 @@ from rankscope_ingest.importers.common.values import micros as iso_micros
 from rankscope_ingest.importers.common.values import seconds
 
 HEAD_PATTERN: Final = r"[Ii]teration[ \t]+\d{1,18}[ \t]*/[ \t]*\d{1,18}[ \t]*\|"
-"""A pattern for the beginning of each row, after prefixes such as time and rank.
+"""A pattern for the beginning of each row, such as `iteration 10/ 100 |`, after prefixes such as time and rank.
 
 The pattern is also used by Arrow, so it must be valid for both Python and RE2.
 """
@@ -107,7 +107,7 @@ def has_head(text: str) -> bool:
 def parse_rows(text: str) -> list[Row]:
     """Return the rows on one line of a log, in order.
 
-    A row that is interrupted by the next row is not closed.
+    A row that is interrupted by the next row counts as not closed, so it is incomplete.
     """
     heads = list(_HEAD.finditer(text))
     rows = []
@@ -287,7 +287,7 @@ class Meaning:
     labels: str | None
 
     def average(self) -> Meaning:
-        """Return the meaning of the average in a value of the form `current/average`."""
+        """Return the meaning of the average in a value `current/average`. Its stored name ends with `_average`."""
         return replace(self, name=f"{self.name}_average")
 
 
@@ -313,12 +313,12 @@ def main_loss(keys: tuple[str, ...]) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def may_be_cut(keys: tuple[str, ...]) -> bool:
-    """Return whether a row has neither a loss nor a key that Megatron prints after the loss, so that it may be cut."""
+    """Return whether a row may be cut: it has neither a loss nor a key that Megatron prints after the loss."""
     return main_loss(keys) is None and _AFTER_LOSS.isdisjoint(map(fold, keys))
 
 
 def is_cut(keys: tuple[str, ...], known: Iterable[tuple[str, ...]]) -> bool:
-    """Return whether a row was cut at a bar before the loss.
+    """Return whether a row was cut at a bar (`|`) before the loss.
 
     It was cut if a key list in `known` begins with the keys of the row and contains the loss later. A complete row
     without a loss still has the keys that Megatron prints after the loss.

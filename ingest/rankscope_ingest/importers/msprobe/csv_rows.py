@@ -72,7 +72,7 @@ def read_cells(path: Path, faults: Faults, report: Report) -> Iterator[Cells]:
         if not line.strip():
             continue
         if line.count(b'"') % 2 or not _is_text(line):
-            report(number, f"incomplete or no text: {shown(line)}")
+            report(number, f"the line is incomplete or not valid text: {shown(line)}")
             continue
         waiting.append(line)
         numbers.append(number)
@@ -82,7 +82,7 @@ def read_cells(path: Path, faults: Faults, report: Report) -> Iterator[Cells]:
             yield _parse(header, waiting[:-1], numbers[:-1], report)
             waiting, numbers, held = waiting[-1:], numbers[-1:], len(line)
     if waiting and torn_size(path) is not None and not _is_whole(header, waiting[-1]):
-        report(numbers.pop(), f"incomplete: {shown(waiting.pop())}")
+        report(numbers.pop(), f"the last line is incomplete: {shown(waiting.pop())}")
     if waiting:
         yield _parse(header, waiting, numbers, report)
 
@@ -116,7 +116,7 @@ def _parse(header: Sequence[str], lines: Sequence[bytes], numbers: Sequence[int]
         parsed = _parsed(header, lines)
     if parsed is None:
         for number in numbers:
-            report(number, "its batch of lines cannot be split into rows")
+            report(number, "the line is in a batch of lines that cannot be split into rows")
         return Cells({name: pa.array([], pa.string()) for name in header}, np.array([], np.int64))
     table, misfits = parsed
     for row in misfits:

@@ -85,7 +85,7 @@ class FamilyReader:
             report(1, f"no column {', '.join(missing)}: not a file of msprobe's monitor")
             return
         if self._family != OTHER and self._family not in FEATURES and not is_tensor_family(self._family):
-            report(1, f"msprobe has no family {self._family}: the file is skipped")
+            report(1, f"msprobe has no file family {self._family!r}: the file is skipped")
             return
         # If a run continued after repeated steps, the following files belong to the same attempt.
         first = max(0, self._last - _repeats(path)) if self._last else 0
@@ -297,7 +297,7 @@ def statistics_of(given: Mapping[str, Floats], shapes: Shapes, *, has_shape: boo
 
 
 def _nans(known: Mapping[str, Floats], values: Sequence[Floats], numel: Integers) -> tuple[Integers, Mask]:
-    """Return a lower bound of the number of NaN of each tensor, and a boolean array that marks known bounds.
+    """Return a lower bound of the number of NaN in each tensor, and a boolean array that marks the known bounds.
 
     One NaN makes every statistic NaN, so a statistic that is not NaN proves that the number is 0.
     """
@@ -314,7 +314,7 @@ def _nans(known: Mapping[str, Floats], values: Sequence[Floats], numel: Integers
 def _infs(
     known: Mapping[str, Floats], values: Sequence[Floats], nans: Integers, numel: Integers
 ) -> tuple[Integers, Mask]:
-    """Return a lower bound of the number of Inf of each tensor, and a boolean array that marks known bounds."""
+    """Return a lower bound of the number of Inf in each tensor, and a boolean array that marks the known bounds."""
     finite: Mask = numel == 0  # where the statistics show that every element is finite
     for op in ("norm", "mean"):
         if op in known:
