@@ -44,7 +44,7 @@ class Columns:
     name = "columns"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the confidence that the file is such a table.
+        """Return the confidence that the file is a table of numbers with one row per step.
 
         The confidence is above 0 if the first line is a heading with a step, or if the rows consist of an increasing
         integer and another number.

@@ -63,7 +63,7 @@ class JsonLines:
     name = "jsonl"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the confidence, based on the share of lines that contain an object.
+        """Return the confidence that the file has this format: about the share of lines that contain an object.
 
         The lines are sampled from the beginning, the middle and the end of the file.
         """

@@ -76,9 +76,10 @@ class TextLog:
     name = "textlog"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the confidence, based on the share of lines with a step and a typical quantity such as the loss.
+        """Return the confidence that the file has this format.
 
-        The lines are sampled from the beginning, the middle and the end of the file.
+        It depends on the share of lines with a step and a typical quantity, such as the loss. The lines are sampled
+        from the beginning, the middle and the end of the file.
         """
         if path.is_dir() or b"\0" in head[:4096]:
             return NOT_MINE

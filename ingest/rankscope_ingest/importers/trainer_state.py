@@ -60,7 +60,10 @@ class TrainerState:
     name = "trainer_state"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the confidence, based on the key `log_history`, the file name, or a list of entries."""
+        """Return the confidence that `path` is a `trainer_state.json`, or a folder or archive with such files.
+
+        It depends on the key `log_history`, on the file name, and on whether the file is a list of entries.
+        """
         if path.is_dir():
             return Detection(0.9, f"a folder with {STATE_FILE}") if any(_walk(path)) else NOT_MINE
         if head.startswith(b"PK\x03\x04"):

@@ -74,7 +74,7 @@ class MegatronText:
     name = "megatron"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the confidence, based on rows such as `iteration 1/ 1000 | …` in the file.
+        """Return the confidence that the file is a Megatron log: high if it has rows such as `iteration 1/ 1000 | …`.
 
         A long list of arguments may precede the first row, so up to 16 MiB are searched.
         """

@@ -116,9 +116,9 @@ class OpenMetrics:
     name = "openmetrics"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the confidence, based on the share of lines that are samples.
+        """Return the confidence that the file is OpenMetrics text.
 
-        TYPE and HELP lines raise the confidence.
+        It depends on the share of lines that are samples; TYPE and HELP lines raise it.
         """
         if path.is_dir():
             return NOT_MINE
