@@ -68,7 +68,7 @@ def is_allowed(address: Address, networks: Sequence[Network]) -> bool:
 
 
 class ForbiddenAddressError(OSError):
-    """A host name resolves only to addresses outside the allowed networks."""
+    """Raised when a host name resolves only to addresses outside the allowed networks."""
 
 
 class AllowedResolver(AbstractResolver):

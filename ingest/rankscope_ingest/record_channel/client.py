@@ -76,7 +76,7 @@ Answer = Body | NothingNew | Drained | OtherProcess
 
 
 class Fetcher(HttpClient):
-    """HTTP client of the record channel, with the token of the service."""
+    """HTTP client of the record channel. Each request contains the token of the service, if one is set."""
 
     def __init__(
         self,
@@ -111,9 +111,10 @@ class Fetcher(HttpClient):
             return await self._read_records(response, incarnation)
 
     async def plan(self, url: str, plan_id: str) -> str:
-        """Return the text of the plan `plan_id`. The caller checks its hash.
+        """Return the text of the plan `plan_id`, which lists the tensors and statistics of a record.
 
-        Raises FetchError if the request fails or the text is not UTF-8.
+        The caller compares the hash of the text with `plan_id`. Raises FetchError if the request fails or the text is
+        not UTF-8.
         """
         data = await self._whole("GET", url + channel.PLAN_PATH + plan_id, MAX_PLAN_BYTES)
         try:

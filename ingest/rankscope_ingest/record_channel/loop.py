@@ -55,7 +55,7 @@ class Source(Protocol):
         ...
 
     async def plan(self, url: str, plan_id: str) -> str:
-        """Return the text of the plan `plan_id`."""
+        """Return the JSON text of the plan `plan_id`, which lists the tensors and statistics of a record."""
         ...
 
 
@@ -156,7 +156,7 @@ def _place(incarnation: str) -> float:
 
 
 class TargetLoop:
-    """Polls one target until its health is GONE."""
+    """Polls one target until its health is GONE: its process has exited or was declared dead."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class TargetLoop:
         self._wake_up.set()
 
     async def run(self) -> None:
-        """Poll the target until its health is GONE."""
+        """Poll the target repeatedly until its health is GONE: its process has exited or was declared dead."""
         delay = self._pace.after_answer(self.target, self._clock())
         while not self.target.is_gone:
             await self._wait(delay)

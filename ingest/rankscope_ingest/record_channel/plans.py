@@ -1,4 +1,7 @@
-"""Plans as Arrow columns. Each plan is converted once and shared by all ranks that use it."""
+"""Plans as Arrow columns. A plan lists the tensors and statistics to which the numbers of a record refer.
+
+Each plan is converted once and shared by all ranks that use it.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _NAME_LABEL: Final = "__name__"
 
 
 class LineError(ValueError):
-    """A line is not a sample. The text of the exception is the reason."""
+    """Raised when a line is not a sample. The text of the exception is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
