@@ -45,7 +45,7 @@ def test_repeated_import_stores_only_new_lines(rankscope, log, tmp_path):
     ("arguments", "code", "message"),
     [
         (["missing.jsonl"], 1, "missing.jsonl cannot be read"),
-        (["/etc/passwd"], 1, "is in no known format; known are"),
+        (["/etc/passwd"], 1, "has an unknown format; known formats: "),
         (["/etc/passwd", "--format", "jsonll"], 2, "Did you mean 'jsonl'?"),
     ],
 )

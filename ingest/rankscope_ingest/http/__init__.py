@@ -1,1 +1,1 @@
-"""HTTP routes of the service, and HTTP service discovery for Prometheus."""
+"""HTTP interface of the service: its routes, and service discovery for Prometheus."""

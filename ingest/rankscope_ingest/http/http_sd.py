@@ -1,4 +1,4 @@
-"""Targets for Prometheus' http_sd: one per rank, or one per node for ranks with a common page. Pure."""
+"""Build the targets for Prometheus' http_sd: one per rank, or one per node if its ranks share a page. No I/O."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from rankscope_ingest.runs.target import Health, Target
 
 _JOB: Final = "rankscope"
 _PREFERENCE: Final = {Health.UP: 0, Health.DRAINING: 1, Health.PENDING: 2, Health.FAILING: 3}
-"""Order of ranks for the page of a node: a rank that responds to the service is likely to respond to Prometheus."""
+"""Preference of ranks that share the page of a node; a lower number is better.
+
+A rank that responds to the service probably also responds to Prometheus.
+"""
 
 
 def per_rank(targets: Iterable[Target]) -> list[dict[str, Any]]:
-    """Return the page of every live rank."""
+    """Return the http_sd entry of the metrics page of each live rank."""
     return [_target(target, target.name) for target in targets if _has_page(target)]
 
 
 def per_node(targets: Iterable[Target]) -> list[dict[str, Any]]:
-    """Return one page per run and host, and the separate pages of ranks without a node page."""
+    """Return one http_sd entry per run and host.
+
+    A rank that does not share the page of its node has a separate entry.
+    """
     nodes: dict[tuple[str, str], dict[tuple[str, str], list[Target]]] = defaultdict(lambda: defaultdict(list))
     found = []
     for target in targets:
@@ -42,12 +48,18 @@ def per_node(targets: Iterable[Target]) -> list[dict[str, Any]]:
 
 
 def _has_page(target: Target) -> bool:
-    """Return whether the process is alive. A dead process has no page, although another process serves its spool."""
+    """Return whether the process of `target` is alive and has a metrics page.
+
+    The records of a dead process may be served by another process, which does not serve its metrics page.
+    """
     return target.health is not Health.GONE and target.registration.served_by is None
 
 
 def _page_ranks(groups: Iterable[list[Target]]) -> list[Target]:
-    """Return one rank of each group, without groups that fail completely if another one does not."""
+    """Return one rank of each group of ranks that share a page.
+
+    A group whose ranks all fail is left out if another group has a rank that does not fail.
+    """
     best = [min(group, key=lambda target: (_PREFERENCE[target.health], target.registration.rank)) for group in groups]
     alive = [target for target in best if target.health is not Health.FAILING]
     return sorted(alive or best, key=lambda target: target.registration.rank)

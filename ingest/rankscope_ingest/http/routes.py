@@ -1,4 +1,8 @@
-"""HTTP routes of the service: registration and pokes of ranks, discovery for Prometheus, status page and JSON API."""
+"""HTTP routes of the service.
+
+They serve the registration and pokes of ranks, stacks, remote read and write, discovery for Prometheus, the status
+page, the JSON API, health and metrics.
+"""
 
 from __future__ import annotations
 
@@ -32,41 +36,45 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Backend(Parts, Protocol):
-    """The service, as far as the routes use it."""
+    """The part of the service that the HTTP routes call."""
 
     async def register(self, registration: Registration) -> RegistrationReply:
-        """Accept a registration. Raises RegistrationError."""
+        """Accept the registration or heartbeat of a rank. Raises RegistrationError if it is rejected."""
         ...
 
     def poke(self, incarnation: str) -> bool:
-        """Poll a target immediately; return False if it is unknown."""
+        """Poll the rank with this incarnation immediately; return False if it is not registered."""
         ...
 
     async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
-        """Return the stacks of the live ranks of an attempt, or of `ranks`."""
+        """Return the Python stacks of the live ranks of an attempt.
+
+        If `ranks` is not None, return only those of these ranks.
+        """
         ...
 
     async def remote_read(self, request: web.Request) -> web.StreamResponse:
-        """Respond to a remote read request. Raises RegistrationError."""
+        """Respond to a remote read request. Raises RegistrationError if the request is rejected or the query fails."""
         ...
 
     async def remote_write(self, request: web.Request) -> web.Response:
-        """Respond to a remote write request. Raises RegistrationError."""
+        """Respond to a remote write request. Raises RegistrationError if the request is rejected."""
         ...
 
     async def current_status(self) -> Status:
-        """Return the status of service, runs, targets and exporters."""
+        """Return the status of the service, its runs, its targets and its exporters."""
         ...
 
     def metrics_page(self) -> bytes:
-        """Return the metrics of the service in text format."""
+        """Return the service's own metrics in the Prometheus text format."""
         ...
 
 
 def make_application(backend: Backend, token: str | None, is_own_name: OwnName | None) -> web.Application:
-    """Return the application. With a token, every path except the health page requires it.
+    """Return the aiohttp application of the service. With a token, all paths except the health page require it.
 
-    `is_own_name` returns whether a host name in a request is one of this service; None allows all names.
+    `is_own_name` returns whether a host name in a request is a name of this service. If it is None, all host names are
+    accepted.
     """
     routes = _Routes(backend, has_token=token is not None)
     guards = [_errors_as_text, token_guard(token), refuse_web_pages(is_own_name)]
@@ -157,7 +165,10 @@ def _json(document: Any, *, status: int = 200) -> web.Response:
 
 
 def _dumps(document: Any) -> str:
-    """Return JSON in which NaN is the text "NaN": JSON has no such number, and null means absent."""
+    """Return `document` as JSON with NaN and infinite numbers as text, such as "NaN".
+
+    JSON has no such numbers, and null means an absent value.
+    """
     return json.dumps(_without_nonfinite(document), ensure_ascii=False, allow_nan=False)
 
 
@@ -171,7 +182,10 @@ def _without_nonfinite(value: Any) -> Any:
 
 @web.middleware
 async def _errors_as_text(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Respond to errors with the reason and the fix: as text to a POST, which ranks print, otherwise as JSON."""
+    """Convert errors to responses that contain the reason and the fix.
+
+    The response to a POST is text, because ranks print it. Other responses are JSON.
+    """
     try:
         return await handler(request)
     except RegistrationError as error:

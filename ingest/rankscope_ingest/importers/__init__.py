@@ -1,7 +1,7 @@
-"""Importers of the logs of other programs. To add an importer, add a module here that defines `IMPORTER`.
+"""Importers, which store the log files of other training programs as runs of Rankscope.
 
-`common.importer` describes the interface of an importer. `import_records` stores a log; it can be repeated and stores
-only new records.
+To add an importer, add a module to this package that defines `IMPORTER`; `common.importer` describes the interface.
+`import_records` imports one log. A repeated import of the same log stores only the records that were added since.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _ROTATED: Final = re.compile(r"\.\d{1,9}$")
 
 
 def importers() -> dict[str, Importer]:
-    """Return all importers of this package by name."""
+    """Return all importers of this package; the key is the name of the importer."""
     modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     return {module.IMPORTER.name: module.IMPORTER for module in modules if hasattr(module, "IMPORTER")}
 
 
 def detections(path: Path) -> list[tuple[Importer, Detection]]:
-    """Return each importer with its detection for the file or folder, in descending confidence.
+    """Return all importers, each with its confidence that it can read `path`; the highest confidence comes first.
 
-    Raises IngestError if `path` cannot be read.
+    `path` is a file or a folder. Raises IngestError if it cannot be read.
     """
     with readable(path):
         head = b"" if path.is_dir() else _head(path)
@@ -71,20 +71,21 @@ def detections(path: Path) -> list[tuple[Importer, Detection]]:
 
 
 def find_importer(path: Path) -> Importer:
-    """Return the importer with the highest confidence for `path`. Raises IngestError with the formats if all are 0."""
+    """Return the importer that most probably can read `path`. Raises IngestError with the known formats if none can."""
     found = detections(path)
     if not found or found[0][1].confidence <= 0:
         if path.is_file():
             refuse_no_text(path, _head(path))
-        raise IngestError(f"{path} is in no known format; known are {', '.join(sorted(importers()))}")
+        raise IngestError(f"{path} has an unknown format; known formats: {', '.join(sorted(importers()))}")
     return found[0][0]
 
 
 def run_name(path: Path) -> str:
-    """Return the name of a run that is imported without one: the name of the log, or of the folder that names it.
+    """Return the run name for the log at `path` if the user gave none.
 
-    `train.log.1`, the name after a rotation, is a part of `train`. The names `trainer_state.json` and `checkpoint-N`
-    are the same in every run, so the folder around them names the run.
+    It is the name of the file without suffix, or the name of the folder. A number at the end of a rotated log is
+    removed too: `train.log.1` belongs to the run `train`. The names `trainer_state.json` and `checkpoint-N` are the
+    same in every run, so the name of the enclosing folder is returned instead.
     """
     path = path.absolute()
     while path.stem == "trainer_state" or _CHECKPOINT.fullmatch(path.name):
@@ -98,6 +99,6 @@ def run_name(path: Path) -> str:
 
 def _head(path: Path) -> bytes:
     if path.exists() and not path.is_file():
-        raise IngestError(f"{path} is neither a file nor a folder: write it to a file first")
+        raise IngestError(f"{path} is neither a file nor a folder: write its content to a file first")
     with path.open("rb") as file:
         return file.read(_HEAD_BYTES)

@@ -1,7 +1,8 @@
-"""Import tables of numbers: a step and its loss, as torchtitan stores them, or any table with a step in its heading.
+"""Import tables of numbers with one row per step.
 
-The heading may be that of Lightning's `metrics.csv`; empty cells are absent values. A table without a heading must have
-two columns, and the numbers in the first must increase.
+Two kinds of tables are accepted. One has a heading that names a step and a typical quantity such as the loss, like
+Lightning's `metrics.csv`; an empty cell is an absent value. The other has no heading and two columns, step and loss, as
+torchtitan writes them; the numbers of the first column must increase.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _HEADING_CELL: Final = re.compile(r"[A-Za-z_][\w ./()-]{0,80}")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The names of the columns and the separator between them; None means white space."""
+    """The layout of a table: the names of its columns and their separator. The separator None means white space."""
 
     names: tuple[str, ...]
     separator: str | None
@@ -38,12 +39,16 @@ class Layout:
 
 
 class Columns:
-    """The importer of tables of numbers."""
+    """The importer of tables of numbers with one row per step."""
 
     name = "columns"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Look for a heading with a step, or for rows of an increasing integer and another number."""
+        """Return the confidence that the file is a table of numbers with one row per step.
+
+        The confidence is above 0 if the first line is a heading with a step, or if the rows consist of an increasing
+        integer and another number.
+        """
         if path.is_dir() or b"\0" in head[:4096]:
             return NOT_MINE
         lines = [text for line in sample_lines(path, head)[:200] if _is_content(text := line.decode(errors="replace"))]
@@ -61,7 +66,7 @@ class Columns:
         return Detection(0.7 * share, f"{len(rows)} rows of an increasing integer and another number")
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield a record per row, then the facts about the run."""
+        """Yield one record per row of the table, then the facts about the run."""
         layout: Layout | None = None
         torn = torn_size(path)
 
@@ -84,7 +89,11 @@ class Columns:
 
 
 def layout_of(line: str) -> Layout | None:
-    """Return the layout of a table with the first line `line`; None if it is no table of training values."""
+    """Return the layout of a table whose first line is `line`.
+
+    The result is None if the line is neither a heading with a step and a typical quantity nor a row of a step and a
+    loss.
+    """
     for separator in (",", "\t", ";", None):
         cells = cells_of(line.lstrip("# "), separator)
         if len(cells) < len(_TWO_COLUMNS):
@@ -99,7 +108,7 @@ def layout_of(line: str) -> Layout | None:
 
 
 def row_of(line: str, layout: Layout) -> dict[str, Any] | None:
-    """Return the non-empty cells of `line` by column; None if it is no row of the table."""
+    """Return the non-empty cells of `line` by column name; None if `line` is not a row of the table."""
     cells = cells_of(line, layout.separator)
     if len(cells) != len(layout.names):
         return None
@@ -113,7 +122,7 @@ def row_of(line: str, layout: Layout) -> dict[str, Any] | None:
 
 
 def cells_of(line: str, separator: str | None) -> Sequence[str]:
-    """Return the cells of `line` without the quotes and white space around them."""
+    """Return the cells of `line`, without surrounding quotes and white space. The separator None means white space."""
     if separator is None:
         return _BLANKS.split(line.strip())
     try:

@@ -1,8 +1,9 @@
-"""Import step records that are logged one object per line, as JSON or as the `repr` of a Python dictionary.
+"""Import logs that have one object per line, as JSON or as the `repr` of a Python dictionary.
 
-Examples: `{"step": 10, "loss": 2.07}`, `{'loss': 2.07, 'epoch': 0.1}`, `[INFO:swift] {'loss': 2.07}`. The conversion of
-an object is in `common.objects`. If the first record of a log is a JSON line, its printed dictionaries are another
-program's output of the same steps. They are counted as unreadable lines, like lines without an object.
+Examples: `{"step": 10, "loss": 2.07}`, `{'loss': 2.07, 'epoch': 0.1}`, `[INFO:swift] {'loss': 2.07}`. The module
+`common.objects` converts an object to a record. If the first record of a log is a JSON line, dictionaries that are
+printed in the same log are repetitions of the same steps by another program. They are counted as unreadable lines, like
+lines without an object.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ _WHOLE_DOCUMENT: Final = b'"log_history"'
 _NAMES: Final = {"nan": math.nan, "NaN": math.nan, "inf": math.inf, "Infinity": math.inf, "null": None}
 _FUNCTION: Final = re.compile(r"<[^<>']*>")  # grad_fn=<NllLossBackward0> is not valid Python
 _NUMERIC: Final = re.compile(r"[Tt]ensor|Parameter|[Aa]rray|b?float\d*|u?int\d*|bool_?|Decimal|longdouble|half")
-"""Types of which the `repr` contains a number: tensor(2.3, device='cuda:0'), np.float64(2.3), array([1, 2])."""
+"""A pattern for types whose `repr` contains a number: tensor(2.3, device='cuda:0'), np.float64(2.3), array([1, 2])."""
 
 _TEXT_CHARACTERS: Final = 200
 
 
 class Kind(enum.StrEnum):
-    """The kind of a line. Three of the values name counts that are stored with the run."""
+    """The kind of a line.
+
+    BLANK, OTHER_JSON and NONE are counted; the counts are stored with the run under these names.
+    """
 
     JSON = "objects"
     FOUND = "objects after other text"
@@ -50,16 +54,19 @@ class Kind(enum.StrEnum):
 
 
 Line = tuple[Kind, Mapping[str, Any] | None]
-"""The kind of a line and the object on it."""
+"""The kind of a line, and the object on it; None if the line contains no object."""
 
 
 class JsonLines:
-    """The importer of lines with one object each."""
+    """The importer of logs that have one object per line."""
 
     name = "jsonl"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Count the objects and the training records among lines from the beginning, the middle and the end."""
+        """Return the confidence that the file has this format: about the share of lines that contain an object.
+
+        The lines are sampled from the beginning, the middle and the end of the file.
+        """
         if path.is_dir():
             return NOT_MINE
         lines = [parse_line(line) for line in sample_lines(path, head) if line.strip()]
@@ -75,7 +82,10 @@ class JsonLines:
         return Detection(0.4 + 0.5 * share + usual, because)
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield a record per line with an object of the log's first kind, then the facts about the run."""
+        """Yield one record per line with an object, then the facts about the run.
+
+        If the first record is a JSON line, only JSON lines are records.
+        """
         counts = {str(kind): 0 for kind in (Kind.BLANK, Kind.OTHER_JSON, Kind.NONE)}
         first: Kind | None = None
 
@@ -97,7 +107,7 @@ class JsonLines:
 
 
 def parse_line(line: bytes) -> Line:
-    """Return the kind of `line` and the object on it."""
+    """Return the kind of `line` and the object on it; None without an object."""
     text = line.strip()
     if not text:
         return Kind.BLANK, None
@@ -110,7 +120,10 @@ def parse_line(line: bytes) -> Line:
 
 
 def _object_in_text(text: str) -> Line:
-    """Return the object after other text. If a progress bar has overwritten the line, this is the last object."""
+    """Return the kind of a line that is not JSON, and the object on it; None without an object.
+
+    If a progress bar has overwritten the line, the last object on it is returned.
+    """
     begin, end = text.find("{", text.rfind("\r{") + 1), text.rfind("}") + 1
     if begin < 0 or end <= begin:
         return Kind.NONE, None
@@ -127,7 +140,7 @@ def _object_in_text(text: str) -> Line:
 
 
 def _is_record(document: Mapping[str, Any]) -> bool:
-    """Return whether `document` is a training record: it has a step, an event or a typical quantity."""
+    """Return whether `document` is a training record: whether it has a step, an event or a typical quantity."""
     return any(
         role_of(key) in {Role.STEP, Role.STEP_OF_PLAN, Role.EVENT}
         or (canonical(key).name in _TYPICAL and (number(value) is not None or isinstance(value, str)))
@@ -137,16 +150,16 @@ def _is_record(document: Mapping[str, Any]) -> bool:
 
 def _reason(kind: Kind, document: Mapping[str, Any] | None) -> str:
     if kind is Kind.OTHER_JSON:
-        return "JSON, but no object"
+        return "JSON, but not an object"
     return "a printed dictionary among JSON lines" if document is not None else "not a JSON object"
 
 
 class _NotAValueError(ValueError):
-    """The text is no `repr` of a supported value."""
+    """Raised when the text is not the `repr` of a supported value."""
 
 
 def printed_dict(text: str) -> dict[str, Any] | None:
-    """Return the dictionary of which `text` is the `repr`; None for other text."""
+    """Return the dictionary whose `repr` is `text`; None for any other text."""
     if len(text) > MAX_CHARACTERS:
         return None
     try:
@@ -179,7 +192,10 @@ def _value(node: ast.expr) -> Any:
 
 
 def _items(keys: Sequence[ast.expr | None], values: Sequence[ast.expr]) -> dict[str, Any]:
-    """Return a dictionary. If it contains a number, values of unsupported types are kept as text."""
+    """Return the dictionary with these keys and values, which are nodes of a Python syntax tree.
+
+    If the dictionary contains a number, values of unsupported types are returned as text.
+    """
     items: dict[str, Any] = {}
     unknown: dict[str, str] = {}
     for key, node in zip(keys, values, strict=True):

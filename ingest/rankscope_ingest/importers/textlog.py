@@ -7,8 +7,8 @@
     step:  1  loss:  8.05  memory:  1.9GiB(2.0%)  tps: 1,234        torchtitan
     [Rank 0] step=10, skipped=0, lr=[1e-05], mom=[…]                DeepSpeed
 
-A name before a space must be a known name. After the step, any name is accepted before a colon or an equals sign.
-Lines without a step or without numbers are other output, which is only counted.
+A name that is followed by a space must be the name of a known quantity. After the step, any name is accepted that is
+followed by a colon or an equals sign. Lines without a step or without numbers are counted, but not stored.
 """
 
 from __future__ import annotations
@@ -66,17 +66,21 @@ _MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
 _TYPICAL: Final = {"loss", "eval_loss", "step_seconds", "grad_norm", "learning_rate", "samples_per_second"}
 _MANY: Final = 5
 _WRAPPED: Final = re.compile(r"\b(?:(?:np|numpy|jnp|torch)\.\w{1,16}|tensor)\(([^(),]{1,40})(?:, [^()]{0,80})?\)")
-"""A number as Python prints it: np.float64(2.5), tensor(2.5, device='cuda:0')."""
+"""A pattern for a number as the `repr` of a type prints it: np.float64(2.5), tensor(2.5, device='cuda:0')."""
 _FEWEST: Final = 2
 
 
 class TextLog:
-    """The importer of text lines with a step and numbers."""
+    """The importer of text lines that contain a step and numbers."""
 
     name = "textlog"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Count lines with a step and a typical quantity, from the beginning, the middle and the end."""
+        """Return the confidence that the file has this format.
+
+        It depends on the share of lines with a step and a typical quantity, such as the loss. The lines are sampled
+        from the beginning, the middle and the end of the file.
+        """
         if path.is_dir() or b"\0" in head[:4096]:
             return NOT_MINE
         sample = [line.decode(errors="replace") for line in sample_lines(path, head) if line.strip()]
@@ -93,10 +97,10 @@ class TextLog:
         return Detection(0.35 + 0.5 * len(records) / len(lines), because)
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield a record per line with a step and numbers, then the facts about the run.
+        """Yield one record per line with a step and numbers, then the facts about the run.
 
-        A last line without line end may be incomplete. It is a record only if it has the names of the previous record
-        and as many decimals in its last number.
+        A last line without line end may be incomplete. It is a record only if it has the same names as the previous
+        record and as many decimals in its last number.
         """
         counts = {"other_lines": 0}
         torn = torn_size(path)
@@ -113,7 +117,7 @@ class TextLog:
                     continue
                 shape = tuple(record), len(text.rstrip().rpartition(".")[2])
                 if torn is not None and faults.read_bytes >= torn and shape != previous:
-                    faults.add(number, f"the last line has no end, and differs from the previous record: {shown(line)}")
+                    faults.add(number, f"the last line has no line end and may be incomplete: {shown(line)}")
                 else:
                     found.append(record)
                 previous = shape
@@ -123,7 +127,10 @@ class TextLog:
 
 
 def bar_lines(text: str) -> list[str]:
-    """Return the successive states of a progress bar with numbers as lines with a step; other text unchanged."""
+    """Return the successive states of a progress bar as lines such as `step 10/100 loss=2.1`.
+
+    Text that is not a progress bar with numbers is returned unchanged.
+    """
     if "|" not in text or ("it/s" not in text and "s/it" not in text):
         return [text]
     found = [line for part in text.split("\r") if (line := _bar_line(part)) is not None]
@@ -141,7 +148,7 @@ def _bar_line(part: str) -> str | None:
 
 
 def numbers_of(line: str) -> dict[str, Any] | None:
-    """Return the step and the numbers on `line` as an object of a log; None without a step or without a number."""
+    """Return the step and the numbers on `line` by name; None if the line lacks a step or a number."""
     text = without_colours(line).strip()
     if not text or len(text) > MAX_LINE_CHARACTERS:
         return None
@@ -185,14 +192,20 @@ def _pairs(text: str, *, any_name: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _with_unit(name: str, value: str, unit: str | None) -> tuple[str, str]:
-    """Return the pair with the unit after the number if the name implies a unit, else after the name."""
+    """Return the name and the value with its unit.
+
+    The unit follows the value if the name implies a unit; otherwise it follows the name, in parentheses.
+    """
     if unit is None or unit.lower() not in UNITS:
         return name, value
     return (name, f"{value}{unit}") if canonical(name).unit else (f"{name} ({unit})", value)
 
 
 def _values_first(text: str) -> Iterator[tuple[str, str]]:
-    """Yield values with a unit and no name before them, such as `| 42 tok/s`, with the name that the unit implies."""
+    """Yield name and value for each value with a unit but without a name, such as `| 42 tok/s`.
+
+    The unit implies the name.
+    """
     for found in _VALUE_FIRST.finditer(text):
         unit = UNITS[found["unit"].lower()]
         name = "mfu" if found["name"] else _NAME_OF_UNIT.get(unit.name or "")
@@ -208,7 +221,7 @@ def _floats(text: str) -> list[float]:
 
 
 def _checkpoint(text: str) -> dict[str, Any] | None:
-    """Return the event of a line that mentions a checkpoint and a step."""
+    """Return an object with a checkpoint event for a line that mentions a checkpoint and a step; otherwise None."""
     if len(text) > MAX_LINE_CHARACTERS or not _CHECKPOINT.search(text):
         return None
     step = _step(text)

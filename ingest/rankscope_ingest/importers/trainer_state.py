@@ -1,13 +1,13 @@
 """Import the Hugging Face Trainer's `trainer_state.json`: a file, a checkpoint, a run with its checkpoints, or a zip.
 
 Each entry of `log_history` is a record. The other values become the run's `config`, `planned_steps` and state. A file
-of any size is read through a window. Of a truncated file, the complete entries are imported and the truncation is a
-fault. A bare list of entries, NaN and Infinity are accepted. The Trainer logs no time, so records have none; the run
-ended when its newest file was written.
+of any size is read in bounded memory. The complete entries of a truncated file are imported, and the truncation is
+reported as a fault. A list of entries without an enclosing object, NaN and Infinity are accepted. The Trainer logs no
+time, so records have none; the end of the run is the modification time of its newest file.
 
-Every checkpoint repeats the history, so only new entries of a file are imported. The histories of the checkpoints form
-a tree: those of one training agree up to the shorter one. A checkpoint of an earlier training in the same folder
-disagrees at some entry and is a branch from there on.
+Every checkpoint repeats the history of the earlier ones, so only its new entries are imported. The histories of all
+checkpoints form a tree. Histories of one training agree up to the end of the shorter one. A checkpoint of an earlier
+training in the same folder differs at some entry; from that entry on, its history is another branch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ class TrainerState:
     name = "trainer_state"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Look for `log_history`, for the file name, or for a list of entries."""
+        """Return the confidence that `path` is a `trainer_state.json`, or a folder or archive with such files.
+
+        It depends on the key `log_history`, on the file name, and on whether the file is a list of entries.
+        """
         if path.is_dir():
             return Detection(0.9, f"a folder with {STATE_FILE}") if any(_walk(path)) else NOT_MINE
         if head.startswith(b"PK\x03\x04"):
@@ -75,7 +78,10 @@ class TrainerState:
         return NOT_MINE
 
     def identity(self, path: Path) -> str | None:
-        """Return a text derived from the first entry: each checkpoint repeats it, though the file is rewritten."""
+        """Return a text derived from the first entry of the history; None without an entry.
+
+        Each checkpoint rewrites the file, but the first entry remains the same.
+        """
         states = find_states(path)
         if not states:
             return None
@@ -88,7 +94,7 @@ class TrainerState:
         return None if branch is None else f"{self.name}/{branch.source}"
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield each entry of the states at `path` once, in order, then the facts about the run."""
+        """Yield each entry of the files at `path` once, in order, then the facts about the run."""
         states = find_states(path)
         reading = _Reading(faults)
         for position, state in enumerate(states, 1):
@@ -104,7 +110,7 @@ def _is_archive(path: Path) -> bool:
 
 
 class _Reading:
-    """The reading of one run, with the state between its files."""
+    """Reads the files of one run, and holds the state between the files."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -117,7 +123,7 @@ class _Reading:
         self._modified: float | None = None
 
     def file(self, state: StateFile, *, is_last: bool) -> Iterator[Imported]:
-        """Yield the entries of `state` that no file before it has."""
+        """Yield the entries of the file `state` that none of the earlier files contains."""
         self._files.append(state.label)
         if state.modified is not None:
             self._modified = max(self._modified or 0.0, state.modified)
@@ -140,7 +146,7 @@ class _Reading:
             yield block
 
     def run(self) -> ImportedRun:
-        """Return the facts of the newest file about the run."""
+        """Return the facts about the run in its newest file."""
         about = {"entries": self._entries, "cut": bool(self._cut), "files": self._files[-_LISTED_FILES:]}
         found = self._objects.run(about, trainer_state=self._facts)
         step, planned = whole(self._facts.get("global_step")), whole(self._facts.get("max_steps"))
@@ -170,12 +176,17 @@ class _Reading:
 
 
 def _entries(window: JsonWindow, facts: MutableMapping[str, Any], faults: Faults) -> Iterator[Mapping[str, Any]]:
-    """Yield the entries of a state; its other values are stored in `facts`. Raises Cut where the text ends."""
+    """Yield the entries of a file, and store its other values in `facts`.
+
+    Invalid entries are recorded in `faults`. Raises Cut where a truncated file ends.
+    """
     if window.peek() == "[":
         yield from _items(window, faults)
         return
     if window.peek() != "{":
-        raise IngestError(f"not a trainer_state.json: it begins with {window.peek()!r}")
+        raise IngestError(
+            f"the file is not a trainer_state.json: it begins with {window.peek()!r}, not with '{{' or '['"
+        )
     window.take("{")
     while window.peek() != "}":
         try:
@@ -202,7 +213,7 @@ def _items(window: JsonWindow, faults: Faults) -> Iterator[Mapping[str, Any]]:
             if isinstance(entry, dict):
                 yield entry
             else:
-                faults.add(window.line_here, "an entry that is no object")
+                faults.add(window.line_here, "an entry that is not a JSON object")
             if window.peek() != "]":
                 window.take(",")
         except Malformed as error:
@@ -212,7 +223,7 @@ def _items(window: JsonWindow, faults: Faults) -> Iterator[Mapping[str, Any]]:
 
 
 def _begins_with_entry(head: bytes) -> bool:
-    """Return whether `head` is the beginning of a list of objects with a step."""
+    """Return whether `head` is the beginning of a JSON list of objects with a step."""
     window = JsonWindow(iter((head,)))
     try:
         window.take("[")
@@ -224,7 +235,7 @@ def _begins_with_entry(head: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StateFile:
-    """One file to read. `label` is its name in messages."""
+    """One `trainer_state.json` to read. `label` is the name of the file in messages."""
 
     label: str
     open: Callable[[], AbstractContextManager[IO[bytes]]]
@@ -232,9 +243,10 @@ class StateFile:
 
 
 def find_states(path: Path) -> list[StateFile]:
-    """Return the states at `path` (a file, a checkpoint, a run, or an archive of one), with the newest checkpoint last.
+    """Return the `trainer_state.json` files at `path`, with the newest checkpoint last.
 
-    Raises IngestError if there are several runs. A folder name without a number is not a checkpoint.
+    `path` is such a file, a checkpoint, a run, or a zip archive of one of them. Raises IngestError if it contains
+    several runs. A folder whose name has no number is not a checkpoint.
     """
     if path.is_dir():
         return [_on_disk(Path(found)) for found in _in_order(path, list(_walk(path)))]
@@ -270,7 +282,10 @@ def _member(path: Path, name: str) -> Iterator[IO[bytes]]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Yield the states below `root`, down to three levels. Links to folders are not followed."""
+    """Yield the `trainer_state.json` files below `root`, down to three levels.
+
+    Symbolic links to folders are not followed.
+    """
     for folder, below, files in os.walk(root):
         here = Path(folder)
         if len(here.relative_to(root).parts) >= _MAX_DEPTH:
@@ -280,7 +295,10 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _in_order(root: PurePath, found: Sequence[PurePath]) -> list[PurePath]:
-    """Return the states of one run in order: those of the run at `root`, or else of the only run below it."""
+    """Return the files of one run, ordered by checkpoint: those of the run at `root`, or else of the only run below it.
+
+    Raises IngestError if there are several runs below `root`.
+    """
     runs: dict[PurePath, list[PurePath]] = {}
     for state in found:
         folder = state.parent
@@ -290,7 +308,7 @@ def _in_order(root: PurePath, found: Sequence[PurePath]) -> list[PurePath]:
         runs = {root: runs[root]}
     if len(runs) > 1:
         listed = ", ".join(sorted(str(run) for run in runs)[:5])
-        raise IngestError(f"{root} holds {len(runs)} runs ({listed}): import them one at a time")
+        raise IngestError(f"{root} contains {len(runs)} runs ({listed}): import them one at a time")
     return sorted((state for states in runs.values() for state in states), key=_number)
 
 
@@ -305,7 +323,10 @@ def _label(state: PurePath) -> str:
 
 @dataclass(slots=True)
 class _Branch:
-    """One branch of the history, identified by its first own entry. Its records are numbered from there."""
+    """One branch of the tree of histories.
+
+    It is identified by the first entry that only this branch has; its records are numbered from that entry on.
+    """
 
     source: str
     attempt: int
@@ -313,11 +334,11 @@ class _Branch:
 
 
 class _Follower:
-    """The comparison of the entries of one file with the branches of the files before it."""
+    """Compares the entries of one file with the branches of the earlier files."""
 
     def __init__(self, branches: list[_Branch], *, is_last: bool) -> None:
         self.has_branched = False
-        """True if the file disagrees with an earlier file."""
+        """True if the file differs from the earlier files at some entry."""
         self._branches = branches
         self._is_last = is_last  # no file will be compared with this one
         self._agreeing = list(branches)
@@ -325,7 +346,10 @@ class _Follower:
         self._own: _Branch | None = None
 
     def new(self, entry: Any) -> _Branch | None:
-        """Return the branch to which `entry`, the next entry of the file, is added; None if the entry is known."""
+        """Return the branch to which `entry`, the next entry of the file, belongs.
+
+        Return None if the entry is already imported.
+        """
         if self._own is not None and self._is_last:
             return self._own
         digest = int.from_bytes(hashlib.blake2b(repr(entry).encode(errors="replace"), digest_size=8).digest())

@@ -1,1 +1,1 @@
-"""Allowed addresses, the HTTP client, listening sockets, and authentication of requests."""
+"""Networking of the service: allowed addresses, HTTP client, listening socket, and authentication of requests."""

@@ -1,8 +1,9 @@
-"""Authentication of requests, and protection against foreign web pages of a service without a token.
+"""Authenticate requests, and protect a service without a token against requests of foreign web pages in a browser.
 
-A browser on this machine reaches loopback for any page. A page can send forms and plain text to any address, but JSON
-and protobuf only with permission, so a POST must have one of these types. With DNS rebinding, the name of a page
-resolves to this machine and is sent as the Host header, so the host must be a known name of the service.
+A web page in a browser on this machine can send requests to the service on loopback. Without permission, it can send
+forms and plain text to any address, but not JSON or protobuf. A POST must therefore have one of these two types. With
+DNS rebinding, the host name of a page resolves to this machine, and the browser sends that name in the Host header. The
+host must therefore be a known name of the service.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def token_guard(token: str | None) -> Any:
-    """Return the middleware that requires `token` for every path except the health page."""
+    """Return the middleware that rejects requests without `token`. The health page needs no token.
+
+    If `token` is None, no request is rejected.
+    """
 
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -45,7 +49,11 @@ def token_guard(token: str | None) -> Any:
 
 
 def challenge(request: web.Request) -> str:
-    """Return the WWW-Authenticate header: Basic for browsers that request a page, which then show a dialog."""
+    """Return the WWW-Authenticate header of a response with status 401.
+
+    A browser that requests a page gets the Basic scheme and shows a login dialog. All other clients get the Bearer
+    scheme.
+    """
     is_browser = request.method in _READS and "text/html" in request.headers.get("Accept", "")
     return BROWSER if is_browser else BEARER
 
@@ -72,9 +80,10 @@ OwnName = Callable[[str], bool]
 
 
 def own_names(section: ServiceSection, host_name: Callable[[], str] = socket.gethostname) -> OwnName | None:
-    """Return a predicate for host names of this service, or None if the check is not needed.
+    """Return a function that returns whether a host name is a name of this service; None if no check is needed.
 
-    It is not needed with a token, which a page does not have, or with TLS: a page has no certificate for the name.
+    The check is not needed with a token, which a foreign web page does not have. It is not needed with TLS either,
+    because the page has no certificate for the name.
     """
     if section.token is not None or section.web is not None:
         return None
@@ -87,7 +96,10 @@ def own_names(section: ServiceSection, host_name: Callable[[], str] = socket.get
 
 
 def refuse_web_pages(is_own_name: OwnName | None) -> Any:
-    """Return the middleware that checks the content type of a POST and, with `is_own_name`, the Host header."""
+    """Return the middleware that rejects requests of foreign web pages.
+
+    It checks the content type of each POST. If `is_own_name` is not None, it also checks the Host header.
+    """
 
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:

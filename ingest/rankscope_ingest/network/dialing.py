@@ -1,6 +1,6 @@
-"""Addresses that the service may connect to: checked at registration, and again whenever a name is resolved.
+"""Check the addresses to which the service connects, at registration and again whenever a name is resolved.
 
-Without the second check, a name could resolve to another address after it was accepted.
+Without the second check, a name could resolve to a forbidden address after it was accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_target_url(url: str) -> tuple[str, int]:
-    """Return (host, port) of the advertised URL of a rank. Raises RegistrationError(400) unless it is http(s)://host:port."""
+    """Return host and port of the URL that a rank advertises.
+
+    Raises RegistrationError with status 400 unless the URL has the form http://host:port or https://host:port.
+    """
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -36,7 +39,7 @@ def parse_target_url(url: str) -> tuple[str, int]:
 
 
 def address_of(host: str) -> Address | None:
-    """Return `host` as an address, IPv4-mapped ones as IPv4, or None if it is a name."""
+    """Return `host` as an IP address, or None if it is a name. An IPv4-mapped IPv6 address is returned as IPv4."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -45,7 +48,10 @@ def address_of(host: str) -> Address | None:
 
 
 def check_allowed(url: str, addresses: Iterable[Address], networks: Sequence[Network]) -> None:
-    """Raise RegistrationError(403) with the setting if an address of the rank is not allowed."""
+    """Raise RegistrationError with status 403 if any of `addresses` is outside `networks`.
+
+    The message names the setting to change.
+    """
     for address in addresses:
         if not is_allowed(address, networks):
             allowed = ", ".join(map(str, networks)) or "none"
@@ -57,16 +63,16 @@ def check_allowed(url: str, addresses: Iterable[Address], networks: Sequence[Net
 
 
 def is_allowed(address: Address, networks: Sequence[Network]) -> bool:
-    """Return whether `address` is in one of `networks`. An empty list allows no address."""
+    """Return whether `address` is in one of the networks. An empty list of networks allows no address."""
     return any(address.version == network.version and address in network for network in networks)
 
 
 class ForbiddenAddressError(OSError):
-    """A host name has addresses, but none inside the allowed networks."""
+    """Raised when a host name resolves only to addresses outside the allowed networks."""
 
 
 class AllowedResolver(AbstractResolver):
-    """Resolves names like the system, and returns only allowed addresses."""
+    """Resolves host names with the resolver of the system, and returns only addresses in the allowed networks."""
 
     def __init__(self, networks: Sequence[Network]) -> None:
         self._networks = networks
@@ -75,22 +81,30 @@ class AllowedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Return the allowed addresses of `host`. Raises OSError if there are none."""
+        """Return the allowed addresses of `host`.
+
+        Raises OSError if the name cannot be resolved, and ForbiddenAddressError if none of its addresses is allowed.
+        """
         found = await self._system.resolve(host, port, family)
         allowed = [result for result in found if self._permits(result["host"])]
         if found and not allowed:
-            raise ForbiddenAddressError(f"{host} resolves to an address outside [service] allowed_networks")
+            raise ForbiddenAddressError(
+                f"{host} resolves to an address outside [service] allowed_networks: add its network there"
+            )
         return allowed
 
     async def addresses(self, host: str) -> list[Address]:
-        """Return all addresses of `host`, a name or an address. Raises OSError if there are none."""
+        """Return all addresses of `host`, which is a name or an address.
+
+        Raises OSError if the name cannot be resolved.
+        """
         if (address := address_of(host)) is not None:
             return [address]
         results = await self._system.resolve(host, 0, socket.AF_UNSPEC)
         return [address for result in results if (address := address_of(result["host"])) is not None]
 
     async def close(self) -> None:
-        """Do nothing: no resource is held."""
+        """Do nothing, because the resolver holds no resources."""
 
     def _permits(self, text: str) -> bool:
         address = address_of(text)

@@ -1,6 +1,7 @@
-"""HTTP client of the service for ranks and exporters: allowed networks only, no redirects, proxies or cookies.
+"""HTTP client of the service for ranks and exporters.
 
-The requests and the checks of responses are in `record_channel.client` and `scrape.http`.
+It connects only to allowed networks and does not use redirects, proxies or cookies. `record_channel.client` and
+`scrape.http` send the requests and check the responses.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from rankscope_ingest.base.tls import tls_trouble
 from rankscope_ingest.network.dialing import Address, AllowedResolver, ForbiddenAddressError, address_of, is_allowed
 
 KEEPALIVE_SECONDS: Final = 120.0
-"""An idle connection is closed after this time. Most targets are requested more often."""
+"""Time in seconds after which an idle connection is closed. Most targets are requested more often."""
 
 _CONNECT_SECONDS: Final = 5.0
 
 
 class HttpClient:
-    """A pool of connections to hosts inside the allowed networks. Use it with `async with`.
+    """A pool of HTTP connections to hosts in the allowed networks, for use with `async with`.
 
-    `tls` returns the context for HTTPS; `server_name` replaces the host name that certificates are checked for.
+    `tls` returns the TLS context for HTTPS. `server_name` replaces the host name with which certificates are compared.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class HttpClient:
         timeout_seconds: float,
         query: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield the response, whose body is read inside. Raises FetchError.
+        """Send a request and yield the response; the caller reads the body within the `async with` block.
 
-        The time limit includes reading the body. User and password of `url` are sent as basic authentication.
+        The time limit includes reading the body. User name and password in `url` are sent as basic authentication.
+        Raises FetchError if the address is not allowed, the request fails, or the time limit is exceeded.
         """
         assert self._session is not None, "use `async with`"
         target, address = split_url(url)
@@ -116,7 +118,10 @@ class HttpClient:
 
 @functools.lru_cache(maxsize=4096)
 def split_url(url: str) -> tuple[URL, Address | None]:
-    """Return the parsed URL, and its address unless the host is a name. Cached: the same URLs are polled repeatedly."""
+    """Return the parsed URL and the IP address in it; None instead of the address if the host is a name.
+
+    The result is cached, because the same URLs are polled repeatedly.
+    """
     target = URL(url)
     return target, address_of(target.host or "")
 
@@ -127,7 +132,7 @@ def _timeout(seconds: float) -> aiohttp.ClientTimeout:
 
 
 def _fetch_error(error: Exception, url: str) -> FetchError | None:
-    """Return an exception of aiohttp or the system as FetchError, or None for any other exception."""
+    """Return an exception of aiohttp or of the system as a FetchError; None for any other exception."""
     if (trouble := tls_trouble(error)) is not None:
         return FetchError("tls", f"{url}: {trouble}")
     match error:

@@ -1,4 +1,7 @@
-"""The listening socket of the service, and the address under which ranks reach it: IPv4, IPv6, or `[::]` for both."""
+"""Open the listening socket of the service, and find the address under which ranks reach it.
+
+The socket is IPv4 or IPv6; with the address `[::]` it accepts both.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,15 @@ _WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - a user may configure it, with a t
 
 
 async def bind(runner: web.AppRunner, section: ServiceSection, tls: MakeContext | None) -> str:
-    """Listen as configured and return the URL for ranks. Raises ServiceError if the address cannot be used."""
+    """Start to listen as configured, and return the URL under which ranks reach the service.
+
+    Raises ServiceError if the service cannot listen at the configured address.
+    """
     try:
         listening = open_socket(section.listen)
     except OSError as error:
         raise ServiceError(
-            f"cannot listen at {section.listen}: {error.strerror or error}. Choose another [service] listen"
+            f"cannot listen at {section.listen}: {error.strerror or error}. Set another address as [service] listen"
         ) from error
     await web.SockSite(runner, listening, ssl_context=None if tls is None else tls()).start()
     scheme = "http" if tls is None else "https"
@@ -28,7 +34,10 @@ async def bind(runner: web.AppRunner, section: ServiceSection, tls: MakeContext 
 
 
 def open_socket(listen: str) -> socket.socket:
-    """Return a bound socket. Raises OSError."""
+    """Return a listening socket at the address `listen`, which is host:port.
+
+    Raises OSError if the address cannot be used.
+    """
     host, port = split_address(listen)
     found = socket.getaddrinfo("127.0.0.1" if host == "localhost" else host, port, type=socket.SOCK_STREAM)
     family, kind, protocol, _, address = found[0]
@@ -46,7 +55,11 @@ def open_socket(listen: str) -> socket.socket:
 
 
 def advertised(section: ServiceSection, bound: int, host_name: Callable[[], str] = socket.gethostname) -> str:
-    """Return host:port for RANKSCOPE_INGEST_URL: `advertise`, or `listen` with the host name instead of a wildcard."""
+    """Return the host:port that users set as RANKSCOPE_INGEST_URL on the ranks.
+
+    It is the setting `advertise`, or else the setting `listen` with the host name in place of a wildcard address.
+    `bound` is the port of the socket.
+    """
     if section.advertise is not None:
         host, port = split_address(section.advertise)
         return _host_port(host, port or bound)

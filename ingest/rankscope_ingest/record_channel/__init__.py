@@ -1,1 +1,1 @@
-"""The client of the record channel: poll a rank, validate a body, decode it into tables."""
+"""The client of the record channel: poll a rank, check the body of the response, and decode it into tables."""

@@ -1,11 +1,11 @@
-"""Admission control of polls: limit the bytes that are requested from all ranks together to the free memory.
+"""Admission control of polls: the bytes requested from all ranks together are limited to the free memory.
 
-Received rows are counted when they arrive; up to then, thousands of responses may be on their way. A poll therefore
-reserves rows before its request, and the request is limited to them, because the last known backlog of a rank may be
-out of date. A poll waits if there is no capacity.
+Received rows are counted only when they arrive, and thousands of responses may be on their way. A poll therefore
+reserves rows before its request and requests only as many bytes. The number of waiting records of a rank is not used
+for this limit, because it may be out of date. A poll waits if there is no capacity.
 
-A rank that hangs holds its reservation until the timeout. A rank that missed its last poll is asked for a single
-record, and all such ranks together have a quarter of the capacity, so that they do not block healthy ranks.
+A rank that hangs holds its reservation until the timeout. A rank that missed its last poll is therefore asked for a
+single record. All such ranks together have a quarter of the capacity, so that they do not block healthy ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ from dataclasses import dataclass, field
 from typing import Final
 
 _SPARE_SHARE: Final = 16
-"""A poll may reserve a 16th of the free half in addition to the expected rows, because the rank may have more records
-by now. The other half is kept for expected rows, so that hundreds of hanging ranks cannot reserve everything."""
+"""Divisor for the number of rows that a poll may reserve: a 16th of the free half, if this exceeds the expected rows.
+
+The rank may have more records by now. The other half of the free capacity is for expected rows only, so that hundreds
+of hanging ranks cannot reserve everything.
+"""
 
 _FAILING_SHARE: Final = 4
 
 
 @dataclass(slots=True, kw_only=True)
 class _Lane:
-    """Reserved rows of one group of ranks, at most `max_rows`, and the polls that wait for capacity."""
+    """The reservations of one group of ranks, healthy or failing, and the polls that wait for capacity.
+
+    `reserved` is the number of reserved rows; its limit is `max_rows`.
+    """
 
     max_rows: float = math.inf
     reserved: int = 0
@@ -35,7 +41,11 @@ class _Lane:
 
 
 class PollBudget:
-    """Capacity for rows that polls request. `free_rows` returns the capacity that received rows leave."""
+    """Limits the number of rows that all polls together request.
+
+    `free_rows` returns the number of further rows for which there is memory. `max_rows` is the total capacity in rows,
+    and `max_bytes` the maximum size of a response.
+    """
 
     def __init__(self, free_rows: Callable[[], int], *, max_rows: int, max_bytes: int) -> None:
         self._free_rows = free_rows
@@ -45,17 +55,20 @@ class PollBudget:
         self._healthy, self._failing = _Lane(), _Lane(max_rows=max_rows / _FAILING_SHARE)
 
     def learn(self, *, records: int, rows: int, size: int) -> None:
-        """Update the average sizes from a body of `size` uncompressed bytes, the unit of `max_bytes` in requests."""
+        """Update the average numbers of rows and bytes per record with a received body of `size` uncompressed bytes.
+
+        The unit is that of `max_bytes` in requests.
+        """
         self._records += records
         self._rows += rows
         self._bytes += size
 
     @contextlib.asynccontextmanager
     async def reserved(self, records: int, *, is_failing: bool = False) -> AsyncIterator[int]:
-        """Wait for capacity, reserve rows for a rank with a backlog of `records`, and yield the bytes to request.
+        """Wait for capacity, reserve rows for a rank that has `records` records, and yield the bytes to request.
 
-        A rank that `is_failing` missed its last poll and gets a reservation for one record. The limit is 0 if received
-        rows use all capacity; the caller then waits for a commit.
+        With `is_failing`, the rank missed its last poll, and rows for a single record are reserved. The yielded number
+        of bytes is 0 if received rows use all capacity; the caller then waits for a commit.
         """
         lane = self._failing if is_failing else self._healthy
         least = self._expected(1 if is_failing else records)
@@ -80,24 +93,30 @@ class PollBudget:
         return self._healthy.reserved + self._failing.reserved
 
     def _must_wait(self, lane: _Lane, rows: int) -> bool:
-        """Return whether `rows` exceed the capacity; without other reservations any number is allowed."""
+        """Return whether a poll must wait before it reserves `rows` rows.
+
+        Without other reservations it need not wait, whatever the number of rows.
+        """
         if lane.reserved and lane.reserved + rows > lane.max_rows:
             return True
         return self._reserved > 0 and self._reserved + rows > self._free_rows() > 0
 
     def _expected(self, records: int) -> int:
-        """Return the expected rows of `records`, at most those of a full response, at least those of one record."""
+        """Return the expected number of rows of `records` records.
+
+        It is at least that of one record and at most that of a response of maximum size.
+        """
         if not self._records:
             return self._max_rows // _SPARE_SHARE
         per_record = self._rows // self._records
         return max(per_record, min(max(1, records) * self._rows // self._records, self._max_response_rows()))
 
     def _max_response_rows(self) -> int:
-        """Return the number of rows of a response of `max_bytes`."""
+        """Return the expected number of rows in a response of the maximum size."""
         return self._max_bytes * self._rows // self._bytes if self._bytes else self._max_rows
 
     def _bytes_of(self, rows: int) -> int:
-        """Return the average bytes of `rows`, at most `max_bytes`."""
+        """Return the expected number of bytes of `rows` rows, at most the maximum size of a response."""
         return max(1, min(rows * self._bytes // self._rows, self._max_bytes)) if self._rows else self._max_bytes
 
     async def _wait_in(self, lane: _Lane) -> None:
@@ -110,7 +129,10 @@ class PollBudget:
             raise
 
     def _wake_next(self) -> None:
-        """Wake the poll that has waited longest in each lane; it wakes the next one after its own check."""
+        """Wake the longest waiting poll of healthy ranks and that of failing ranks.
+
+        Each wakes the next one after its check.
+        """
         for lane in (self._healthy, self._failing):
             while lane.waiting:
                 turn = lane.waiting.popleft()

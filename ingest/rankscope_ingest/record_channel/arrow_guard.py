@@ -1,8 +1,9 @@
-"""Open an Arrow stream after checking that it is complete and does not decompress beyond a limit.
+"""Read an Arrow stream after checking that it is complete and that its uncompressed size is below a limit.
 
-A stream that is truncated between two messages is a valid shorter stream, and 8 MB of lz4 can declare terabytes. So the
-end-of-stream marker is required, and the uncompressed sizes that compressed buffers declare are summed up before
-pyarrow, which has no such limit, decompresses them. The few flatbuffer fields are read by hand (Arrow's Message.fbs).
+A stream that is truncated between two messages looks like a valid shorter stream. The end-of-stream marker is therefore
+required. A body of 8 MB that is compressed with lz4 can declare terabytes, and pyarrow has no limit. The declared sizes
+of all compressed buffers are therefore added before pyarrow decompresses them. They are read directly from the
+flatbuffers that Arrow's Message.fbs defines.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _BUFFER: Final = np.dtype([("offset", "<i8"), ("length", "<i8")])
 
 
 def open_stream(body: bytes, *, max_inflated_bytes: int = MAX_INFLATED_BYTES) -> pa.Table:
-    """Return the table in `body`. Raises DecodeError if it is truncated, malformed, or exceeds the size limit."""
+    """Return the Arrow table in `body`.
+
+    Raises DecodeError if the body is truncated or malformed, or if its uncompressed size is above `max_inflated_bytes`.
+    """
     if not body.endswith(END_OF_STREAM):
         raise DecodeError(
             "the body does not end with the end-of-stream marker: it is truncated, or not an Arrow stream"
@@ -43,15 +47,15 @@ def open_stream(body: bytes, *, max_inflated_bytes: int = MAX_INFLATED_BYTES) ->
         table.validate(full=True)
     except (pa.ArrowException, ArithmeticError, LookupError, OSError, ValueError, struct.error) as error:
         raise DecodeError(
-            f"not an Arrow record stream: {str(error).partition(chr(10))[0] or type(error).__name__}"
+            f"the body is not an Arrow record stream: {str(error).partition(chr(10))[0] or type(error).__name__}"
         ) from error
     if len(set(table.column_names)) < table.num_columns:
-        raise DecodeError("the stream has two columns with the same name")
+        raise DecodeError("the record stream has two columns with the same name")
     return table
 
 
 def inflated_bytes(body: bytes) -> int:
-    """Return the uncompressed size that the buffers of all record batches in `body` declare, in bytes."""
+    """Return the uncompressed size in bytes that the record batches in `body` declare for their buffers."""
     total = 0
     reader = pa.ipc.MessageReader.open_stream(pa.py_buffer(body))
     while True:
@@ -68,7 +72,7 @@ def inflated_bytes(body: bytes) -> int:
 def _batch_bytes(metadata: bytes, body: pa.Buffer) -> int:
     header_field = _field(metadata, _uint32(metadata, 0), _MESSAGE_HEADER)
     if header_field is None:
-        raise DecodeError("not an Arrow record stream: a message without a header")
+        raise DecodeError("the body is not an Arrow record stream: a message has no header")
     header = header_field + _uint32(metadata, header_field)
     position = _field(metadata, header, _BATCH_BUFFERS)
     if position is None:
@@ -80,7 +84,7 @@ def _batch_bytes(metadata: bytes, body: pa.Buffer) -> int:
     if not compressed:
         return int(buffers["length"].sum())
     if buffers["offset"].min(initial=0) < 0 or (buffers["offset"] & 7).any():
-        raise DecodeError("not an Arrow record stream: the position of a buffer is not a multiple of 8 bytes")
+        raise DecodeError("the body is not an Arrow record stream: a buffer does not start at a multiple of 8 bytes")
     # Each compressed buffer starts with its uncompressed size; -1 means that it is not compressed.
     packed = buffers[buffers["length"] >= 8]
     declared = np.frombuffer(body, "<i8", len(body) // 8)[packed["offset"] // 8]
@@ -92,7 +96,10 @@ def _uint32(metadata: bytes, position: int) -> int:
 
 
 def _field(metadata: bytes, table: int, number: int) -> int | None:
-    """Return the position of field `number` in the flatbuffer table at `table`, or None if it is absent."""
+    """Return the position of the field with this number in the flatbuffer table at the position `table`.
+
+    Return None if the field is absent.
+    """
     vtable = table - struct.unpack_from("<i", metadata, table)[0]
     slot = 4 + 2 * number
     if slot >= struct.unpack_from("<H", metadata, vtable)[0]:

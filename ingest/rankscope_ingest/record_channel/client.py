@@ -1,6 +1,7 @@
-"""HTTP requests of the record channel: send one to a rank, check the headers, return a complete body or raise.
+"""HTTP requests of the record channel: send one to a rank, check the headers, and return the complete body.
 
-The protocol is described in docs/record-channel.md. Opening a body is left to `arrow_guard`, its content to `validate`.
+Errors are raised as FetchError. docs/record-channel.md describes the protocol. `arrow_guard` reads a body, and
+`validate` checks its content.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ MAX_TEXT_BYTES: Final = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingStatus:
-    """State of a rank's ring, from the headers of a response. `head` is None if its header is missing."""
+    """The state of a rank's ring buffer, from the headers of a response.
+
+    `head` is the sequence number of its newest record, or None if the header is missing.
+    """
 
     head: int | None = None
     ring_fill: float = 0.0
@@ -36,7 +40,11 @@ class RingStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A complete body. The caller compares its contents with `first`, `last` and `rows` from the headers."""
+    """The complete body of a response, not parsed yet.
+
+    `first` and `last` are sequence numbers of records and `rows` is the number of records, all from the headers. The
+    caller compares them with the content.
+    """
 
     data: bytes
     first: int
@@ -47,19 +55,19 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class NothingNew:
-    """Status 204: the rank has no records after the cursor."""
+    """Response with status 204: the rank has no records after the requested sequence number."""
 
     ring: RingStatus
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Status 503: all records are committed and the process exits soon."""
+    """Response with status 503: all records of the rank are committed, and its process exits soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherProcess:
-    """Status 409: another incarnation responds at this address."""
+    """Response with status 409: another process, with the given incarnation, responds at the address."""
 
     incarnation: str
 
@@ -68,7 +76,7 @@ Answer = Body | NothingNew | Drained | OtherProcess
 
 
 class Fetcher(HttpClient):
-    """HTTP client of the record channel, with the token of the service."""
+    """HTTP client of the record channel. Each request contains the token of the service, if one is set."""
 
     def __init__(
         self,
@@ -86,7 +94,11 @@ class Fetcher(HttpClient):
     async def records(
         self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int
     ) -> Answer:
-        """Request up to `max_bytes` of the records after `after`, at least one record. Raises FetchError."""
+        """Request the records after the sequence number `after`: up to `max_bytes` bytes, but at least one record.
+
+        `committed` is the last committed sequence number. It is sent to the rank together with `lease`; neither is sent
+        if `lease` is None. Raises FetchError if the request fails or the response violates the protocol.
+        """
         headers = {"Accept": channel.ARROW_STREAM, channel.SCHEMA_HEADER: str(SCHEMA_VERSION), **self._authorization}
         query = {"incarnation": incarnation, "after": str(after), "max_bytes": str(max_bytes)}
         if lease is not None:
@@ -99,7 +111,11 @@ class Fetcher(HttpClient):
             return await self._read_records(response, incarnation)
 
     async def plan(self, url: str, plan_id: str) -> str:
-        """Return the text of a plan; the caller checks its hash. Raises FetchError."""
+        """Return the text of the plan `plan_id`, which lists the tensors and statistics of a record.
+
+        The caller compares the hash of the text with `plan_id`. Raises FetchError if the request fails or the text is
+        not UTF-8.
+        """
         data = await self._whole("GET", url + channel.PLAN_PATH + plan_id, MAX_PLAN_BYTES)
         try:
             return data.decode()
@@ -107,7 +123,10 @@ class Fetcher(HttpClient):
             raise FetchError("garbage", f"plan {plan_id} is not UTF-8 text") from error
 
     async def stacks(self, url: str) -> dict[str, Any]:
-        """Return the stacks that a rank takes on this request, as its JSON document. Raises FetchError."""
+        """Request the current Python stacks of a rank, and return its JSON document.
+
+        Raises FetchError if the request fails or the response is not a JSON object.
+        """
         data = await self._whole("POST", url + channel.STACKS_PATH, MAX_STACKS_BYTES)
         try:
             document = json.loads(data)
@@ -150,7 +169,10 @@ class Fetcher(HttpClient):
 
 
 async def _whole_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """Return exactly Content-Length bytes. A body without a length, or above `limit`, is not read."""
+    """Return the body of `response`, which must have exactly Content-Length bytes.
+
+    Raises FetchError, without reading the body, if it has no length or more than `limit` bytes.
+    """
     length = response.content_length
     if length is None or "Transfer-Encoding" in response.headers:
         raise FetchError("garbage", "the response has no Content-Length, so that a truncated body cannot be detected")

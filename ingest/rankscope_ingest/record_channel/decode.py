@@ -1,9 +1,11 @@
-"""Convert checked bodies of the record channel into one table per dataset. Pure.
+"""Convert checked bodies of the record channel into one table per dataset. No I/O.
 
-Hundreds of bodies are decoded together: work is done per batch instead of per body where possible, and nothing is done
-per tensor. The statistics of ranks with the same plan form one grid, transposed while it is filled: the rows of a
-tensor are adjacent, rank by rank, in the order of the store. Null, NaN, Inf and 0 remain distinct. A statistic is never
-NaN as a value, so that numpy uses NaN for null there; scalars and events remain in Arrow.
+Hundreds of bodies are decoded together. Work is done per batch instead of per body where possible, and never per
+tensor. The statistics of ranks with the same plan form one grid, which is transposed while it is filled. As in the
+store, the rows of a tensor are then adjacent, rank by rank.
+
+Null, NaN, Inf and 0 remain distinct. A stored statistic of a tensor is never NaN, so NaN represents null in its NumPy
+arrays. Scalars and events can be NaN and remain in Arrow.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 def decode(bodies: Sequence[ValidBody]) -> dict[str, pa.Table]:
-    """Return the rows in `bodies` by dataset. Repeated text is dictionary-encoded."""
+    """Return the rows in `bodies` as tables by dataset. Columns with repeated text are dictionary-encoded."""
     records = _Records.of(bodies)
     tables = {}
     grids = [_grid(cells, records) for cells in _by_plan(bodies, records)]
@@ -43,9 +45,9 @@ def decode(bodies: Sequence[ValidBody]) -> dict[str, pa.Table]:
 
 
 def decode_one(body: ValidBody, dataset: str) -> pa.Table | None:
-    """Return the rows of one nested dataset of one body, as plain text, or None if it has none.
+    """Return the rows of one nested dataset, such as events, of one body; None if the body has none.
 
-    `decode` uses the cached rows and does not decode them again.
+    Text is not dictionary-encoded. The decoded rows are cached in `body`, so that `decode` does not decode them again.
     """
     if dataset not in body.nested:
         return None
@@ -55,7 +57,7 @@ def decode_one(body: ValidBody, dataset: str) -> pa.Table | None:
 
 
 def plain_text(table: pa.Table) -> pa.Table:
-    """Return `table` with dictionary-encoded text as plain text, like the tables that the service builds itself."""
+    """Return `table` with plain instead of dictionary-encoded text, as in the tables that the service builds."""
     for number, field in enumerate(table.schema):
         if pa.types.is_dictionary(field.type):
             plain = field.with_type(field.type.value_type)
@@ -65,7 +67,11 @@ def plain_text(table: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """All records of a batch: the columns that apply to all rows of a record, and the first record of each body."""
+    """All records of a batch of bodies.
+
+    `columns` has the columns that are equal in all rows of a record, and `starts` the number of the first record of
+    each body.
+    """
 
     columns: Mapping[str, pa.Array]
     starts: Positions
@@ -98,7 +104,10 @@ def _coded(texts: Sequence[str], repeats: Positions) -> pa.DictionaryArray:
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """The statistics of one run and plan: those of each body, and the positions of their records in the batch."""
+    """The tensor statistics of all records of a batch with the same run and plan.
+
+    `parts` has the statistics by body, and `records` the position of each record in the batch.
+    """
 
     plan: PlanColumns
     parts: Sequence[Measured]
@@ -106,7 +115,7 @@ class _Cells:
 
 
 def _by_plan(bodies: Sequence[ValidBody], records: _Records) -> Iterator[_Cells]:
-    """Yield the statistics by run and plan, sorted by rank and then by arrival."""
+    """Yield the tensor statistics by run and plan; the records are sorted by rank and then by arrival."""
     found: dict[tuple[str, str], list[tuple[int, int, Measured]]] = defaultdict(list)
     for number, body in enumerate(bodies):
         for part in body.statistics:
@@ -120,7 +129,10 @@ def _by_plan(bodies: Sequence[ValidBody], records: _Records) -> Iterator[_Cells]
 
 
 def _grid(cells: _Cells, records: _Records) -> pa.Table:
-    """Return the rows of all records with the plan. A tensor whose counts are null was absent and has no row."""
+    """Return the rows of `tensor_stats` for all records with the same run and plan.
+
+    A tensor whose counts are null was absent at the step and has no row.
+    """
     plan, height = cells.plan, len(cells.records)
     chosen = pa.array(cells.records)
     columns = {name: _spread(column.take(chosen), len(plan), np.tile) for name, column in records.columns.items()}
@@ -136,7 +148,7 @@ def _grid(cells: _Cells, records: _Records) -> pa.Table:
 
 
 def _values(cells: _Cells) -> Iterator[pa.Array]:
-    """Yield the columns of floats, ordered by tensor and then by record."""
+    """Yield one column per statistic that is a float, ordered by tensor and then by record."""
     shape = (len(cells.plan.value_ops), len(cells.plan))
     parts = [part.values.to_numpy(zero_copy_only=False).reshape(-1, *shape) for part in cells.parts]
     for number in range(len(cells.plan.value_ops)):
@@ -149,7 +161,10 @@ def _values(cells: _Cells) -> Iterator[pa.Array]:
 
 
 def _counts(cells: _Cells, columns: dict[str, pa.Array]) -> pa.Array | None:
-    """Add the count columns to `columns`; return which rows exist, or None if all do."""
+    """Add the columns of counts to `columns`.
+
+    Return a boolean array that marks the rows that exist, or None if all rows exist.
+    """
     ops = cells.plan.count_ops
     shape = (len(ops), len(cells.plan))
     counts = [part.counts.fill_null(0) if part.counts.null_count else part.counts for part in cells.parts]
@@ -165,13 +180,16 @@ def _counts(cells: _Cells, columns: dict[str, pa.Array]) -> pa.Array | None:
 
 
 def _transposed(parts: Sequence[npt.NDArray[Number]], plan: PlanColumns, number: int) -> npt.NDArray[Number]:
-    """Return one statistic ordered by tensor, in the order of the store, instead of by record."""
+    """Return one statistic as a flat array in the order of the store: by tensor and then by record."""
     by_record = np.concatenate([part[:, number] for part in parts])
     return by_record.T.take(plan.order, axis=0).reshape(-1)
 
 
 def _transposed_counts(parts: Sequence[npt.NDArray[np.int64]], plan: PlanColumns, number: int) -> npt.NDArray[np.int64]:
-    """Return one count like `_transposed`, but faster if it is equal in all records, as most counts are."""
+    """Return one count as a flat array in the order of the store.
+
+    This is faster than `_transposed` if the count is equal in all records, as most counts are.
+    """
     first = parts[0][0, number]
     if any((part[:, number] != first).any() for part in parts):
         return _transposed(parts, plan, number)
@@ -180,7 +198,10 @@ def _transposed_counts(parts: Sequence[npt.NDArray[np.int64]], plan: PlanColumns
 
 
 def _spread(column: pa.Array, times: int, repeat: Callable[..., npt.NDArray[Any]]) -> pa.Array:
-    """Return the values of `column` repeated `times`, by `np.tile` (the whole column) or `np.repeat` (each value)."""
+    """Return `column` repeated `times` times.
+
+    `repeat` is `np.tile`, which repeats the whole column, or `np.repeat`, which repeats each value.
+    """
     if pa.types.is_dictionary(column.type):
         return pa.DictionaryArray.from_arrays(_spread(column.indices, times, repeat), column.dictionary)
     if column.null_count == len(column):
@@ -197,14 +218,17 @@ def _integers(column: pa.Array) -> npt.NDArray[np.integer]:
 
 
 def _over(own: pa.Array, of_record: pa.Array | None) -> pa.Array:
-    """Return the values of the rows, and the values of their records for null ones."""
+    """Return `own`, the column of the rows, with null values replaced by the values of the records, `of_record`."""
     if of_record is None or own.null_count == 0:
         return own
     return of_record if own.null_count == len(own) else pc.coalesce(own, of_record)
 
 
 def _nested(bodies: Sequence[ValidBody], dataset: str, records: _Records) -> pa.Table:
-    """Return the rows of a nested dataset, which at least one body has, without those that are decoded already."""
+    """Return the rows of a nested dataset, such as events, from all bodies whose rows are not decoded yet.
+
+    At least one body must have such rows.
+    """
     placed = zip(records.starts, bodies, strict=False)  # `starts` also has the end of the last body
     found = [
         (start, body.nested[dataset]) for start, body in placed if dataset in body.nested and dataset not in body.tables
@@ -220,5 +244,8 @@ def _nested(bodies: Sequence[ValidBody], dataset: str, records: _Records) -> pa.
 
 
 def _as_held(field: pa.Field, columns: Mapping[str, pa.Array]) -> pa.Field:
-    """Return `field` with the type of its column: text of the rows themselves is not dictionary-encoded."""
+    """Return `field` with the type of its column in `columns`.
+
+    Text that is stored per row is not dictionary-encoded.
+    """
     return field.with_type(columns[field.name].type) if field.name in columns else field

@@ -1,6 +1,7 @@
-"""Poll one target: request records, check them, pass them to the sink. One asyncio task per target.
+"""Poll one target: request records, check them, and pass them to the sink. Each target has one asyncio task.
 
-The cursor moves when the rows are added to the batch. `committed` is sent to the rank only after the commit.
+The cursor, which is the last received sequence number, moves when the rows are added to the batch. The rank receives
+`committed`, the last committed sequence number, only after the commit.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ _CALM_FILL: Final = 0.25  # up to this ring fill, the interval may be longer
 _CALM_POLLS: Final = 2.5  # factor of the longer interval
 _CALM_SHARE: Final = 0.5  # of the flush interval, its upper limit: ranks learn of a commit at their next poll
 _GROUP_SIZE: Final = 32
-"""Targets that are polled at the same time, so that the code is in the processor's caches from the second one on.
+"""Number of targets in a group that is polled at the same time.
 
-With 20 ranks, a poll of four steps takes 2.8 ms of CPU time alone, and 1.5 ms in a group of seven. In other
-measurements, a poll of five steps takes 1.3 ms in groups of seven, and 1.1 ms in one group of 20."""
+From the second target of a group on, the code is already in the caches of the processor. With 20 ranks, a poll of four
+steps takes 2.8 ms of CPU time alone, and 1.5 ms in a group of seven. In other measurements, a poll of five steps takes
+1.3 ms in groups of seven, and 1.1 ms in one group of 20.
+"""
 _INLINE_BYTES: Final = 262_144  # decompressing a smaller body takes less time than waking a thread
 
 
@@ -45,59 +48,66 @@ class Source(Protocol):
     async def records(
         self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int
     ) -> Answer:
-        """Return up to `max_bytes` of the records after `after`, at least one; pass `committed` to the rank."""
+        """Return the records after the sequence number `after`: up to `max_bytes` bytes, but at least one record.
+
+        `committed` is the last committed sequence number; the rank may delete the records up to it.
+        """
         ...
 
     async def plan(self, url: str, plan_id: str) -> str:
-        """Return the text of a plan."""
+        """Return the JSON text of the plan `plan_id`, which lists the tensors and statistics of a record."""
         ...
 
 
 class Sink(Protocol):
-    """Receiver of checked bodies and poll results. All methods are called on the event loop."""
+    """Receiver of checked bodies and of poll results. Poll loops call all methods on the event loop."""
 
     @property
     def is_full(self) -> bool:
-        """Return whether polls must wait for the next commit."""
+        """Return whether polls must wait for the next commit, because too many rows are waiting."""
         ...
 
     @property
     def poll_budget(self) -> PollBudget:
-        """Return the admission control of all polls."""
+        """Return the admission control that all poll loops share."""
         ...
 
     def ordinals(self, count: int) -> int:
-        """Return the first of `count` new ordinals, which number all records in order of arrival."""
+        """Return the first of `count` new ordinals. Ordinals number all records in the order of their arrival."""
         ...
 
     def on_body(
         self, target: Target, body: ValidBody, plans: dict[str, PlanColumns], *, size: int, inflated: int
     ) -> None:
-        """Add the rows of a body to the batch and move the cursor, both or neither. `size` is the bytes received."""
+        """Add the rows of `body` to the batch and move the cursor of `target`; if one of them fails, do neither.
+
+        `size` is the number of received bytes, and `inflated` the number of bytes after decompression.
+        """
         ...
 
     def on_answer(self, target: Target) -> None:
-        """Record a successful poll, with or without records."""
+        """Record that a poll of `target` succeeded, with or without records."""
         ...
 
     def on_failure(self, target: Target, error: FetchError) -> None:
-        """Record a failed poll."""
+        """Record that a poll of `target` failed with `error`."""
         ...
 
     def on_drained(self, target: Target) -> None:
-        """Record that the rank exits with all records committed."""
+        """Record that all records of `target` are committed and its process exits."""
         ...
 
     def on_replaced(self, target: Target, incarnation: str) -> None:
-        """Record that another process responds at the address of the target."""
+        """Record that another process, with this incarnation, responds at the address of `target`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Poll intervals, in seconds, of a service with this flush interval and number of targets.
+    """Calculates the delays, in seconds, between the polls of a target.
 
-    A rank whose ring is nearly empty is polled less often, because the cost of a poll hardly depends on its records.
+    `targets` returns the number of polled targets. A rank whose ring is nearly empty is polled less often, because the
+    cost of a poll hardly depends on the number of records.
     """
 
     poll_seconds: float
@@ -106,12 +116,19 @@ class Pace:
     targets: Callable[[], int] = lambda: 1
 
     def offset(self, incarnation: str, interval: float) -> float:
-        """Return the offset of this target in the interval. Groups are spread evenly; a restart changes nothing."""
+        """Return the time of the target's polls within each interval, in seconds from its beginning.
+
+        Targets are polled in groups that are spread evenly over the interval. The result is the same after a restart.
+        """
         groups = max(1, -(-self.targets() // _GROUP_SIZE))
         return int(_place(incarnation) * groups) / groups * interval
 
     def after_answer(self, target: Target, now: float) -> float:
-        """Return the delay after a response without further records: until the target's next poll time, or shorter."""
+        """Return the delay until the next poll, in seconds, after a response without further records.
+
+        It is usually the time until the next regular poll of the target. It is shorter if the ring is more than half
+        full, or if the process is about to exit.
+        """
         if target.health is Health.DRAINING and target.committed >= target.cursor:
             return min(DRAINING_POLL_SECONDS, self.poll_seconds)  # before that, it waits for a commit, which pokes
         if target.ring_fill > 0.5:
@@ -122,20 +139,24 @@ class Pace:
         return interval - (now - self.offset(target.incarnation, interval)) % interval
 
     def after_failure(self, failures_in_row: int, jitter: float, retry_after: float | None) -> float:
-        """Return the delay: doubled up to a limit, up to half shorter by `jitter` (0 to 1), at least `retry_after`."""
+        """Return the delay until the next poll, in seconds, after a failed poll.
+
+        The delay doubles with each failure up to a limit and is shortened by up to half, depending on `jitter` (0 to
+        1). It is at least `retry_after` seconds.
+        """
         longest = min(self.max_backoff_seconds, self.poll_seconds * 2.0 ** min(failures_in_row - 1, 16))
         return max(longest * (0.5 + 0.5 * jitter), retry_after or 0.0)
 
 
 @functools.lru_cache(maxsize=4096)
 def _place(incarnation: str) -> float:
-    """Return a pseudo-random number in [0, 1) that depends only on the process."""
+    """Return a pseudo-random number in [0, 1) that depends only on `incarnation`."""
     digest = hashlib.sha256(incarnation.encode()).digest()
     return int.from_bytes(digest[:4], "big") / (1 << 32)
 
 
 class TargetLoop:
-    """Polls one target until its health is GONE."""
+    """Polls one target until its health is GONE: its process has exited or was declared dead."""
 
     def __init__(
         self,
@@ -165,11 +186,14 @@ class TargetLoop:
         )
 
     def poke(self) -> None:
-        """Poll immediately, also during backoff, but not within 0.25 s of the last poll that a poke caused."""
+        """Poll immediately, also during a delay after a failure.
+
+        There is at least 0.25 s between two polls that are caused by this method.
+        """
         self._wake_up.set()
 
     async def run(self) -> None:
-        """Poll until the health of the target is GONE."""
+        """Poll the target repeatedly until its health is GONE: its process has exited or was declared dead."""
         delay = self._pace.after_answer(self.target, self._clock())
         while not self.target.is_gone:
             await self._wait(delay)
@@ -177,7 +201,7 @@ class TargetLoop:
                 delay = await self.poll_once()
 
     async def poll_once(self) -> float:
-        """Poll once, and return the delay until the next poll in seconds."""
+        """Poll the target once, and return the delay until the next poll in seconds."""
         target = self.target
         if self._sink.is_full:
             return self._pace.poll_seconds
@@ -214,7 +238,7 @@ class TargetLoop:
             self._wake_up.clear()
 
     async def _request(self, max_bytes: int) -> bool:
-        """Send one request and process the response; return whether the rank has more records."""
+        """Send one request to the target and process the response; return whether the target has more records."""
         target = self.target
         answer = await self._source.records(
             target.registration.url,

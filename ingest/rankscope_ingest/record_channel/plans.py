@@ -1,4 +1,7 @@
-"""Plans as Arrow columns: converted once per plan, and shared by all ranks that use it."""
+"""Plans as Arrow columns. A plan lists the tensors and statistics to which the numbers of a record refer.
+
+Each plan is converted once and shared by all ranks that use it.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,20 @@ from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.base.tables import coded_schema, rows_table
 
 NAME_COLUMNS: Final = ("kind", "tensor", "index", "placement", "shard_group", "call_seq", "vpp_stage", "micro_step")
-"""Columns of `tensor_stats` that a plan supplies."""
+"""Columns of `tensor_stats` whose values come from the plan and not from the record."""
 
 KEPT_PLANS: Final = 256
 
 MAX_CONCURRENT_REQUESTS: Final = 4
-"""Plan requests at the same time. A thousand ranks that start together mostly use the same plan."""
+"""Maximum number of concurrent plan requests. A thousand ranks that start together mostly use the same plan."""
 
 
 class PlanColumns:
-    """One plan as columns. `order` sorts its entries in the order of the store; `sorted_columns` are sorted by it."""
+    """One plan as Arrow columns.
+
+    `order` has the indices that sort the entries of the plan in the order of the store. `sorted_columns` has the
+    columns in this order.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.entries: tuple[PlanEntry, ...] = plan.entries
@@ -45,7 +52,10 @@ class PlanColumns:
         return len(self.entries)
 
     def dimension_rows(self, common: Callable[[], dict[str, Any]]) -> pa.Table:
-        """Return the plan as rows of `tensors`. `common` returns the other columns of the next row, such as the run."""
+        """Return the entries of the plan as rows of `tensors`.
+
+        `common` is called for each row and returns the values of its other columns, such as the run.
+        """
         return rows_table("tensors", (common() | _dimension(entry) for entry in self.entries))
 
 
@@ -70,7 +80,10 @@ def _dimension(entry: PlanEntry) -> dict[str, Any]:
 
 
 class PlanCache:
-    """Plans by hash; the least recently used plan is evicted first. A plan never changes: no entry becomes stale."""
+    """A cache of plans by hash. If it is full, the least recently used plan is evicted.
+
+    A plan with a given hash never changes, so cached plans remain valid.
+    """
 
     def __init__(self, size: int = KEPT_PLANS) -> None:
         self._size = size
@@ -78,19 +91,22 @@ class PlanCache:
         self.requests = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 
     def get(self, plan_id: str) -> PlanColumns | None:
-        """Return the plan, or None if it must be fetched."""
+        """Return the plan with the hash `plan_id`, or None if it is not cached and must be requested."""
         if plan_id in self._plans:
             self._plans.move_to_end(plan_id)
         return self._plans.get(plan_id)
 
     def add(self, plan_id: str, text: str) -> PlanColumns:
-        """Add and return the plan in `text`. Raises DecodeError if the hash of the text is not `plan_id`."""
+        """Add the plan in `text` to the cache and return it.
+
+        Raises DecodeError if the hash of the text is not `plan_id`, or if the text is not a plan.
+        """
         if plan_hash(text) != plan_id:
-            raise DecodeError(f"plan {plan_id}: the hash of the received text is different")
+            raise DecodeError(f"plan {plan_id}: the received text has another hash than the plan id")
         try:
             columns = PlanColumns(Plan.from_json(text))
         except (ValueError, pa.ArrowException, OverflowError, TypeError) as error:
-            raise DecodeError(f"plan {plan_id}: {error}") from error
+            raise DecodeError(f"plan {plan_id} cannot be parsed: {error}") from error
         self._plans[plan_id] = columns
         while len(self._plans) > self._size:
             self._plans.popitem(last=False)

@@ -1,8 +1,8 @@
-"""Check a body of the record channel completely, so that nothing in it can fail later.
+"""Check a body of the record channel completely, so that decoding it later cannot fail.
 
-The cursor moves when a body is checked. Its numbers become rows in the flush thread, together with hundreds of other
-bodies (`decode`). Until then they are kept as received, which takes half of the memory of the rows. Data that the
-service needs immediately, such as steps and events, is read from the checked body.
+The cursor moves as soon as a body is checked. The flush thread later converts its numbers to rows, together with those
+of hundreds of other bodies (`decode`). Until then the numbers remain in the received form, which takes half of the
+memory of the rows. Data that the service needs immediately, such as steps and events, is taken from the checked body.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rankscope_ingest.record_channel.plans import PlanColumns
 _FLAT: Final[Mapping[str, tuple[pa.DataType, bool]]] = {
     field.name: (arrow_field(pa, field).type, field.nullable) for field in WIRE_FIELDS if field.name not in NESTED
 }
-"""Type of each column, and whether it may be null."""
+"""Type of each column of a record that is not nested, and whether the column may be null."""
 _MEMBERS: Final[dict[str, list[tuple[Field, pa.Field]]]] = {
     dataset: [(field, arrow_field(pa, field)) for field in fields] for dataset, fields in NESTED.items()
 }
@@ -35,7 +35,7 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowContext:
-    """Columns that are equal in all rows of one incarnation."""
+    """Values of the columns that are equal in all rows of one process of a rank."""
 
     run: str
     attempt: int
@@ -45,9 +45,10 @@ class RowContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The statistics of the records of a body that have one plan.
+    """The tensor statistics of all records of a body that have the same plan.
 
-    `records` are their positions in the body. `values` and `counts` are flat, by record, statistic and tensor.
+    `records` has the positions of these records in the body. `values` and `counts` are flat arrays, ordered by record,
+    then by statistic, then by tensor.
     """
 
     plan_id: str
@@ -59,7 +60,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nested:
-    """The rows of one dataset that are nested in the records: their columns, and the record of each row."""
+    """The rows of one dataset that are nested in the records of a body.
+
+    `columns` has the columns of the rows, and `records` the position of the record of each row.
+    """
 
     columns: Mapping[str, pa.Array]
     records: Positions
@@ -70,11 +74,11 @@ class Nested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidBody:
-    """One checked body.
+    """One checked body of the record channel.
 
-    `missing` are ranges of seq (first, last) that were no longer in the ring of the rank. `last_step` is the highest
-    step, or None if no record has a step. `last_ts` is the latest time in UTC µs by the clock of the rank. `tables`
-    caches nested datasets that are already decoded, so that each is decoded once.
+    `missing` has the ranges of sequence numbers (first, last) that were no longer in the ring of the rank. `last_step`
+    is the highest step, or None if no record has a step. `last_ts` is the latest time in UTC µs by the clock of the
+    rank. `tables` caches nested datasets that are already decoded, so that each is decoded once.
     """
 
     context: RowContext
@@ -91,22 +95,22 @@ class ValidBody:
 
     @property
     def records(self) -> int:
-        """Return the number of records."""
+        """Return the number of records in this body."""
         return len(self.seqs)
 
     @property
     def first(self) -> int:
-        """Return the seq of the first record."""
+        """Return the sequence number of the first record."""
         return int(self.seqs[0])
 
     @property
     def last(self) -> int:
-        """Return the seq of the last record."""
+        """Return the sequence number of the last record."""
         return int(self.seqs[-1])
 
 
 def plan_ids(wire: pa.Table) -> tuple[str, ...]:
-    """Return the hashes of the plans that the records in `wire` refer to, each once."""
+    """Return the distinct plan ids (hashes) of the records in the table `wire`."""
     if "plan" not in wire.column_names:
         return ()
     return _distinct(wire.column("plan").to_pylist())
@@ -119,13 +123,14 @@ def _distinct(names: Sequence[str | None]) -> tuple[str, ...]:
 def check(
     wire: pa.Table, plans: Mapping[str, PlanColumns], context: RowContext, *, after: int, first_ordinal: int
 ) -> ValidBody:
-    """Return the body in `wire`, after checking it completely.
+    """Return the body in the table `wire` after checking it completely.
 
-    All records must have a seq above `after` in increasing order. Record i gets the ordinal `first_ordinal + i`.
-    Raises DecodeError if the body violates the protocol.
+    The sequence numbers of the records must increase and be above `after`. Record i gets the ordinal `first_ordinal +
+    i`. `plans` has the plans by id, and `context` the values of the columns that are equal in all rows. Raises
+    DecodeError if the body violates the protocol.
     """
     if wire.num_rows == 0:
-        raise DecodeError("the stream has no records; the response should have status 204")
+        raise DecodeError("the stream has no records; a response without records must have status 204")
     # A lookup of each column in the table takes longer than the checks of most columns.
     columns = dict(zip(wire.column_names, wire.itercolumns(), strict=True))
     flat = {name: _flat_column(columns, name, wire.num_rows) for name in _FLAT}
@@ -156,17 +161,21 @@ def _highest(steps: pa.Array) -> int | None:
 
 
 def _flat_column(columns: Mapping[str, pa.ChunkedArray], name: str, rows: int) -> pa.Array:
-    """Return a column with its type checked. An older sender may lack nullable columns, which are then null."""
+    """Return the column `name` after checking its type.
+
+    A nullable column that is absent, because the sender is older, is returned as nulls. Raises DecodeError if the
+    column is invalid.
+    """
     type_, nullable = _FLAT[name]
     if name not in columns:
         if not nullable:
-            raise DecodeError(f"the stream lacks the column {name}")
+            raise DecodeError(f"the record stream lacks the column {name}")
         return pa.nulls(rows, type_)
     column = _one(columns[name])
     if column.type != type_:
         raise DecodeError(f"column {name} has type {column.type} instead of {type_}")
     if not nullable and column.null_count:
-        raise DecodeError(f"column {name} has a null")
+        raise DecodeError(f"column {name} has a null, which is not allowed")
     return column
 
 
@@ -180,7 +189,7 @@ def _missing_ranges(seqs: Positions, after: int) -> tuple[tuple[int, int], ...]:
     before = np.concatenate(([after], seqs[:-1]))
     steps = seqs - before
     if (steps <= 0).any():
-        raise DecodeError(f"seq does not increase after {after}: the body repeats records or is out of order")
+        raise DecodeError(f"seq does not increase after {after}: the body repeats records or has them out of order")
     gaps = np.flatnonzero(steps > 1)
     return tuple((int(before[gap]) + 1, int(seqs[gap]) - 1) for gap in gaps)
 
@@ -197,30 +206,36 @@ def _measured(flat: Mapping[str, pa.Array], used: Sequence[str | None], plan_id:
 
 
 def _numbers(lists: pa.ListArray, name: str, records: Positions, ops: int, tensors: int) -> pa.Array:
-    """Return the flat numbers of these records, after checking that each has `ops` numbers for every tensor."""
+    """Return the flat numbers of the given records after checking that each record has `ops` numbers per tensor.
+
+    Raises DecodeError if a record has another number.
+    """
     if len(records) != len(lists):
         lists = lists.take(pa.array(records))
     offsets = lists.offsets.to_numpy()
     if lists.null_count or (offsets[1:] - offsets[:-1] != ops * tensors).any():
-        raise DecodeError(f"{name} does not have {ops} numbers for each of the {tensors} tensors of its plan")
+        raise DecodeError(f"column {name} does not have {ops} numbers for each of the {tensors} tensors of its plan")
     return lists.values.slice(offsets[0], offsets[-1] - offsets[0])
 
 
 def _present(measured: Measured) -> int:
-    """Return the number of rows. A tensor whose counts are null was absent and has no row."""
+    """Return the number of rows of these statistics. A tensor whose counts are all null was absent and has no row."""
     rows = len(measured.records) * len(measured.plan)
     return rows - int(absent_counts(measured).all(axis=1).sum()) if measured.counts.null_count else rows
 
 
 def absent_counts(measured: Measured) -> npt.NDArray[np.bool_]:
-    """Return which counts are null, with shape (records, statistics, tensors)."""
+    """Return a boolean array that marks the counts that are null. Its shape is (records, statistics, tensors)."""
     shape = (len(measured.records), len(measured.plan.count_ops), len(measured.plan))
     absent: npt.NDArray[np.bool_] = measured.counts.is_null().to_numpy(zero_copy_only=False).reshape(shape)
     return absent
 
 
 def _nested(of: Mapping[str, pa.ChunkedArray], dataset: str) -> Nested | None:
-    """Return the rows that are nested in the records as lists of structs, or None if there are none."""
+    """Return the rows of `dataset`, which are nested in the records as lists of structs; None if there are no rows.
+
+    Raises DecodeError if the column has another type.
+    """
     lists = _one(of[dataset])
     if not pa.types.is_list(lists.type) or not pa.types.is_struct(lists.type.value_type):
         raise DecodeError(f"column {dataset} has type {lists.type} instead of a list of structs")
@@ -241,9 +256,9 @@ def _member(member: Any, rows: int, dataset: str, field: Field, wanted: pa.Field
     if member is None and field.nullable:
         return pa.nulls(rows, wanted.type)
     if member is None:
-        raise DecodeError(f"{dataset} lacks the field {field.name}")
+        raise DecodeError(f"column {dataset} lacks the field {field.name}")
     if member.type != wanted.type:
-        raise DecodeError(f"{dataset}.{field.name} has type {member.type} instead of {wanted.type}")
+        raise DecodeError(f"field {dataset}.{field.name} has type {member.type} instead of {wanted.type}")
     if not field.nullable and member.null_count:
-        raise DecodeError(f"{dataset}.{field.name} has a null")
+        raise DecodeError(f"field {dataset}.{field.name} has a null, which is not allowed")
     return member

@@ -1,1 +1,1 @@
-"""Prometheus remote read: decode requests, query the store, encode responses."""
+"""Serve Prometheus remote read: decode requests, query the store, and encode responses."""

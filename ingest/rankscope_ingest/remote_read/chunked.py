@@ -1,8 +1,8 @@
-"""Encode series as streamed XOR chunks (Prometheus' tsdb/chunkenc, after Facebook's Gorilla), with equal bytes. Pure.
+"""Encode series as streamed XOR chunks, with the same bytes as Prometheus' package tsdb/chunkenc. No I/O.
 
-A chunk is a stream of bits; each sample is written as its difference from the previous one. All chunks of a group are
-encoded together as numpy columns. Only the window of significant bits depends on the previous samples; a loop follows
-it sample by sample, through all chunks at the same time.
+The format is that of Facebook's Gorilla: a chunk is a stream of bits, in which each sample is written as its difference
+from the previous sample. All chunks of a group are encoded together as NumPy arrays. Only the window of significant
+bits depends on the previous samples. A loop derives it sample by sample, for all chunks at the same time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_WINDOW: Final = 255
 _MAX_LEADING: Final = 31  # largest value of five bits
 CONTENT_TYPE: Final = "application/x-streamed-protobuf; proto=prometheus.ChunkedReadResponse"
 FRAME_BYTES: Final = 1 << 20
-"""Size at which a frame ends, as in Prometheus, which rejects frames of 50 times this size."""
+"""Size in bytes at which a frame ends, as in Prometheus. Prometheus rejects frames that are 50 times larger."""
 
 SAMPLES_PER_GROUP: Final = 1 << 17
 _XOR: Final = 1  # encoding of a chunk
@@ -38,16 +38,16 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class _Bits:
-    """A number for each sample, and how many of its low bits are written (0 to 64)."""
+    """For each sample, a number and the number of its low bits that are written (0 to 64)."""
 
     values: Words
     counts: Integers
 
 
 def chunks(times: Integers, values: npt.NDArray[np.float64], starts: Integers) -> list[bytes]:
-    """Return one chunk for each range of samples that begins at a position in `starts`.
+    """Return one encoded chunk for each range of samples; `starts` has the position at which each range begins.
 
-    A range has at most 65,535 samples. `times` are milliseconds and increase within a range.
+    A range has at most 65,535 samples. `times` are in milliseconds and increase within a range.
     """
     lengths = np.diff(starts, append=len(times))
     within = np.arange(len(times)) - np.repeat(starts, lengths)
@@ -69,9 +69,10 @@ def chunks(times: Integers, values: npt.NDArray[np.float64], starts: Integers) -
 
 
 def _byte_counts(bits: Integers, last: Integers) -> Integers:
-    """Return the number of bytes that Prometheus uses for `bits`, of which `last` are written by the last call.
+    """Return the number of bytes in which Prometheus writes a chunk of `bits` bits.
 
-    Its writer appends the next byte together with each whole byte, even if no bits follow.
+    `last` is the number of bits of the last write. Prometheus' writer appends another byte after each complete byte,
+    even if no bits follow.
     """
     is_open = (bits % 8 == 0) & (last > 0) & (last % 8 == 0)
     counts: Integers = ((bits + 7) >> 3) + is_open
@@ -79,7 +80,7 @@ def _byte_counts(bits: Integers, last: Integers) -> Integers:
 
 
 def _times(times: Integers, within: Integers) -> tuple[_Bits, _Bits]:
-    """Return the bits of the times: the first time, then the first difference, then changes of the difference."""
+    """Return the encoded times: the first time, then the first difference, then the changes of the difference."""
     distances = np.diff(times, prepend=times[:1])
     change = np.diff(distances, prepend=distances[:1])
     bits, first = change.view(np.uint64), np.zeros(len(times), np.uint64)
@@ -99,7 +100,10 @@ def _times(times: Integers, within: Integers) -> tuple[_Bits, _Bits]:
 
 
 def _varints(numbers: Words) -> tuple[Words, Integers, Words, Integers]:
-    """Return varints as bits: the first eight bytes and their number of bits, then the same for the last two bytes."""
+    """Return numbers as encoded varints.
+
+    The result has the first eight bytes and their number of bits, then the last two bytes and their number of bits.
+    """
     sizes = np.maximum(1, (_bit_lengths(numbers) + 6) // 7)
     halves = [(np.zeros(len(numbers), np.uint64), np.zeros(len(numbers), np.int64)) for _ in range(2)]
     for place in range(10):
@@ -114,9 +118,9 @@ def _varints(numbers: Words) -> tuple[Words, Integers, Words, Integers]:
 
 
 def _values(bits: Words, within: Integers, starts: Integers, lengths: Integers) -> tuple[_Bits, _Bits]:
-    """Return the bits of the values: all 64 of the first value, then the XOR with the previous value.
+    """Return the encoded values: all 64 bits of the first value, then the XOR of each value with the previous value.
 
-    Of the XOR only a window of significant bits is written: the previous window if it covers them, else a new one.
+    Only a window of significant bits of the XOR is written: the previous window if it covers them, otherwise a new one.
     """
     changed = bits.copy()
     changed[1:] ^= bits[:-1]
@@ -138,7 +142,7 @@ def _values(bits: Words, within: Integers, starts: Integers, lengths: Integers) 
 def _windows(
     differs: npt.NDArray[np.bool_], leading: Integers, trailing: Integers, starts: Integers, lengths: Integers
 ) -> tuple[npt.NDArray[np.bool_], Integers, Integers]:
-    """Return which samples open a new window, and the leading and trailing bits that each sample leaves out."""
+    """Return which samples begin a new window, and the numbers of leading and trailing bits that are not written."""
     is_new = np.zeros(len(differs), np.bool_)
     before, behind = leading.copy(), trailing.copy()
     order = np.argsort(-lengths, kind="stable")
@@ -156,7 +160,10 @@ def _windows(
 
 
 def _packed(values: Words, counts: Integers, offsets: Integers, words: int) -> Words:
-    """Return `words` 64-bit words that contain the parts of each sample in order, from its offset in bits."""
+    """Return `words` 64-bit words that contain the encoded parts of all samples.
+
+    `offsets` has the position, in bits, at which the parts of each sample begin.
+    """
     places = (offsets[:, None] + np.cumsum(counts, axis=1) - counts).ravel()
     kept = np.flatnonzero(counts.ravel())
     places, sizes = places[kept], counts.ravel()[kept]
@@ -171,7 +178,10 @@ def _packed(values: Words, counts: Integers, offsets: Integers, words: int) -> W
 
 
 def _bit_lengths(numbers: Words) -> Integers:
-    """Return the bit length of each number: the exponent of its halves as floats, which are exact for 32 bits."""
+    """Return the bit length of each 64-bit number.
+
+    It is the exponent of the upper or lower half as a float, which is exact for 32 bits.
+    """
     high = (numbers >> np.uint64(32)).astype(np.float64)
     low = (numbers & np.uint64(0xFFFF_FFFF)).astype(np.float64)
     return np.where(high > 0, np.frexp(high)[1] + 32, np.frexp(low)[1]).astype(np.int64)
@@ -180,7 +190,11 @@ def _bit_lengths(numbers: Words) -> Integers:
 def frames(
     answers: Sequence[Sequence[Series]], frame_bytes: int = FRAME_BYTES, group_samples: int = SAMPLES_PER_GROUP
 ) -> Iterator[bytes]:
-    """Yield the response in pieces of whole frames, series by series. `answers` has the series of each query."""
+    """Yield the response in pieces of whole frames, series by series.
+
+    `answers` has the resulting series of each query. A frame ends at `frame_bytes`; about `group_samples` samples are
+    encoded together.
+    """
     for query, series in enumerate(answers):
         for group in _groups(series, group_samples):
             encoded = iter(_chunks_of(group))
@@ -188,7 +202,7 @@ def frames(
 
 
 def _groups(series: Sequence[Series], group_samples: int) -> Iterator[list[Series]]:
-    """Yield series that are encoded together: many small series cost little more than one."""
+    """Yield groups of series to encode together: many small series together cost little more than one."""
     group: list[Series] = []
     samples = 0
     for one in series:
@@ -210,7 +224,7 @@ def _chunks_of(series: Sequence[Series]) -> list[bytes]:
 
 
 def _frames_of(series: Series, query: int, encoded: Iterator[bytes], frame_bytes: int) -> Iterator[bytes]:
-    """Yield the frames of one series; each repeats the labels."""
+    """Yield the frames of one series. Each frame repeats the labels of the series."""
     labels = labels_of(series)
     head_bytes = sum(map(len, labels))
     message, size = MESSAGES["ChunkedSeries"](labels=labels), head_bytes
@@ -225,7 +239,7 @@ def _frames_of(series: Series, query: int, encoded: Iterator[bytes], frame_bytes
 
 
 def _frame(series: object, query: int) -> bytes:
-    """Return a frame: length as varint, CRC-32C, message."""
+    """Return one serialized frame: the length of the message as a varint, its CRC-32C, and the message."""
     message: bytes = MESSAGES["ChunkedReadResponse"](chunked_series=[series], query_index=query).SerializeToString()
     check_sum: int = google_crc32c.value(message)
     return as_varint(len(message)) + check_sum.to_bytes(4, "big") + message

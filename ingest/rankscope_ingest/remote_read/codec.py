@@ -1,4 +1,7 @@
-"""Decode remote read requests, and encode responses of plain samples. Streamed chunks are left to `chunked`. Pure."""
+"""Decode remote read requests, and encode responses with plain samples.
+
+Responses with streamed chunks are left to `chunked`. The module performs no I/O.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from rankscope_storage.prometheus.series import Series
 SAMPLES, STREAMED_XOR_CHUNKS = 0, 1
 MAX_REQUEST_BYTES: Final = 1 << 20
 SERIES_ALONE: Final = "series"
-"""Function name in the hints when Prometheus lists series, as Grafana does for its menus, and needs no samples."""
+"""The function name in the hints of a query for which Prometheus needs only series, without samples.
+
+Prometheus sends such queries when it lists series, for example for the menus of Grafana.
+"""
 
 _SIX_BYTES_FROM, _SIX_BYTES_BELOW = 1 << 35, 1 << 42  # ms since 1970: from 1971 to 2109
 _SAMPLE_HEAD: Final = (2 << 3 | 2, 16, 1 << 3 | 1)  # field 2 of 16 bytes; its field 1, a double
@@ -27,14 +33,20 @@ _TIME_TAG: Final = 2 << 3
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """The queries of a request, and the accepted response types, best first; without any, plain samples."""
+    """The queries of a request, and the accepted response types, the preferred one first.
+
+    If a request names no response type, the response has plain samples.
+    """
 
     questions: tuple[SeriesQuery, ...]
     accepted: tuple[int, ...]
 
 
 def read_request(data: bytes) -> ReadRequest:
-    """Return the serialized request. Raises DecodeError if it is malformed, and QueryError for a bad expression."""
+    """Return the request that is serialized in `data`.
+
+    Raises DecodeError if it is malformed, and QueryError if the regular expression of a matcher is invalid.
+    """
     request = parse("ReadRequest", data)
     return ReadRequest(tuple(map(_query, request.queries)), tuple(request.accepted_response_types))
 
@@ -47,12 +59,15 @@ def _query(query: Any) -> SeriesQuery:
 
 def _matcher(matcher: Any) -> Matcher:
     if matcher.type not in set(MatchType):
-        raise DecodeError(f"matcher type {matcher.type} does not exist")
+        raise DecodeError(f"the request has an unknown matcher type: {matcher.type}")
     return Matcher(MatchType(matcher.type), matcher.name, matcher.value)
 
 
 def read_response(answers: Iterable[Sequence[Series]]) -> bytes:
-    """Return the serialized response of plain samples: one result for each query, in the same order."""
+    """Return the serialized response with plain samples.
+
+    It has one result for each query, in the order of the queries.
+    """
     response = MESSAGES["ReadResponse"]()
     for series in answers:
         response.results.add(timeseries=map(_time_series, series))
@@ -67,14 +82,14 @@ def _time_series(series: Series) -> bytes:
 
 
 def labels_of(series: Series) -> list[bytes]:
-    """Return the serialized labels of a series."""
+    """Return the labels of a series, each as a serialized message."""
     return [label_bytes(name, value) for name, value in series.labels]
 
 
 def _samples(times: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> bytes:
-    """Return the samples as serialized fields of a TimeSeries.
+    """Return the samples as serialized fields of a TimeSeries message.
 
-    All samples with a time of six bytes have the same length, so that they are written as columns of one array.
+    All samples whose time takes six bytes have the same length. They are therefore written as columns of one array.
     """
     if len(times) and not _SIX_BYTES_FROM <= times.min() <= times.max() < _SIX_BYTES_BELOW:
         sample = MESSAGES["Sample"]

@@ -1,8 +1,8 @@
-"""Answer remote read requests from the store, one at a time, in a separate thread with its own DuckDB connection.
+"""Respond to remote read requests from the store: one query at a time, in a thread with its own DuckDB connection.
 
-One query at a time bounds the memory, because a response may have `max_samples` samples. Up to three responses are sent
-at the same time; a client that accepts no data for 60 s loses the rest of its response. A query is cancelled when it
-takes too long or its client has disconnected, so that the next one does not wait for it.
+A response may have `max_samples` samples, so memory is bounded by running one query at a time. Up to three responses
+are sent at the same time. If a client accepts no data for 60 s, its response is aborted. A query is cancelled when it
+takes too long or its client has disconnected, so that the next query need not wait for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from rankscope_storage.connection import Connection, connect
 from rankscope_storage.prometheus.read import CancelToken, read
 
 READ_SECONDS: Final = 45.0
-"""Time limit of one query. Prometheus' default timeout for the whole response is 60 s, and shows no reason."""
+"""Time limit of one query in seconds.
+
+It is below the 60 s after which Prometheus cancels a remote read by default, without showing a reason.
+"""
 
 SEND_SECONDS: Final = 60.0
 _CHECK_SECONDS: Final = 0.5  # interval of checks for a disconnected client and the time limit
@@ -47,7 +50,7 @@ class _Answer:
 
 
 class RemoteRead:
-    """Remote read of the store at `path`."""
+    """Serves remote read requests from the store at `path`."""
 
     def __init__(self, path: str, section: RemoteReadSection, *, read_seconds: float = READ_SECONDS) -> None:
         self._path = path
@@ -59,7 +62,10 @@ class RemoteRead:
         self._connection: Connection | None = None
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Send the response to a request. Raises RegistrationError with the status that Prometheus shows."""
+        """Send the response to a remote read request.
+
+        Raises RegistrationError, whose HTTP status and reason Prometheus shows, if the query fails.
+        """
         body = await request.read()
         loop = asyncio.get_running_loop()
         async with self._slots:
@@ -76,12 +82,15 @@ class RemoteRead:
             return response
 
     def close(self) -> None:
-        """Close the connection after the current query."""
+        """Close the DuckDB connection after the current query."""
         self._thread.submit(self._close)
         self._thread.shutdown(wait=False)
 
     async def _read(self, request: web.Request, body: bytes) -> _Answer:
-        """Return the answer of a query after all previous ones; cancel it if it is too slow or the client is gone."""
+        """Run a query after all previous ones and return its response.
+
+        The query is cancelled if it exceeds the time limit or if the client has disconnected.
+        """
         async with self._turn:
             loop = asyncio.get_running_loop()
             cancel = CancelToken()

@@ -1,1 +1,1 @@
-"""Prometheus remote write: decode requests, gather samples into batches, respond after the commit."""
+"""Receive Prometheus remote write: decode requests, collect samples in batches, and respond after the commit."""

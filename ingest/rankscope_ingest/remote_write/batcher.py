@@ -1,7 +1,7 @@
-"""Gather decoded remote write requests into batches, and build the table of one flush. Pure, no I/O.
+"""Collect decoded remote write requests in batches, and build the table of one flush. No I/O.
 
-The sender gets its response after the commit, so that a batch is held only for a moment. Each request is identified by
-a receipt, a hash of its body; the receipts of a batch are stored in the information of its commit.
+The sender gets its response after the commit, so a batch waits only for a short time. Each request is identified by a
+receipt, which is a hash of its body. The receipts of a batch are stored in the information of its commit.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from rankscope_ingest.remote_write.decoder import DecodedRequest
 from rankscope_storage.prometheus.series import STALE_BITS
 
 RECEIPTS: Final = "rankscopeWritten"
-"""Key in the information of a commit; its value lists the receipts of the requests that the commit stored."""
+"""Key in the information of a commit; its value lists the receipts of the remote write requests that were committed."""
 
 FROM_PROMETHEUS: Final = "prometheus"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingSamples(PendingBatch):
-    """The requests of one commit. The flush thread builds their table."""
+    """A batch of remote write requests that are stored in one commit. The flush thread builds their table."""
 
     requests: Sequence[DecodedRequest]
 
     @classmethod
     def of(cls, requests: Sequence[DecodedRequest], receipts: Sequence[str]) -> PendingSamples:
-        """Return a batch of `requests`, which have these receipts in the same order."""
+        """Return a batch of `requests`. `receipts` has the receipt of each request, in the same order."""
         rows = sum(request.rows for request in requests)
         return cls(pieces={}, watermarks={}, rows=rows, info={RECEIPTS: " ".join(receipts)}, requests=requests)
 
     def tables(self) -> dict[str, pa.Table]:
-        """Return the rows of all requests."""
+        """Return the samples of all requests as rows of `samples`."""
         return {"samples": samples_table(self.requests)}
 
     def as_it_came(self) -> object:
-        """Return the samples of each request as plain lists, for quarantine."""
+        """Return the samples of each request as plain lists, which can be written to the quarantine."""
         return [
             {
                 "target": [series.target for series in request.series],
@@ -56,7 +56,7 @@ class PendingSamples(PendingBatch):
 
 
 def halves(batch: PendingSamples) -> tuple[PendingSamples, PendingSamples] | None:
-    """Return two batches that together have the requests of `batch`, or None if it has a single request."""
+    """Return two batches, each with half of the requests of `batch`; None if it has a single request."""
     middle = len(batch.requests) // 2
     if not middle:
         return None
@@ -69,20 +69,23 @@ def halves(batch: PendingSamples) -> tuple[PendingSamples, PendingSamples] | Non
 
 @dataclass(slots=True, kw_only=True)
 class SampleBatcher(FlushClock):
-    """Requests that wait for a commit. The clock is an argument."""
+    """Remote write requests that wait for a commit. Callers pass the current time, in seconds."""
 
     _requests: list[DecodedRequest] = field(default_factory=list)
     _receipts: list[str] = field(default_factory=list)
 
     def add(self, request: DecodedRequest, receipt: str, now: float) -> None:
-        """Add a request. A request without samples is added too: its sender waits for the samples before it."""
+        """Add a request.
+
+        A request without samples is added too: its response also waits for the commit of the earlier requests.
+        """
         self._requests.append(request)
         self._receipts.append(receipt)
         self._rows += request.rows
         self._opened(now)
 
     def take(self) -> PendingSamples:
-        """Return everything gathered; its rows count as pending until `release`."""
+        """Return all waiting requests as a batch. Its rows count as pending until `release` is called."""
         batch = PendingSamples.of(tuple(self._requests), self._receipts)
         self._requests, self._receipts = [], []
         self._taken()
@@ -90,7 +93,7 @@ class SampleBatcher(FlushClock):
 
 
 def samples_table(requests: Sequence[DecodedRequest]) -> pa.Table:
-    """Return the samples as rows of `samples`. A staleness marker becomes a null value."""
+    """Return the samples of `requests` as rows of `samples`. A staleness marker becomes a null value."""
     if not requests:
         return samples_schema().empty_table()
     series = list(itertools.chain.from_iterable(request.series for request in requests))

@@ -1,8 +1,8 @@
-"""Decode remote write 1.0 requests into samples, and drop samples that repeat the latest one of their series.
+"""Decode remote write 1.0 requests into samples, and drop samples that repeat the latest sample of their series.
 
-google.protobuf parses the message. The labels of a series are the same bytes in every request of one sender, so that
-they are decoded once and then looked up. Compression is left to `base.protobuf`, HTTP to `handler`, and tables to
-`batcher`.
+google.protobuf parses the message. One sender encodes the labels of a series as the same bytes in every request, so
+they are decoded once and then found in a cache. Compression is left to `base.protobuf`, HTTP to `handler`, and tables
+to `batcher`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ from rankscope_ingest.base.protobuf import parse
 from rankscope_ingest.scrape.discovery import INSTANCE
 
 MAX_KNOWN_SERIES: Final = 500_000
-"""Capacity of the cache, in series with up to 256 bytes of labels; each takes about 800 bytes of memory."""
+"""Capacity of the cache of series.
+
+A series with at most 256 bytes of labels counts as one; it takes about 800 bytes of memory.
+"""
 
 _BYTES_PER_SERIES: Final = 256  # of labels; a series with longer labels counts several times
 _SWEEP_ROUNDS: Final = 4
-"""A generation ends after so many received series per cache entry, so that every active series occurs in each."""
+"""Number of received series, per entry of the full cache, after which a generation ends.
+
+It is high enough that every active series is received in each generation.
+"""
 
 _MAX_LABELS: Final = 128
 _MAX_LABEL_BYTES: Final = 65_536
@@ -39,9 +45,9 @@ _METRIC_NAME: Final = "__name__"
 
 @dataclass(slots=True, eq=False)
 class KnownSeries:
-    """One series: its columns in `samples`, and the state that detects repeated samples.
+    """One series: the values of its columns in `samples`, and its latest sample, which detects repeated samples.
 
-    `labels` is sorted JSON without the metric name and the instance, which is the target.
+    `labels` is sorted JSON without the metric name and without the label `instance`, which becomes the column `target`.
     """
 
     target: str
@@ -53,12 +59,12 @@ class KnownSeries:
 
 
 _OVERSIZED: Final = KnownSeries("", "", None)
-"""Stands for every series with too many or too long labels."""
+"""A placeholder for every series that is not stored because it has too many or too long labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedRequest:
-    """The samples of one request, and the number of items that are not stored, by reason."""
+    """The samples of one request, and the numbers of items that are not stored, by reason."""
 
     series: Sequence[KnownSeries]
     times_ms: npt.NDArray[np.int64]
@@ -71,16 +77,16 @@ class DecodedRequest:
 
     @property
     def rows(self) -> int:
-        """Return the number of samples."""
+        """Return the number of samples of this request."""
         return len(self.series)
 
 
 class WriteReader:
-    """Decoder of requests with a bounded cache of series. Calls must not overlap.
+    """Decoder of remote write requests with a bounded cache of series. Calls must not overlap.
 
-    When the cache is full, new series are decoded at each request until a sweep frees capacity. Removing the oldest
-    entries instead would be worse: senders repeat all series in turn, so that one series too many would evict every
-    entry before its next use.
+    When the cache is full, new series are decoded at each request until inactive series are removed. Evicting the
+    oldest entries would be worse: senders repeat all series in turn. With one series too many, every entry would be
+    evicted before it is used again.
     """
 
     def __init__(self, max_known_series: int = MAX_KNOWN_SERIES) -> None:
@@ -93,11 +99,14 @@ class WriteReader:
 
     @property
     def must_sweep(self) -> bool:
-        """Return whether the next `read` removes inactive series from the full cache, which takes up to a second."""
+        """Return whether the next `read` removes inactive series from the full cache. This takes up to a second."""
         return self._used >= self._max_known and self._generation > self._swept_in
 
     def read(self, data: bytes) -> DecodedRequest:
-        """Return the samples of the serialized request `data`. Raises DecodeError, and then changes no series."""
+        """Return the samples of the serialized request `data`.
+
+        Raises DecodeError if the request is invalid; the cache of series is then not changed.
+        """
         if self.must_sweep:
             self._sweep()
         request = parse("WriteRequest", data)
@@ -148,14 +157,17 @@ class WriteReader:
         return self._received // (_SWEEP_ROUNDS * self._max_known)
 
     def _learn(self, head: bytes) -> tuple[KnownSeries, int, int]:
-        """Return the series with this head, and its numbers of exemplars and histograms. Raises DecodeError.
+        """Return the series whose labels are serialized in `head`, and its numbers of exemplars and histograms.
 
-        Add the series to the cache if there is capacity. Its key has no exemplars and histograms, which change.
+        The series is added to the cache if there is capacity. Its key excludes exemplars and histograms, which change.
+        Raises DecodeError if `head` is malformed.
         """
         fields = parse("SeriesHead", head)
         for unknown in UnknownFieldSet(fields):
             if unknown.field_number <= _LAST_FIELD:  # fields of later versions of the protocol have higher numbers
-                raise DecodeError(f"field {unknown.field_number} of a TimeSeries has wire type {unknown.wire_type}")
+                raise DecodeError(
+                    f"field {unknown.field_number} of a TimeSeries has the unexpected wire type {unknown.wire_type}"
+                )
         counts = len(fields.exemplars), len(fields.histograms)
         if any(counts):
             fields.ClearField("exemplars")
@@ -173,7 +185,7 @@ class WriteReader:
         return one, *counts
 
     def _sweep(self) -> None:
-        """Remove the series that were received neither in this generation nor in the previous one."""
+        """Remove all series from the cache that were received neither in this generation nor in the previous one."""
         self._swept_in = self._generation
         oldest = self._generation - 1
         self._by_head = {key: one for key, one in self._by_head.items() if one.generation >= oldest}
@@ -182,7 +194,10 @@ class WriteReader:
 
 
 def _identity(labels: Sequence[bytes]) -> tuple[str, str, str | None]:
-    """Return (target, metric, other labels as JSON); labels without a value are dropped. Raises DecodeError."""
+    """Return (target, metric, other labels as JSON) of a series; labels with an empty value are dropped.
+
+    Raises DecodeError if a label has no name or occurs twice, or if there is no metric name.
+    """
     found: dict[str, str] = {}
     for data in labels:
         label: Any = parse("Label", data)
@@ -194,12 +209,15 @@ def _identity(labels: Sequence[bytes]) -> tuple[str, str, str | None]:
     found = {name: value for name, value in found.items() if value}
     metric = found.pop(_METRIC_NAME, "")
     if not metric:
-        raise DecodeError(f"a series has no {_METRIC_NAME}: {str(found)[:200]}")
+        raise DecodeError(f"a series has no label {_METRIC_NAME}: {str(found)[:200]}")
     return found.pop(INSTANCE, ""), metric, canonical_labels(found)
 
 
 def _check_times(first_ms: int, last_ms: int) -> None:
-    """Raise DecodeError if times are out of range, or so far apart that storing them would write too many files."""
+    """Raise DecodeError if a time is before 1970 or after 9999, or if the times are more than 62 days apart.
+
+    The store writes a separate file for each day, so such a request would write too many files.
+    """
     if first_ms < 0 or last_ms > _MAX_TIME_MS:
         raise DecodeError("a sample has a time before 1970 or after 9999")
     if last_ms - first_ms > _MAX_DAYS * 86_400_000:
@@ -209,7 +227,7 @@ def _check_times(first_ms: int, last_ms: int) -> None:
 
 
 def _repeated(series: Sequence[KnownSeries], times: Sequence[int], values: Sequence[float]) -> set[int]:
-    """Return the positions of samples that equal the latest one of their series, and update the latest ones."""
+    """Return the positions of samples that are equal to the latest one of their series; update the latest ones."""
     repeated = set()
     for place, (one, ms, value) in enumerate(zip(series, times, values, strict=True)):
         if ms > one.latest_ms:

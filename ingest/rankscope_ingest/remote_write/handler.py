@@ -1,8 +1,8 @@
-"""Receive remote write requests: respond after the commit, reject without capacity, store a repeated request once.
+"""Receive remote write requests: respond after the commit, reject requests without capacity, store repetitions once.
 
-Prometheus keeps a request in its write-ahead log until the response arrives, and sends a rejected request (503) again.
-The receiver detects such a request by a hash of its body, the receipt: while the first request waits, among the
-requests that this process remembers, and after a restart among the receipts of the newest commits.
+Prometheus keeps a request in its write-ahead log until the response arrives, and sends a rejected request (status 503)
+again. The receiver detects a repeated request by its receipt, a hash of the body. It compares the receipt with those of
+waiting requests, of requests that this process has stored, and, after a restart, of the newest commits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _SUPPORTED: Final = (
 
 
 async def answer(receiver: RemoteWrite, counts: ServiceMetrics, request: web.Request) -> web.Response:
-    """Return 204 after the samples are stored, or 503 for a retry. Raises RegistrationError for a bad request."""
+    """Return status 204 after the samples are stored, or status 503 if the sender should retry.
+
+    Raises RegistrationError if the request is malformed, too large or in an unsupported format.
+    """
     try:
         _check_form(request)
         await receiver.take(*await _body(receiver, request))
@@ -66,7 +69,7 @@ def _check_form(request: web.Request) -> None:
 
 
 async def _body(receiver: RemoteWrite, request: web.Request) -> tuple[bytes, int]:
-    """Return the body, and the number of bytes that remain reserved for it."""
+    """Return the body of the request, and the number of bytes that remain reserved for it."""
     reserved = receiver.reserve(request.content_length)
     try:
         body = await _read(request, receiver.max_bytes)
@@ -90,20 +93,20 @@ log = logging.getLogger(__name__)
 
 FLUSH_ROWS: Final = 200_000
 ANSWER_SECONDS: Final = 20.0
-"""Time limit of a request that waits for its commit. The default timeout of Prometheus is 30 s."""
+"""Time limit in seconds for a request that waits for its commit. Prometheus' default timeout is 30 s."""
 
 _MAX_WAITING_REQUESTS: Final = 2_048
 _MAX_RECEIPTS: Final = 8_192
 _COMMITS_READ: Final = 64
 INLINE_BYTES: Final = 65_536
-"""A smaller body is decoded on the event loop: that takes less time than waking a thread."""
+"""A body with fewer bytes is decoded on the event loop, which takes less time than starting work in a thread."""
 
 _MAX_INCOMING_BODIES: Final = 4
-"""Limit of the bytes that are being received, in bodies of the largest size."""
+"""Limit of the bytes that are being received, as a multiple of the maximum size of a body."""
 
 
 class RemoteWrite:
-    """Receiver of remote write requests, on the event loop. Threads decode large requests and store batches."""
+    """Receiver of remote write requests. It runs on the event loop; threads decode large requests and store batches."""
 
     def __init__(
         self,
@@ -144,7 +147,7 @@ class RemoteWrite:
 
     @property
     def max_bytes(self) -> int:
-        """The size limit of a request, compressed and uncompressed."""
+        """The size limit of a request in bytes, both compressed and uncompressed."""
         return self._section.max_bytes
 
     @property
@@ -158,7 +161,11 @@ class RemoteWrite:
         return self._flusher.trouble
 
     async def begin(self) -> None:
-        """Read the receipts of the newest commits: a previous process may have been killed before its responses."""
+        """Read the receipts of the newest commits before the first request.
+
+        A previous process may have been killed after a commit and before the response, so that the sender repeats the
+        request.
+        """
         try:
             found = await asyncio.to_thread(self._store.commit_info, RECEIPTS, _COMMITS_READ)
         except StoreError as error:
@@ -170,7 +177,10 @@ class RemoteWrite:
             self._remember(receipts.split())
 
     async def run(self) -> None:
-        """Store accepted samples until cancelled. Raises ShardLostError if another service took over the shard."""
+        """Store accepted samples until this coroutine is cancelled.
+
+        Raises ShardLostError if another service has taken over the shard of this service.
+        """
         await self._flusher.run()
 
     async def finish(self) -> None:
@@ -179,16 +189,16 @@ class RemoteWrite:
         await self._flusher.commit_now()
 
     def close(self) -> None:
-        """Reject new and waiting requests, so that none of them delays the exit of the service."""
+        """Reject new requests and those that wait for a commit, so that none of them delays the exit of the service."""
         self._is_closed = True
         for waiting in self._open.values():
             _fail(waiting, BusyError("the service was stopped before the samples were stored"))
 
     def reserve(self, size: int | None) -> int:
-        """Reserve memory for a body of `size` bytes, and return the number of reserved bytes.
+        """Reserve memory for a body of `size` bytes before it is received, and return the number of reserved bytes.
 
-        Without `size`, reserve `max_bytes`. Raises RegistrationError if the body is too large, and BusyError without
-        capacity, before the body is received.
+        If `size` is None, reserve `max_bytes`. Raises RegistrationError if the body is too large, and BusyError if
+        there is no capacity.
         """
         if size is not None and size > self.max_bytes:
             raise RegistrationError(
@@ -197,18 +207,19 @@ class RemoteWrite:
         reserved = self.max_bytes if size is None else size
         self._check_capacity()
         if self._reserved_bytes + reserved > _MAX_INCOMING_BODIES * self.max_bytes:
-            raise BusyError("too many requests are being received at the same time")
+            raise BusyError("too many requests are being received at the same time; send the request again")
         self._reserved_bytes += reserved
         return reserved
 
     def release(self, reserved: int) -> None:
-        """Return reserved bytes."""
+        """Release reserved memory; `reserved` is the number of bytes."""
         self._reserved_bytes -= reserved
 
     async def take(self, body: bytes, reserved: int = 0) -> None:
-        """Return after the samples of `body` are stored. Raises DecodeError, or BusyError if a retry can succeed.
+        """Store the samples of `body`; return after the commit.
 
-        The `reserved` bytes are released after decoding: from then on, the limit of pending samples applies.
+        Raises DecodeError if the body is invalid, and BusyError if the sender should retry. The `reserved` bytes are
+        released after decoding; from then on, the limit of pending samples applies.
         """
         waiting = self._begin(body, reserved)
         del body  # do not keep a large body in memory while the store is slow
@@ -217,12 +228,15 @@ class RemoteWrite:
             return
         done, _ = await asyncio.wait([waiting], timeout=self._answer_seconds)
         if not done:
-            raise BusyError(f"the samples are accepted but not stored yet: {self.trouble or 'the store is slow'}")
+            raise BusyError(
+                f"the samples are accepted but not stored yet: {self.trouble or 'the store is slow'};"
+                " send the request again"
+            )
         waiting.result()
         self._counts.write_answered("ok")
 
     def _begin(self, body: bytes, reserved: int) -> asyncio.Future[None] | None:
-        """Return a future that is done after `body` is stored, or None if it was stored before."""
+        """Return a future that completes when `body` is stored, or None if it was stored before."""
         receipt = hashlib.blake2b(body, digest_size=12).hexdigest()
         if receipt in self._stored or receipt in self._open:
             self.release(reserved)
@@ -266,12 +280,15 @@ class RemoteWrite:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise BusyError("the service is stopping")
+            raise BusyError("the service is stopping; send the request again")
 
     def _check_capacity(self) -> None:
         self._check_open()
         if self._batcher.is_full or len(self._open) >= _MAX_WAITING_REQUESTS:
-            raise BusyError(f"samples arrive faster than they are stored: {self.trouble or 'the store is slow'}")
+            raise BusyError(
+                f"samples arrive faster than they are stored: {self.trouble or 'the store is slow'};"
+                " send the request again"
+            )
 
     def _count(self, decoded: DecodedRequest) -> None:
         self._counts.written(decoded.rows)
@@ -287,7 +304,10 @@ class RemoteWrite:
             self._counts.write_dropped(reason, count)
             if reason in _WARNINGS and reason not in self._warned:
                 self._warned.add(reason)
-                log.warning("remote write: %s; logged once, see the counter for more", _WARNINGS[reason])
+                log.warning(
+                    "remote write: %s; logged once, counted in rankscope_ingest_remote_write_dropped_total",
+                    _WARNINGS[reason],
+                )
 
     def _on_commit(self, batch: PendingBatch, commit: Committed) -> None:
         receipts = batch.info[RECEIPTS].split()
@@ -305,7 +325,10 @@ class RemoteWrite:
 
 
 def _fail(waiting: asyncio.Future[None], error: Exception) -> None:
-    """Raise `error` in the waiting request, if any. Without a waiting request, asyncio must not log the error."""
+    """Make the request that waits for `waiting` fail with `error`.
+
+    The error is marked as retrieved, so that asyncio does not log it if no request waits.
+    """
     if not waiting.done():
         waiting.set_exception(error)
         waiting.exception()

@@ -1,1 +1,1 @@
-"""Scraping of Prometheus exporters: discovery, HTTP, parsers, tables of samples, staleness markers."""
+"""Scrape Prometheus exporters: find them, fetch and parse their pages, and build rows and staleness markers."""

@@ -1,7 +1,7 @@
-"""Find the exporters to scrape: those of the configuration file, and lists in the formats of file_sd and http_sd.
+"""Find the exporters to scrape, in the configuration file and in lists in the formats of file_sd and http_sd.
 
-The labels `__scheme__`, `__metrics_path__` and `__param_…` of a list define the URL, and `instance` the name of the
-target. Other names that start with two underscores are meant for Prometheus' relabelling and are dropped.
+The labels `__scheme__`, `__metrics_path__` and `__param_…` in a list define the URL of an exporter, and `instance` its
+name. Other labels that start with two underscores are meant for relabelling in Prometheus and are dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCHEMES: Final = ("http", "https")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapeTarget:
-    """One page to scrape. `name` is the `target` of its rows."""
+    """One exporter page to scrape. `name` is the value of the column `target` in the rows of this page."""
 
     name: str
     url: str
@@ -41,30 +41,33 @@ class ScrapeTarget:
 
 
 def configured(section: ExporterSection) -> ScrapeTarget:
-    """Return the exporter of one [[exporters]] section of the configuration file."""
+    """Return the exporter that one [[exporters]] section of the configuration file describes."""
     labels = dict(section.labels)
     name = labels.pop(INSTANCE, "") or section.name or urlsplit(section.url).netloc
     return _exporter(section, name, section.url, labels)
 
 
 def listed(text: str | bytes, section: ExporterListSection, *, is_yaml: bool = False) -> list[ScrapeTarget]:
-    """Return the exporters of a list `[{"targets": ["host:port"], "labels": {…}}, …]`. Raises ConfigError."""
+    """Return the exporters of a list `[{"targets": ["host:port"], "labels": {…}}, …]`, which is JSON or YAML.
+
+    Raises ConfigError if the list is invalid.
+    """
     try:
         # As in Prometheus, label values that look like numbers or booleans remain text.
         groups = yaml.load(text, yaml.BaseLoader) if is_yaml else json.loads(text)  # noqa: S506 - BaseLoader creates only text, lists and mappings
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"not valid {'YAML' if is_yaml else 'JSON'}: {error}") from error
+        raise ConfigError(f"the list is not valid {'YAML' if is_yaml else 'JSON'}: {error}") from error
     if not isinstance(groups, list):
-        raise ConfigError('not a list such as [{"targets": ["host:9100"], "labels": {}}]')
+        raise ConfigError('the content is not a list such as [{"targets": ["host:9100"], "labels": {}}]')
     return [exporter for group in groups for exporter in _of_group(group, section)]
 
 
 def _of_group(group: Any, section: ExporterListSection) -> Iterable[ScrapeTarget]:
     if not isinstance(group, dict) or not isinstance(group.get("targets"), list):
-        raise ConfigError(f'an entry without "targets": {str(group)[:100]}')
+        raise ConfigError(f'an entry of the list has no "targets": {str(group)[:100]}')
     labels = group.get("labels") or {}
     if not isinstance(labels, dict) or not all(_is_label(*pair) for pair in labels.items()):
-        raise ConfigError(f"invalid labels: {str(labels)[:100]}")
+        raise ConfigError(f"an entry of the list has invalid labels: {str(labels)[:100]}")
     for address in group["targets"]:
         yield _of_address(address, labels, section)
 
@@ -84,7 +87,7 @@ def _of_address(address: Any, labels: Mapping[str, str], section: ExporterListSe
     except ValueError:
         is_address = False
     if not is_address or parts.username is not None:
-        raise ConfigError(f"a target that is not host:port: {str(address)[:100]!r}")
+        raise ConfigError(f"a target of the list is not host:port: {str(address)[:100]!r}")
     own = {**section.labels, **{name: text for name, text in labels.items() if not name.startswith("__")}}
     return _exporter(section, own.pop(INSTANCE, "") or address, url, own)
 
@@ -109,11 +112,14 @@ _YAML: Final = (".yml", ".yaml")
 
 
 ShowTargets = Callable[[str, list[ScrapeTarget]], None]
-"""Replaces the targets of a source: `Scraper.show`."""
+"""A function that replaces all exporters of one source, such as `Scraper.show`.
+
+Its arguments are source and exporters.
+"""
 
 
 class ExporterList:
-    """One [[exporter_lists]] section: reads its files or its URL repeatedly."""
+    """One [[exporter_lists]] section of the configuration file: reads its files or its URL at an interval."""
 
     def __init__(self, section: ExporterListSection, fetch: PageFetcher, show: ShowTargets) -> None:
         self._section = section
@@ -124,13 +130,16 @@ class ExporterList:
         self._errors: dict[str, str] = {}  # the last logged error by place
 
     async def run(self) -> None:
-        """Read the list at its interval until cancelled."""
+        """Read the list at the configured interval until this coroutine is cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(self._section.refresh_seconds)
 
     async def look(self) -> None:
-        """Read the list once, and pass its targets to the sink if they changed. A bad list raises no error."""
+        """Read the list once. If its exporters have changed, pass them to the callback of the constructor.
+
+        An invalid or unreadable list raises no error; its last valid content remains in use.
+        """
         places = [self._source] if self._section.url else await asyncio.to_thread(_matching, self._source)
         before = dict(self._good)
         self._good = {place: self._good[place] for place in places if place in self._good}
@@ -164,5 +173,5 @@ def _file(place: str) -> bytes:
     except OSError as error:
         raise ConfigError(error.strerror or str(error)) from error
     if len(data) > MAX_LIST_BYTES:
-        raise ConfigError(f"it has more than {MAX_LIST_BYTES} bytes")
+        raise ConfigError(f"the file has more than {MAX_LIST_BYTES} bytes")
     return data

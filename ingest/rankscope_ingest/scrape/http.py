@@ -1,4 +1,4 @@
-"""Fetch pages and target lists of other programs over HTTP. The token of the service is never sent to them."""
+"""Fetch exporter pages and lists of exporters over HTTP. The token of the service is never sent to other programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GZIP: Final = 31  # wbits of zlib for data with a gzip header
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A complete response body, decompressed."""
+    """A complete and decompressed response body."""
 
     body: bytes
     content_type: str
@@ -28,7 +28,10 @@ class PageFetcher(HttpClient):
     """HTTP client for exporters and for services that list exporters."""
 
     async def get(self, url: str, *, accept: str, timeout_seconds: float, max_bytes: int) -> Document:
-        """Return the document at `url`. Raises FetchError, also if it has more than `max_bytes` when decompressed."""
+        """Return the document at `url`.
+
+        Raises FetchError if the request fails, or if the document has more than `max_bytes` bytes after decompression.
+        """
         address = split_url(url)[1]
         headers = {
             "Accept": accept,
@@ -46,7 +49,11 @@ class PageFetcher(HttpClient):
 
 
 async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Return the body as received. A body without Content-Length ends with its last chunk or with the connection."""
+    """Return the body of `response` without decompressing it.
+
+    A body without Content-Length ends with its last chunk, or when the connection is closed. Raises FetchError if the
+    body has more than `max_bytes` bytes.
+    """
     if (response.content_length or 0) > max_bytes:
         raise _too_large(max_bytes)
     if response.content_length is not None:

@@ -1,6 +1,7 @@
-"""Parse pages into samples: by the cached layout of their target, many pages together, otherwise exactly.
+"""Parse exporter pages into samples: fast with the cached layout of the page if possible, otherwise exactly.
 
-Not thread-safe. Memory is bounded by the pages of the known targets: a layout is deleted when its target is forgotten.
+Pages with cached layouts are parsed together. The module is not thread-safe. Memory is bounded by the size of the pages
+of the current targets: the layout of a removed target is deleted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _BOM: Final = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """The response of one scrape. `labels` are those of the target, which take precedence over those of a sample."""
+    """The response of one scrape.
+
+    `labels` are the labels of the target, which take precedence over labels of the samples with the same name.
+    """
 
     target: str
     labels: tuple[tuple[str, str], ...] = ()
@@ -34,10 +38,11 @@ class Page:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRows:
-    """The samples of one page.
+    """The samples of one page, as columns.
 
-    `ts` is null for samples without a time on the page. `doubled` and `out_of_bounds` count samples that were dropped.
-    `exact` is false if the page was parsed by its layout.
+    `ts` is null for samples that have no time on the page; the whole column is None if no sample has a time. `doubled`
+    and `out_of_bounds` are numbers of samples that were dropped. `exact` is false if the page was parsed with a cached
+    layout.
     """
 
     metrics: pa.Array
@@ -50,36 +55,39 @@ class PageRows:
 
     @property
     def rows(self) -> int:
-        """Return the number of samples."""
+        """Return the number of samples of this page."""
         return len(self.values)
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The layout of a target's page, and the samples of the page from which it was learnt."""
+    """The layout of a target's page, and the samples of the page from which the layout was derived."""
 
     layout: Layout
     target_labels: tuple[tuple[str, str], ...]
     rows: PageRows
 
     def with_values(self, values: npt.NDArray[np.float64]) -> PageRows:
-        """Return the samples of another page with this layout."""
+        """Return the samples of a page that has this layout and the given values."""
         return replace(self.rows, values=pa.array(values), exact=False)
 
 
 @dataclass(slots=True)
 class PageReader:
-    """Parser with a cache of layouts by target."""
+    """Parser of exporter pages with a cache of layouts by target."""
 
     _known: dict[str, _Known] = field(default_factory=dict)
 
     def forget(self, targets: set[str]) -> None:
-        """Delete the layouts of all targets except `targets`."""
+        """Delete the cached layouts of all targets that are not in `targets`."""
         for name in self._known.keys() - targets:
             del self._known[name]
 
     def read(self, pages: Sequence[Page]) -> list[PageRows | DecodeError]:
-        """Return the samples of each page, or the error that rejects it; an error affects only its own page."""
+        """Return, for each page, its samples or the error because of which the page is rejected.
+
+        An invalid page does not affect the other pages.
+        """
         found = self._by_layout(pages)
         return [self._exactly(page) if rows is None else rows for page, rows in zip(pages, found, strict=True)]
 
@@ -127,7 +135,10 @@ class PageReader:
 
 
 def _has_lines_of(body: bytes, layout: Layout) -> bool:
-    """Return whether a page has the line count of its layout, so that its lines can be joined with other pages."""
+    """Return whether `body` has as many lines as its layout.
+
+    Only then may the page be parsed together with other pages.
+    """
     return body.endswith(b"\n") and body.count(b"\n") == len(layout.fixed_lengths)
 
 
@@ -144,7 +155,10 @@ def _groups(places: Sequence[int], pages: Sequence[Page]) -> list[list[int]]:
 
 
 def _numbers_of(bodies: Sequence[bytes], layouts: Sequence[Layout]) -> list[npt.NDArray[np.float64] | None]:
-    """Return the numbers of each page. If a joined batch does not match its layouts, try its two halves."""
+    """Return the numbers of each page; None for a page that does not match its layout.
+
+    The pages are parsed together. If they do not match their layouts, each half of the pages is tried separately.
+    """
     if len(bodies) == 1:
         return [read_numbers(bodies[0], layouts[0])]
     fits = all(map(_has_lines_of, bodies, layouts))
@@ -156,9 +170,10 @@ def _numbers_of(bodies: Sequence[bytes], layouts: Sequence[Layout]) -> list[npt.
 
 
 def _merged(labels: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the labels of a series, without empty ones.
+    """Return the labels of a series together with `own`, the labels of the target, without empty labels.
 
-    A label whose name the target has, and `instance`, are renamed to `exported_…`, as in Prometheus.
+    As in Prometheus, a label of the series is renamed to `exported_…` if its name is `instance` or a label of the
+    target.
     """
     merged = dict(own)
     for name, value in labels.items():
@@ -176,7 +191,7 @@ def _free_name(name: str, taken: set[str], labels: Mapping[str, str]) -> str:
 
 
 def _first_ones(samples: Sequence[Sample], labels: Sequence[str | None]) -> list[int]:
-    """Return the positions of samples, without those that repeat a series with the same time."""
+    """Return the positions of the samples, without samples whose series and time already occurred on the page."""
     seen: dict[tuple[str, str | None, int | None], int] = {}
     for place, (sample, text) in enumerate(zip(samples, labels, strict=True)):
         seen.setdefault((sample.metric, text, sample.ts), place)

@@ -1,8 +1,8 @@
-"""Parse one page exactly: plain pages by a regular expression, others by the parsers of prometheus_client.
+"""Parse one page exactly: plain pages by a regular expression, all other pages by the parsers of prometheus_client.
 
 The parsers of prometheus_client take 25 µs per sample. A page without times, escapes and exemplars is parsed faster,
-with the same result. Metric names are not changed: comments are removed before parsing, because prometheus_client
-renames counters that have a TYPE comment. A page is accepted or rejected as a whole, as by Prometheus.
+with the same result. Comments are removed before parsing, because prometheus_client renames counters that have a TYPE
+comment. As in Prometheus, a page is accepted or rejected as a whole.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_SECONDS: Final = 253_402_300_799  # the end of year 9999, the latest time o
 
 
 class Sample(NamedTuple):
-    """One sample of a page; `ts` is its time in UTC µs if the page contains one."""
+    """One sample of a page. `ts` is its time in UTC µs, or None if the page contains no time for it."""
 
     metric: str
     labels: Mapping[str, str]
@@ -41,7 +41,10 @@ class Sample(NamedTuple):
 
 
 def parse_exactly(text: str, *, openmetrics: bool = False) -> list[Sample]:
-    """Return the samples of a page in order. Raises DecodeError if the page violates its format."""
+    """Return the samples of a page in the order of the page.
+
+    Raises DecodeError if the page is not valid in the text format or, with `openmetrics`, in OpenMetrics.
+    """
     plain = None if openmetrics else parse_plain(text)
     if plain is not None:
         return plain
@@ -58,11 +61,14 @@ def parse_exactly(text: str, *, openmetrics: bool = False) -> list[Sample]:
         ]
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError) as error:
         # The parsers raise ValueError for errors that they detect, and any of the others for the rest.
-        raise DecodeError(f"the page is not valid: {str(error)[:200] or type(error).__name__}") from error
+        raise DecodeError(f"the page is not a valid exposition: {str(error)[:200] or type(error).__name__}") from error
 
 
 def parse_plain(text: str) -> list[Sample] | None:
-    """Return the samples of a page in order, or None if any line has more than a series and a number."""
+    """Return the samples of a plain page in order.
+
+    Return None if any line has more than a series and a number; only the exact parser can parse such a page.
+    """
     samples = []
     for line in text.split("\n"):
         if not line or line.startswith("#"):
@@ -80,7 +86,10 @@ def parse_plain(text: str) -> list[Sample] | None:
 
 
 def _without_exemplar(line: str) -> str:
-    """Return the line without its exemplar, whose value the parser would treat as a time."""
+    """Return `line` without its exemplar.
+
+    The parser would treat the value of the exemplar as the time of the sample.
+    """
     if " # " not in line:
         return line
     found = _EXEMPLAR.fullmatch(line)
@@ -95,7 +104,7 @@ def _number(value: float) -> float:
 
 
 def _micros(time: Timestamp | float | None) -> int | None:
-    """Return a time of a page in µs since 1970. Raises ValueError before 1970 or after 9999."""
+    """Return the time of a sample as µs since 1970. Raises ValueError for a time before 1970 or after 9999."""
     if time is None:
         return None
     if isinstance(time, Timestamp):

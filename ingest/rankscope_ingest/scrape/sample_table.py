@@ -1,8 +1,8 @@
-"""Build the rows of `samples` for many scrapes, already in the sort order of the store.
+"""Build rows of the dataset `samples` for many scrapes, already in the sort order of the store.
 
-The series of a target are known by name once; a scrape then consists of its time and its numbers. The scrapes of one
-flush form a grid of series and times, which needs no sorting when it is written series by series. Names are codes of a
-dictionary that is rebuilt only when the set of series changes.
+The series of a target are stored once; each scrape then consists only of its time and its values. The scrapes of one
+flush form a grid of series and times. The grid needs no sorting, because it is written series by series. Names are
+dictionary codes; the dictionary is rebuilt only when the set of series changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Series:
-    """The series of a page, in the order of the page; the same object as long as the page has the same series."""
+    """The series of one page, in the order of the page.
+
+    Consecutive pages with the same series share one object, so that equal series can be detected by identity.
+    """
 
     target: str
     metrics: pa.DictionaryArray
@@ -33,7 +36,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scrape:
-    """The values of `series` at `ts` (UTC µs), in the same order."""
+    """One scrape: the values of `series` at the time `ts` (UTC µs). The order of the values is that of the series."""
 
     series: Series
     ts: int
@@ -41,17 +44,17 @@ class Scrape:
 
     @property
     def rows(self) -> int:
-        """Return the number of samples."""
+        """Return the number of samples of this scrape."""
         return len(self.values)
 
     def table(self) -> pa.Table:
-        """Return the rows of this scrape."""
+        """Return this scrape as rows of `samples`."""
         return Grid().table([self])
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """The series of one page in storage order: their positions on the page, and the codes of their names."""
+    """The series of one page in the sort order of the store: positions on the page, and codes of the names."""
 
     order: npt.NDArray[np.int64]
     metrics: Codes
@@ -60,7 +63,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Common dictionaries of the names of many pages. Series without labels have the code -1."""
+    """Dictionaries of metric names and labels that several pages share. Series without labels have the code -1."""
 
     metrics: pa.Array
     labels: pa.Array
@@ -86,14 +89,20 @@ def _block(ranks: npt.NDArray[np.uint64], metrics: Codes, labels: Codes) -> _Blo
 
 
 class Grid:
-    """Builds rows of scrapes. Keeps the dictionaries of the last flush: the next one usually has the same series."""
+    """Builds the rows of a flush from its scrapes.
+
+    The dictionaries of the last flush are reused, because the next flush usually has the same series.
+    """
 
     def __init__(self) -> None:
         self._pages: tuple[Series, ...] = ()
         self._names = _Names(pa.array([], pa.string()), pa.array([], pa.string()), ())
 
     def table(self, scrapes: Iterable[Scrape]) -> pa.Table:
-        """Return the samples of at least one scrape, sorted by target, metric, labels and time."""
+        """Return the rows of `scrapes`, sorted by target, metric, labels and time.
+
+        There must be at least one scrape.
+        """
         by_page: dict[Series, list[Scrape]] = {}
         for scrape in scrapes:
             by_page.setdefault(scrape.series, []).append(scrape)

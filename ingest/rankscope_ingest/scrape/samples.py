@@ -1,7 +1,8 @@
-"""Samples of one exporter: rows of its pages, samples about each scrape, staleness markers, and repeated times.
+"""Build the samples of one exporter: those on its pages, samples about each scrape, and staleness markers.
 
-As in Prometheus, every scrape adds `up`, `scrape_duration_seconds` and `scrape_samples_scraped`. A failed scrape has
-`up` 0, its duration, and no other sample, so that a constant series differs from one that could not be read.
+Samples whose time on the page is repeated are dropped. As in Prometheus, every scrape adds `up`,
+`scrape_duration_seconds` and `scrape_samples_scraped`. A failed scrape adds only `up` 0 and its duration, so that a
+constant series differs from one that could not be read.
 """
 
 from __future__ import annotations
@@ -25,10 +26,16 @@ from rankscope_ingest.scrape.sample_table import Scrape, Series
 FROM_EXPORTER: Final = "exporter"
 
 OLDEST_DAYS: Final = 62
-"""Maximum age of a time on a page. Each day is a separate file; remote write has the same limit per request."""
+"""Maximum age, in days, of the time of a sample on a page.
+
+The store writes a separate file for each day. A remote write request has the same limit.
+"""
 
 AHEAD_MINUTES: Final = 10
-"""Maximum lead of a time on a page, as in Prometheus. A time far in the future would hide all samples until then."""
+"""Maximum number of minutes by which the time of a sample may be in the future, as in Prometheus.
+
+A sample far in the future would hide all later samples of its series until that time.
+"""
 
 _MINUTE: Final = 60_000_000  # µs
 _DAY: Final = 1440 * _MINUTE
@@ -38,7 +45,11 @@ _Series = tuple[str, str | None]
 
 
 class ScrapeTables:
-    """Builds the scrapes of one exporter. Its series are joined once, as long as its pages have the same series."""
+    """Builds the scrapes of one exporter.
+
+    The names of its series are joined with those of the samples about the scrape only when the series of its pages
+    change.
+    """
 
     def __init__(self, exporter: ScrapeTarget) -> None:
         self._exporter = exporter
@@ -46,7 +57,10 @@ class ScrapeTables:
         self._series: Series | None = None
 
     def scrape(self, rows: PageRows, ts: int, seconds: float) -> Scrape:
-        """Return the samples of a page without times, scraped at `ts` (UTC µs), and the samples about the scrape."""
+        """Return the samples of a page without times, together with the samples about the scrape.
+
+        `ts` is the time of the scrape in UTC µs, `seconds` its duration.
+        """
         own = np.array([1.0, seconds, rows.rows])
         if self._series is None or rows.metrics is not self._metrics:
             self._metrics = rows.metrics
@@ -65,7 +79,11 @@ def _joined(one: pa.DictionaryArray, other: pa.DictionaryArray) -> pa.Dictionary
 
 
 def own_samples(exporter: ScrapeTarget, ts: int, seconds: float, samples: int | None = None) -> Scrape:
-    """Return the samples about a scrape. `samples` is the number of samples on the page, or None after a failure."""
+    """Return the samples about a scrape, such as `up`.
+
+    `samples` is the number of samples on the page, or None after a failure. `ts` is the time of the scrape in UTC µs,
+    `seconds` its duration.
+    """
     values = {"up": float(samples is not None), "scrape_duration_seconds": seconds}
     if samples is not None:
         values["scrape_samples_scraped"] = float(samples)
@@ -78,7 +96,10 @@ def own_samples(exporter: ScrapeTarget, ts: int, seconds: float, samples: int | 
 
 
 def page_rows(exporter: ScrapeTarget, rows: PageRows, ts: int) -> pa.Table:
-    """Return the samples of a page with times. Samples without a time get `ts`, the time of the scrape in UTC µs."""
+    """Return the samples of a page on which samples have times, as rows.
+
+    Samples without a time get `ts`, the time of the scrape in UTC µs.
+    """
     assert rows.ts is not None
     origins = pc.if_else(rows.ts.is_valid(), FROM_EXPORTER, FROM_INGEST).dictionary_encode()
     times = pc.fill_null(rows.ts, pa.scalar(ts, TIME))
@@ -94,10 +115,11 @@ def _samples_table(*columns: pa.Array) -> pa.Table:
 
 
 class OwnTimes:
-    """The latest time of each series that has times on its page. A sample with the same time again is not new.
+    """The latest time of each series of an exporter whose samples have times on the page.
 
-    A series may leave its page and return with its previous time. The latest times of removed series are therefore
-    kept, up to twice the number of series of the largest page, most recent first.
+    A sample that has the same time as in the previous scrape is not new. A series may disappear from the page and
+    return with its previous time. The latest times of removed series are therefore kept, up to twice the number of
+    series of the largest page; the oldest are removed first.
     """
 
     def __init__(self) -> None:
@@ -105,9 +127,9 @@ class OwnTimes:
         self._largest = 0
 
     def fresh(self, rows: PageRows, scraped_at: int) -> PageRows:
-        """Return `rows` without samples whose time is not newer than the latest one of their series, or out of bounds.
+        """Return `rows` without samples that are not newer than the latest one of their series, or out of bounds.
 
-        The bounds are relative to `scraped_at` (UTC µs).
+        The bounds of a time are 62 days before and 10 minutes after `scraped_at`, the time of the scrape in UTC µs.
         """
         if rows.ts is None:
             return rows
@@ -139,21 +161,21 @@ def _is_within(ts: int, scraped_at: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SeriesNames:
-    """A set of series, by metric and labels."""
+    """A set of series, each identified by its metric name and its labels."""
 
     metrics: pa.Array
     labels: pa.Array
 
     @classmethod
     def of(cls, named: PageRows | Series) -> Self:
-        """Return the series of a page or a scrape, except those that have times on the page."""
+        """Return the series of a page or a scrape. Series whose samples have times on the page are left out."""
         names = cls(metrics=named.metrics, labels=named.labels)
         if isinstance(named, Series) or named.ts is None:
             return names
         return names._filtered(named.ts.is_null())
 
     def without(self, others: SeriesNames) -> Self:
-        """Return the series that are not in `others`."""
+        """Return the series of this set that are not in `others`."""
         return self._filtered(pc.invert(pc.is_in(self._keys(), others._keys())))
 
     def _filtered(self, kept: pa.BooleanArray) -> Self:
@@ -165,14 +187,17 @@ class SeriesNames:
 
 
 class ActiveSeries:
-    """The series that the last page of one exporter had."""
+    """The series on the last page of one exporter, without series that have times on the page."""
 
     def __init__(self) -> None:
         self._page: pa.Array | None = None  # its metrics: the same object for all pages with the same series
         self._names: SeriesNames | None = None
 
     def update(self, rows: PageRows) -> SeriesNames | None:
-        """Replace the series by those of a page; return the series that have ended, or None if there are none."""
+        """Replace the series by those of the page in `rows`.
+
+        Return the series that are no longer on the page, or None if there are none.
+        """
         if rows.metrics is self._page:
             return None
         before, self._page, self._names = self._names, rows.metrics, SeriesNames.of(rows)
@@ -180,13 +205,13 @@ class ActiveSeries:
         return ended if ended is not None and len(ended.metrics) else None
 
     def clear(self) -> SeriesNames | None:
-        """Remove all series; return those that have ended by this, or None if there are none."""
+        """Remove all series, and return them as series that have ended; None if there were none."""
         before, self._page, self._names = self._names, None, None
         return before if before is not None and len(before.metrics) else None
 
 
 def staleness_markers(target: str, ended: SeriesNames, ts: int) -> pa.Table:
-    """Return the rows of `samples` that mark series of `target` as ended at `ts` (UTC µs): null values."""
+    """Return staleness markers as rows of `samples`: null values of the series `ended` of `target` at `ts` (UTC µs)."""
     count = len(ended.metrics)
     return _samples_table(
         constant(NO_RUN, count),

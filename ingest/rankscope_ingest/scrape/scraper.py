@@ -1,8 +1,8 @@
-"""Scrape exporters, one task for each at its own interval, and pass the samples to a sink.
+"""Scrape exporters, each in a separate task at its own interval, and pass the samples to a sink.
 
-Samples that are not scraped are lost, because an exporter keeps no history. While the store is slow, scrapes are
-therefore skipped and counted, instead of keeping pages in memory. At most `MAX_CONCURRENT` scrapes run at a time.
-Exporters whose last scrape failed have a separate limit, so that hanging exporters do not delay healthy ones.
+An exporter keeps no history, so samples that are not scraped are lost. While the store is slow, scrapes are
+nevertheless skipped and counted, because pages in memory would have no limit. At most `MAX_CONCURRENT` scrapes run at a
+time. Exporters whose last scrape failed have a separate limit, so that hanging exporters do not delay healthy ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rankscope_ingest.scrape.samples import (
 )
 
 MAX_CONCURRENT: Final = 64
-"""Bounds the memory for responses, together with the size limit of a page."""
+"""Maximum number of concurrent scrapes. Together with the size limit of a page, it bounds the memory for responses."""
 
 MAX_CONCURRENT_FAILING: Final = 32
 
@@ -41,39 +41,39 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Receiver of samples and counts. All methods are called on the event loop."""
+    """Receiver of samples and of counts. The scraper calls all methods on the event loop."""
 
     @property
     def is_full(self) -> bool:
-        """Return whether scrapes must be skipped until the next commit."""
+        """Return whether scrapes must be skipped until the next commit, because too many rows are waiting."""
         ...
 
     def samples(self, table: pa.Table) -> None:
-        """Take rows of `samples`."""
+        """Add the rows of `table`, which has the columns of `samples`, to the current batch."""
         ...
 
     def scrape(self, scrape: Scrape) -> None:
-        """Take the samples of one scrape."""
+        """Add the samples of one scrape to the current batch."""
         ...
 
     def scraped(self, outcome: str) -> None:
-        """Count a scrape by outcome: ok, failed or skipped."""
+        """Count one scrape with its outcome: ok, failed or skipped."""
         ...
 
     def read(self, how: str, samples: int) -> None:
-        """Count samples by parser: `layout` or `exact`."""
+        """Count samples by the parser that read them: `layout` or `exact`."""
         ...
 
     def dropped(self, reason: str, samples: int) -> None:
-        """Count samples that are not stored, by reason: doubled, repeated or out_of_bounds."""
+        """Count samples that are not stored, with the reason: doubled, repeated or out_of_bounds."""
         ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Followed:
-    """One exporter that is scraped, and the result of its last scrape; `is_up` is None before the first one.
+    """One exporter that is scraped, and the result of its last scrape.
 
-    `read_at` is the start of the last successful scrape, in monotonic seconds.
+    `is_up` is None before the first scrape. `read_at` is the start of the last successful scrape, in monotonic seconds.
     """
 
     exporter: ScrapeTarget
@@ -87,11 +87,14 @@ class Followed:
     tables: ScrapeTables = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start with no known series."""
+        """Create the tables for the samples of the exporter."""
         self.tables = ScrapeTables(self.exporter)
 
     def described(self, now: float) -> Mapping[str, object]:
-        """Return the state as JSON values for the status page; `now` is in monotonic seconds."""
+        """Return this exporter and its last scrape as JSON values for the status page.
+
+        `now` is in monotonic seconds.
+        """
         return {
             "name": self.exporter.name,
             "url": self.exporter.url,
@@ -105,7 +108,10 @@ class Followed:
 
 
 class Scraper:
-    """Scrapes the exporters that the sources of targets name. `clock` is monotonic seconds, `wall` UTC µs."""
+    """Scrapes the exporters of all sources of targets.
+
+    `clock` returns monotonic seconds; `wall` returns the time as UTC µs.
+    """
 
     def __init__(self, fetch: PageFetcher, sink: Sink, *, clock: Callable[[], float], wall: Callable[[], int]) -> None:
         self._fetch = fetch
@@ -120,22 +126,30 @@ class Scraper:
 
     @property
     def followed(self) -> Iterable[Followed]:
-        """Return the exporters that are scraped."""
+        """Return the exporters that are currently scraped, with the results of their last scrapes."""
         return self._followed.values()
 
     @property
     def tasks(self) -> Iterable[asyncio.Task[None]]:
-        """Return the tasks that the caller must cancel at the end."""
+        """Return all running tasks. The caller must cancel them when the service ends."""
         return [*self._tasks.values(), *self._parser.tasks]
 
     def show(self, source: str, exporters: Iterable[ScrapeTarget]) -> None:
-        """Replace the exporters of `source`. Of two exporters with one name, the one of the first source is scraped."""
+        """Replace the exporters of `source`, and start and stop scrapes accordingly.
+
+        If several exporters have the same name, only that of the first source is scraped.
+        """
         self._lists[source] = tuple(exporters)
         wanted: dict[str, ScrapeTarget] = {}
         for one in (one for found in self._lists.values() for one in found):
             other = wanted.setdefault(one.name, one)
             if other.url != one.url:
-                log.warning("two exporters have the name %s: %s is scraped, %s is not", one.name, other.url, one.url)
+                log.warning(
+                    "two exporters have the name %s: %s is scraped, %s is not; rename one of them",
+                    one.name,
+                    other.url,
+                    one.url,
+                )
         changed = [name for name, known in self._followed.items() if wanted.get(name) != known.exporter]
         active = {name: self._stop(name, is_gone=name not in wanted) for name in changed}
         for name in [name for name in wanted if name not in self._followed]:
@@ -146,7 +160,10 @@ class Scraper:
         self._parser.keep(set(wanted))
 
     async def scrape(self, followed: Followed) -> None:
-        """Scrape once. A failure is recorded in `followed` and as the sample `up 0`."""
+        """Scrape the exporter once, and pass its samples to the sink.
+
+        A failed scrape raises no error: it is stored as the sample `up` with the value 0 and recorded in `followed`.
+        """
         exporter, sink = followed.exporter, self._sink
         if sink.is_full:
             sink.scraped("skipped")
@@ -180,7 +197,9 @@ class Scraper:
 
     def _failed(self, followed: Followed, error: Exception, ts: int, seconds: float) -> None:
         if followed.is_up is not False:
-            log.warning("scrape of exporter %s failed, retrying at its interval: %s", followed.exporter.name, error)
+            log.warning(
+                "scrape of exporter %s failed, retrying at the scrape interval: %s", followed.exporter.name, error
+            )
         self._end(followed.exporter, followed.active.clear(), ts)
         samples = own_samples(followed.exporter, ts, seconds)
         if followed.is_up:
@@ -191,7 +210,7 @@ class Scraper:
         self._sink.scrape(samples)
 
     def _end(self, exporter: ScrapeTarget, ended: SeriesNames | None, ts: int) -> None:
-        """Write staleness markers for series that have ended."""
+        """Write staleness markers for the series `ended`, if any, at `ts` (UTC µs)."""
         if ended is not None:
             self._sink.samples(staleness_markers(exporter.name, ended, ts))
 
@@ -204,7 +223,10 @@ class Scraper:
                 self._sink.dropped(reason, count)
 
     def _stop(self, name: str, *, is_gone: bool) -> ActiveSeries:
-        """Stop scraping an exporter and return its active series; if it `is_gone`, all its series end now."""
+        """Stop scraping the exporter `name`, and return the series of its last page.
+
+        With `is_gone`, the exporter is no longer in any list, and staleness markers are written for all its series.
+        """
         followed = self._followed.pop(name)
         self._tasks.pop(name).cancel()
         if is_gone:
@@ -224,19 +246,22 @@ class Scraper:
             try:
                 await self.scrape(followed)
             except Exception:  # a page can have any content, and an error must not end the scrapes of any exporter
-                log.exception("unexpected error in the scrape of %s, retrying at its interval", followed.exporter.name)
+                log.exception(
+                    "unexpected error in the scrape of exporter %s, retrying at the scrape interval",
+                    followed.exporter.name,
+                )
             for _ in range(int((self._clock() - started) / every)):
                 self._sink.scraped("skipped")  # the scrape, with its waiting time, took longer than the interval
 
 
 def _own_names(followed: Followed) -> SeriesNames:
-    """Return the series that the last scrape added to those of the page, such as `up`."""
+    """Return the series that each scrape of the exporter adds to those of its page, such as `up`."""
     samples = 0 if followed.is_up else None
     return SeriesNames.of(own_samples(followed.exporter, 0, seconds=0.0, samples=samples).series)
 
 
 class PageQueue:
-    """Parses pages in one thread. Pages that arrive while the thread is busy are parsed together.
+    """Parses pages in a thread. Pages that arrive while the thread is busy are parsed together afterwards.
 
     `reader` is a parameter for tests.
     """
@@ -249,15 +274,15 @@ class PageQueue:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Return the task that parses pages, if it was started."""
+        """Return the task that parses pages, or an empty list if no page has been parsed yet."""
         return [] if self._task is None else [self._task]
 
     def keep(self, targets: set[str]) -> None:
-        """Forget the layouts of all other targets before the next page is parsed."""
+        """Delete the cached layouts of all targets that are not in `targets`, before the next page is parsed."""
         self._kept = targets
 
     async def read(self, page: Page) -> PageRows:
-        """Return the samples of a page. Raises DecodeError."""
+        """Return the samples of `page` after it was parsed in the thread. Raises DecodeError if the page is invalid."""
         future: asyncio.Future[PageRows | DecodeError] = asyncio.get_running_loop().create_future()
         self._waiting.append((page, future))
         if self._task is None or self._task.done():
@@ -283,7 +308,10 @@ class PageQueue:
             return self._reader.read(pages)
         except Exception as error:  # a defect of the parser: the other scrapes still need their results
             if len(pages) > 1:
-                log.exception("unexpected error in parsing %d pages together, parsing each page alone", len(pages))
+                log.exception("unexpected error in parsing %d pages together, parsing each page separately", len(pages))
                 return [result for page in pages for result in self._read([page])]
-            log.exception("unexpected error in parsing the page of %s", pages[0].target)
+            log.exception(
+                "unexpected error in parsing the page of exporter %s; its samples of this scrape are lost",
+                pages[0].target,
+            )
             return [DecodeError(f"the page cannot be parsed: unexpected {type(error).__name__}: {error}")]

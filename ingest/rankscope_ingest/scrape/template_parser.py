@@ -1,9 +1,9 @@
-"""Parse a page by the layout of an earlier page of the same exporter, so that only the numbers must be parsed. Pure.
+"""Parse a page with the layout of an earlier page of the same exporter, so that only the numbers must be parsed.
 
-A layout is learnt from a page that was parsed exactly. It contains all bytes of the page except the numbers, comments
-included. A later page is parsed by it only if all these bytes are equal and each series has a plain number. Any
-difference (another series, a time, an exemplar) requires exact parsing. Spaces and escapes in labels are part of the
-compared bytes and cost nothing. The work is done by NumPy and Arrow, which release the GIL.
+The module performs no I/O. A layout is derived from a page that was parsed exactly. It contains all bytes of the page
+except the numbers, including comments. It is used for a later page only if all these bytes are equal and each series
+has a plain number. Any difference, such as another series, a time or an exemplar, requires exact parsing. Spaces and
+escapes in labels are part of the compared bytes and need no parsing. NumPy and Arrow do the work and release the GIL.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ _OF_A_BYTE: Final = 4  # that many bits are set in it
 _WORD: Final = 8  # bytes
 _VIEW: Final = np.dtype([("length", "<i4"), ("prefix", "<u4"), ("buffer", "<i4"), ("offset", "<i4")])
 _VIEW_BYTES: Final = 12
-"""Arrow's view format: a text of at most 12 bytes is stored in its view, of a longer one only the first four bytes."""
+"""Maximum size of a text that Arrow stores inside a view of 16 bytes.
+
+The view of a longer text contains only the first four bytes and a reference to the text.
+"""
 
 Positions = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """All bytes of a page except its numbers, and the positions of the numbers.
+    """The layout of a page: all bytes of the page except its numbers, and the line numbers of these numbers.
 
     The fixed part of a line is the series with the space after it, or a whole comment. `long` has the fixed parts of
     more than 12 bytes, which Arrow views refer to without a copy; `short` has the others. `numbers` are the lines with
-    a number and `others` the lines without. `taken` are positions among the numbers that are kept: a number that
-    repeats a series is dropped.
+    a number, and `others` are the lines without one. `taken` has the positions of the samples to keep: samples that
+    repeat a series are dropped.
     """
 
     fixed_lengths: Positions
@@ -52,7 +55,7 @@ class Layout:
 
 
 def learn(body: bytes, samples: Sequence[Sample], taken: Sequence[int]) -> Layout | None:
-    """Return the layout of a page with these `samples`, of which those at positions `taken` are kept.
+    """Return the layout of the page `body` with these `samples`, of which those at the positions `taken` are kept.
 
     Return None if any line has more than a series, one space and a number.
     """
@@ -87,7 +90,7 @@ def learn(body: bytes, samples: Sequence[Sample], taken: Sequence[int]) -> Layou
 
 
 def join(layouts: Sequence[Layout]) -> Layout:
-    """Return the layout of concatenated pages."""
+    """Return the layout of several pages that are joined in this order."""
     if len(layouts) == 1:
         return layouts[0]
     lines = np.cumsum([0, *(len(layout.fixed_lengths) for layout in layouts)], dtype=np.int32).tolist()
@@ -109,7 +112,7 @@ def _shifted(places: Sequence[Positions], starts: Sequence[int]) -> Positions:
 
 
 def read_numbers(body: bytes, layout: Layout) -> npt.NDArray[np.float64] | None:
-    """Return the numbers of a page in order, or None if the page does not have exactly this layout."""
+    """Return the numbers of a page as float64, in order; None if the page does not have exactly this layout."""
     ends = _line_ends(body)
     if len(ends) != len(layout.fixed_lengths) or not body.endswith(b"\n"):
         return None
@@ -133,7 +136,10 @@ def _of(positions: Positions, lines: Positions) -> Positions:
 
 
 def _line_ends(body: bytes) -> Positions:
-    """Return the positions of newlines. Only 8-byte words that contain one, which are few, are examined by byte."""
+    """Return the positions of all newlines in `body`.
+
+    For speed, the search is by words of eight bytes; only words that contain a newline are examined by byte.
+    """
     marks = np.empty(-(-len(body) // _WORD) * _WORD, np.bool_)
     np.equal(np.frombuffer(body, np.uint8), _NEWLINE, out=marks[: len(body)])
     marks[len(body) :] = False
@@ -147,7 +153,10 @@ def _line_ends(body: bytes) -> Positions:
 
 
 def _views(body: bytes, starts: Positions, lengths: Positions) -> pa.Array:
-    """Return the parts of `body` at `starts` without copying them; all are longer than _VIEW_BYTES."""
+    """Return the parts of `body` at `starts` with these `lengths` as Arrow views, without copies.
+
+    All parts must be longer than 12 bytes.
+    """
     views = np.zeros(len(starts), _VIEW)
     if len(starts):
         fours = np.ndarray(len(body) - 3, "<u4", body, strides=(1,))
@@ -162,9 +171,9 @@ def _cut(body: bytes, starts: Positions, ends: Positions) -> pa.Array:
 
 
 def _floats(body: bytes, starts: Positions, ends: Positions) -> npt.NDArray[np.float64] | None:
-    """Return the numbers from `starts` to `ends` in `body`, or None if any of them is not a number.
+    """Return the numbers in `body` between each of `starts` and `ends`; None if any of them is not a number.
 
-    The numbers are parsed in place: in the Arrow array, the parts between them are null.
+    The numbers are parsed in place: in the Arrow array, the parts of `body` between the numbers are null.
     """
     if not len(starts):
         return np.empty(0)
@@ -181,7 +190,10 @@ def _floats(body: bytes, starts: Positions, ends: Positions) -> npt.NDArray[np.f
 def _divided(
     body: bytes, starts: Positions, ends: Positions, is_valid: pa.Buffer | None
 ) -> tuple[int, list[pa.Buffer | None]]:
-    """Return length and buffers of an Arrow array that has the parts of `body`, and also the parts between them."""
+    """Return length and buffers of an Arrow array whose elements are the parts of `body` from `starts` to `ends`.
+
+    The parts between them are elements too, so every second element is a wanted part.
+    """
     offsets = np.empty(2 * len(starts), np.int32)
     offsets[::2], offsets[1::2] = starts, ends
     return max(len(offsets) - 1, 0), [is_valid, pa.py_buffer(offsets), pa.py_buffer(body)]

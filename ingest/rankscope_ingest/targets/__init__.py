@@ -1,1 +1,1 @@
-"""Registered targets and their poll loops."""
+"""The registered targets of the service, and their poll loops."""

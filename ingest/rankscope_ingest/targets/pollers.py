@@ -1,4 +1,4 @@
-"""One poll loop per target: started when the target registers, and deleted when the target is gone."""
+"""Run one poll loop per target. The loop starts when the target registers, and is deleted when the target is gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class Pollers:
-    """The poll loops of all targets. `make_loop` creates one; `watermark` reads the last stored seq of a process."""
+    """The poll loops of all targets.
+
+    `make_loop` creates the loop of a target. `watermark` returns the last stored sequence number of an incarnation.
+    """
 
     def __init__(self, make_loop: Callable[[Target], TargetLoop], watermark: Callable[[str], Awaitable[int]]) -> None:
         self._make_loop = make_loop
@@ -29,7 +32,7 @@ class Pollers:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Return the tasks of all loops."""
+        """Return the asyncio tasks of all poll loops."""
         return list(self._tasks.values())
 
     def __len__(self) -> int:
@@ -37,7 +40,7 @@ class Pollers:
         return len(self._loops)
 
     def follow(self, target: Target) -> Target:
-        """Start polling `target` unless it is polled already."""
+        """Start the poll loop of `target` unless it is already running. Return `target`."""
         task = self._tasks.get(target.incarnation)
         if task is None or task.done():
             task = self._tasks[target.incarnation] = asyncio.create_task(self._poll(target))
@@ -45,14 +48,14 @@ class Pollers:
         return target
 
     def poke(self, incarnation: str) -> None:
-        """Poll a target immediately, or as soon as its loop starts."""
+        """Poll the target with this incarnation immediately, or as soon as its poll loop has started."""
         if loop := self._loops.get(incarnation):
             loop.poke()
         else:
             self._poked_early.add(incarnation)
 
     async def loop_of(self, target: Target) -> TargetLoop:
-        """Return the loop of `target`, which starts after the watermark in the store."""
+        """Return the poll loop of `target`. A new loop requests the records after the watermark in the store."""
         if target.incarnation not in self._loops:
             mark = await self._watermark(target.incarnation)
             # For a process that was declared dead, received records may not be committed yet.
@@ -71,13 +74,18 @@ class Pollers:
 
 
 def _log_error(task: asyncio.Task[None]) -> None:
-    """Log the unexpected error that ended a loop. The next heartbeat of the rank starts a new one."""
+    """Log an unexpected error that has ended a poll loop. The next heartbeat of the rank starts a new loop."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("unexpected error in a poll loop, restarting at the next heartbeat: %r", error, exc_info=error)
+        log.error(
+            "unexpected error in the poll loop of a rank, restarting at its next heartbeat: %r", error, exc_info=error
+        )
 
 
 _NO_INCARNATION: Final = "-"
-"""An incarnation that no process has, so that the response names the incarnation of the rank."""
+"""An incarnation that no process has.
+
+A rank rejects a request for it, and names its own incarnation in the response.
+"""
 
 
 async def watch(
@@ -87,7 +95,7 @@ async def watch(
     *,
     poll_seconds: float,
 ) -> None:
-    """Poll the address of a static target, and accept each new process there; runs until cancelled."""
+    """Poll the address of a static target until cancelled, and pass each new process at the address to `accept`."""
     target: Target | None = None
     while True:
         if target is None or target.health in {Health.GONE, Health.FAILING}:
@@ -96,12 +104,20 @@ async def watch(
                 if target is None or target.incarnation != incarnation:
                     target = accept(registration_of(static, incarnation))
             except (FetchError, RegistrationError) as error:
-                log.info("static target cannot be read yet: %s", error, extra={"target": static.url})
+                log.info(
+                    "static target cannot be polled yet, retrying in %g s: %s",
+                    poll_seconds,
+                    error,
+                    extra={"target": static.url},
+                )
         await asyncio.sleep(poll_seconds)
 
 
 async def incarnation_at(static: StaticTarget, fetcher: Fetcher) -> str:
-    """Return the incarnation at the address. Raises FetchError."""
+    """Return the incarnation of the process at the address of a static target.
+
+    Raises FetchError if the process does not respond or does not report its incarnation.
+    """
     answer = await fetcher.records(
         static.url, incarnation=_NO_INCARNATION, after=NOTHING, committed=NOTHING, lease=None, max_bytes=1
     )
@@ -111,7 +127,7 @@ async def incarnation_at(static: StaticTarget, fetcher: Fetcher) -> str:
 
 
 def registration_of(static: StaticTarget, incarnation: str) -> Registration:
-    """Return the registration of a process at a static target, from the configuration."""
+    """Return a registration for a process at a static target. Its values come from the configuration."""
     return Registration(
         run=static.run,
         rank=static.rank,

@@ -1,6 +1,6 @@
-"""Registered targets: leases, heartbeats and attempts; rejects a second live process of a rank.
+"""Registry of targets: leases, heartbeats and attempts. A second live process of the same rank is rejected.
 
-Pure: the caller resolves addresses, and time and lease are arguments.
+The module performs no I/O: the caller resolves addresses and passes the current time.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from rankscope_ingest.runs.target import Health, Target
 
 
 class AttemptNumbers:
-    """Attempt numbers (0, 1, …) by run and launch id. The service reads them from the store at its start."""
+    """Attempt numbers (0, 1, …) by run and launch id. The service initializes them from the store when it starts."""
 
     def __init__(self, known: Iterable[tuple[str, str, int]] = ()) -> None:
-        """Add known (run, launch_id, attempt) triples, in order of attempts."""
+        """Add the known triples of run, launch id and attempt, which must be in ascending order of attempts."""
         self._numbers: dict[str, dict[str, int]] = defaultdict(dict)
         self._highest: dict[str, int] = {}
         for run, launch_id, attempt in known:
             self._add(run, launch_id, attempt)
 
     def number(self, run: str, launch_id: str, is_over: Callable[[int], bool] | None = None) -> tuple[int, bool]:
-        """Return the attempt of this launch, and whether it is new because none is known or the known one is over."""
+        """Return the attempt of a launch, and whether the attempt is new.
+
+        It is new if the launch is unknown, or if `is_over` returns true for its known attempt.
+        """
         known = self._numbers[run].get(launch_id)
         if known is not None and not (is_over and is_over(known)):
             return known, False
@@ -56,10 +59,13 @@ _LONGEST_TEXT = 1000  # each row of a rank repeats some of them
 _LATEST_START = 4_102_444_800_000_000
 
 HEARTBEATS_A_SECOND: Final = 100
-"""Limit for all ranks together. With more ranks, each sends fewer heartbeats; polls also show that it is alive."""
+"""Maximum number of heartbeats per second of all ranks together.
+
+With more ranks, each rank sends heartbeats less often. Successful polls also show that a rank is alive.
+"""
 
 MAX_STRETCH: Final = 2.0
-"""Maximum factor by which the limit extends the heartbeat interval."""
+"""Maximum factor by which the heartbeat interval is extended to limit the heartbeats per second."""
 
 
 IsOver = Callable[[tuple[str, int], Registration], bool]
@@ -67,7 +73,7 @@ IsOver = Callable[[tuple[str, int], Registration], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """Result of an accepted registration: its target, and whether target and launch are new."""
+    """Result of an accepted registration: its target, whether the target is new, and whether the launch is new."""
 
     target: Target
     is_new_target: bool
@@ -75,12 +81,12 @@ class Accepted:
 
 
 def new_lease() -> str:
-    """Return a random lease."""
+    """Return a random lease id."""
     return uuid.uuid4().hex
 
 
 class Registry:
-    """All targets by incarnation. A repeated registration is a heartbeat."""
+    """All registered targets by incarnation. The repeated registration of a process is its heartbeat."""
 
     def __init__(
         self,
@@ -103,11 +109,11 @@ class Registry:
 
     @property
     def targets(self) -> Iterable[Target]:
-        """Return all targets, including gone ones until `forget`."""
+        """Return all targets. A target that is gone is included until `forget` is called."""
         return self._targets.values()
 
     def get(self, incarnation: str) -> Target | None:
-        """Return the target of this process, or None."""
+        """Return the target with this incarnation, or None if it is not registered."""
         return self._targets.get(incarnation)
 
     def register(
@@ -118,9 +124,11 @@ class Registry:
         *,
         is_over: IsOver | None = None,
     ) -> Accepted:
-        """Accept a registration or heartbeat. Raises RegistrationError with an HTTP status and the fix.
+        """Accept a registration or heartbeat, and return its target.
 
-        `is_over` returns whether the attempt of a known launch is over; this process then starts the next attempt.
+        `addresses` are the resolved addresses of the rank, and `now` is in seconds. If `is_over` returns true for the
+        known attempt of the launch, this process begins the next attempt. Raises RegistrationError, with an HTTP status
+        and the fix, if the registration is rejected.
         """
         check_allowed(registration.url, addresses, self._networks)
         known = self._targets.get(registration.incarnation)
@@ -147,7 +155,7 @@ class Registry:
         return Accepted(target=target, is_new_target=True, is_new_launch=is_new_launch)
 
     def reply(self, target: Target) -> RegistrationReply:
-        """Return the response to an accepted registration."""
+        """Return the response to the accepted registration of `target`."""
         return RegistrationReply(
             lease=target.lease,
             attempt=target.attempt,
@@ -157,12 +165,15 @@ class Registry:
 
     @property
     def _stretch(self) -> float:
-        """Return the factor by which the heartbeat interval is extended."""
+        """Return the factor (1.0 to 2.0) by which the heartbeat interval is extended because there are many targets."""
         needed = len(self._targets) / HEARTBEATS_A_SECOND / self._heartbeat_seconds
         return min(max(1.0, needed), MAX_STRETCH)
 
     def forget(self, incarnation: str) -> None:
-        """Delete a gone target whose records are committed; remember the attempt of its process."""
+        """Delete a target that is gone and whose records are committed.
+
+        The attempt of its process is remembered in case the process registers again.
+        """
         if target := self._targets.pop(incarnation, None):
             self._lives[incarnation] = target.attempt
             self._by_identity[target.identity].discard(incarnation)
@@ -204,7 +215,10 @@ class Registry:
 
 
 def _reject_changed_identity(known: Target, registration: Registration) -> None:
-    """Raise RegistrationError if a known process changes its run, launch or rank, which its rows contain."""
+    """Raise RegistrationError if the registration of a known process changes the run, launch or rank.
+
+    The stored rows of the process contain these values.
+    """
     if (registration.run, registration.launch_id, registration.rank) != known.identity:
         was = known.registration
         raise RegistrationError(
@@ -215,7 +229,10 @@ def _reject_changed_identity(known: Target, registration: Registration) -> None:
 
 
 def parse_registration(body: bytes) -> Registration:
-    """Return the registration in `body`. Raises RegistrationError: 400 malformed, 406 another schema version."""
+    """Return the registration in `body`.
+
+    Raises RegistrationError with status 400 if it is malformed, and with status 406 if it has another schema version.
+    """
     try:
         registration = Registration.from_json(body)
     except (ValueError, RecursionError) as error:
@@ -226,7 +243,7 @@ def parse_registration(body: bytes) -> Registration:
 
 
 def check_registration(registration: Registration) -> None:
-    """Raise RegistrationError if a field is invalid, or the sender has another schema version."""
+    """Raise RegistrationError if a field is invalid or if the schema version of the sender is not supported."""
     for faulty in _wrong_fields(registration):
         raise RegistrationError(400, f"not a registration: {faulty}")
     if registration.schema_version != SCHEMA_VERSION:

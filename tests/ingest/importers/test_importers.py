@@ -53,7 +53,7 @@ def test_same_file_may_be_imported_as_two_runs(tmp_path, import_log):
 
 
 def test_error_for_an_unknown_format_names_the_known_formats(tmp_path):
-    with pytest.raises(IngestError, match=r"in no known format; known are .*jsonl"):
+    with pytest.raises(IngestError, match=r"unknown format; known formats: .*jsonl"):
         find_importer(write(tmp_path, "nothing of any training\n", "train.log"))
     with pytest.raises(IngestError, match="cannot be read"):
         find_importer(tmp_path / "absent")

@@ -310,7 +310,7 @@ def test_source_code_with_braces_is_not_detected(tmp_path):
     path = tmp_path / "program.py"
     path.write_text("import json\n\ndef nothing():\n    return {}\n\nprint(f'{nothing()}', {'a': 1})\n")
 
-    with pytest.raises(IngestError, match="no known format"):
+    with pytest.raises(IngestError, match="unknown format"):
         find_importer(path)
 
 

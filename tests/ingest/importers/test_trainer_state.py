@@ -170,7 +170,7 @@ def test_archive_of_a_checkpoint_is_read(logs):
 def test_folder_of_several_runs_names_them(logs):
     logs.write("out/a/trainer_state.json", state(steps(1)))
     logs.write("out/b/checkpoint-1/trainer_state.json", state(steps(1)))
-    with pytest.raises(IngestError, match=r"holds 2 runs .*import them one at a time"):
+    with pytest.raises(IngestError, match=r"contains 2 runs .*import them one at a time"):
         logs.import_log(logs.folder / "out")
 
 

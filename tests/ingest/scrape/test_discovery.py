@@ -50,7 +50,7 @@ def test_yaml_list_keeps_label_values_as_text():
 
 @pytest.mark.parametrize("text", ["", "- [", "a: b", "- targets: x", "- !!python/object:os.system {}", "\t- a"])
 def test_invalid_yaml_list_is_rejected_with_the_reason(text):
-    with pytest.raises(ConfigError, match=r"not valid YAML|not a list|an entry without"):
+    with pytest.raises(ConfigError, match=r'not valid YAML|not a list|has no "targets"'):
         listed(text, LIST, is_yaml=True)
 
 

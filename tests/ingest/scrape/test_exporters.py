@@ -85,7 +85,7 @@ BAD = {
     "redirects are not followed": redirecting,
     "larger than 1000000 bytes: raise max_bytes": bombing,
     "middle of its gzip": lambda _: web.Response(body=b"\x1f\x8b\x08", headers={"Content-Encoding": "gzip"}),
-    "the page is not valid": lambda _: web.Response(body=b"power\n"),
+    "the page is not a valid exposition": lambda _: web.Response(body=b"power\n"),
     "status 404": lambda _: web.Response(status=404),
 }
 

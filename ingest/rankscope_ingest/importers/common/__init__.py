@@ -1,1 +1,1 @@
-"""Code that several importers share, and the runner that stores the records that an importer yields."""
+"""Modules that several importers share, and the runner that stores the records of an importer."""

@@ -1,7 +1,7 @@
-"""One name and one unit for each quantity, whatever a program calls it: `lr`, `learning rate`, `optim/lr` and others.
+"""Map the names of quantities in logs to stored names and units: `lr`, `optim/lr` and others become `learning_rate`.
 
-These three become `learning_rate`. An unknown name is kept; a unit in parentheses after it, as in `data time (ms)`, is
-still recognized. Names are compared without case; spaces, dashes and underscores are equal.
+An unknown name is stored unchanged. A unit in parentheses after a name, as in `data time (ms)`, is recognized with
+known and unknown names. Names are compared without regard to case; spaces, dashes and underscores are equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME_CHARACTERS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit of a log as a stored unit: `value x factor` is in `name`."""
+    """The stored unit for a unit in a log: the logged value multiplied by `factor` is in the unit `name`."""
 
     name: str | None
     factor: float = 1.0
@@ -50,25 +50,32 @@ UNITS: Final[Mapping[str, Unit]] = {
         for name in names.split()
     },
 }
-"""Units by their lower-case text in a log."""
+"""Stored units by the text of the unit in a log, in lower case."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """The stored name of a quantity: `value x factor` is in `unit`."""
+    """The stored name of a quantity in a log: the logged value multiplied by `factor` is in the stored unit `unit`."""
 
     name: str
     unit: str | None = None
     factor: float = 1.0
     source_unit: str | None = None
-    """The unit as the log writes it; None if the log gives none, or the stored one."""
+    """The unit in the log; None if the log gives no unit or if it is equal to the stored unit."""
 
     def converted(self, value: float) -> float:
-        """Return `value` in the stored unit. Factors below 1 divide, which is exact where possible."""
+        """Return the logged `value` in the stored unit.
+
+        A factor below 1 is applied as a division by its reciprocal, because the result is then rounded only once.
+        """
         return value * self.factor if self.factor >= 1.0 else value / round(1.0 / self.factor)
 
     def labels(self, source_name: str, extra: Mapping[str, str] | None = None) -> str | None:
-        """Return `labels` of a scalar that the log calls `source_name`: its name and unit there, where they differ."""
+        """Return the labels of a scalar as JSON.
+
+        They contain `source_name`, the name of the quantity in the log, and the unit in the log, each only if it
+        differs from the stored one. `extra` has further labels. The result is None if there are no labels.
+        """
         found = dict(extra or {})
         if printable(source_name) != self.name:
             found[SOURCE_NAME] = printable(source_name)
@@ -118,7 +125,7 @@ train_steps_per_second     steps/s
 eval_steps_per_second      steps/s
 step_avg                   seconds
 """
-"""Lines of stored name, unit of the source (`-` for none) and other names; `~` is a space within a name."""
+"""The known quantities, one per line: stored name, unit in the log (`-` for none), and other names; `~` is a space."""
 
 
 def _table() -> dict[str, Alias]:
@@ -144,7 +151,10 @@ _EVALUATION: Final = re.compile(r"^(?:eval|val|valid|validation|dev)/(?P<rest>[^
 
 @functools.lru_cache(maxsize=4096)
 def canonical(name: str) -> Alias:
-    """Return the stored name and unit of the quantity that a log calls `name`; an unknown name is kept."""
+    """Return the stored name and unit of the quantity that a log calls `name`.
+
+    An unknown name is returned unchanged.
+    """
     bare, unit = _split_unit(name)
     folded = _folded(bare)
     known = _TABLE.get(folded) or _by_path(folded)
@@ -158,13 +168,16 @@ def canonical(name: str) -> Alias:
 
 
 def is_known(name: str) -> bool:
-    """Return whether `name` has a stored name."""
+    """Return whether `name` is a known name of a quantity, so that it has a stored name."""
     folded = _folded(_split_unit(name)[0])
     return folded in _TABLE or _by_path(folded) is not None
 
 
 def in_unit(alias: Alias, unit: str) -> Alias:
-    """Return `alias` for values that a log gives in `unit`; an unknown unit is only kept as text."""
+    """Return `alias` for values that a log gives in `unit`.
+
+    An unknown unit does not change the values; its text becomes the unit of the source.
+    """
     found = UNITS.get(unit.lower())
     if found is None or alias.unit not in {None, found.name}:
         return replace(alias, source_unit=unit)
@@ -172,12 +185,15 @@ def in_unit(alias: Alias, unit: str) -> Alias:
 
 
 def under_own_name(name: str) -> Alias:
-    """Return unit and factor as `canonical` does, with the unchanged name: the stored name has another meaning here."""
+    """Return `name` unchanged as the stored name, with the unit and the factor that `canonical` returns for it.
+
+    This is used where `name` means another quantity than the one that usually has the name.
+    """
     return replace(canonical(name), name=printable(name))
 
 
 def printable(name: str) -> str:
-    """Return `name` as text that every store accepts: no lone surrogates, at most 256 characters."""
+    """Return `name` as text that every store accepts: at most 256 characters, without lone surrogates."""
     return clean_text(name, _NAME_CHARACTERS)
 
 
@@ -187,7 +203,11 @@ def _split_unit(name: str) -> tuple[str, str | None]:
 
 
 def _by_path(folded: str) -> Alias | None:
-    """Return the alias of x for `train/…/x` and of eval_x for `val/x`; None if that is unknown."""
+    """Return the alias for a name with a path, without its folders.
+
+    `train/…/x` has the alias of `x`, and `val/x` or `eval/x` has the alias of `eval_x`. The result is None if that name
+    is unknown.
+    """
     if found := _TRAIN.match(folded):
         return _TABLE.get(found["rest"])
     if found := _EVALUATION.match(folded):

@@ -1,4 +1,4 @@
-"""The interface of an importer: detection, records, blocks of records, and lines that could not be read."""
+"""The interface of importers: detection of a format, imported records and blocks of records, and unreadable lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FROM_FILE: Final = "file"
 BLOCK_ROWS: Final = 200_000
 
 RECORD_COLUMN: Final = "record"
-"""Column of a block's tables: the number of the record that a row belongs to, from 0 within the block."""
+"""Name of the column in the tables of a block that contains the number of the row's record, from 0 within the block."""
 
 _RECORD_COLUMNS: Final = ("step", "rank", "ts", "ts_origin", "attempt")
 _SCALAR_COLUMNS: Final = ("name", "unit", "labels")
@@ -27,7 +27,10 @@ _EVENT_COLUMNS: Final = ("type", "severity", "message", "details")
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """The confidence of an importer that it can read a file, from 0 (another format) to 1, and the reason for users."""
+    """The confidence of an importer that it can read a file, and the reason as a text for users.
+
+    The confidence is from 0 (another format) to 1.
+    """
 
     confidence: float
     because: str
@@ -38,10 +41,12 @@ NOT_MINE: Final = Detection(0.0, "nothing of this format in it")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedRecord:
-    """The data of one step in a log. `rows` holds rows by dataset, without the columns that all rows have.
+    """The data of one step in a log.
 
-    `source` names one stream of a folder, such as a file or a rank. Records are numbered within their source, because
-    one stream may grow and must not change the numbers of another stream. A plain file has one source, named "".
+    `rows` has the rows by dataset, without the columns that are equal in all rows of the record. `source` names the
+    stream of a folder that the record comes from, such as a file or a rank. Records are numbered within their source,
+    because one stream may grow and must not change the numbers of another stream. A log that is a single file has one
+    source, named "".
     """
 
     rows: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -56,10 +61,11 @@ class ImportedRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedBlock:
-    """Many records of one source as columns: the fast path.
+    """Many records of one source as Arrow tables, which are stored faster than single records.
 
-    Each table holds columns of its dataset and `record` (int32, from 0 within the block). The columns step, rank, ts,
-    attempt, micro_step, vpp_stage and ts_origin are optional; null means that a row has no such value.
+    Each table has columns of its dataset and the column `record` (int32): the number of the row's record, from 0 within
+    the block. The columns step, rank, ts, attempt, micro_step, vpp_stage and ts_origin are optional; null means that
+    the row has no such value.
     """
 
     records: int
@@ -69,7 +75,10 @@ class ImportedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedRun:
-    """Facts of a log about the whole run. An importer may yield several; the last value of each field counts."""
+    """Facts about the whole run that a log contains, such as its state.
+
+    An importer may yield several such objects. For each field, the last value that is not None is stored.
+    """
 
     state: str | None = None  # a RunState
     reason: str | None = None
@@ -85,7 +94,7 @@ Imported = ImportedRecord | ImportedBlock | ImportedRun
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A line that could not be read."""
+    """A line of a log that could not be read: its number, from 1, and the reason."""
 
     line: int
     text: str
@@ -93,50 +102,65 @@ class Fault:
 
 @dataclass(slots=True)
 class Faults:
-    """The count of unreadable lines of a log, the first few of them for the user, and the reading progress."""
+    """The unreadable lines of a log, and the progress of reading.
+
+    `count` is the number of unreadable lines; `first` has the first 20 of them with their reasons, to show them to the
+    user.
+    """
 
     count: int = 0
     first: list[Fault] = field(default_factory=list)
     passed_over: int = 0
-    """Lines of other output between the records. They are not errors."""
+    """The number of lines between the records that are output of another kind. They are not errors."""
     read_bytes: int = 0
-    """Bytes read so far, for the progress bar. The code that reads the file sets it."""
+    """The number of bytes read so far, for the progress bar. The code that reads the file updates it."""
 
     def add(self, line: int, text: str) -> None:
-        """Record that `line` (from 1) could not be read, with the reason."""
+        """Record that the line with the number `line`, from 1, could not be read. `text` is the reason."""
         self.count += 1
         if len(self.first) < KEPT_FAULTS:
             self.first.append(Fault(line, text))
 
 
 class Importer(Protocol):
-    """The reader of one log format."""
+    """An importer: detects and reads one log format."""
 
     name: str
-    """Stored as `source_kind` of the run."""
+    """The name of the format; it is stored as `source_kind` of the run."""
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return how likely the format of `path` is this one. `head` is the beginning of a file, empty for a folder."""
+        """Return the confidence that `path` has the format of this importer.
+
+        `head` is the beginning of the file, at most 64 KiB; it is empty for a folder.
+        """
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield the records of the log in its order, without holding all of them in memory.
+        """Yield the records of the log in the order of the log, without holding all of them in memory.
 
-        A log that has grown must yield the same records first: a record is identified by its number in its source.
+        Unreadable lines are added to `faults`. A record is identified by its number in its source. A log that has grown
+        must therefore yield the previous records first, in the same order.
         """
 
 
 @runtime_checkable
 class KnownByContent(Protocol):
-    """An importer of files that are rewritten as they grow: the first bytes change, the first record does not."""
+    """An importer whose files are rewritten completely when the log grows.
+
+    The first bytes of such a file change, but its first record does not. The log is therefore recognized by a text that
+    the importer derives from the first record.
+    """
 
     def identity(self, path: Path) -> str | None:
-        """Return a text that all versions and copies of the log at `path` share; None while it has no record."""
+        """Return a text that all versions and copies of the log at `path` share.
+
+        Return None if the log has no record yet.
+        """
 
 
 class BlockBuilder:
-    """A block under construction: scalars and events of the records of one source, in their order.
+    """A block that is being filled: the scalars and events of the records of one source, in the order of the log.
 
-    Columns cost the store a tenth of the time of single records.
+    Storing records as columns takes a tenth of the time of storing single records.
     """
 
     def __init__(self, source: str = "") -> None:
@@ -154,29 +178,29 @@ class BlockBuilder:
 
     @property
     def is_full(self) -> bool:
-        """True if the block has enough rows or records to be stored."""
+        """True if the block has at least 200,000 scalars or 200,000 records, so that it should be stored."""
         return len(self._values) >= BLOCK_ROWS or len(self._records) >= BLOCK_ROWS
 
     def record(
         self, *, step: int | None = None, rank: int | None = None, ts: int | None = None, origin: str, attempt: int = 0
     ) -> None:
-        """Begin the next record. Scalars and events that are added afterwards belong to it."""
+        """Begin the next record. Scalars and events that are added later belong to this record."""
         self._records.append((step, rank, ts, None if ts is None else origin, attempt))
 
     def scalar(self, name: str, value: float, unit: str | None = None, labels: str | None = None) -> None:
-        """Add a number to the current record."""
+        """Add a scalar with this name, value, unit and labels (JSON) to the current record."""
         self._values.append(value)
         self._value_records.append(len(self._records) - 1)
         # A log repeats few names for many numbers: each combination is stored once.
         self._value_names.append(self._names.setdefault((name, unit, labels), len(self._names)))
 
     def event(self, type: str, severity: str, message: str, details: str | None = None) -> None:  # noqa: A002 - column
-        """Add an event to the current record; `details` is JSON."""
+        """Add an event to the current record. `details` is JSON."""
         self._events.append((type, severity, message, details))
         self._event_records.append(len(self._records) - 1)
 
     def take(self) -> ImportedBlock | None:
-        """Return the collected records as a block and begin an empty one; None without records."""
+        """Return the collected records as a block, and begin an empty block. Return None if no record was collected."""
         if not self._records:
             return None
         tables = {}

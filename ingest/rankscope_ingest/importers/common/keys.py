@@ -1,4 +1,7 @@
-"""The meaning of the keys and event names of a logged object, given the other keys of the object and of the log."""
+"""Find the meaning of the keys and event names of an object in a log.
+
+The meaning may depend on the other keys of the object and on earlier objects of the log.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from rankscope_ingest.importers.common.aliases import Alias, canonical, under_ow
 
 
 class Role(enum.Enum):
-    """The meaning of a key's value for its record."""
+    """The use of a key's value in the record, such as step, rank or time. VALUE means an ordinary value."""
 
     VALUE = enum.auto()
     STEP = enum.auto()
@@ -31,7 +34,10 @@ STEP_KEYS: Final = (
     "step", "global_step", "current_steps", "current_step", "train/global_step", "trainer/global_step", "iteration",
     "iter", "num_updates", "train_num_updates", "optimizer_step", "steps", "s", "train/step", "n_iter", "_step",
 )  # fmt: skip
-"""The first of these keys that has a whole number is the step; the others are quantities."""
+"""Keys that may contain the step, in descending priority.
+
+The first key with a whole number gives the step; the values of the others are stored as scalars.
+"""
 
 STEP_RANK: Final = {key: place for place, key in enumerate(STEP_KEYS)}
 
@@ -53,13 +59,16 @@ _ROLES: Final = {
 
 @functools.lru_cache(maxsize=4096)
 def role_of(key: str) -> Role:
-    """Return the role of `key`, in upper or lower case."""
+    """Return the use of the value of `key`. The case of `key` does not matter."""
     return _ROLES.get(key.lower(), Role.VALUE)
 
 
 @dataclass(frozen=True, slots=True)
 class EventClass:
-    """Type and severity of an event, and whether it means that training has ended successfully."""
+    """The type and severity with which a logged event is stored.
+
+    `ends_training` is whether the event means that training has ended successfully.
+    """
 
     type: str
     severity: str = Severity.INFO
@@ -84,27 +93,28 @@ _EVENT_CLASSES: Final = tuple(
 
 
 def event_class(name: str) -> EventClass:
-    """Return the class of an event called `name`; an unknown event is a note."""
+    """Return type and severity for a logged event with this name. An event with an unknown name becomes a note."""
     folded = name.strip().lower()[:100]
     return next((found for pattern, found in _EVENT_CLASSES if pattern.search(folded)), EventClass(EventType.NOTE))
 
 
 SET_LABEL: Final = "dataset"
-"""Label of a number about one of several evaluation sets."""
+"""Label with the name of the evaluation set, for scalars of runs that have several evaluation sets."""
 
 _EVALUATION_SPLITS: Final = {"val", "valid", "validation", "eval", "evaluation", "dev"}
 _SAME_IN_EVALUATION: Final = {"epoch", "learning_rate"}
 _RUNTIME: Final = "_runtime"
 
 Named = tuple[Alias, str | None]
-"""An alias and the `labels` that hold the name and unit of the source."""
+"""An alias, and the labels of its scalars as JSON: they contain the name and the unit in the log."""
 
 
 class Names:
-    """The names of the quantities of one log: a quantity keeps its name, and two quantities never share one.
+    """Assigns stored names to the quantities of one log.
 
-    If a log has `loss`, its `train_loss` is another quantity (an average over an epoch or the whole run). From the
-    first `loss` on, and within an object that has both, `train_loss` keeps its own name.
+    Two quantities never get the same stored name, and the stored name of a quantity does not change. If a log has the
+    key `loss`, its key `train_loss` is another quantity, such as an average over an epoch. In objects that have both
+    keys, and everywhere after the first `loss`, `train_loss` is therefore not renamed to `loss`.
     """
 
     def __init__(self) -> None:
@@ -112,11 +122,15 @@ class Names:
 
     @property
     def version(self) -> int:
-        """A number that changes when a key may get another name than before."""
+        """A number that increases whenever the stored name of a key may have changed."""
         return len(self._exact)
 
     def name(self, key: str, taken: Collection[str], document: Mapping[str, object]) -> Named:
-        """Return the name of `key`. It is neither in `taken` nor another key of `document`."""
+        """Return the stored name of `key`, a key of the object `document`.
+
+        `taken` has the stored names of earlier keys of the object. If the usual stored name is one of them, or is
+        another key of the object, the key is not renamed.
+        """
         if key == "throughput" and "total_tokens" in document:
             alias = canonical("tokens_per_second")  # LLaMA-Factory counts tokens, other programs samples
             return alias, alias.labels(key)
@@ -136,13 +150,16 @@ def _stored_name(key: str) -> Named:
 
 @functools.lru_cache(maxsize=4096)
 def own_name(key: str) -> Named:
-    """Return `key` as the name, with the unit that is stored for it."""
+    """Return `key` unchanged as the stored name, with the stored unit of its quantity."""
     alias = under_own_name(key)
     return alias, alias.labels(key)
 
 
 def evaluation_sets(keys: Collection[str]) -> tuple[str, ...]:
-    """Return the evaluation sets of an object: the Hugging Face Trainer writes `eval_<set>_runtime` for each."""
+    """Return the names of the evaluation sets in an object of the Hugging Face Trainer.
+
+    The Trainer writes a key `eval_<set>_runtime` for each evaluation set.
+    """
     return tuple(
         key[len("eval_") : -len(_RUNTIME)]
         for key in keys
@@ -151,7 +168,10 @@ def evaluation_sets(keys: Collection[str]) -> tuple[str, ...]:
 
 
 def name_in_set(key: str, sets: tuple[str, ...]) -> Named | None:
-    """Return `eval_<set>_loss` as `eval_loss` with the label of that set; None if `key` belongs to none of `sets`."""
+    """Return the stored name of a key about one evaluation set; the name of the set becomes a label.
+
+    For example, `eval_<set>_loss` becomes `eval_loss`. Return None if `key` contains none of the set names in `sets`.
+    """
     for name in sets:
         if key.startswith(f"eval_{name}_"):
             alias = canonical(f"eval_{key[len(name) + len('eval__') :]}")
@@ -160,7 +180,10 @@ def name_in_set(key: str, sets: tuple[str, ...]) -> Named | None:
 
 
 def name_in_split(key: str, split: str) -> Named | None:
-    """Return `loss` of a record about validation data as `eval_loss`; None if the split does not change the name."""
+    """Return the stored name of `key` in a record about the data split `split`.
+
+    For validation data, for example, `loss` becomes `eval_loss`. Return None if the split does not change the name.
+    """
     alias = canonical(key)
     prefix = "eval" if split in _EVALUATION_SPLITS else "test" if split == "test" else None
     if prefix is None or alias.name in _SAME_IN_EVALUATION or alias.name.startswith(("eval_", "test_")):
@@ -178,7 +201,11 @@ _LARGEST: Final = 1 << 53
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The positions of step and epoch among the values of an object, and the names of its numbers."""
+    """The shape of an object whose values are a step and numbers.
+
+    It consists of the positions of step and epoch among the values, and of the position and the stored name of each
+    number.
+    """
 
     step: int
     epoch: int | None
@@ -186,21 +213,27 @@ class Shape:
 
 
 class Shapes:
-    """The shapes of the objects of one log, which are valid as long as its names do not change."""
+    """A cache of the shapes of the objects of one log. The cache is emptied when stored names change."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[tuple[str, ...], tuple[type, ...]], Shape] = {}
         self._version = 0
 
     def of(self, document: Mapping[str, Any], version: int) -> Shape | None:
-        """Return the shape of `document`, None if it is unknown. `version` is that of the names."""
+        """Return the shape of `document`, or None if it is not in the cache.
+
+        `version` is the version of the stored names.
+        """
         if version != self._version:
             self._known.clear()
             self._version = version
         return self._known.get((tuple(document), tuple(map(type, document.values()))))
 
     def learn(self, document: Mapping[str, Any], step_key: str, named: Sequence[tuple[str, Named]]) -> None:
-        """Store the shape of `document` if it consists of its step and the numbers `named` only."""
+        """Add the shape of `document` to the cache if all its values are the step and the numbers in `named`.
+
+        `named` has the key and the stored name of each number.
+        """
         types = tuple(map(type, document.values()))
         places = {key: place for place, key in enumerate(document)}
         is_plain = set(types) <= _NUMBERS and len(named) + 1 == len(places) and all(key in places for key, _ in named)
@@ -210,5 +243,8 @@ class Shapes:
 
 
 def is_plain_number(value: float) -> bool:
-    """Return whether a number can be stored as it is: integers above 2**53 do not fit a float."""
+    """Return whether a number can be stored without loss as a float64.
+
+    Integers with a magnitude of 2**53 or more cannot.
+    """
     return type(value) is float or -_LARGEST < value < _LARGEST

@@ -1,6 +1,6 @@
-"""Read the lines of text logs in bounded memory, reject files that are no text, and provide the loop of importers.
+"""Read the lines of text logs in bounded memory, reject files that are not text, and convert lines to blocks.
 
-The content of a line is left to the importer of the format; the objects that it finds are left to `objects`.
+Each importer parses its own lines; `objects` converts the objects that an importer finds in them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COLOUR: Final = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
 _RANK: Final = re.compile(
     r"\[\s*(?:rank[ _]?|default)(\d{1,9})\s*\]|\brank(?:[ _=]|: ?)(\d{1,9})\b|^\s*(\d{1,9}):(?=\s)", re.IGNORECASE
 )
-"""A rank as torchrun, the training script, or srun prints it."""
+"""A pattern for the rank before a log message, as torchrun, srun and common training scripts print it."""
 _TIME: Final = re.compile(r"\b(\d{4}-\d{2}-\d{2}[ T]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[-+]\d{2}:?\d{2})?)")
 
 _WINDOW_BYTES: Final = 65_536
@@ -43,8 +43,9 @@ def read_log(
 ) -> Iterator[Imported]:
     """Yield blocks of the records in a text log, then the facts about the run.
 
-    `documents` receives each line with its number (from 1), returns the objects on it, and adds its own faults.
-    `counts` are numbers of lines by kind, which are stored with the run.
+    `documents` is called with the number (from 1) and the bytes of each line; it returns the objects on the line and
+    records unreadable lines in `faults`. `counts` are numbers of lines by kind; they are stored with the run. A line of
+    more than `max_bytes` bytes is skipped.
     """
     builder, objects = BlockBuilder(), ObjectReader()
     number = 0
@@ -62,8 +63,8 @@ def read_log(
 def read_lines(path: Path, faults: Faults, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
     """Yield the number (from 1) and the bytes of each line, without the line end and without a UTF-8 byte order mark.
 
-    A line longer than `max_bytes` is counted in `faults` and skipped. `faults.read_bytes` is kept current. Raises
-    IngestError for UTF-16 and for files that are no text.
+    A line of more than `max_bytes` bytes is skipped and recorded in `faults`; `faults.read_bytes` is updated after each
+    line. Raises IngestError if the file is UTF-16, compressed or binary.
     """
     with path.open("rb") as file:
         refuse_no_text(path, file.read(_PROBE_BYTES))
@@ -84,9 +85,9 @@ def read_lines(path: Path, faults: Faults, *, max_bytes: int = MAX_LINE_BYTES) -
 
 
 def read_chunks(file: IO[bytes], path: Path, faults: Faults, size: int, *, checks_text: bool = True) -> Iterator[bytes]:
-    """Yield the bytes of `file` in chunks and keep `faults.read_bytes` current.
+    """Yield the bytes of `file` in chunks of `size` bytes and update `faults.read_bytes`.
 
-    With `checks_text`, raises IngestError with `path` for a file that is no text.
+    With `checks_text`, raises IngestError that names `path` if the file is UTF-16, compressed or binary.
     """
     while chunk := file.read(size):
         if checks_text:
@@ -98,7 +99,7 @@ def read_chunks(file: IO[bytes], path: Path, faults: Faults, size: int, *, check
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raise IngestError with the path and the reason when the block raises OSError."""
+    """Convert an OSError of the `with` block to an IngestError that contains the path and the reason."""
     try:
         yield
     except OSError as error:
@@ -106,7 +107,10 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def refuse_no_text(path: Path, head: bytes) -> None:
-    """Raise IngestError, with the remedy, if a file that begins with `head` is UTF-16, compressed or binary."""
+    """Raise IngestError if the file at `path`, which begins with `head`, is UTF-16, compressed or binary.
+
+    The message contains the remedy.
+    """
     if head.startswith(_UTF16) or _looks_utf16(head):
         raise IngestError(f"{path} is UTF-16: convert it first, for example with `iconv -f UTF-16 -t UTF-8`")
     if head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"BZh", b"\xfd7zXZ")):
@@ -116,7 +120,10 @@ def refuse_no_text(path: Path, head: bytes) -> None:
 
 
 def _looks_utf16(head: bytes) -> bool:
-    """Return whether every second byte is zero and the others are not: Latin text in UTF-16 without a mark."""
+    """Return whether `head` looks like Latin text in UTF-16 without a byte order mark.
+
+    In such text, every second byte is zero and the other bytes are not.
+    """
     even, odd = head[0::2], head[1::2]
     if len(odd) < 4:
         return False
@@ -125,9 +132,9 @@ def _looks_utf16(head: bytes) -> bool:
 
 
 def sample_lines(path: Path, head: bytes) -> list[bytes]:
-    """Return complete lines from the beginning, the middle and the end of a file that begins with `head`.
+    """Return at most 2,000 complete lines from the beginning, the middle and the end of a file that begins with `head`.
 
-    At most 2,000 lines are returned. The last line is included only if the file has no other line.
+    The last line of the file is included only if it is the only line.
     """
     lines = _whole_lines(head.removeprefix(codecs.BOM_UTF8), is_first=True)
     try:
@@ -142,14 +149,17 @@ def sample_lines(path: Path, head: bytes) -> list[bytes]:
 
 
 def _window_starts(seen: int, size: int) -> list[int]:
-    """Return the offsets of the windows to read after the first `seen` of `size` bytes, without overlap."""
+    """Return the offsets of the parts of a file to sample after its first `seen` bytes; the file has `size` bytes.
+
+    The parts do not overlap.
+    """
     if size - seen <= 2 * _WINDOW_BYTES:
         return [start for start in (seen, seen + _WINDOW_BYTES) if start < size]
     return [(seen + size - _WINDOW_BYTES) // 2, size - _WINDOW_BYTES]
 
 
 def _whole_lines(window: bytes, *, is_first: bool) -> list[bytes]:
-    """Return the lines of `window` except those that its edges may have cut."""
+    """Return the lines of `window`, a part of a file, without lines that its beginning or end may have cut."""
     lines = window.split(b"\n")
     if is_first and len(lines) == 1:
         return lines
@@ -157,7 +167,7 @@ def _whole_lines(window: bytes, *, is_first: bool) -> list[bytes]:
 
 
 def torn_size(path: Path) -> int | None:
-    """Return the size of a file of which the last line has no line feed, so it may be incomplete; None otherwise."""
+    """Return the size of a file whose last line has no line feed and may therefore be incomplete; otherwise None."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 1))
@@ -165,7 +175,7 @@ def torn_size(path: Path) -> int | None:
 
 
 def without_colours(text: str) -> str:
-    """Return `text` as a terminal shows it: without colour codes, and after a carriage return only the last text."""
+    """Return `text` as a terminal shows it: without colour codes, and only the text after the last carriage return."""
     if "\x1b" in text:
         text = _COLOUR.sub("", text)
     parts = [part for part in text.split("\r") if part.strip()]
@@ -173,7 +183,10 @@ def without_colours(text: str) -> str:
 
 
 def prefix_fields(prefix: str) -> dict[str, Any]:
-    """Return the rank and the time in the text before a record, as fields `rank` and `timestamp`."""
+    """Return the rank and the time in `prefix`, the text before a record, under the keys `rank` and `timestamp`.
+
+    A value that is not found has no key.
+    """
     found: dict[str, Any] = {}
     if rank := _RANK.search(prefix):
         found["rank"] = int(rank[1] or rank[2] or rank[3])
@@ -183,6 +196,6 @@ def prefix_fields(prefix: str) -> dict[str, Any]:
 
 
 def shown(line: bytes) -> str:
-    """Return the first 60 characters of a line, with unprintable characters replaced, for messages."""
+    """Return the first 60 characters of a line for a message. Unprintable characters are replaced."""
     text = line[: 2 * SHOWN_CHARACTERS].decode(errors="replace").strip()
     return "".join(character if character.isprintable() else "�" for character in text[:SHOWN_CHARACTERS])

@@ -1,8 +1,8 @@
-"""Recognition of imported logs: a log that has grown or was moved is the same log, a replaced one is another.
+"""Recognize logs that were imported before, also after they have grown or were moved; a replaced log is another log.
 
-A log is recognized by its content: the bytes that the last import read are still its beginning. If the log has been
-truncated since, its content is the beginning of these bytes. The store keeps the extent of each import as an event of
-type `import`, so no other state is needed.
+A log is the same if it still begins with the bytes that the last import read. If the log was truncated since then, its
+whole content must be the beginning of these bytes. Each import is stored as an event of type `import`, which contains
+the number and digests of the bytes read. No other state is needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KNOWN: Final = "SELECT details FROM events WHERE run = $run AND type = $type ORD
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last attempt, step and time of a rank when its log was last read."""
+    """The last attempt, step and time of one rank in a log, at the time of its last import."""
 
     attempt: int
     step: int | None
@@ -41,55 +41,61 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownImport:
-    """The stored facts about an imported log."""
+    """The facts about an imported log that are stored in the details of its import event."""
 
     incarnation: str
     path: str
     kind: str
     marks: tuple[tuple[int, str], ...]
-    """Ascending sizes, each with a digest of that many bytes from the beginning. The last covers all bytes read.
+    """Ascending sizes, each with a digest of that many bytes from the beginning of the log.
 
-    A folder has no marks.
+    The last size is the number of bytes that the import read. If the log is a folder, there are no sizes.
     """
 
     records: int
     malformed: int = 0
     attempt: int = 0
-    """The attempt of the run that is attempt 0 of the log."""
+    """The attempt of the run that corresponds to attempt 0 of the log."""
 
     ends: Mapping[int | None, End] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the `details` of the event."""
+        """Return these facts as the JSON text that is stored in `details` of the import event."""
         ends = [[rank, end.attempt, end.step, end.ts] for rank, end in self.ends.items()][:_LISTED_ENDS]
         named = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ends"}
         return json.dumps({**named, "ends": ends}, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> KnownImport:
-        """Return the import that `to_json` wrote. Raises ValueError for other text."""
+        """Return the facts in `text`, which `to_json` has written. Raises ValueError for any other text."""
         try:
             document = json.loads(text)
             ends = {rank: End(attempt, step, ts) for rank, attempt, step, ts in document["ends"]}
             marks = tuple((int(size), str(digest)) for size, digest in document["marks"])
             known = {name: document[name] for name in KnownImport.__dataclass_fields__}
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not an import: {error!r}") from error
+            raise ValueError(f"the details of an import event are invalid: {error!r}") from error
         return KnownImport(**(known | {"ends": ends, "marks": marks}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The identity of a log to read. `before` holds the stored facts about it, None for a new log."""
+    """The identity of a log that is to be read.
+
+    `before` has the facts about the last import of the log; it is None for a log that was never imported.
+    """
 
     incarnation: str
     before: KnownImport | None = None
     replaced: KnownImport | None = None
-    """The log that was at the same path before."""
+    """The facts about another log that was at the same path at an earlier import; None if there was none."""
 
 
 def known_imports(connection: Connection, run: str) -> list[KnownImport]:
-    """Return the logs that were imported as `run`, with the facts of the latest import, in order of the first one."""
+    """Return the logs that were imported into `run`, in order of their first import.
+
+    Each log has the facts of its last import.
+    """
     latest: dict[str, KnownImport] = {}
     for row in connection.query(KNOWN, {"run": run, "type": EventType.IMPORT.value}).to_pylist():
         try:
@@ -101,9 +107,9 @@ def known_imports(connection: Connection, run: str) -> list[KnownImport]:
 
 
 def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str | None = None) -> Source:
-    """Return the identity of the log at `path`: that of one of the `known` logs, or a new one.
+    """Return the identity of the log at `path`: that of one of the logs in `known`, or a new one.
 
-    `identity` is a text that all versions of the log share, if its importer provides one.
+    `identity` is a text that all versions of the log share; it is None if the importer does not provide such a text.
     """
     if identity is not None or path.is_dir():
         incarnation = incarnation_of(path, run) if identity is None else stream_of(run, identity)
@@ -122,7 +128,10 @@ def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str |
 
 
 def _is_in_place(log: KnownImport, path: Path) -> bool:
-    """Return whether the imported log is still where it was: a log at `path` with the same content is a copy then."""
+    """Return whether the imported log `log` is still unchanged at its path, which is not `path`.
+
+    Another file with the same content is then a copy of the log, and not the log after a move.
+    """
     place = Path(log.path)
     try:
         return place.is_file() and not place.samefile(path) and has_equal_beginning(place, log.marks)
@@ -131,14 +140,20 @@ def _is_in_place(log: KnownImport, path: Path) -> bool:
 
 
 def marks(path: Path, size: int) -> tuple[tuple[int, str], ...]:
-    """Return digests of the first `size` bytes and of each lower power of two. Raises IngestError if unreadable."""
+    """Return pairs of a size and a digest of that many bytes of the file, ascending by size.
+
+    The sizes are `size` and all lower powers of two from 256. Raises IngestError if the file is unreadable.
+    """
     sizes = [1 << power for power in range(_FIRST_MARK, 63) if 1 << power < size]
     found = [(mark, _digest(path, mark)) for mark in [*sizes, size]]
     return tuple((mark, digest) for mark, digest in found if digest is not None)
 
 
 def has_equal_beginning(path: Path, known: Sequence[tuple[int, str]]) -> bool:
-    """Return whether the file begins like the log with the marks `known`, up to the end of the shorter one."""
+    """Return whether the file has the same content as an imported log, of which `known` has digests.
+
+    If one of the two is longer, its additional bytes at the end are ignored.
+    """
     with readable(path):
         size = path.stat().st_size
     fitting = [mark for mark in known if mark[0] <= size]
@@ -146,7 +161,7 @@ def has_equal_beginning(path: Path, known: Sequence[tuple[int, str]]) -> bool:
 
 
 def _digest(path: Path, size: int) -> str | None:
-    """Return a digest of the beginning and the end of the first `size` bytes; None if the file is shorter."""
+    """Return a digest of the first and the last 64 KiB among the first `size` bytes; None if the file is shorter."""
     with readable(path), path.open("rb") as file:
         begin = file.read(min(size, _PROBE_BYTES))
         file.seek(max(0, size - _PROBE_BYTES))
@@ -157,14 +172,17 @@ def _digest(path: Path, size: int) -> str | None:
 
 
 def stream_of(log: str, source: str) -> str:
-    """Return the identity of the stream `source` of a log or run, which does not depend on its path."""
+    """Return the identity of the stream `source` of `log`, which is the identity of a log or the name of a run.
+
+    The identity is a digest of both texts and does not depend on the path of the log.
+    """
     return _incarnation([text.encode("utf-8", "surrogateescape") for text in (log, source)])
 
 
 def incarnation_of(path: Path, run: str, *, generation: int = 0) -> str:
-    """Return the identity of a log: a digest of run, file name and first line, which growth does not change.
+    """Return the identity of a new log: a digest of run, file name and first line.
 
-    `generation` distinguishes logs with equal names and first lines.
+    These do not change as the log grows. `generation` distinguishes logs that have the same name and first line.
     """
     first_line = b""
     with readable(path):
@@ -182,7 +200,7 @@ def _incarnation(parts: Sequence[bytes]) -> str:
 
 @dataclass(slots=True)
 class Extent:
-    """The range of times (UTC µs) and the last step of one attempt."""
+    """The first and last time (UTC µs) and the last step of one attempt."""
 
     first_ts: int | None = None
     last_ts: int | None = None
@@ -190,7 +208,10 @@ class Extent:
 
 
 class Extents:
-    """The extent of each attempt and the end of each rank in the tables of an import."""
+    """The range of times and steps of each attempt, and the end of each rank, in the tables of an import.
+
+    The end of a rank consists of its last attempt, step and time.
+    """
 
     def __init__(self) -> None:
         self.by_attempt: dict[int, Extent] = {}
@@ -198,11 +219,11 @@ class Extents:
 
     @property
     def last_step(self) -> int | None:
-        """The highest step of all attempts."""
+        """The highest step of all attempts, or None without a step."""
         return _highest(*(extent.last_step for extent in self.by_attempt.values()))
 
     def add(self, tables: Mapping[str, pa.Table]) -> None:
-        """Extend the ranges by the rows of `tables`."""
+        """Extend the ranges by the rows of `tables`, which are tables by dataset."""
         for table in tables.values():
             for row in _summary(table):
                 self._add(row["attempt"] or 0, row["rank"], row["step_max"], row["ts_min"], row["ts_max"])
@@ -220,10 +241,11 @@ class Extents:
 
 
 def first_attempt(tables: Mapping[str, pa.Table], known: Iterable[KnownImport]) -> int:
-    """Return the attempt of the run that is attempt 0 of a new log, given the other logs of the run.
+    """Return the attempt of the run that corresponds to attempt 0 of a new log.
 
-    The new log continues the last attempt of an earlier log if its steps continue there, or if both were written at
-    the same time, as by two nodes. Steps that start again are another attempt.
+    `tables` has the first rows of the new log, `known` the other imported logs of the run. The new log continues the
+    last attempt of an earlier log if its steps are higher, or if both logs were written at the same time, for example
+    by two nodes. If its steps begin again, it is the next attempt.
     """
     ends: dict[int | None, End] = {}
     for log in known:
@@ -252,7 +274,7 @@ def _order(end: End) -> tuple[int, int]:
 
 
 def _summary(table: pa.Table) -> list[dict[str, int | None]]:
-    """Return the lowest and highest step and time of each (attempt, rank) of a table."""
+    """Return one row for each (attempt, rank) in a table, with the lowest and highest step and time (UTC µs)."""
     count = table.num_rows
     columns = {
         name: table.column(name) if name in table.column_names else pa.nulls(count, pa.int64())

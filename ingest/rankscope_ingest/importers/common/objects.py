@@ -1,8 +1,8 @@
-"""Convert an object that a training program logged into one record: step, time, numbers and events.
+"""Convert an object that a training program logged into one record: step, rank, time, scalars and events.
 
-Numbers become scalars under stored names and units, also numbers in text (`"0.8674"`, `"49m 19s"`, `"0.11%"`). null
-means absent; NaN and Infinity are values. Nested objects are opened, with keys joined by a slash. Other text is stored
-with events and with records that have no number, and is dropped otherwise.
+Numbers become scalars under stored names and units; so do numbers in text, such as `"0.8674"`, `"49m 19s"` and
+`"0.11%"`. null means an absent value; NaN and Infinity are stored as values. The keys of nested objects are joined with
+a slash. Other text is stored only with events and with records that contain no number.
 """
 
 from __future__ import annotations
@@ -51,10 +51,13 @@ _LIST_LABEL: Final = {"learning_rate": "group", "gpu_util": "gpu"}
 _UTILISATION: Final = "gpu_util"
 _LARGEST_RANK: Final = 1 << 31
 _LAST_ENTRY: Final = "train_runtime"
-"""A key of the Trainer's last entry, whose `train_` values are averages over the whole run."""
+"""A key that only the last entry of the Hugging Face Trainer has.
+
+The values of that entry whose keys begin with `train_` are averages over the whole run.
+"""
 
 _ALIVE_RECORDS: Final = 4
-"""A stream without a record for this number of records has ended."""
+"""A stream of steps has ended if none of this number of consecutive records belongs to it."""
 
 
 @dataclass(slots=True)
@@ -117,11 +120,12 @@ class _RankStreams:
 
 
 class StepStreams:
-    """The attempts of the records of one log that does not state them: restarts, and two writers of one file.
+    """Derives the attempt of each record of a log that does not contain attempts.
 
-    A step below the previous step starts a new stream, unless another stream with a recent record expects exactly this
-    step. A restart is therefore a new attempt from its first step on, and alternating lines of two writers become two
-    attempts. A repeated step remains in its attempt; both rows are stored, the later one last. Ranks are separate.
+    A step below the previous step begins a new stream of steps, and each stream is one attempt. An exception is a step
+    that another stream with a recent record expects as its next one. A restart is therefore a new attempt from its
+    first step on, and alternating lines of two processes that write one file are two attempts. A repeated step belongs
+    to the same attempt; both records are stored, the later one last. Each rank is counted separately.
     """
 
     def __init__(self) -> None:
@@ -130,14 +134,14 @@ class StepStreams:
     def attempt(self, rank: int | None, step: int | None, epoch: float | None = None) -> int:
         """Return the attempt, from 0, of the next record. A record without a step belongs to the latest stream.
 
-        If steps begin again with a higher `epoch`, they are counted within epochs, and there was no restart.
+        A lower step with a higher `epoch` is no restart: the log counts steps within epochs.
         """
         return self._ranks.setdefault(rank, _RankStreams()).attempt(step, epoch)
 
 
 @dataclass(slots=True)
 class _Record:
-    """The values of one object by role, before they get names."""
+    """The values of one logged object by their use, before numbers get stored names."""
 
     document: Mapping[str, Any]
     sets: tuple[str, ...]
@@ -151,7 +155,7 @@ class _Record:
     split: str | None = None
 
     def epoch(self) -> float | None:
-        """Return the epoch, which may be given as text."""
+        """Return the epoch in the object, also if it is given as text; None without an epoch."""
         for key, value in self.numbers.items():
             if key.lower() == EPOCH:
                 return value if isinstance(value, float) else None
@@ -159,7 +163,10 @@ class _Record:
         return found[0] if found else None
 
     def take_step(self, key: str, value: Any) -> bool:
-        """Store `12`, `12.0`, `"12"` or `"12/873"` as a step; return False for other values."""
+        """Store the step in `value`, which is `12`, `12.0`, `"12"` or `"12/873"` (step and planned steps).
+
+        Return False for any other value.
+        """
         step_text, slash, planned = value.partition("/") if isinstance(value, str) else (value, "", None)
         step = whole(step_text)
         if step is None:
@@ -171,11 +178,11 @@ class _Record:
 
 
 class ObjectReader:
-    """The objects of one log, added in order, and the facts about the run that they contain."""
+    """Converts the objects of one log, in order, to records, and collects the facts about the run that they contain."""
 
     def __init__(self) -> None:
         self.keys: dict[str, int] = {}
-        """The number of null values, which mean absent, by key."""
+        """All keys of the log, each with its number of null values. A null value is an absent value."""
         self.config: Any = None
         self.planned_steps: int | None = None
         self.last_step: int | None = None
@@ -185,7 +192,7 @@ class ObjectReader:
         self._shapes = Shapes()
 
     def add(self, document: Mapping[str, Any], builder: BlockBuilder, *, attempt: int | None = None) -> None:
-        """Add `document` to `builder` as a record. Without `attempt`, it follows from the steps."""
+        """Add `document` as one record to `builder`. If `attempt` is None, the attempt is derived from the steps."""
         shape = self._shapes.of(document, self._names.version)
         if shape is not None and all(map(is_plain_number, document.values())):
             self._add_plain(shape, tuple(document.values()), builder, attempt)
@@ -224,7 +231,10 @@ class ObjectReader:
             self._shapes.learn(document, record.steps[0][1], added)
 
     def run(self, facts: Mapping[str, Any], **sections: Any) -> ImportedRun:
-        """Return the facts of the log about the run; `facts` describe the import, `sections` are added to `config`."""
+        """Return the facts about the run that the log contains.
+
+        `facts` are facts about the import. They and `sections` are stored in `config`.
+        """
         absent = {key: count for key, count in self.keys.items() if count}
         about = {**facts, "keys": sorted(self.keys), "null_values": absent}
         config = {"import": about, "log": self.config, **sections}
@@ -258,7 +268,10 @@ class ObjectReader:
                 record.numbers[key] = numbers
 
     def _take_role(self, role: Role, key: str, value: Any, record: _Record) -> bool:
-        """Store `value` by its role; return False if it does not fit the role, and is an ordinary value."""
+        """Store `value` as the step, rank, time or other use that `role` names.
+
+        Return False if the value does not fit that use; it is then an ordinary value.
+        """
         match role:
             case Role.STEP:
                 return record.take_step(key, value)
@@ -286,7 +299,10 @@ class ObjectReader:
         return False
 
     def _step(self, record: _Record) -> int | None:
-        """Return the step; store the other step keys as numbers, and the planned steps."""
+        """Return the step of `record`, or None.
+
+        The values of further step keys are added to the numbers of the record. The planned number of steps is stored.
+        """
         record.steps.sort()
         for _, key, value in record.steps[1:]:
             record.numbers[key] = float(value)
@@ -304,7 +320,7 @@ class ObjectReader:
             self.finished = True
 
     def _add_numbers(self, record: _Record, builder: BlockBuilder) -> list[tuple[str, Named]]:
-        """Add the numbers of `record`, also those in text, and return their keys and names."""
+        """Add all numbers of `record`, including numbers in text, as scalars. Return their keys and stored names."""
         taken: set[str] = set()
         added = []
         for key, value in record.numbers.items():
@@ -340,7 +356,10 @@ class ObjectReader:
 
 
 def _add_scalars(key: str, value: float | list[float], named: Named, builder: BlockBuilder) -> None:
-    """Add a number, or the numbers of a list with their index as a label; of GPU utilization also the mean."""
+    """Add a number as a scalar, or a list of numbers as scalars with the index as a label.
+
+    For GPU utilization, the mean is added too.
+    """
     alias, labels = named
     if isinstance(value, list):
         place = _LIST_LABEL.get(alias.name, "index")

@@ -1,4 +1,7 @@
-"""Apply anomaly rules to imported rows with the reference evaluator: the events equal those of a monitored rank."""
+"""Apply anomaly rules to imported rows, so that they get the same anomaly events as rows of a monitored rank.
+
+The rules run in the reference evaluator, which is also the reference for the rules that a rank applies.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ IMPORT_RULES: Final[tuple[AnomalyRule, ...]] = (
     AnomalyNan(),
     AnomalyTurbulence(threshold=10.0, kinds=(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED), ops=("norm",)),
 )
-"""The default rules of a rank."""
+"""The anomaly rules that are applied to imports: the default rules of a monitored rank."""
 
 _SERIES: Final = ("rank", "attempt", "vpp_stage", "micro_step", "kind", "tensor", "index", "call_seq")
 _PLACE: Final = ("run", "attempt", "rank", "incarnation", "seq", "ordinal", "step", "micro_step", "ts", "ts_origin")
@@ -31,14 +34,20 @@ _COUNTS: Final = ("nans", "infs")
 
 
 class RuleEvaluator:
-    """The rules of an import with the baseline of each series. Tables are evaluated in the order of the log."""
+    """Applies the rules of one import and holds the baseline of each series.
+
+    Tables must be evaluated in the order of the log.
+    """
 
     def __init__(self, rules: Sequence[AnomalyRule]) -> None:
         self._rules = tuple(rules)
         self._series: dict[tuple[Any, ...], tuple[SeriesEvaluator, ...]] = {}
 
     def evaluate(self, tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
-        """Return the tables with baselines, unless they have some, and with an event for each firing."""
+        """Return `tables` with baselines in `tensor_stats`, and with one additional anomaly event per firing.
+
+        Baselines that the log contains are not changed.
+        """
         evaluated = dict(tables)
         events = []
         if "scalars" in tables:
@@ -97,7 +106,10 @@ class RuleEvaluator:
         return known
 
     def _stateless(self, table: pa.Table) -> list[pa.Table]:
-        """Return the firings that need no baseline; NaN and Inf of one tensor are one firing."""
+        """Return the anomaly events of rules that need no baseline.
+
+        NaN and Inf in the same tensor cause a single event.
+        """
         kinds = table.column("kind").cast(pa.string())
         found = []
         free = np.ones(len(table), np.bool_)
@@ -122,7 +134,10 @@ def _covered(rule: AnomalyRule, kinds: pa.ChunkedArray, op: str) -> npt.NDArray[
 
 
 def _firing_events(table: pa.Table, op: str, firings: Sequence[tuple[int, AnomalyRule, float]]) -> list[pa.Table]:
-    """Return the events of the firings (row, rule, baseline before the row), by rule."""
+    """Return anomaly events for the firings, one table per rule.
+
+    A firing is a triple of row number, rule and the baseline before the row.
+    """
     found = []
     for rule in dict.fromkeys(rule for _, rule, _ in firings):
         chosen = [(row, baseline) for row, other, baseline in firings if other is rule]
@@ -146,7 +161,7 @@ def _firing_events(table: pa.Table, op: str, firings: Sequence[tuple[int, Anomal
 
 
 def _events(rows: pa.Table, rule: AnomalyRule, columns: Mapping[str, Any]) -> pa.Table:
-    """Return anomaly events for `rows` of a dataset, with the values in `columns`."""
+    """Return one anomaly event per row of `rows`, with the values in `columns`; other event columns are null."""
     count = rows.num_rows
     given = {name: rows.column(name) for name in _PLACE} | dict(columns)
     same = {"type": EventType.ANOMALY.value, "severity": str(rule.severity), "rule": rule.name}

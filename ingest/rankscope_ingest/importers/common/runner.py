@@ -1,4 +1,7 @@
-"""Store imported records in batches, each exactly once: a record is identified by its number in its source."""
+"""Store the records that an importer yields, in batches and each record exactly once.
+
+A record is identified by its number in its source.
+"""
 
 from __future__ import annotations
 
@@ -47,22 +50,22 @@ BATCH_ROWS: Final = 500_000
 _CODED: Final = pa.dictionary(pa.int32(), pa.string())
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes read so far."""
+"""A function that is called with the number of bytes read so far."""
 
 
 class Appender(Protocol):
-    """The part of a store writer that an import needs."""
+    """The interface of a store writer, as far as an import needs it."""
 
     def append(self, batch: Batch) -> Commit:
-        """Store the batch durably, without the records that are already stored."""
+        """Store the rows of the batch durably, except those of records that are already stored."""
 
     def watermark(self, incarnation: str) -> int:
-        """Return the last stored seq of `incarnation`, -1 if none is stored."""
+        """Return the last stored sequence number of `incarnation`, or -1 if nothing of it is stored."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
-    """The result of an import. `rows_stored` counts new rows only."""
+    """The result of an import. `rows_stored` counts only rows that were not stored before."""
 
     run: str
     source_kind: str
@@ -76,9 +79,9 @@ class ImportReport:
     attempts: int = 0
     state: str | None = None
     is_known: bool = False
-    """The log was imported before, whether or not it has grown since."""
+    """True if the log was imported before, whether or not it has grown since then."""
     is_replacement: bool = False
-    """At the last import another log was at this path: the log was rotated or truncated."""
+    """True if another log was at this path at the last import, because the log was rotated or truncated since then."""
 
 
 def import_records(
@@ -91,10 +94,11 @@ def import_records(
     known: Sequence[KnownImport] | None = None,
     rules: Sequence[AnomalyRule] = IMPORT_RULES,
 ) -> ImportReport:
-    """Import the log at `path` into the store as `run`. Raises IngestError if it cannot be read.
+    """Import the log at `path` into the store as the run `run`. Raises IngestError if the log cannot be read.
 
-    `known` are the imports of this run that the store already contains. With it, a log is recognized after a rotation,
-    a restart in another file counts as another attempt, and the import itself is stored as an event.
+    `known` has the logs of this run that are already imported. If it is given, a rotated or moved log is recognized, a
+    restart in another file becomes another attempt, and the import is stored as an event. `progress` is called with the
+    number of bytes read. `rules` are applied to the new rows.
     """
     faults = Faults()
     with readable(path):
@@ -129,7 +133,10 @@ def import_records(
 
 
 class Numbering:
-    """The record numbers of one source, which is one incarnation in the store, and the columns that all rows have."""
+    """Numbers the records of one source, and adds the columns that are equal in all rows.
+
+    One source is one incarnation in the store.
+    """
 
     def __init__(self, *, run: str, incarnation: str) -> None:
         self.run = run
@@ -137,7 +144,7 @@ class Numbering:
         self.records = 0
 
     def rows(self, records: Sequence[ImportedRecord]) -> dict[str, pa.Table]:
-        """Return the rows of `records` by dataset, and count the records."""
+        """Return the rows of `records` as tables by dataset, and advance the record number."""
         rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         arrived = time.time_ns() // 1000
         for seq, record in enumerate(records, self.records):
@@ -150,14 +157,17 @@ class Numbering:
         return {dataset: rows_table(dataset, listed) for dataset, listed in rows.items() if listed}
 
     def block(self, block: ImportedBlock) -> dict[str, pa.Table]:
-        """Return the tables of `block` with all columns, and count its records."""
+        """Return the tables of `block` with all columns of their datasets, and advance the record number."""
         arrived = time.time_ns() // 1000
         tables = {name: self._full(name, table, arrived) for name, table in block.tables.items() if table.num_rows}
         self.records += block.records
         return tables
 
     def _full(self, dataset: str, table: pa.Table, arrived: int) -> pa.Table:
-        """Return `table` with all columns of `dataset`, null where absent. Text may be dictionary-encoded."""
+        """Return `table` with all columns of `dataset`; columns that the table lacks are null.
+
+        Text columns may be dictionary-encoded.
+        """
         count = table.num_rows
         seq = pc.add(pc.cast(table.column(RECORD_COLUMN), pa.int64()), self.records)
         given = {name: table.column(name) for name in table.column_names if name != RECORD_COLUMN}
@@ -170,7 +180,7 @@ class Numbering:
         }
         schema = table_schema(dataset)
         if unknown := given.keys() - set(schema.names):
-            raise KeyError(f"{dataset} has no column {sorted(unknown)}")
+            raise KeyError(f"dataset {dataset} has no columns {sorted(unknown)}, which the importer returned")
         columns, fields = [], []
         for field in schema:
             column = given.get(field.name)
@@ -185,7 +195,7 @@ class Numbering:
 
 @dataclasses.dataclass
 class _Intake:
-    """One import: the log, its run, the other logs of its kind in the run, and the state between its batches."""
+    """One import: the log, its run, the other logs of the same format in the run, and the state between batches."""
 
     path: Path
     run: str
@@ -206,11 +216,11 @@ class _Intake:
 
     @property
     def records(self) -> int:
-        """The number of records read."""
+        """The number of records read so far."""
         return sum(numbering.records for numbering in self._numberings.values())
 
     def batches(self, imported: Iterator[Imported], faults: Faults, progress: Progress | None) -> Iterator[Batch]:
-        """Yield the imported rows in batches of about 500,000 rows, with rule events."""
+        """Yield the imported rows and their anomaly events in batches of about 500,000 rows."""
         rows = 0
         for item in _grouped(imported):
             if isinstance(item, ImportedRun):
@@ -230,7 +240,7 @@ class _Intake:
             yield self._batch()
 
     def note(self, faults: Faults) -> KnownImport:
-        """Return the facts about this import that the next import of the log needs."""
+        """Return the facts about this import that the next import of the same log needs."""
         return KnownImport(
             incarnation=self.source.incarnation,
             path=str(self.path.absolute()),
@@ -243,7 +253,10 @@ class _Intake:
         )
 
     def dimensions(self, note: KnownImport | None) -> Batch:
-        """Return the run, its attempts and the import event. Without an end in the log, the state is "stopped"."""
+        """Return a batch with rows of `runs` and `attempts`, and with the import event.
+
+        If the log does not contain the end of the run, the state of the run is "stopped".
+        """
         now = time.time_ns() // 1000
         common = {"run": self.run, "ordinal": now, "ts": now, "ts_origin": FROM_INGEST}
         rows = [self._attempt_row(attempt) | common for attempt in sorted(self.extents.by_attempt) or [0]]
@@ -279,7 +292,7 @@ class _Intake:
         return row | {name: value for name, value in self.facts.items() if is_last or name in shared}
 
     def _tables(self, item: list[ImportedRecord] | ImportedBlock) -> dict[str, pa.Table]:
-        """Return the rows of `item` that are not stored yet, with rule events."""
+        """Return the rows of `item` as tables by dataset, with anomaly events, without rows that are already stored."""
         numbering = self._numbering(item.source if isinstance(item, ImportedBlock) else item[0].source)
         tables = numbering.block(item) if isinstance(item, ImportedBlock) else numbering.rows(item)
         watermark = self.appender.watermark(numbering.incarnation)
@@ -313,7 +326,7 @@ class _Intake:
 
 
 def _grouped(imported: Iterator[Imported]) -> Iterator[list[ImportedRecord] | ImportedBlock | ImportedRun]:
-    """Yield consecutive single records of one source as lists, and other items unchanged."""
+    """Yield consecutive single records of one source as a list; yield blocks and facts unchanged."""
     waiting: list[ImportedRecord] = []
     rows = 0
     for item in imported:
@@ -331,7 +344,7 @@ def _grouped(imported: Iterator[Imported]) -> Iterator[list[ImportedRecord] | Im
 
 
 def _moved(table: pa.Table, attempt: int) -> pa.Table:
-    """Return `table` with its attempts counted from `attempt`."""
+    """Return `table` with `attempt` added to its attempt numbers."""
     if not attempt:
         return table
     position = table.column_names.index("attempt")
@@ -346,7 +359,7 @@ def _concat(dataset: str, tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _new_anomalies(events: pa.Table | None, watermark: int) -> int:
-    """Return the number of anomaly events with a seq above the watermark."""
+    """Return the number of anomaly events whose sequence number is above the watermark."""
     if events is None:
         return 0
     is_anomaly = pc.equal(events.column("type").cast(pa.string()), EventType.ANOMALY.value)

@@ -1,6 +1,6 @@
-"""Values as logs write them: numbers, durations and times in text, and JSON documents of any size.
+"""Parse values in logs: numbers, durations and times in text, and JSON documents of any size.
 
-The module opens no file. Callers pass text, or chunks of bytes for `JsonWindow`.
+The module opens no files. Callers pass text or, for `JsonWindow`, chunks of bytes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ _NOT_JSON: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def clean_text(text: str, limit: int = 1000) -> str:
-    """Return the first `limit` characters of `text`, without lone surrogates, which no store accepts."""
+    """Return the first `limit` characters of `text`. Lone surrogates, which no store accepts, are replaced."""
     return text[:limit].encode("utf-8", "replace").decode()
 
 
 def json_text(value: Any, limit: int = MAX_JSON) -> str:
-    """Return `value` as standard JSON: NaN and Inf as strings, secrets masked. Longer text than `limit` is not kept.
+    """Return `value` as standard JSON text with masked secrets; NaN and Inf become strings.
 
-    Its length is stored instead. Secrets can occur because a log repeats the settings that training was started with.
+    A text of more than `limit` characters is replaced by an object that contains its length. Secrets can occur because
+    a log repeats the settings with which training was started.
     """
     text = json.dumps(redacted(_plain_json(value, 0)), ensure_ascii=False, separators=(",", ":"), default=str)
     if len(text) > limit:
@@ -50,7 +51,7 @@ def _plain_json(value: Any, depth: int) -> Any:
 NUMBER: Final = (
     r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
 )
-"""A number in text, with or without separators of thousands; NaN and Inf in upper or lower case."""
+"""A pattern for a number in text, with or without thousands separators. NaN and Inf match in any case."""
 
 _MAX_CHARACTERS: Final = 64
 _QUANTITY: Final = re.compile(rf"(?P<number>{NUMBER})\s*(?P<unit>%|[a-zµ][a-z/]*)?", re.IGNORECASE)
@@ -69,7 +70,10 @@ _LARGEST_STEP: Final = 1 << 53
 
 
 def number(value: Any) -> float | None:
-    """Return a JSON number as a float, ±Inf if it is out of range; None for other values, including true and false."""
+    """Return a JSON number as a float, or ±Inf if it is out of range.
+
+    Return None for all other values, including true and false.
+    """
     if isinstance(value, float):
         return value
     if isinstance(value, bool) or not isinstance(value, int):
@@ -81,7 +85,10 @@ def number(value: Any) -> float | None:
 
 
 def quantity(text: str) -> tuple[float, str | None] | None:
-    """Return number and unit of a text such as `0.8674`, `213.66ms`, `0.23%`, `1,234` or `NaN`; None for other text."""
+    """Return number and unit of a text such as `0.8674`, `213.66ms`, `0.23%`, `1,234` or `NaN`.
+
+    The unit is None if the text has none. Return None for any other text.
+    """
     text = text.strip()
     if len(text) > _MAX_CHARACTERS:
         return None
@@ -92,7 +99,7 @@ def quantity(text: str) -> tuple[float, str | None] | None:
 
 
 def seconds(text: str) -> float | None:
-    """Return a duration such as `9 days, 21:39:23`, `0:32:48` or `49m 19s` in seconds; None for other text."""
+    """Return a duration such as `9 days, 21:39:23`, `0:32:48` or `49m 19s` in seconds; None for any other text."""
     text = text.strip().lower()
     if len(text) > _MAX_CHARACTERS:
         return None
@@ -106,7 +113,10 @@ def seconds(text: str) -> float | None:
 
 
 def whole(value: Any) -> int | None:
-    """Return a step or count that is a whole number, or text of one, below 2**53; None for other values."""
+    """Return a step or count as an integer; None for any other value.
+
+    `value` is a whole number with a magnitude below 2**53, or text that contains such a number.
+    """
     if isinstance(value, str):
         found = quantity(value)
         value = None if found is None or found[1] else found[0]
@@ -117,9 +127,9 @@ def whole(value: Any) -> int | None:
 
 
 def micros(value: Any) -> int | None:
-    """Return a time as UTC µs; None for other values.
+    """Return a time as UTC µs; None if `value` is not a time.
 
-    It may be ISO text, which is UTC without a zone, or a number of s, ms, µs or ns since 1970.
+    `value` is ISO 8601 text, which is taken as UTC if it has no time zone, or a number of s, ms, µs or ns since 1970.
     """
     if isinstance(value, str):
         return _iso(value.strip())
@@ -142,7 +152,7 @@ def _iso(text: str) -> int | None:
 
 
 MAX_VALUE_CHARACTERS: Final = 1 << 24
-"""A longer single value is malformed: the window must not grow without limit."""
+"""Maximum length of a single JSON value. A longer value is rejected, so that memory is bounded."""
 
 _MAX_DIGITS: Final = 400  # beyond float64 anyway
 _EDGE_CHARACTERS: Final = 16  # a token this close to the end of the window may continue after it
@@ -156,23 +166,23 @@ def _whole(digits: str) -> int | float:
 
 
 DECODER: Final = json.JSONDecoder(parse_int=_whole)
-"""Accepts the JSON that Python's decoder accepts, and integers of any length."""
+"""JSON decoder that accepts the same text as Python's default decoder, and integers of any length."""
 
 
 class Cut(Exception):  # noqa: N818 - a state of the text, not an error of the caller
-    """The text ends inside a value."""
+    """Raised when the text ends inside a value."""
 
 
 class Malformed(Exception):  # noqa: N818 - as above
-    """The text is no JSON, or a value is too long for a log."""
+    """Raised when the text is not valid JSON, or when a value is too long."""
 
 
 class JsonWindow:
-    """A position in a JSON text of any length, which is held only from the position on.
+    """Reads the values of a JSON text of any length one by one; the text before the current position is discarded.
 
-    Streaming libraries reject `NaN` and `Infinity`, which Python prints, and stop at a truncated document (ijson,
-    issues 33 and 139). The decoder of the standard library accepts them, one value at a time. This class finds the
-    values.
+    Streaming JSON libraries reject `NaN` and `Infinity`, which Python prints, and stop at a truncated document (ijson,
+    issues 33 and 139). The decoder of the standard library accepts both, but only for one complete value at a time.
+    This class finds the values in the text.
     """
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
@@ -185,7 +195,10 @@ class JsonWindow:
         self._ended = False
 
     def peek(self) -> str:
-        """Return the next character that is no white space, without consuming it. Raises Cut at the end of the text."""
+        """Return the next character that is not white space, without consuming it.
+
+        Raises Cut at the end of the text.
+        """
         if self._at < len(self._text) and (character := self._text[self._at]) > " ":
             return character
         while True:
@@ -197,13 +210,16 @@ class JsonWindow:
                 raise Cut
 
     def take(self, character: str) -> None:
-        """Consume `character`. Raises Malformed if another character follows."""
+        """Consume the next character. Raises Malformed if it is not `character`."""
         if self.peek() != character:
-            raise Malformed(f"expected {character!r}, found {self._text[self._at]!r}")
+            raise Malformed(f"expected the character {character!r}, found {self._text[self._at]!r}")
         self._at += 1
 
     def value(self) -> Any:
-        """Return and consume the next value. Raises Cut if the text ends within it, Malformed if it is no JSON."""
+        """Return the next value and consume it.
+
+        Raises Cut if the text ends inside the value, and Malformed if the value is not valid JSON.
+        """
         self.peek()
         while True:
             reason = "no value"
@@ -222,11 +238,14 @@ class JsonWindow:
             self._more()
 
     def _is_whole(self, value: Any, end: int) -> bool:
-        """Return whether `value` is complete: a number at `end` may continue with more digits."""
+        """Return whether `value`, which ends at the position `end`, is complete.
+
+        A number is incomplete if more digits may follow it.
+        """
         return isinstance(value, dict | list | str) or (end < len(self._text) and self._text[end] in _STRUCTURE)
 
     def resume_at(self, pattern: re.Pattern[str]) -> None:
-        """Move to the end of the next match of `pattern` after the position. Raises Cut if there is none."""
+        """Move behind the next match of `pattern`. Raises Cut if there is no match in the rest of the text."""
         self._at += 1
         while (found := pattern.search(self._text, self._at)) is None:
             self._at = max(self._at, len(self._text) - _EDGE_CHARACTERS)
@@ -236,13 +255,16 @@ class JsonWindow:
 
     def _more(self) -> None:
         if len(self._text) - self._at > MAX_VALUE_CHARACTERS:
-            raise Malformed(f"a value of more than {MAX_VALUE_CHARACTERS:,} characters")
+            raise Malformed(f"a JSON value has more than {MAX_VALUE_CHARACTERS:,} characters")
         # The window doubles each time: a long value is then not scanned again for every chunk.
         if not self._refill(len(self._text) - self._at):
             raise Cut
 
     def _refill(self, characters: int = 1) -> bool:
-        """Drop the text before the position and add at least `characters`, in chunks. Return whether any were added."""
+        """Discard the text before the current position, and read at least `characters` more characters in chunks.
+
+        Return whether any characters were read.
+        """
         if self._ended:
             return False
         self._count_lines()
@@ -258,7 +280,7 @@ class JsonWindow:
 
     @property
     def line_here(self) -> int:
-        """The line of the position, from 1."""
+        """The line number of the current position, from 1."""
         self._count_lines()
         return self._line
 

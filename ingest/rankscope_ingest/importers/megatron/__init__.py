@@ -2,8 +2,8 @@
 
     [2025-02-28 16:26:20] iteration 1/ 1000 | consumed samples: 256 | … | lm loss: 1.217489E+01 | grad norm: 5.127 |
 
-Rows with equal keys are parsed column by column (`columns`), other rows one by one (`rows`). An incomplete row is
-counted with its line and not stored, because its last number may be incomplete.
+Rows with equal keys are parsed column by column (module `columns`), other rows one by one (module `rows`). An
+incomplete row is reported as an unreadable line and not stored, because its last number may lack digits.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ _ARGUMENTS: Final = re.compile(rb"^ +\w+ \.{3,} \S", re.MULTILINE)
 _SEARCHED_BYTES: Final = 16 << 20
 _PROBE_BYTES: Final = 4096
 _PLACES: Final = 64
-"""The largest number of records in one line. The place of a record is line x _PLACES + its index within the line.
+"""The largest number of records in one line of a log.
 
-Places are in the order of the log.
+The place of a record is the number of its line times _PLACES, plus the index of the record within the line. Places are
+therefore in the order of the log.
 """
 _REMEMBERED: Final = 4096
 _REMEMBERED_KEYS: Final = 64
@@ -68,12 +69,15 @@ _LAST_KEYS: Final = frozenset({"number_of_nan_iterations", "tflops"})
 
 
 class MegatronText:
-    """The importer of Megatron's text logs."""
+    """The importer of the text logs of Megatron-LM and its derivatives."""
 
     name = "megatron"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Look for rows. A long list of arguments may precede the first row, so up to 16 MiB are searched."""
+        """Return the confidence that the file is a Megatron log: high if it has rows such as `iteration 1/ 1000 | …`.
+
+        A long list of arguments may precede the first row, so up to 16 MiB are searched.
+        """
         rows = len(_HEAD.findall(head))
         if rows:
             return Detection(0.95, f"{rows} of its first lines are rows `iteration N/ M | …`")
@@ -82,7 +86,7 @@ class MegatronText:
         return Detection(0.9, "rows `iteration N/ M | …` after a long preamble") if _has_row(path) else NOT_MINE
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield a block per chunk of the log, then the facts about the run."""
+        """Yield one block of records per chunk of the log (8 MiB), then the facts about the run."""
         reading = _Reading(faults)
         buffer = b""
         for data in _chunks(path, faults):
@@ -97,7 +101,7 @@ class MegatronText:
 
 
 def _chunks(path: Path, faults: Faults) -> Iterator[bytes]:
-    """Yield the bytes of a file in chunks, then empty bytes. A line over the size limit is shortened."""
+    """Yield the bytes of a file in chunks, then empty bytes as the end. A line over the size limit is shortened."""
     with path.open("rb") as file:
         data = file.read(CHUNK_BYTES)
         refuse_no_text(path, data[:_PROBE_BYTES])
@@ -131,7 +135,11 @@ def _has_row(path: Path) -> bool:
 
 @dataclass(slots=True)
 class _Found:
-    """The rows and companion lines of a chunk. Single rows and companions have their places."""
+    """The rows and the companion lines (validations, timers and others) of one chunk of a Megatron log.
+
+    `groups` and `timers` are lines that were parsed as columns. `rows` and `companions` were parsed one by one; each
+    has its place in the log.
+    """
 
     groups: list[Group]
     timers: list[Alike]
@@ -142,7 +150,10 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A companion line with the step and the attempt to which it belongs."""
+    """A companion line (a line between the rows, such as a validation) with its place in the log.
+
+    `step` and `attempt` are those to which the line belongs.
+    """
 
     place: int
     companion: Companion
@@ -151,10 +162,11 @@ class _Placed:
 
 
 class _Reading:
-    """The reading of one log, with the state between its chunks. `take` receives chunks of complete lines.
+    """Reads one Megatron log chunk by chunk, and holds the state between the chunks.
 
-    A decision about a line depends only on the lines before it and on the few lines after it that may continue it. A
-    log that has grown therefore yields the same records first.
+    `take` must be called with chunks of complete lines. The result for a line depends only on the lines before it and
+    on the few lines after it that may continue it. A log that has grown therefore yields the previous records first, in
+    the same order.
     """
 
     def __init__(self, faults: Faults) -> None:
@@ -171,7 +183,10 @@ class _Reading:
         self._planned = 0
 
     def take(self, data: bytes, *, is_last: bool) -> tuple[ImportedBlock | None, int]:
-        """Return the block of records in `data` and the number of bytes used. A wrapped row waits for its rest."""
+        """Return the block of records in `data`, and the number of bytes that were read.
+
+        A wrapped row at the end of `data` is not read, because its rest may follow in the next chunk.
+        """
         lines = Lines.of(data, is_end=is_last)
         if not is_last:
             lines = lines.first(lines.settled())
@@ -184,7 +199,7 @@ class _Reading:
         return block, int(lines.lengths.sum())
 
     def run(self) -> ImportedRun:
-        """Return the facts of the log about the run."""
+        """Return the facts about the run that the log contains."""
         facts = self._companions.facts()
         planned = self._planned or facts.planned_steps
         state, reason = self._companions.ending or (None, None)
@@ -218,7 +233,7 @@ class _Reading:
         return found
 
     def _read_one_by_one(self, lines: Lines, left: Integers, timed: Integers, found: _Found) -> int:
-        """Parse the lines `left` in order; return the number of lines that were continuations of rows."""
+        """Parse the lines with the numbers `left`; return how many further lines were continuations of wrapped rows."""
         opening = sorted(found.groups, key=lambda group: -int(group.lines[0]))
         rows = np.flatnonzero(lines.is_row)
         rows_before = timers_before = 0
@@ -245,7 +260,7 @@ class _Reading:
         return len(used)
 
     def _read_row(self, lines: Lines, line: int, found: _Found) -> set[int]:
-        """Parse the rows of a line one by one; return the numbers of its continuation lines."""
+        """Parse the rows on one line of the log; return the numbers of the lines that continue a wrapped row."""
         text = clean(lines.text(line))
         rows = [row for piece in text.rstrip("\r\n").split("\r") for row in parse_rows(piece)]
         used = 0
@@ -263,17 +278,17 @@ class _Reading:
         return set(range(line + 1, line + 1 + used))
 
     def _learn(self, keys: tuple[str, ...], *, is_closed: bool) -> None:
-        """Store the keys of a complete row."""
+        """Remember the keys of a complete row; later rows are compared with them to find incomplete rows."""
         if is_closed:
             self._last_keys.add(fold(keys[-1]))
         if len(self._whole_keys) < _REMEMBERED_KEYS and main_loss(keys) is not None:
             self._whole_keys[keys] = None
 
     def _is_whole(self, row: Row, *, is_end: bool, is_torn: bool) -> bool:
-        """Return whether a row is complete, as far as the log shows.
+        """Return whether a row of a Megatron log is complete, as far as the log shows.
 
-        A row ends with a bar, except in dialects without a last bar. The last line of a log may be incomplete: a bar at
-        its end is the end of the row if other rows end with the same key.
+        A complete row ends with a bar (`|`), except in dialects that print no bar at the end. The last line of a log
+        may be incomplete even with a bar at its end. It counts as complete if earlier rows end with the same key.
         """
         if not row.parts or is_cut(row.keys, self._whole_keys):
             return False
@@ -330,14 +345,17 @@ class _Reading:
     def _before(
         self, wanted: Integers, places: Integers, steps: Integers, attempts: Integers
     ) -> tuple[Integers, Integers]:
-        """Return step and attempt of the row before each of the wanted places."""
+        """Return the step and the attempt of the last row before each place of the log in `wanted`."""
         rows = np.searchsorted(places, wanted)
         return np.append(self._step, steps)[rows], np.append(self._attempt, attempts)[rows]
 
     def _place(
         self, companions: Sequence[tuple[int, Companion]], places: Integers, steps: Integers, attempts: Integers
     ) -> list[_Placed]:
-        """Return the companions that are no repetitions. One without a step gets the step of the row before it."""
+        """Return the companion lines (lines between the rows) with their steps and attempts, without repetitions.
+
+        A companion line that contains no step gets the step of the row before it.
+        """
         placed = []
         wanted = np.array([place for place, _ in companions], np.int64)
         before = zip(*(column.tolist() for column in self._before(wanted, places, steps, attempts)), strict=True)

@@ -1,4 +1,7 @@
-"""Convert the rows and companion lines of one chunk of a log into a block of columns, in the order of the log."""
+"""Convert the rows and companion lines of one chunk of a Megatron log into a block of columns, in the order of the log.
+
+A companion line is a line between the rows, such as a validation or a list of timers.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,20 @@ _MISSING: Final = {
 
 
 class AttemptCounter:
-    """The attempts of the rows of a log, counted separately for each process that printed rows.
+    """Derives the attempts of the rows of a Megatron log, separately for each process that printed rows.
 
-    The state between calls is the last row of each process. A row that repeats the previous step with the same loss
-    was printed twice, not run twice.
+    A step that decreases begins another attempt. A row that repeats the previous step with the same loss was printed
+    twice; it is not another attempt. The state between calls is the last row of each process.
     """
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, float, int]] = {}  # step, loss, attempt
 
     def attempts(self, printers: Integers, steps: Integers, losses: Numbers) -> Integers:
-        """Return the attempt, from 0, of each row, in the order of the log. A NaN loss equals no other."""
+        """Return the attempt, from 0, of each row; the rows are in the order of the log.
+
+        A repeated step with a NaN loss is another attempt, because NaN is not equal to NaN.
+        """
         found = np.zeros(len(steps), np.int64)
         for printer in np.unique(printers):
             chosen = np.flatnonzero(printers == printer)
@@ -52,7 +58,7 @@ class AttemptCounter:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Numbers with one meaning. `positions` are the records of the block to which they belong."""
+    """The values of one scalar. `positions` has, for each value, the index of its record in the block."""
 
     meaning: Meaning
     positions: Integers
@@ -61,7 +67,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class RowColumns:
-    """The common values of the rows of a chunk as columns: first the rows of groups, then the single rows."""
+    """The step, time, loss and other common values of all rows of a chunk, as columns.
+
+    The rows that were parsed in groups come first, then the rows that were parsed one by one.
+    """
 
     places: Integers
     printers: Integers
@@ -74,7 +83,11 @@ class RowColumns:
     def of(
         cls, groups: Sequence[Group], rows: Sequence[tuple[int, Row]], places: int, printers: Printers
     ) -> RowColumns:
-        """Return the columns. `places` is the number of places per line; single rows have their place."""
+        """Return step, time, loss and other common values of the rows in `groups`, then of those in `rows`.
+
+        A row in `rows` comes with its place in the log; the place of a row in a group is its line number times
+        `places`.
+        """
 
         def joined(arrays: Iterable[Integers], more: Iterable[int]) -> Integers:
             return np.concatenate([*arrays, np.array(list(more), np.int64)])
@@ -94,7 +107,10 @@ class RowColumns:
 
 @dataclass(slots=True)
 class Chunk:
-    """The records of a chunk of a log: `steps` and the other arrays have one value per record, at its position."""
+    """The records of one chunk of a log.
+
+    `steps`, `ranks`, `times` (UTC µs) and `attempts` have one value per record.
+    """
 
     steps: Integers
     ranks: Integers
@@ -104,16 +120,16 @@ class Chunk:
     without_loss: list[Integers] = field(default_factory=list)
     events: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     scalars: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
-    """Scalars of single rows and companion lines."""
+    """Scalars of single lines of the log, each with the index of its record."""
 
     @classmethod
     def of(cls, positions: Integers, *, steps: Integers, ranks: Integers, times: Integers, attempts: Integers) -> Chunk:
-        """Return a chunk of records with these values; `positions` are the positions of the records."""
+        """Return a chunk of records with these values, sorted by `positions`, which has the index of each record."""
         order = np.argsort(positions)
         return cls(steps[order], ranks[order], times[order], attempts[order])
 
     def add_group(self, group: Group, positions: Integers) -> None:
-        """Add rows with equal keys."""
+        """Add the scalars of rows that have equal keys. `positions` has the index of the record of each row."""
         found = dict(zip(group.keys, meanings(group.keys), strict=True))
         for column in group.columns:
             of_key = found[column.key].average() if column.is_average else found[column.key]
@@ -123,7 +139,7 @@ class Chunk:
             self.without_loss.append(positions)
 
     def add_row(self, row: Row, position: int) -> None:
-        """Add a single row."""
+        """Add the scalars of a single row of the log. `position` is the index of its record."""
         main = main_loss(row.keys)
         for part, text in row.parts:
             for key, is_average, value, unit in values(part, text):
@@ -135,18 +151,18 @@ class Chunk:
             self.without_loss.append(np.array([position]))
 
     def add_timers(self, alike: Alike, positions: Integers) -> None:
-        """Add lines of timers with equal keys."""
+        """Add the scalars of timer lines with equal keys. `positions` has the index of the record of each line."""
         for column in alike.columns:
             of_timer = timer_meaning(column.key)
             self.series.append(Series(of_timer, positions, column.numbers * of_timer.factor))
 
     def add_companion(self, companion: Companion, position: int) -> None:
-        """Add the scalars and events of a line between the rows."""
+        """Add the scalars and events of a companion line, such as a validation, to the record at `position`."""
         self.scalars += [(position, scalar) for scalar in companion.scalars]
         self.events += [(position, event) for event in companion.events]
 
     def block(self) -> ImportedBlock:
-        """Return the records as columns."""
+        """Return the records of the chunk as a block of columns."""
         tables = {}
         if scalars := list(self._scalar_tables()):
             tables["scalars"] = pa.concat_tables(scalars)
@@ -207,7 +223,7 @@ def _nullable(numbers: Integers, arrow_type: pa.DataType) -> pa.Array:
 
 
 def _coded(texts: Sequence[str | None], sizes: Sequence[int]) -> pa.DictionaryArray:
-    """Return a dictionary-encoded column that contains each text as often as its size."""
+    """Return a dictionary-encoded column that repeats each text in `texts` as often as the number in `sizes` states."""
     distinct = list(dict.fromkeys(text for text in texts if text is not None))
     codes = np.array([-1 if text is None else distinct.index(text) for text in texts], np.int32)
     indices = np.repeat(codes, sizes)
@@ -215,14 +231,14 @@ def _coded(texts: Sequence[str | None], sizes: Sequence[int]) -> pa.DictionaryAr
 
 
 def _group_losses(group: Group) -> Numbers:
-    """Return the loss of each row, NaN if it is NaN or absent."""
+    """Return the training loss of each row of the group, as float64; NaN if it is NaN or absent."""
     main = main_loss(group.keys)
     absent = np.full(len(group.lines), np.nan)
     return next((column.numbers for column in group.columns if column.key == main and not column.is_average), absent)
 
 
 def _row_loss(row: Row) -> float:
-    """Return the loss of a row, NaN if it is NaN or absent."""
+    """Return the training loss of a row; NaN if it is NaN or absent."""
     main = main_loss(row.keys)
     text = next((text for key, text in row.parts if key == main), "")
     return next((value for _, is_average, value, _ in values(LOSS, text) if not is_average), np.nan)

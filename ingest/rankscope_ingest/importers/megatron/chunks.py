@@ -1,4 +1,7 @@
-"""Classify the lines of one chunk of a log (rows, lines that accompany rows, other output) and join wrapped rows."""
+"""Classify the lines of one chunk of a Megatron log, and join rows that were wrapped into several lines.
+
+A line is a row, a companion line (a line with data between the rows), or other output.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +48,20 @@ KNOWN_KEYS: Final = frozenset({
 _SPLIT_NUMBER: Final = re.compile(r"[\d.eE+-]$")
 _REST_OF_NUMBER: Final = re.compile(r"^[\d.eE+-]")
 _MAY_CLOSE: Final = rf"\|\s*$|{HEAD_PATTERN}.*{HEAD_PATTERN}|\r[^\n]|[\x00\x08\x1b]"
-"""A bar at the end; or two rows, progress bars or colours in one line, which the parser of single rows separates."""
+"""A pattern for rows that end with a bar (`|`), or that only the parser of single rows can parse.
+
+The latter contain two rows, a progress bar or colours.
+"""
 
 
 def joined_row(
     text: str, following: Callable[[int], str | None], known: Collection[str] = KNOWN_KEYS
 ) -> tuple[list[Row], int]:
-    """Return the rows of `text` and its continuation lines, and the number of these lines; 0 without a continuation.
+    """Return the rows of the line `text` joined with its continuation lines, and the number of continuation lines.
 
-    `following(k)` returns the k-th line after `text`, None if that line cannot be a continuation. A line may be wrapped
-    after a bar, so a row that looks complete may continue. As many lines are taken as give a valid row.
+    Without a continuation, the result is no rows and 0. `following(k)` returns the k-th line after `text`, or None if
+    that line cannot be a continuation. A line may be wrapped after a bar, so a row that looks complete may continue. As
+    many lines are joined as possible, if the result is a valid row.
     """
     whole = text
     found: tuple[list[Row], int] = [], 0
@@ -76,7 +83,7 @@ def _is_valid(row: Row) -> bool:
 
 
 def join(first: str, second: str, known: Collection[str] = KNOWN_KEYS) -> str:
-    """Return two lines as one, with a space if the line was wrapped between words, without one if within a word."""
+    """Return two lines joined to one, with a space between them only if the line was wrapped between two words."""
     first, second = first.rstrip("\r\n"), second.rstrip("\r\n")
     if not first or not second or first[-1] in " \t|" or second[0] in " \t|":
         return first + second
@@ -93,7 +100,7 @@ def join(first: str, second: str, known: Collection[str] = KNOWN_KEYS) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Lines:
-    """The lines of a chunk with a mask for each kind of line."""
+    """The lines of a chunk of a Megatron log, with a boolean array for each kind of line."""
 
     lines: pa.Array
     lengths: Integers
@@ -103,11 +110,14 @@ class Lines:
     has_timers: Flags
     has_bar: Flags
     cut: int = -1
-    """The last line of a log if it has no line end, because it may be incomplete; -1 otherwise."""
+    """The index of the last line of a log if it has no line end and may therefore be incomplete; otherwise -1."""
 
     @classmethod
     def of(cls, data: bytes, *, is_end: bool) -> Lines:
-        """Return the lines of `data`. At the end of a log the last line may be incomplete."""
+        """Return the lines of `data`.
+
+        `is_end` is whether `data` is the end of the log; its last line may then be incomplete.
+        """
         lines, lengths = text_lines(data)
         too_long = lengths > MAX_LINE_BYTES
         is_row = row_lines(lines) & ~too_long
@@ -134,12 +144,15 @@ class Lines:
         return len(self.lines)
 
     def first(self, count: int) -> Lines:
-        """Return the first `count` lines."""
+        """Return a copy of this object that has only the first `count` lines."""
         names = ("lines", "lengths", "is_row", "too_long", "is_companion", "has_timers", "has_bar")
         return Lines(**{name: getattr(self, name)[:count] for name in names})
 
     def settled(self) -> int:
-        """Return the number of lines before a last row that may continue in the next chunk."""
+        """Return the number of lines that can be parsed now.
+
+        The last row of a chunk and the lines after it are left out if the row may continue in the next chunk.
+        """
         last = len(self) - 1
         for line in range(last, max(-1, last - MOST_LINES), -1):
             if self.is_row[line]:
@@ -149,12 +162,15 @@ class Lines:
         return len(self)
 
     def may_continue(self) -> Flags:
-        """Return a mask of the rows before a line that may be their continuation."""
+        """Return a boolean array that marks the rows whose next line may be their continuation."""
         continuation = np.append((self.has_bar & ~self.is_companion)[1:], values=False)
         return np.asarray(self.is_row & continuation)
 
     def are_open(self) -> bool:
-        """Return whether no row ends with a bar, and none can continue in the next line."""
+        """Return whether the log is of a dialect whose rows do not end with a bar (`|`).
+
+        This is so if no row of the chunk ends with a bar, and no row can continue in the next line.
+        """
         rows = np.flatnonzero(self.is_row)
         after = rows[rows + 1 < len(self)] + 1
         blank = ~matching(self.chosen(after), r"\S")
@@ -162,24 +178,24 @@ class Lines:
         return bool(ends.all()) and not matching(self.chosen(rows), _MAY_CLOSE).any()
 
     def chosen(self, numbers: Integers) -> pa.Array:
-        """Return the lines with these numbers."""
+        """Return the lines with these numbers, counted from 0 in the chunk."""
         return self.lines if len(numbers) == len(self) else self.lines.take(pa.array(numbers))
 
     def others(self) -> int:
-        """Return the number of lines of other output."""
+        """Return the number of lines of other output: those that are neither rows nor companion lines nor too long."""
         return int((~(self.is_row | self.is_companion | self.too_long)).sum())
 
     def raw(self, line: int) -> bytes:
-        """Return a line as it is in the log, with its line end."""
+        """Return the line with the number `line` as bytes, including its line end."""
         found: bytes = self.lines[line].as_py()
         return found
 
     def text(self, line: int) -> str:
-        """Return a line as text."""
+        """Return the line with the number `line` as text."""
         return self.raw(line).decode(errors="replace")
 
     def continuation(self, line: int) -> str | None:
-        """Return a line if it may be the continuation of the row before it."""
+        """Return the line with the number `line` as text if it may continue the row before it; otherwise None."""
         if line >= len(self) or self.is_row[line] or self.is_companion[line] or self.too_long[line]:
             return None
         return self.text(line)

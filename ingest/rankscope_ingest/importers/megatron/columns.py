@@ -1,8 +1,8 @@
-"""Parse rows with equal keys column by column, without a Python object per number.
+"""Parse rows of a Megatron log that have equal keys, column by column, without a Python object per number.
 
-Lines are grouped by their number of bars. The first line of a group provides the keys. Arrow checks that the other
-lines have the same keys at the same places, and parses the numbers. Lines that do not fit are returned for the parser
-of single rows (`rows`). Both parsers give the same result for the same line.
+Lines are grouped by their number of bars (`|`). The first line of a group provides the keys. Arrow checks that the
+other lines have the same keys at the same places, and parses the numbers. Lines that differ are left to the parser of
+single rows (`rows`). Both parsers give the same result for the same line.
 """
 
 from __future__ import annotations
@@ -35,26 +35,29 @@ Flags = npt.NDArray[np.bool_]
 
 NO_TIME: Final = np.iinfo(np.int64).min
 NO_NUMBER: Final = np.iinfo(np.int64).min
-"""Stands for an unknown step or rank."""
+"""The value for an unknown step or rank in arrays of integers."""
 
 TIMERS_PATTERN: Final = r"time \(ms\) \|"
 
 _TEMPLATES: Final = 3
 _VALUES: Final = r"^[^|]*\||:[^:|]*\|"
-"""The parts in which lines with equal keys may differ: the text before the first bar, and the values."""
+"""A pattern for the parts in which lines with equal keys may differ: the text before the first bar, and the values."""
 _NO_STOP: Final = 1 << 24
 _ENOUGH_LINES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The form of one kind of lines. `head` matches all text before the first bar; its groups are the wanted values."""
+    """The form of one kind of line.
+
+    `head` is a pattern for the text before the first bar; its groups capture the values in that text.
+    """
 
     head: str
     is_closed: bool
-    """True if a bar must follow the last part; otherwise it may."""
+    """True if each line must end with a bar (`|`); if false, the bar at the end is optional."""
     has_pairs: bool
-    """True if a value may be `current/average`."""
+    """True if a value may consist of two numbers, `current/average`."""
 
 
 _ROW_HEAD: Final = (
@@ -68,7 +71,10 @@ _TIMERS: Final = Shape(rf"^[ \t]*(?P<labels>(?:{LABEL_PATTERN})*?)time \(ms\) $"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The numbers of one key. The averages of `current/average` are a separate column."""
+    """The numbers that a group of lines has for one key.
+
+    If the values of the key have the form `current/average`, the averages are another column.
+    """
 
     key: str
     is_average: bool
@@ -77,7 +83,11 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Lines with equal keys, and the values of their heads."""
+    """Lines with equal keys, as columns.
+
+    `lines` has their line numbers, `head` the values in the text before the first bar, and `columns` the numbers of
+    each key.
+    """
 
     lines: Integers
     head: pa.StructArray
@@ -87,7 +97,11 @@ class Alike:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows with equal keys. `labels` are the distinct prefixes, `label_codes` the index of each row's prefix."""
+    """Rows with equal keys, as columns.
+
+    `labels` has the distinct texts before the rows, such as host and rank; `label_codes` has the index in `labels` for
+    each row.
+    """
 
     lines: Integers
     steps: Integers
@@ -104,7 +118,10 @@ def _numpy(array: Any) -> Any:
 
 
 def text_lines(data: bytes) -> tuple[pa.Array, Integers]:
-    """Return the lines of `data` with their line ends, without copying, and their lengths in bytes."""
+    """Return the lines of `data` with their line ends, and the lengths of the lines in bytes.
+
+    The lines are an Arrow array that shares the memory of `data`.
+    """
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
     if not data.endswith(b"\n"):
         ends = np.append(ends, len(data))
@@ -114,31 +131,34 @@ def text_lines(data: bytes) -> tuple[pa.Array, Integers]:
 
 
 def matching(lines: pa.Array, pattern: str) -> Flags:
-    """Return which lines contain a match of the regular expression."""
+    """Return a boolean array that marks the lines in which the regular expression `pattern` matches."""
     return np.asarray(_numpy(pc.match_substring_regex(lines, pattern)))
 
 
 def row_lines(lines: pa.Array) -> Flags:
-    """Return which lines contain the beginning of a row."""
+    """Return a boolean array that marks the lines with the beginning of a row, such as `iteration 10/ 100 |`."""
     return matching(lines, HEAD_PATTERN)
 
 
 def read_groups(lines: pa.Array, numbers: Integers, *, are_open: bool = False) -> tuple[list[Group], Integers]:
-    """Return the rows among `lines` by group, and the numbers of the lines that could not be parsed.
+    """Return the rows in `lines` in groups of equal keys, and the numbers of the lines that could not be parsed.
 
-    `numbers` are the numbers of the lines. Rows that `are_open` have no bar at the end.
+    `numbers` has the line number of each line. `are_open` is whether the rows have no bar at the end.
     """
     found, left = _read_alike(lines, numbers, _OPEN_ROWS if are_open else _ROWS)
     return [_group(alike) for alike in found], left
 
 
 def read_timers(lines: pa.Array, numbers: Integers) -> tuple[list[Alike], Integers]:
-    """Return lines such as `time (ms) | forward-compute: 265.42 | optimizer: 52.20`, and the numbers of the others."""
+    """Return the timer lines in groups of equal keys, and the numbers of all other lines.
+
+    A timer line is, for example, `time (ms) | forward-compute: 265.42 | optimizer: 52.20`.
+    """
     return _read_alike(lines, numbers, _TIMERS)
 
 
 def _read_alike(lines: pa.Array, numbers: Integers, shape: Shape) -> tuple[list[Alike], Integers]:
-    """Return lines of one shape by their keys, and the numbers of the lines that could not be parsed."""
+    """Return lines of the form `shape` in groups of equal keys, and the numbers of the unparsable lines."""
     if len(lines) < _ENOUGH_LINES:
         return [], numbers
     pieces = pc.split_pattern(lines, "|")
@@ -156,7 +176,10 @@ def _read_alike(lines: pa.Array, numbers: Integers, shape: Shape) -> tuple[list[
 
 
 def _take_alike(table: _Pieces, numbers: Integers, shape: Shape, groups: list[Alike]) -> Integers:
-    """Add the lines with the keys of the first line to `groups`, up to three times. Return the other numbers."""
+    """Add up to three groups of lines with equal keys to `groups`. Return the numbers of the other lines.
+
+    The keys of a group are those of the first remaining line.
+    """
     left: list[Integers] = []
     for _ in range(_TEMPLATES):
         if len(numbers) < _ENOUGH_LINES:
@@ -174,7 +197,7 @@ def _take_alike(table: _Pieces, numbers: Integers, shape: Shape, groups: list[Al
 
 
 def _take_by_form(lines: pa.Array, numbers: Integers, shape: Shape, groups: list[Alike]) -> Integers:
-    """Add lines of many forms to `groups`, grouped by their text without the values. Return the other numbers."""
+    """Add lines to `groups`, grouped by their text without the values. Return the numbers of the other lines."""
     forms = _numpy(pc.replace_substring_regex(lines, _VALUES, "|").dictionary_encode().indices)
     order = np.argsort(forms, kind="stable")
     left = []
@@ -188,7 +211,7 @@ def _take_by_form(lines: pa.Array, numbers: Integers, shape: Shape, groups: list
 
 
 class _Pieces:
-    """Lines split at their bars, all into the same number of pieces."""
+    """Lines that were split at their bars (`|`), all into the same number of pieces."""
 
     def __init__(self, pieces: pa.Array, count: int) -> None:
         self.count = count
@@ -209,7 +232,10 @@ class _Pieces:
 
 
 def _read_like_first(table: _Pieces, numbers: Integers, shape: Shape) -> tuple[Alike | None, Flags]:
-    """Return the lines with the keys of the first line, and a mask of these lines."""
+    """Return the lines with the same keys as the first line, and a boolean array that marks them.
+
+    The first value is None if there are no such lines.
+    """
     nothing = np.zeros(len(numbers), np.bool_)
     first = table.first()
     keys = _keys(first, shape)
@@ -243,7 +269,7 @@ def _read_like_first(table: _Pieces, numbers: Integers, shape: Shape) -> tuple[A
 
 
 def _keys(first: list[str], shape: Shape) -> tuple[str, ...] | None:
-    """Return the keys of a line, None for a line that only the parser of single rows can read."""
+    """Return the keys in the first line of a group; None if only the parser of single rows can parse this line."""
     is_closed = not first[-1].strip()
     split = [split_part(piece) for piece in (first[1:-1] if is_closed else first[1:])]
     parts = [part for part in split if part is not None]
@@ -258,7 +284,10 @@ def _keys(first: list[str], shape: Shape) -> tuple[str, ...] | None:
 
 
 def _numbers(piece: pa.Array, start: int, key: str, sample: str) -> tuple[list[Column], Flags]:
-    """Return the numbers after a prefix of `start` bytes as one column or, for `current/average`, as two."""
+    """Return the columns of one key, and a boolean array that marks the valid values.
+
+    The values follow a prefix of `start` bytes. Values of the form `current/average` give two columns.
+    """
     # Without a stop, binary_slice of pyarrow 26 computes a wrong buffer size.
     text = pc.ascii_trim_whitespace(pc.binary_slice(piece, start, _NO_STOP).view(pa.string()))
     if "/" not in sample.rpartition(":")[2]:
@@ -277,7 +306,7 @@ def _numbers(piece: pa.Array, start: int, key: str, sample: str) -> tuple[list[C
 
 
 def _floats(text: pa.Array) -> tuple[Numbers, Flags]:
-    """Return the numbers, and a mask of the texts that are numbers."""
+    """Return the texts as numbers, and a boolean array that marks the texts that are numbers."""
     try:
         return _numpy(pc.cast(text, pa.float64())), np.ones(len(text), np.bool_)
     except pa.ArrowInvalid:
@@ -301,7 +330,7 @@ def _group(alike: Alike) -> Group:
 
 
 def _times(text: pa.Array) -> Integers:
-    """Return times as UTC µs, NO_TIME for an absent or impossible time."""
+    """Return times as UTC µs; NO_TIME for an absent or invalid time."""
     try:
         moments = pc.cast(pc.if_else(_present(text), text.view(pa.string()), None), pa.timestamp("us"))
     except pa.ArrowInvalid:
@@ -322,26 +351,29 @@ def _time_or_missing(text: str | None) -> int:
 
 
 class Printers:
-    """The processes that printed a log, numbered in order of appearance."""
+    """The processes that printed the rows of a log, numbered from 0 in order of appearance."""
 
     def __init__(self) -> None:
         self._numbers: dict[Printer, int] = {}
         self._tasks_are_ranks: bool | None = None
 
     def number(self, found: Printer) -> int:
-        """Return the number of a process."""
+        """Return the number of the process `found`; a new process gets the next number."""
         return self._numbers.setdefault(found, len(self._numbers))
 
     def of_labels(self, labels: tuple[str, ...], codes: Integers) -> Integers:
-        """Return the number of the process of each row; `codes` are indices into the prefixes `labels`."""
+        """Return the number of the process that printed each row.
+
+        `labels` has the distinct texts before the rows, `codes` the index in `labels` for each row.
+        """
         by_code = np.array([self.number(printer(label)) for label in labels], np.int64)
         return by_code[codes]
 
     def ranks(self, printers: Integers, steps: Integers) -> Integers:
-        """Return the rank of each row, NO_NUMBER if the log does not contain it.
+        """Return the rank of each row; NO_NUMBER if the log does not contain the rank.
 
-        The number that srun prints before a line is the task that printed it. The rows of one run may come from
-        different tasks, so the number is a rank only if several tasks print the same step.
+        srun prints the number of the task before a line. Different tasks may print the rows of one run, so the task
+        number is used as the rank only if several tasks print the same step.
         """
         known = list(self._numbers) or [Printer()]
         tasks = np.array([NO_NUMBER if found.task is None else found.task for found in known], np.int64)
@@ -353,7 +385,7 @@ class Printers:
 
 
 def _repeat_steps(tasks: Integers, steps: Integers) -> bool | None:
-    """Return whether several tasks print the same steps, None while only one task has printed."""
+    """Return whether several tasks print the same steps; None as long as only one task has printed."""
     known = tasks != NO_NUMBER
     if len(np.unique(tasks[known])) < 2:
         return None

@@ -1,7 +1,8 @@
-"""Parse the lines between the rows: validations, checkpoints, timers, memory, arguments, the end of a run, errors.
+"""Parse the companion lines of a Megatron log: the lines with data between its rows.
 
-The module performs no I/O. A line that belongs to a step without containing its number belongs to the step of the row
-before it, which the caller provides.
+They contain validations, checkpoints, timers, memory, arguments, the end of a run, and errors. The module performs no
+I/O. If such a line belongs to a step but does not contain it, the step is that of the row before the line; the caller
+adds it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ COMPANION_PATTERN: Final = (
     r"|Traceback \(most|Error\b|ERROR|NCCL|[Oo]ut of memory|CANCELLED|TIME LIMIT|[Kk]ill|SIG[A-Z]{3,}|[Ss]ignal \d"
     r"|[Ss]egmentation fault|No space left|Permission denied|No such file|[Tt]imed? ?out|core dumped|Connection re"
 )
-"""A line without a match is not passed to `Companions.read`. Arrow's regular expressions use the same text."""
+"""A pattern for possible companion lines. `Companions.read` receives only lines in which it matches.
+
+The pattern is also used by Arrow, so it must be valid for both Python and RE2.
+"""
 
 _MEBIBYTE: Final = float(1 << 20)
 _MILLISECOND: Final = 1e-3
@@ -81,12 +85,15 @@ _ERRORS: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
     ("exception", re.compile(r"Traceback \(most recent call last\)|^[A-Za-z_][\w.]*(?:Error|Exception)(?::|$)")),
 )  # fmt: skip
 _STOPPING: Final = frozenset({"cancelled", "signal"})
-"""Classes of errors that mean that a person or the scheduler ended the run, not that it failed."""
+"""Classes of errors which mean that a user or the scheduler stopped the run; the run itself did not fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companion:
-    """The scalars and events of one line. Without a step it belongs to the step of the row before it."""
+    """The scalars and events of one companion line.
+
+    If `step` is None, the line belongs to the step of the row before it.
+    """
 
     scalars: tuple[Mapping[str, Any], ...] = ()
     events: tuple[Mapping[str, Any], ...] = ()
@@ -94,22 +101,28 @@ class Companion:
     rank: int | None = None
     ts: int | None = None
     once: tuple[Any, ...] | None = None
-    """Only the first line with the same value and step counts: a thousand ranks may print one failure."""
+    """A key that identifies repeated lines: only the first line with the same key and step is stored.
+
+    For example, a thousand ranks may print the same failure. None means that every line is stored.
+    """
 
 
 @dataclass(slots=True)
 class Companions:
-    """The lines between the rows of one log, read in order, because the meaning of some depends on earlier ones."""
+    """Parser of the companion lines of one log.
+
+    Lines must be passed in order, because the meaning of some lines depends on earlier lines.
+    """
 
     run: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
     ending: tuple[str, str] | None = None
-    """State and reason of the run, according to the latest line about an end."""
+    """State and reason of the end of the run, according to the latest line about an end; None if there is none."""
     _across: str | None = None
     _timer: str = ""
 
     def read(self, line: str) -> tuple[list[Companion], bool]:
-        """Return the scalars and events of a line, and whether the line is one of Megatron's or an error."""
+        """Return the scalars and events of a line, and whether the line was printed by Megatron or is an error."""
         text = line.strip()
         label = _LABELS.match(text)
         bare = text[label.end() :] if label and "[Rank" not in label[0] else text
@@ -132,7 +145,7 @@ class Companions:
         return errors, bool(errors)
 
     def facts(self) -> ImportedRun:
-        """Return the facts about the run in the lines so far."""
+        """Return the facts about the run that the lines so far contain."""
         facts = dict(self.run)
         if self.arguments:
             facts["config"] = json.dumps(self.arguments, sort_keys=True, ensure_ascii=False)
@@ -145,12 +158,15 @@ class Companions:
         return ImportedRun(**facts)
 
     def row_seen(self) -> None:
-        """Forget an end of the run: a row has followed, so training continued."""
+        """Discard a recorded end of the run. The caller has read another row, so training continued."""
         self.ending = None
         self._across = None
 
     def timers_seen(self) -> None:
-        """End the current block of timers of all ranks: a line of timers has followed."""
+        """End the current list of the timers of all ranks.
+
+        The caller has read a timer line, which is not part of such a list.
+        """
         self._across = None
 
     def _validation(self, found: re.Match[str]) -> list[Companion]:
@@ -265,7 +281,10 @@ def _event(type: str, text: str, *, severity: str = Severity.INFO, **columns: An
 
 
 def _parts(text: str) -> Iterator[tuple[str, float]]:
-    """Yield key and number of the parts of `a: 1 | b: 2 |`. Incomplete parts and parts without a number are skipped."""
+    """Yield key and number of each part of a line such as `a: 1 | b: 2 |`.
+
+    Incomplete parts and parts without a number are skipped.
+    """
     for piece in text.split("|"):
         part = split_part(piece)
         value = None if part is None else number(part[1])
@@ -274,7 +293,7 @@ def _parts(text: str) -> Iterator[tuple[str, float]]:
 
 
 def timer_meaning(timer: str, name: str = "timer_seconds") -> Meaning:
-    """Return the stored meaning of a timer in milliseconds."""
+    """Return stored name, unit, factor and labels of a timer that the log gives in milliseconds."""
     labels = canonical_labels({"timer": printable(timer), "source_unit": "ms"})
     return Meaning(name, "seconds", _MILLISECOND, labels)
 

@@ -1,7 +1,7 @@
-"""Parse one row of a Megatron log: its process, its time, its step, its `key: value` parts and their meaning.
+"""Parse single rows of a Megatron log: process, time, step, and `key: value` parts with their stored names.
 
-This parser handles the rows that the column parser (`columns`) does not: colours, progress bars before a row, two rows
-on one line, incomplete rows. The module performs no I/O.
+This parser handles the rows that the column parser (`columns`) does not handle: rows with colours, with a progress bar
+before the row, with two rows on one line, and incomplete rows. The module performs no I/O.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from rankscope_ingest.importers.common.values import micros as iso_micros
 from rankscope_ingest.importers.common.values import seconds
 
 HEAD_PATTERN: Final = r"[Ii]teration[ \t]+\d{1,18}[ \t]*/[ \t]*\d{1,18}[ \t]*\|"
-"""The beginning of each row, after its prefixes. Arrow's regular expressions use the same text."""
+"""A pattern for the beginning of each row, such as `iteration 10/ 100 |`, after prefixes such as time and rank.
+
+The pattern is also used by Arrow, so it must be valid for both Python and RE2.
+"""
 
 LABEL_PATTERN: Final = r"(?:\[[^\[\]|]+\][ \t]*:?[ \t]*|[\w.-]+:[ \t]+)"
 TIME_PATTERN: Final = r"\d{4}[-/]?\d\d[-/]?\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[-+]\d\d:?\d\d)?"
 
 MAX_PREFIX: Final = 400
-"""The largest number of characters before a row that are parsed as its prefixes."""
+"""Only this number of characters before a row is searched for prefixes such as time and rank."""
 
 _HEAD: Final = re.compile(r"[Ii]teration[ \t]+(\d{1,18})[ \t]*/[ \t]*(\d{1,18})[ \t]*\|")
 _TIME: Final = re.compile(rf"(?<!\d){TIME_PATTERN}")
@@ -44,7 +47,7 @@ _BARE: Final = re.compile(
     r"((?:[\w-]{1,40} ){0,4}loss|learning rate|loss scale|grad norm|num zeros|params norm|consumed samples"
     r"|global batch size|elapsed time per iteration \(m?s\)|number of (?:skipped|nan) iterations)[ \t]+(\S+)"
 )
-"""A part without a colon, as the first Megatron releases print it: `lm loss 9.5E+00`."""
+"""A pattern for a part without a colon, as the first Megatron releases print it: `lm loss 9.5E+00`."""
 _CLOCK: Final = re.compile(r"([^:|]*[^:|\s])\s*:\s*((?:\d{1,6} days?, )?\d{1,6}(?::\d\d){1,2}(?:\.\d+)?)")
 _THOUSANDS: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _DECIMAL_COMMA: Final = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
@@ -57,7 +60,10 @@ _WITH_UNIT: Final = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]
 
 @dataclass(frozen=True, slots=True)
 class Printer:
-    """The process that printed a row. Its rows are one sequence. `rank` is known if the prefix contains it."""
+    """The process that printed a row, as far as the text before the row identifies it.
+
+    The rows of one process are in order. Fields that the text does not contain are None.
+    """
 
     rank: int | None = None
     task: int | None = None
@@ -66,7 +72,11 @@ class Printer:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it is in the log. `is_closed` means that it ends with a bar."""
+    """One row of a log with unchanged keys and values.
+
+    `parts` has the pairs of key and value, and `odd_parts` the number of unreadable parts. `is_closed` is whether the
+    row ends with a bar.
+    """
 
     printer: Printer
     ts: int | None
@@ -76,26 +86,29 @@ class Row:
     odd_parts: int
     is_closed: bool
     is_whole: bool
-    """True if the last part is a key with a value: some dialects print no bar after the last part."""
+    """True if the last part has a key and a value. Some dialects print no bar after the last part."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the parts, in order."""
+        """The keys of the parts, in the order of the row."""
         return tuple(key for key, _ in self.parts)
 
 
 def clean(text: str) -> str:
-    """Return `text` without colours and other terminal codes."""
+    """Return `text` without colours and other terminal control codes."""
     return _COLOURS.sub("", text) if "\x1b" in text or "\x00" in text or "\x08" in text else text
 
 
 def has_head(text: str) -> bool:
-    """Return whether `text` contains the beginning of a row."""
+    """Return whether `text` contains the beginning of a row, such as `iteration 10/ 100 |`."""
     return _HEAD.search(text) is not None
 
 
 def parse_rows(text: str) -> list[Row]:
-    """Return the rows in one line of a log, in order. A row that another row interrupts is not closed."""
+    """Return the rows on one line of a log, in order.
+
+    A row that is interrupted by the next row counts as not closed, so it is incomplete.
+    """
     heads = list(_HEAD.finditer(text))
     rows = []
     for position, head in enumerate(heads):
@@ -114,7 +127,7 @@ def parse_rows(text: str) -> list[Row]:
 
 
 def last_time(prefix: str) -> str | None:
-    """Return the last time in the text before a row: loggers print theirs before other labels."""
+    """Return the last time in `prefix`, the text before a row; None without a time."""
     found = _TIME.findall(prefix)
     return found[-1] if found else None
 
@@ -139,7 +152,10 @@ def _row(head: re.Match[str], before: re.Match[str] | None, moment: str | None, 
 
 
 def split_part(piece: str) -> tuple[str, str] | None:
-    """Return key and value of ` lm loss: 2.1E+00 ` or ` lm loss 2.1E+00 `; None if one of them is missing."""
+    """Return key and value of a part such as ` lm loss: 2.1E+00 ` or ` lm loss 2.1E+00 `.
+
+    Return None if the key or the value is missing.
+    """
     key, colon, value = piece.rpartition(":")
     key, value = key.strip(), value.strip()
     if colon and ":" in key and (clock := _CLOCK.fullmatch(piece.strip())):
@@ -150,10 +166,10 @@ def split_part(piece: str) -> tuple[str, str] | None:
 
 
 def number(text: str) -> float | None:
-    """Return a number of a log, including NaN and Inf; None for other text.
+    """Return the number in `text`, which may be NaN or Inf; None for any other text.
 
-    Numbers such as `1,234.5`, `0,5` and the NaN of other C libraries are accepted. `1,234` may be 1234 or 1.234 and is
-    rejected: a wrong number is worse than a part that is reported as unreadable.
+    Numbers such as `1,234.5` and `0,5`, and the spellings of NaN of other C libraries, are accepted. `1,234` may mean
+    1234 or 1.234 and is rejected: a wrong number is worse than a part that is reported as unreadable.
     """
     if "_" in text:
         return None
@@ -173,14 +189,15 @@ def number(text: str) -> float | None:
 
 
 def _is_odd(key: str, text: str) -> bool:
-    """Return whether a value begins like a number and cannot be read as one."""
+    """Return whether a value begins like a number but cannot be parsed as one."""
     return number(text) is None and _LIKE_A_NUMBER.match(text) is not None and not values(key, text)
 
 
 def values(key: str, text: str) -> list[tuple[str, bool, float, str | None]]:
-    """Return (key, is an average, value, unit) for each number in a value: one, `current/average`, or one per key.
+    """Return (key, is an average, value, unit) for each number in the value `text` of `key`.
 
-    The key names the numbers in `hip mem usage/free/total: 144.89GB/47.10GB/191.98GB`.
+    A value is a single number, two numbers `current/average`, or one number per name in the key. An example of the
+    latter is `hip mem usage/free/total: 144.89GB/47.10GB/191.98GB`.
     """
     single = number(text)
     if single is not None:
@@ -213,7 +230,10 @@ def _with_unit(text: str) -> tuple[float, str | None] | None:
 
 @functools.lru_cache(maxsize=65_536)
 def printer(labels: str) -> Printer:
-    """Return the process that the prefixes of a row identify: `node-1: [default7]:`, `[node-1:7]:`, `3:`."""
+    """Return the process that the prefixes before a row identify.
+
+    Examples of prefixes are `node-1: [default7]:`, `[node-1:7]:` and `3:`.
+    """
     rank = local = task = host = None
     for label in _LABEL.findall(labels):
         text = label.strip()
@@ -231,7 +251,7 @@ def printer(labels: str) -> Printer:
 
 @functools.lru_cache(maxsize=1024)
 def micros(text: str) -> int | None:
-    """Return a time as UTC µs. A time without a zone is taken as UTC."""
+    """Return a time as UTC µs, or None for any other text. A time without a zone is taken as UTC."""
     found = _DATE_AND_TIME.fullmatch(text)
     if found is None:
         return None
@@ -259,7 +279,7 @@ _SIDE_LOSS: Final = re.compile(r"mtp|balanc|aux|(?:^|_)z_loss|router|indexer|moe
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The scalar for a key: `value x factor` is in `unit`."""
+    """The stored name, unit and labels of a key. The logged value multiplied by `factor` is in `unit`."""
 
     name: str
     unit: str | None
@@ -267,20 +287,23 @@ class Meaning:
     labels: str | None
 
     def average(self) -> Meaning:
-        """Return the meaning of the second of two values `current/average`."""
+        """Return the meaning of the average in a value `current/average`. Its stored name ends with `_average`."""
         return replace(self, name=f"{self.name}_average")
 
 
 @functools.lru_cache(maxsize=256)
 def meanings(keys: tuple[str, ...]) -> tuple[Meaning, ...]:
-    """Return the meaning of each key of one row. At most one loss is named `loss`; other losses keep their names."""
+    """Return stored name, unit, factor and labels for each key of one row.
+
+    At most one loss gets the name `loss`; other losses keep their names.
+    """
     main = main_loss(keys)
     return tuple(meaning(key, is_main=key == main) for key in keys)
 
 
 @functools.lru_cache(maxsize=256)
 def main_loss(keys: tuple[str, ...]) -> str | None:
-    """Return the key of the training loss, None if the row has none."""
+    """Return the key of the training loss among `keys`; None if the row has no loss."""
     folded = {fold(key): key for key in reversed(keys)}
     for name in _MAIN_LOSSES:
         if name in folded:
@@ -290,14 +313,15 @@ def main_loss(keys: tuple[str, ...]) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def may_be_cut(keys: tuple[str, ...]) -> bool:
-    """Return whether a row has neither a loss nor a key that Megatron prints after the loss."""
+    """Return whether a row may be cut: it has neither a loss nor a key that Megatron prints after the loss."""
     return main_loss(keys) is None and _AFTER_LOSS.isdisjoint(map(fold, keys))
 
 
 def is_cut(keys: tuple[str, ...], known: Iterable[tuple[str, ...]]) -> bool:
-    """Return whether a row is the beginning of a row with the keys in `known` and was cut at a bar before the loss.
+    """Return whether a row was cut at a bar (`|`) before the loss.
 
-    A complete row without a loss still has the keys that follow the loss.
+    It was cut if a key list in `known` begins with the keys of the row and contains the loss later. A complete row
+    without a loss still has the keys that Megatron prints after the loss.
     """
     if not may_be_cut(keys):
         return False
@@ -307,7 +331,10 @@ def is_cut(keys: tuple[str, ...], known: Iterable[tuple[str, ...]]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def meaning(key: str, *, is_main: bool = False) -> Meaning:
-    """Return the meaning of one key: `elapsed time per iteration (ms)` is `step_seconds` with the factor 0.001."""
+    """Return stored name, unit, factor and labels of one key.
+
+    For example, `elapsed time per iteration (ms)` becomes `step_seconds` with the factor 0.001.
+    """
     alias = canonical(key)
     name, unit = alias.name, alias.unit
     if is_main:
@@ -326,5 +353,5 @@ def meaning(key: str, *, is_main: bool = False) -> Meaning:
 
 
 def fold(key: str) -> str:
-    """Return a key in lower case, without its unit, with words joined by underscores."""
+    """Return `key` in lower case, without its unit in parentheses, and with underscores between words."""
     return re.sub(r"[\s_-]+", "_", key.split("(", 1)[0].strip().lower())

@@ -1,8 +1,8 @@
 """Import the output of msprobe's monitor: folders of CSV files, anomaly records, module structure, call stacks.
 
-Steps and Adam's moments are converted as `rankscope_contract.msprobe.csv_layout` describes. `tables` distinguishes
-absent values from values that are not finite; msprobe writes `nan` for both. msprobe stores times only in the names of
-folders and without a year, so rows have no time.
+`rankscope_contract.msprobe.csv_layout` describes how steps and the moments of Adam are converted. msprobe writes `nan`
+both for absent values and for values that are not finite; `tables` distinguishes the two. msprobe stores times only in
+the names of folders, without a year, so the imported rows have no time.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _HEADS: Final = (
 
 
 class Msprobe:
-    """The importer of msprobe's output."""
+    """The importer of the output of msprobe's monitor."""
 
     name = "msprobe"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the kind of msprobe's output at `path`."""
+        """Return the confidence that `path` is output of msprobe, and the kind of output as the reason."""
         if path.is_dir():
             return _detect_folder(find(path))
         for pattern, confidence, because in _HEADS:
@@ -45,7 +45,7 @@ class Msprobe:
         return NOT_MINE
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield the records of one launch after another, then structures and anomalies, then facts about the run."""
+        """Yield the records launch by launch, then module structures and anomalies, then the facts about the run."""
         found = find(path)
         if found.is_empty:
             raise IngestError(
@@ -77,7 +77,10 @@ def _detect_folder(found: Found) -> Detection:
 
 
 def _read_folder(folder: Folder, faults: Faults, attempt: int) -> Generator[Imported, None, int]:
-    """Yield the records in the files of one rank. Return how often a family repeats its steps at most."""
+    """Yield the records in the files of one rank.
+
+    Return the largest number of times that a family of files repeats its steps.
+    """
     repeats = 0
     for family, files in folder.families.items():
         reader = FamilyReader(family, rank=folder.rank, attempt=attempt, source=folder.source)
@@ -105,7 +108,10 @@ def _run(found: Found) -> ImportedRun:
 
 
 def _started(folder: Folder) -> dt.datetime | None:
-    """Return the creation time of the first folder. Its name has no year; its files are at least as new."""
+    """Return the time of the launch: the time in the name of the first folder, which has no year.
+
+    The year is derived from the modification times of the files in the folder. Return None if it cannot be derived.
+    """
     named = folder.named.time if folder.named else None
     files = [path for listed in folder.families.values() for _, path in listed]
     if named is None or not files:

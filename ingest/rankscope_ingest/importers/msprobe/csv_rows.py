@@ -1,8 +1,8 @@
-"""Read the lines of a family's CSV file into columns of text, and the text into numbers, step by step.
+"""Read a CSV file of msprobe into columns of text, and the text into numbers.
 
-Unreadable lines are reported with their numbers. Each line is first checked for content that would make a parser join
-it with the next line: an open quote, or bytes that are no text. Arrow's CSV reader parses the rest in batches. The
-meaning of the rows is left to `tables`.
+Unreadable lines are reported with their numbers. A line with an open quote or with invalid text is rejected first,
+because a parser would join it with the next line. Arrow's CSV reader parses the other lines in batches. The meaning of
+the rows is left to `tables`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Report = Callable[[int, str], None]
-"""Called with the number of an unreadable line and the reason."""
+"""A function that is called with the number of an unreadable line, from 1, and the reason."""
 
 _TEXTS: Final = ("shape", "dtype")
 _STEP_LIMIT: Final = 1 << 50
@@ -50,14 +50,17 @@ _DTYPES: Final = frozenset(
 
 
 class Cells(NamedTuple):
-    """Rows of one file as columns of text. `lines` has the line number of each row."""
+    """Rows of one file as columns of text. `lines` has the line number of each row, from 1."""
 
     columns: dict[str, pa.StringArray]
     lines: Integers
 
 
 def read_cells(path: Path, faults: Faults, report: Report) -> Iterator[Cells]:
-    """Yield the rows of the file at `path`. A last line without line end is a row only if it is complete."""
+    """Yield the rows of the file at `path` in batches; call `report` for each unreadable line.
+
+    A last line without line end may be incomplete. It is a row only if it ends with a complete data type.
+    """
     header: list[str] = []
     waiting: list[bytes] = []
     numbers: list[int] = []
@@ -69,7 +72,7 @@ def read_cells(path: Path, faults: Faults, report: Report) -> Iterator[Cells]:
         if not line.strip():
             continue
         if line.count(b'"') % 2 or not _is_text(line):
-            report(number, f"incomplete or no text: {shown(line)}")
+            report(number, f"the line is incomplete or not valid text: {shown(line)}")
             continue
         waiting.append(line)
         numbers.append(number)
@@ -79,19 +82,19 @@ def read_cells(path: Path, faults: Faults, report: Report) -> Iterator[Cells]:
             yield _parse(header, waiting[:-1], numbers[:-1], report)
             waiting, numbers, held = waiting[-1:], numbers[-1:], len(line)
     if waiting and torn_size(path) is not None and not _is_whole(header, waiting[-1]):
-        report(numbers.pop(), f"incomplete: {shown(waiting.pop())}")
+        report(numbers.pop(), f"the last line is incomplete: {shown(waiting.pop())}")
     if waiting:
         yield _parse(header, waiting, numbers, report)
 
 
 def read_header(path: Path) -> list[str]:
-    """Return the column names of the file at `path`, none for an empty file."""
+    """Return the column names of the file at `path`; an empty list for an empty file."""
     first = next(read_lines(path, Faults()), None)
     return [] if first is None else _fields(first[1])
 
 
 def _lines(path: Path, faults: Faults, report: Report) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of the file. Lines that `read_lines` skips are reported, because `report` adds the file name."""
+    """Yield the number and the bytes of each line of the file; call `report` for each line that is too long."""
     own = Faults(read_bytes=faults.read_bytes)
     for numbered in itertools.chain(read_lines(path, own), [None]):
         faults.read_bytes = own.read_bytes
@@ -113,7 +116,7 @@ def _parse(header: Sequence[str], lines: Sequence[bytes], numbers: Sequence[int]
         parsed = _parsed(header, lines)
     if parsed is None:
         for number in numbers:
-            report(number, "its batch of lines cannot be split into rows")
+            report(number, "the line is in a batch of lines that cannot be split into rows")
         return Cells({name: pa.array([], pa.string()) for name in header}, np.array([], np.int64))
     table, misfits = parsed
     for row in misfits:
@@ -126,7 +129,10 @@ def _parse(header: Sequence[str], lines: Sequence[bytes], numbers: Sequence[int]
 
 
 def _parsed(header: Sequence[str], lines: Sequence[bytes]) -> tuple[pa.Table, list[pa_csv.InvalidRow]] | None:
-    """Return the rows that fit `header`, and the rows that do not; None if the rows do not match the lines."""
+    """Return the rows that have as many fields as `header`, and the rows that do not.
+
+    Return None if Arrow cannot split the lines into exactly one row per line.
+    """
     misfits: list[pa_csv.InvalidRow] = []
 
     def skip(row: pa_csv.InvalidRow) -> str:
@@ -154,7 +160,7 @@ def _parsed(header: Sequence[str], lines: Sequence[bytes]) -> tuple[pa.Table, li
 
 
 def _fields(line: bytes) -> list[str]:
-    """Return the column names in a header, none if it is no text or a name is repeated."""
+    """Return the column names in a header line; an empty list if it is not text or if a name is repeated."""
     try:
         names = [name.strip().strip('"') for name in line.decode().split(",")]
     except UnicodeDecodeError:
@@ -171,20 +177,29 @@ def _is_text(line: bytes) -> bool:
 
 
 def _is_whole(header: Sequence[str], line: bytes) -> bool:
-    """Return whether a line without line end ends in a dtype: a number at the end may be incomplete."""
+    """Return whether a line without line end is complete.
+
+    It is complete if it ends with a data type; a number at the end may lack digits.
+    """
     last = line.rpartition(b",")[2]
     return header[-1] == "dtype" and (last == b"nan" or last.removeprefix(b"torch.") in _DTYPES)
 
 
 class Passes:
-    """The passes of one file: each begins where the first row of a step occurs again. Batches come in order."""
+    """Counts the passes of one file: a file that repeats its steps has several passes.
+
+    A pass begins where the first row of a step occurs again. Batches of rows must be passed in the order of the file.
+    """
 
     def __init__(self) -> None:
         self.current = 0
         self._first: dict[int, tuple[str, int, int]] = {}  # step: name, virtual stage and micro step of its first row
 
     def of(self, steps: Integers, names: Integers, texts: list[str], vpp: Integers, micro: Integers) -> Integers:
-        """Return the pass of each row, from 0, in ascending order. `names` are indices into `texts`."""
+        """Return the number of the pass of each row, from 0, in ascending order.
+
+        `steps`, `names`, `vpp` and `micro` have one value per row; `names` has indices into `texts`.
+        """
         passes = np.full(len(steps), self.current, np.int64)
         code_of = {text: code for code, text in enumerate(texts)}
         starts = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)] if len(steps) else []
@@ -206,9 +221,10 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows as columns of equal length. `codes` are indices into `names`; -1 in `vpp` and `micro` means none.
+    """Rows as columns of equal length.
 
-    `records` are the numbers of the rows, which do not change when other rows are removed.
+    `codes` has the index into `names` for each row; -1 in `vpp` and `micro` means no value. `records` has the number of
+    each row; these numbers do not change when other rows are removed.
     """
 
     lines: Integers
@@ -226,7 +242,7 @@ class Rows:
         return len(self.steps)
 
     def keep(self, mask: Mask) -> Rows:
-        """Return the rows of `mask` only."""
+        """Return only the rows for which `mask` is true."""
         if mask.all():
             return self
         chosen = pa.array(mask)
@@ -239,12 +255,12 @@ class Rows:
         )
 
     def spread(self, values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
-        """Return the column that has, for each row, the value of its name; `values` has one value per name."""
+        """Return a column with the value that belongs to the name of each row. `values` has one value per name."""
         return pa.array(values, arrow_type).take(pa.array(self.codes))
 
 
 def read_rows(cells: Cells, passes: Passes, report: Report) -> Rows:
-    """Return the rows of `cells` with readable keys and statistics, and report the others with the reason."""
+    """Return the rows of `cells` whose keys and statistics are readable; report the other rows with the reason."""
     count = len(cells.lines)
     steps, bad_step = _whole_numbers(cells.columns["step"], _STEP_LIMIT)
     vpp, bad_vpp = _whole_numbers(cells.columns["vpp_stage"], _SMALL_LIMIT)
@@ -276,7 +292,10 @@ def read_rows(cells: Cells, passes: Passes, report: Report) -> Rows:
 
 
 def _floats(column: pa.StringArray) -> tuple[Floats, Mask]:
-    """Return the numbers of `column` and a mask of the cells that are no number. "nan" and empty cells are NaN."""
+    """Return the cells of `column` as numbers, and a boolean array that marks the cells that are not numbers.
+
+    The text "nan" and empty cells are NaN.
+    """
     none = np.zeros(len(column), np.bool_)
     try:
         return np.asarray(pc.cast(column, pa.float64()).fill_null(math.nan).to_numpy(zero_copy_only=False)), none
@@ -299,7 +318,10 @@ def _float(cell: str | None) -> float | None:
 
 
 def _whole_numbers(column: pa.StringArray, limit: int) -> tuple[Integers, Mask]:
-    """Return the integers of `column` and a mask of the cells that are no integer with a magnitude below `limit`."""
+    """Return the cells of `column` as integers, and a boolean array that marks invalid cells.
+
+    A cell is invalid if it is not an integer or if its magnitude is `limit` or more.
+    """
     matched = pc.match_substring_regex(column, _WHOLE).fill_null(False)
     texts = pc.replace_substring_regex(pc.if_else(matched, column, "0"), r"\.0+$", "")
     values = np.asarray(pc.cast(texts, pa.int64()))

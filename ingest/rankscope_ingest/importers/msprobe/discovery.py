@@ -1,7 +1,8 @@
-"""Find the files in a folder of msprobe output and interpret the names of folders, files and rows.
+"""Find the files in a folder of msprobe output, and interpret the names of folders, files and rows.
 
-msprobe stores no run id, and the time in the name of a folder has no year. A launch begins where a rank that has a
-folder already gets another one. Across the end of a year, the order is the one that covers the shortest time.
+msprobe stores no run id, and the time in the name of a folder has no year. A new launch begins with the second folder
+of the same rank. If the folders extend across the end of a year, they are ordered such that they cover the shortest
+time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _KINDS_OF_SLOTS: Final = frozenset(kind for slots in SLOTS.values() for kind in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """The files of one rank. `source` is the path of the folder within the imported folder."""
+    """The msprobe files of one rank. `source` is the path of their folder relative to the imported folder."""
 
     source: str
     named: RankFolder | None
@@ -46,13 +47,16 @@ class Folder:
 
     @property
     def rank(self) -> int | None:
-        """The rank, if the name of the folder contains it."""
+        """The rank in the name of the folder; None if the name contains no rank."""
         return None if self.named is None else self.named.rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """All msprobe files below a path. `launches` are in order; each consists of the folders of its ranks."""
+    """All msprobe files below a path.
+
+    `launches` are in order of time; each has one folder per rank.
+    """
 
     launches: list[list[Folder]]
     structures: list[Path]
@@ -60,12 +64,12 @@ class Found:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is no file to read."""
+        """True if no msprobe file was found."""
         return not (self.launches or self.structures or self.anomalies)
 
 
 def find(path: Path) -> Found:
-    """Return the msprobe files at `path`, a folder or one of its files."""
+    """Return the msprobe files at `path`, which is a folder or a single msprobe file."""
     if not path.is_dir():
         return _collect(path.parent, [(path.parent, [path.name])])
     found = _collect(path, _walk(path))
@@ -75,7 +79,7 @@ def find(path: Path) -> Found:
 
 
 def rank_of(path: Path) -> int | None:
-    """Return the rank in the name of the folder of `path`."""
+    """Return the rank in the name of the folder that contains `path`; None if the name contains no rank."""
     named = parse_folder(path.absolute().parent.name)
     return None if named is None else named.rank
 
@@ -148,7 +152,10 @@ def _order(folder: Folder) -> tuple[dt.datetime, str, int, str]:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The kind and the tensor or module of a row. `kind` is empty for features: there it depends on the column."""
+    """The kind and the tensor or module that the name of a row identifies.
+
+    `kind` is empty for rows of features, whose kind depends on the column.
+    """
 
     kind: str
     tensor: str
@@ -157,12 +164,18 @@ class Named:
 
     @property
     def described(self) -> tuple[str, str, int | None]:
-        """The key under which the tensor is described once, for all its calls."""
+        """Key of the tensor's description.
+
+        All calls of a module have the same key, so that the tensor is described once.
+        """
         return self.kind, self.tensor, self.index
 
     @property
     def module(self) -> str | None:
-        """The module of a slot, or the owner of a parameter; None for a call."""
+        """The module to which a tensor belongs: that of an input or output, or the owner of a parameter.
+
+        It is None for a call.
+        """
         if self.kind in CALLS:
             return None
         if self.kind in _KINDS_OF_SLOTS:
@@ -171,12 +184,15 @@ class Named:
 
 
 def is_tensor_family(family: str) -> bool:
-    """Return whether `family` is a known family of tensor statistics."""
+    """Return whether `family` is a known family of files with tensor statistics."""
     return family in SLOTS or family in CALLS or family in KIND_OF_FAMILY
 
 
 def parse_name(family: str, name: str) -> Named | None:
-    """Return the meaning of `name`, a row of a known family; None if it is no name of that family."""
+    """Return the kind and the tensor or module of the row `name` in a file of `family`.
+
+    Return None if the name does not fit the family.
+    """
     if family in SLOTS:
         match = _SLOT.fullmatch(name)
         return None if match is None else Named(str(SLOTS[family][match["slot"]]), match["module"], _index(match))

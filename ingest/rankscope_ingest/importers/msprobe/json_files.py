@@ -1,7 +1,8 @@
 """Read msprobe's `module_struct.json` (module structure), `stack_info.csv` (call stacks) and anomaly records.
 
 The key of an anomaly record does not contain the statistic. If several statistics of a tensor are anomalous, the file
-has only the last one, which the message names. `micro_step` of a record is always 0; the tag has the true value.
+contains only the last one, which is named in the message. `micro_step` of a record is always 0; the true value is in
+the tag.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _SMALL_LIMIT: Final = 1 << 31
 
 
 def _members(path: Path, faults: Faults) -> Iterator[tuple[int, str, Any]]:
-    """Yield (line, key, value) of the object in the file at `path`. Of a damaged file, the part before the damage."""
+    """Yield (line number, key, value) for each member of the JSON object in the file at `path`.
+
+    If the file is damaged, the members before the damage are yielded.
+    """
     with path.open("rb") as file:
         window = JsonWindow(read_chunks(file, path, faults, _CHUNK_BYTES))
         try:
@@ -54,17 +58,17 @@ def _members(path: Path, faults: Faults) -> Iterator[tuple[int, str, Any]]:
 
 
 def read_structure(path: Path, faults: Faults, *, rank: int | None, source: str) -> Iterator[ImportedRecord]:
-    """Yield a row for each module that the file at `path` describes."""
+    """Yield one record per module that the file `module_struct.json` at `path` describes."""
     for line, name, described in _members(path, faults):
         if not isinstance(described, dict):
-            faults.add(line, f"{path.name}: {name[:80]!r} is no module")
+            faults.add(line, f"{path.name}: {name[:80]!r} does not describe a module")
             continue
         row = {"inputs": _tensors(described.get("input")), "outputs": _tensors(described.get("output"))}
         yield _module_record(name, row, rank=rank, attempt=0, source=source)
 
 
 def read_stacks(path: Path, faults: Faults, *, rank: int | None, attempt: int, source: str) -> Iterator[ImportedRecord]:
-    """Yield a row for each module with a call stack in the file at `path`."""
+    """Yield one record per module whose call stack is in the file `stack_info.csv` at `path`."""
     limit = csv.field_size_limit(_MAX_STACK)
     try:
         reader = csv.reader(f"{line.decode(errors='replace')}\n" for _, line in read_lines(path, faults))
@@ -90,7 +94,7 @@ def _module_record(name: str, row: Mapping[str, Any], *, rank: int | None, attem
 
 
 def _tensors(slots: Any) -> str | None:
-    """Return shape and dtype of each slot as JSON, null for a slot that is no tensor."""
+    """Return shape and dtype of each input or output as a JSON list; an element is null if it is not a tensor."""
     if not isinstance(slots, dict):
         return None
     return json.dumps([_tensor(text) for slot, text in slots.items() if slot != "config"])
@@ -104,11 +108,11 @@ def _tensor(text: Any) -> dict[str, Any] | None:
 
 
 def read_anomalies(path: Path, faults: Faults, *, attempt: int, source: str) -> Iterator[ImportedRecord]:
-    """Yield an event for each entry of the file of anomalies at `path`."""
+    """Yield one record with an anomaly event for each entry of the anomaly file at `path`."""
     for line, key, entry in _members(path, faults):
         step = whole(entry.get("step")) if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or step is None:
-            faults.add(line, f"{path.name}: {key[:80]!r} is no anomaly record of msprobe")
+            faults.add(line, f"{path.name}: {key[:80]!r} is not an anomaly record of msprobe")
             continue
         yield _anomaly_record(entry, step, attempt=attempt, source=source)
 
@@ -160,6 +164,6 @@ def _float(text: str | None) -> float | None:
 
 
 def _small(value: Any) -> int | None:
-    """Return a number from 0 to 2**31 - 1; None for other values, such as msprobe's -1 for unknown."""
+    """Return an integer from 0 to 2**31 - 1; None for any other value, such as -1, which msprobe writes for unknown."""
     number = whole(value)
     return number if number is not None and 0 <= number < _SMALL_LIMIT else None

@@ -1,15 +1,16 @@
-"""Convert the rows of a family's files into tables of the store, with msprobe's statistics in the terms of Rankscope.
+"""Convert the rows of msprobe's CSV files into tables of the store, with statistics as Rankscope defines them.
 
 msprobe computes norm, min, max and mean over *all* elements, so one NaN makes them `nan`. It also writes `nan` for a
 tensor that was absent. Rankscope computes statistics over finite elements and counts NaN and Inf. Therefore:
 
 - If a row consists of `nan` only, and its shape is `nan` too, the tensor was absent, and no row is stored. In a file
-  without shapes, the count of NaN decides instead. In a file with neither column, the row is taken as NaN: a false
-  alarm is better than an undetected NaN.
+  without shapes, the tensor was absent if its count of NaN is `nan` too. In a file with neither column, the row is
+  stored as a tensor with NaN: a false alarm is better than an undetected NaN.
 - A statistic that is not finite becomes null, because its value without the NaN is unknown.
-- `nans` is msprobe's count. If it was not collected, a finite norm means 0, and a norm that is not finite means at
-  least 1; the lower bound is stored. The same holds for Inf, which msprobe never counts.
-- msprobe's `zeros` is the share of elements below 1e-8. The store has their number: share times elements, rounded.
+- `nans` is msprobe's count of NaN. If it was not collected, a finite norm means 0, and a norm that is not finite means
+  at least 1; this lower bound is stored. The same holds for Inf, which msprobe never counts.
+- msprobe's `zeros` is the share of elements below 1e-8. The store has the number of these elements: share times
+  elements, rounded.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ Tables = dict[str, pa.Table]
 
 
 class FamilyReader:
-    """The files of one family of one rank, which must be read in the order of their steps.
+    """Converts the files of one family of one rank, which must be passed in the order of their steps.
 
-    `repeats` is the largest number of times that steps were repeated: the next launch needs higher attempts.
+    `repeats` is the largest number of times that a file repeats its steps. Each repetition is another attempt, so the
+    attempts of the next launch must begin after them.
     """
 
     def __init__(self, family: str, *, rank: int | None, attempt: int, source: str) -> None:
@@ -70,7 +72,7 @@ class FamilyReader:
         self._described: set[tuple[str, str, int | None]] = set()
 
     def blocks(self, path: Path, faults: Faults) -> Iterator[ImportedBlock]:
-        """Yield the rows of the file at `path`."""
+        """Yield the rows of the file at `path` as blocks; record unreadable lines in `faults`."""
 
         def report(line: int, text: str) -> None:
             faults.add(line, f"{path.parent.name}/{path.name}: {text}")
@@ -83,7 +85,7 @@ class FamilyReader:
             report(1, f"no column {', '.join(missing)}: not a file of msprobe's monitor")
             return
         if self._family != OTHER and self._family not in FEATURES and not is_tensor_family(self._family):
-            report(1, f"msprobe has no family {self._family}: the file is skipped")
+            report(1, f"msprobe has no file family {self._family!r}: the file is skipped")
             return
         # If a run continued after repeated steps, the following files belong to the same attempt.
         first = max(0, self._last - _repeats(path)) if self._last else 0
@@ -109,7 +111,7 @@ class FamilyReader:
         return tables(rows.keep(known), [found or Named("", "") for found in named], attempt)
 
     def _statistics(self, rows: Rows, named: Sequence[Named], attempt: int) -> Tables:
-        """Return tensor statistics. Each tensor is described once, with its first shape."""
+        """Return the tables `tensor_stats` and `tensors`. Each tensor is described once, with its first shape."""
         shapes = Shapes.of(rows.texts.get("shape"), len(rows))
         present, statistics = statistics_of(rows.numbers, shapes, has_shape="shape" in rows.texts)
         columns = {
@@ -135,7 +137,10 @@ class FamilyReader:
         return tables
 
     def _features(self, rows: Rows, named: Sequence[Named], attempt: int) -> Tables:
-        """Return one row for each column of the family. NaN is a value, because msprobe writes computed rows only."""
+        """Return the table `features`, with one row per row and column of the family.
+
+        NaN is stored as a value, because msprobe writes only rows that it has computed.
+        """
         common = {
             **self._common(rows, attempt, None),
             "module": rows.spread([found.tensor for found in named], pa.string()),
@@ -151,7 +156,10 @@ class FamilyReader:
         return {"features": parts[0]} if parts else {}
 
     def _directions(self, rows: Rows, attempt: int, report: Report) -> Tables:
-        """Return the agreement of gradient and momentum. The family `other` has this number in every column."""
+        """Return the table `features` with the agreement of gradient and momentum.
+
+        Files of the family `other` contain this number in each column.
+        """
         values = [rows.numbers[op] for op in _EQUAL_COLUMNS if op in rows.numbers]
         if not values:
             return {}
@@ -182,7 +190,7 @@ class FamilyReader:
 
 
 def _repeats(path: Path) -> int:
-    """Return how often the steps of the file are repeated."""
+    """Return how often the file at `path` repeats its steps."""
     passes = Passes()
     for cells in read_cells(path, Faults(), _ignore):
         read_rows(cells, passes, _ignore)
@@ -190,7 +198,7 @@ def _repeats(path: Path) -> int:
 
 
 def _ignore(_line: int, _text: str) -> None:
-    """Ignore an unreadable line, which is reported when the rows are stored."""
+    """Do nothing: the unreadable line is reported when the rows are stored."""
 
 
 def _descriptions(
@@ -198,7 +206,7 @@ def _descriptions(
     columns: Mapping[str, pa.Array],
     dtypes: pa.Array | None,
 ) -> pa.Table:
-    """Return a row of `tensors` for each (row, name, shape) of `chosen`."""
+    """Return a table with one row of `tensors` for each (row number, name, shape) in `chosen`."""
     schema = table_schema("tensors")
     own = {
         "shape": [shape for _, _, shape in chosen],
@@ -224,14 +232,14 @@ def _dtype(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The shapes of rows: for each row an index into `known`, or -1 without a shape."""
+    """The tensor shapes of rows. `codes` has an index into `known` for each row, or -1 for a row without a shape."""
 
     codes: Integers
     known: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, column: pa.StringArray | None, rows: int) -> Shapes:
-        """Return the shapes in `column`, which repeats few texts many times."""
+        """Return the shapes in `column`. Each distinct text is parsed only once."""
         if column is None:
             return cls(np.full(rows, _UNKNOWN, np.int64), ())
         encoded = column.dictionary_encode()
@@ -242,12 +250,12 @@ class Shapes:
         return cls(codes[encoded.indices.to_numpy()], known)
 
     def at(self, row: int) -> tuple[int, ...] | None:
-        """Return the shape of `row`."""
+        """Return the shape of the row with the number `row`; None without a shape."""
         code = int(self.codes[row])
         return None if code == _UNKNOWN else self.known[code]
 
     def elements(self) -> Integers:
-        """Return the number of elements of each row, -1 without a shape."""
+        """Return the number of elements of the tensor of each row; -1 without a shape."""
         counts = np.array([*(math.prod(shape) for shape in self.known), _UNKNOWN], np.int64)
         return np.asarray(counts[self.codes])
 
@@ -261,9 +269,9 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
 
 
 def statistics_of(given: Mapping[str, Floats], shapes: Shapes, *, has_shape: bool) -> tuple[Mask, dict[str, pa.Array]]:
-    """Return which rows are present, and their columns of `tensor_stats`.
+    """Return a boolean array that marks the rows whose tensor was present, and their columns of `tensor_stats`.
 
-    `given` contains the collected statistics; `has_shape` is whether the file has a column of shapes.
+    `given` has the collected statistics as arrays; `has_shape` is whether the file has a column of shapes.
     """
     known = {op: values for op, values in given.items() if op in OPS}
     values = [known[op] for op in VALUE_OPS if op in known]
@@ -289,9 +297,9 @@ def statistics_of(given: Mapping[str, Floats], shapes: Shapes, *, has_shape: boo
 
 
 def _nans(known: Mapping[str, Floats], values: Sequence[Floats], numel: Integers) -> tuple[Integers, Mask]:
-    """Return lower bounds of the counts of NaN, and where they are known.
+    """Return a lower bound of the number of NaN in each tensor, and a boolean array that marks the known bounds.
 
-    One NaN makes every statistic NaN, so another value of a statistic means a count of 0.
+    One NaN makes every statistic NaN, so a statistic that is not NaN proves that the number is 0.
     """
     none = _any(values, lambda column: ~np.isnan(column), len(numel)) | (numel == 0)
     least = np.where(none, 0, 1)
@@ -306,7 +314,7 @@ def _nans(known: Mapping[str, Floats], values: Sequence[Floats], numel: Integers
 def _infs(
     known: Mapping[str, Floats], values: Sequence[Floats], nans: Integers, numel: Integers
 ) -> tuple[Integers, Mask]:
-    """Return lower bounds of the counts of Inf, and where they are known."""
+    """Return a lower bound of the number of Inf in each tensor, and a boolean array that marks the known bounds."""
     finite: Mask = numel == 0  # where the statistics show that every element is finite
     for op in ("norm", "mean"):
         if op in known:

@@ -1,11 +1,13 @@
-"""Import OpenMetrics text, pages of exporters, and the output of `promtool tsdb dump` and `dump-openmetrics`.
+"""Import OpenMetrics text: pages of exporters, and the output of `promtool tsdb dump` and `dump-openmetrics`.
 
-Metrics of other exporters become `samples`. Rankscope's metrics (`rankscope_loss`, `rankscope_tensor_value`, …) become
-rows of the datasets that they were made from, with the step of their rank at the same time. A dump of several runs is
-not separated: everything becomes samples. Dump one run with promtool's `--match '{run="…"}'` instead.
+Metrics of other exporters become rows of `samples`. Rankscope's metrics (`rankscope_loss`, `rankscope_tensor_value`, …)
+become rows of the datasets from which they were exported, with the step of their rank at the same time. If a dump
+contains several runs, all its metrics become `samples`, because they cannot be separated. To import one run, dump it
+with promtool's option `--match '{run="…"}'`.
 
-Samples come series by series, and rows are needed in order of time. The samples are therefore stored in a temporary
-DuckDB database, which uses disk space above its memory limit: memory use does not depend on the size of the file.
+The file is ordered by series, but rows must be stored in the order of time. The samples are therefore written to a
+temporary DuckDB database, which uses disk space above its memory limit. Memory use does not depend on the size of the
+file.
 """
 
 from __future__ import annotations
@@ -102,7 +104,10 @@ _ONCE: Final = "QUALIFY {same} IS DISTINCT FROM lag({same}) OVER (PARTITION BY {
 
 
 _OLDEST_FIRST: Final = "ts NULLS FIRST, CASE WHEN ts IS NULL THEN line END, id, line"
-"""Rows with a time are not ordered by line: a later dump may have more lines in between."""
+"""The order of rows of samples: by time; rows without a time come first, by line.
+
+Rows with a time are not ordered by line, because a later dump may have additional lines in between.
+"""
 
 
 class OpenMetrics:
@@ -111,7 +116,10 @@ class OpenMetrics:
     name = "openmetrics"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Count the lines that are samples, and the TYPE and HELP lines, which raise the confidence."""
+        """Return the confidence that the file is OpenMetrics text.
+
+        It depends on the share of lines that are samples; TYPE and HELP lines raise it.
+        """
         if path.is_dir():
             return NOT_MINE
         text = head.decode("utf-8-sig", "replace")
@@ -130,7 +138,10 @@ class OpenMetrics:
         return Detection(0.85, f"{samples} of its first {len(whole)} lines are samples of metrics")
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield rows in order of time, whatever the order of the file: a grown file yields the same rows first."""
+        """Yield the facts about the run, then rows in order of time, whatever the order of the file.
+
+        A file that has grown therefore yields the previous rows first, in the same order.
+        """
         with Pivot.temporary() as pivot:
             _fill(pivot, path, faults)
             pivot.close()
@@ -167,7 +178,10 @@ def _fill(pivot: Pivot, path: Path, faults: Faults) -> None:
 
 
 def _blocks(dataset: str, batches: Iterable[pa.RecordBatch]) -> Iterator[ImportedBlock]:
-    """Yield the rows of one dataset as blocks. Each dataset is a source, because it may grow independently."""
+    """Yield the rows of one dataset as blocks.
+
+    Each dataset is a separate source of records, because its number of rows grows independently of the other datasets.
+    """
     schema = table_schema(dataset)
     for batch in batches:
         columns = {RECORD_COLUMN: pa.array(range(batch.num_rows), pa.int32())}
@@ -206,7 +220,7 @@ def _is_sample(line: str) -> bool:
 
 
 class Pivot:
-    """A temporary database of the samples of one file. `temporary` creates it and deletes it at the end of a block."""
+    """A temporary DuckDB database with the samples of one file."""
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, folder: str) -> None:
         self._duckdb = connection
@@ -222,7 +236,7 @@ class Pivot:
     @classmethod
     @contextmanager
     def temporary(cls) -> Iterator[Self]:
-        """Provide a new database, and delete it at the end of the block."""
+        """Create the database, and delete it at the end of the `with` block."""
         with (
             tempfile.TemporaryDirectory(prefix="rankscope-import-") as folder,
             duckdb.connect(str(Path(folder, "samples.duckdb"))) as connection,
@@ -230,20 +244,23 @@ class Pivot:
             yield cls(connection, folder)
 
     def series(self, text: str, meaning: Meaning) -> int:
-        """Store the meaning of the series with the name `text`, and return its id, which is the same in every file."""
+        """Store the meaning of the series with the text `text`, and return the id of the series.
+
+        The id is derived from the text, so it is the same in every file.
+        """
         digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
         number = int.from_bytes(digest, "little")
         self._series.append((number, meaning))
         return number
 
     def add(self, series: int, line: int, ts: int | None, value: float) -> None:
-        """Add one sample."""
+        """Add one sample of the series with the id `series`. `ts` is in UTC µs; `line` is the line number."""
         self._samples.append((series, line, ts, value))
         if len(self._samples) >= CHUNK_ROWS:
             self._flush()
 
     def close(self) -> None:
-        """End the input. Rows can be read afterwards."""
+        """End the input: write the last samples and derive steps and attempts. Rows can be read only afterwards."""
         self._flush()
         self._duckdb.execute(_CLOCKS)
         if not self.is_export:
@@ -251,27 +268,30 @@ class Pivot:
 
     @property
     def is_export(self) -> bool:
-        """True if the file is an export of a store, in which every sample is a row."""
+        """True if the file is an export of a Rankscope store.
+
+        In such a file, every sample is a row; none is a repetition.
+        """
         return bool(self._duckdb.sql(f"SELECT 1 FROM series WHERE role = '{Role.EXPORT}' LIMIT 1").fetchall())
 
     def runs(self) -> list[str]:
-        """Return the runs in the labels of Rankscope metrics."""
+        """Return the names of the runs in the labels of Rankscope's metrics."""
         rows = self._duckdb.sql("SELECT DISTINCT run FROM series WHERE run IS NOT NULL ORDER BY run").fetchall()
         return [run for (run,) in rows]
 
     def greatest(self, metric: str) -> float | None:
-        """Return the greatest finite value of a metric that is stored as samples."""
+        """Return the highest finite value of a metric that is stored as samples; None without a value."""
         query = "SELECT max(value) FROM samples JOIN series USING (id) WHERE metric = ? AND isfinite(value)"
         rows = self._duckdb.execute(query, [metric]).fetchall()
         return None if rows[0][0] is None else float(rows[0][0])
 
     def label_sets(self, metric: str) -> list[str]:
-        """Return the labels of every series of a metric that is stored as samples."""
+        """Return the labels of each series of a metric that is stored as samples, as JSON texts."""
         query = "SELECT DISTINCT labels FROM series WHERE metric = ? AND labels IS NOT NULL"
         return [labels for (labels,) in self._duckdb.execute(query, [metric]).fetchall()]
 
     def scalars(self) -> Iterator[pa.RecordBatch]:
-        """Return rows of `scalars`, oldest first."""
+        """Return the rows of the dataset `scalars`, oldest first."""
         values = (
             "SELECT id, line, ts, value, coalesce(rank, -1) AS rank_key, "
             "rank, name, unit, labels, vpp_stage, micro_step "
@@ -284,7 +304,7 @@ class Pivot:
         )
 
     def tensors(self) -> Iterator[pa.RecordBatch]:
-        """Return rows of `tensor_stats`, oldest first."""
+        """Return the rows of the dataset `tensor_stats`, oldest first."""
         key = ", ".join(_TENSOR_KEY)
         ops = ", ".join(f"any_value(value) FILTER (op = '{op}') AS \"{op}\"" for op in _OPS)
         values = (
@@ -308,7 +328,10 @@ class Pivot:
         )
 
     def samples(self, *, with_rankscope: bool) -> Iterator[pa.RecordBatch]:
-        """Return rows of `samples`, oldest first. `with_rankscope` includes Rankscope metrics, labelled by run."""
+        """Return the rows of the dataset `samples`, oldest first.
+
+        With `with_rankscope`, Rankscope's own metrics are included; the name of their run is a label.
+        """
         roles = "true" if with_rankscope else f"role = '{Role.SAMPLE}'"
         return self._rows(
             f"SELECT ts, target, metric, labels, value FROM samples JOIN series USING (id) WHERE {roles} "
@@ -316,7 +339,10 @@ class Pivot:
         )
 
     def _placed(self, values: str) -> str:
-        """Return a query that adds steps and attempts to `values`: those of the same time, or the latest before it."""
+        """Return a query that adds step and attempt to the rows of the query `values`.
+
+        In an export of a store they are those with the same time, otherwise the latest ones up to that time.
+        """
         join, at = ("LEFT", "=") if self.is_export else ("ASOF LEFT", ">=")
         return _PLACED.format(values=values, join=join, at=at)
 

@@ -1,7 +1,8 @@
-"""Parse one line of OpenMetrics, of Prometheus' older text format, or of `promtool tsdb dump`. No I/O.
+"""Parse lines of OpenMetrics, of Prometheus' older text format, and of `promtool tsdb dump`. No I/O.
 
-A sample is `name{label="value"} number [time]`; dumps write `{__name__="name", label="value"} number time`, and
-Prometheus 3 `{"name",label="value"} …`. The escapes of all three are accepted; dumps quote strings as Go does.
+A sample is `name{label="value"} number [time]`. Dumps write `{__name__="name", label="value"} number time`, and
+Prometheus 3 writes `{"name",label="value"} …`. The escape sequences of all three formats are accepted; dumps quote
+strings as Go does.
 """
 
 from __future__ import annotations
@@ -29,38 +30,47 @@ _NUMBER: Final = re.compile(r"[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-
 _ESCAPE: Final = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _SINGLE: Final = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", '"': '"', "\\": "\\"}
 _MILLIS_FROM: Final = 1e11
-"""The year 5138 in seconds. A greater time is in milliseconds, as in the older format and in dumps."""
+"""The limit between seconds and milliseconds since 1970: as seconds, it is in the year 5138.
+
+A greater time is in milliseconds, as in the older text format and in dumps.
+"""
 
 _MAX_MICROS: Final = 253_402_300_799_999_999
 _NAME_LABEL: Final = "__name__"
 
 
 class LineError(ValueError):
-    """A line that is no sample. The text is the reason."""
+    """Raised when a line is not a sample. The text of the exception is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The name and the labels of a series."""
+    """The metric name and the labels of a series."""
 
     metric: str
     labels: dict[str, str]
 
 
 def split_series(line: str) -> tuple[str, str]:
-    """Return the text of the series and the text after it (value and time). Raises LineError."""
+    """Return the text of the series in `line`, and the text after it (value and time).
+
+    Raises LineError if the line has no value or no closing brace.
+    """
     brace = line.find("{")
     blank = min((place for place in (line.find(" "), line.find("\t")) if place >= 0), default=-1)
     if brace < 0 or 0 <= blank < brace:
         if blank < 0:
-            raise LineError("no value after the name")
+            raise LineError("no value after the metric name")
         return line[:blank], line[blank:]
     end = _end_of_labels(line, brace)
     return line[:end], line[end:]
 
 
 def parse_series(text: str) -> Series:
-    """Return name and labels of the text that `split_series` returned. Raises LineError."""
+    """Return the metric name and the labels of the series in `text`, the first result of `split_series`.
+
+    Raises LineError if `text` is not a series.
+    """
     head, brace, rest = text.partition("{")
     metric = head.strip()
     labels: dict[str, str] = {}
@@ -74,42 +84,48 @@ def parse_series(text: str) -> Series:
         if equals:
             name = unescape(key[1:-1]) if key.startswith('"') else key
             if name in labels:
-                raise LineError(f"label {name!r} is repeated")
+                raise LineError(f"the label {name!r} occurs twice")
             labels[name] = unescape(value)
         elif not metric:
             metric = unescape(value)
         else:
-            raise LineError("a label without a name")
+            raise LineError("a label value without a label name")
         if end == "}":
             break
     metric = metric or labels.pop(_NAME_LABEL, "")
     if not metric or (head.strip() and not _NAME.fullmatch(metric)):
-        raise LineError("no metric name")
+        raise LineError("the series has no valid metric name")
     return Series(metric, labels)
 
 
 def parse_value(rest: str) -> tuple[float, int | None]:
-    """Return value and time (UTC µs) of the text after a series. Raises LineError."""
+    """Return the value and the time (UTC µs, None without a time) in `rest`, the second result of `split_series`.
+
+    Raises LineError if one of them is invalid.
+    """
     parts = rest.split("#", 1)[0].split()  # an exemplar may follow
     if not 1 <= len(parts) <= 2:
-        raise LineError("no value and time after the labels")
+        raise LineError("the series must be followed by a value and at most one time")
     value = parse_number(parts[0])
     return value, None if len(parts) == 1 else parse_time(parts[1])
 
 
 def parse_number(text: str) -> float:
-    """Return the number, infinite if it is out of range. Raises LineError."""
+    """Return the number in `text`; ±Inf if it is out of range. Raises LineError if `text` is not a number."""
     if not _NUMBER.fullmatch(text):
-        raise LineError(f"{text[:30]!r} is no number")
+        raise LineError(f"{text[:30]!r} is not a number")
     return float(text)
 
 
 def parse_time(text: str) -> int:
-    """Return a time in seconds, or in milliseconds if it is too large for seconds, as UTC µs. Raises LineError."""
+    """Return the time in `text`, which is in seconds or milliseconds since 1970, as UTC µs.
+
+    A number of 1e11 or more is in milliseconds. Raises LineError if `text` is not a time.
+    """
     moment = parse_number(text)
     scale = 1e3 if abs(moment) >= _MILLIS_FROM else 1e6
     if not math.isfinite(moment) or abs(moment * scale) > _MAX_MICROS:
-        raise LineError(f"{text[:30]!r} is no time")
+        raise LineError(f"{text[:30]!r} is not a valid time")
     return round(moment * scale)
 
 
@@ -137,7 +153,10 @@ def _escaped(code: str) -> bytes:
 
 
 def _end_of_labels(line: str, brace: int) -> int:
-    """Return the position after the closing brace. Braces within quotes are skipped."""
+    """Return the position after the closing brace of the labels. Braces within quotes are skipped.
+
+    `brace` is the position of the opening brace. Raises LineError if there is no closing brace.
+    """
     position, quoted = brace + 1, False
     while position < len(line):
         character = line[position]
@@ -152,7 +171,7 @@ def _end_of_labels(line: str, brace: int) -> int:
 
 
 class Role(enum.StrEnum):
-    """The use of a series: a dataset for its values, or a fact about other series."""
+    """The use of a series: the dataset that stores its values, or a fact about other series, such as their step."""
 
     SCALAR = enum.auto()
     TENSOR = enum.auto()
@@ -169,7 +188,7 @@ _INT32: Final = 1 << 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """The columns of the rows of a series. The fields are columns of the datasets; `role` selects the dataset."""
+    """The role of a series, and the values of its columns in the dataset that the role selects."""
 
     role: Role
     run: str | None = None
@@ -191,7 +210,7 @@ class Meaning:
 
 
 def meaning(series: Series) -> Meaning:
-    """Return the meaning of `series`. A Rankscope series in an unknown form is a sample."""
+    """Return the role and the columns of `series`. A Rankscope series in an unknown form is stored as samples."""
     if series.metric.startswith("rankscope_") and "run" in series.labels:
         with contextlib.suppress(ValueError):  # a label that is no number
             if (found := _own_series(series)) is not None:
@@ -200,7 +219,7 @@ def meaning(series: Series) -> Meaning:
 
 
 def sample(series: Series) -> Meaning:
-    """Return the meaning of `series` as a sample, whatever its name."""
+    """Return the columns with which `series` is stored as samples, whatever its name is."""
     rest = {name: value for name, value in series.labels.items() if name != "instance"}
     return Meaning(
         role=Role.SAMPLE,
@@ -251,7 +270,10 @@ def _tensor(series: Series, common: dict[str, Any]) -> Meaning | None:
 
 
 def _whole(labels: dict[str, str], name: str, *, lowest: int = -_INT32, bound: int = _INT32) -> int | None:
-    """Return a label that is an integer; None without the label. Raises ValueError for other text."""
+    """Return the label `name` as an integer; None without the label.
+
+    Raises ValueError if the label is not an integer from `lowest` to below `bound`.
+    """
     text = labels.get(name)
     if text is None:
         return None

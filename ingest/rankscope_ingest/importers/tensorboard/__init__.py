@@ -1,8 +1,9 @@
 """Import TensorBoard event files: one file, or a folder of them, such as `runs/` of a training or a Rankscope export.
 
-Numbers become scalars under stored names. Tags in msprobe's format become rows of `tensor_stats`, texts become notes.
-Images, audio, graphs and histograms have no column and are skipped. The files of one folder continue each other. The
-next attempt begins where the step of a tag decreases, or where a session restarts at an earlier step.
+Numbers become scalars under stored names. Tags in msprobe's format become rows of `tensor_stats`, and texts become
+events of type note. Images, audio, graphs and histograms are skipped, because no dataset stores them. The files of one
+folder continue each other. A new attempt begins where the step of a tag decreases, or where a session restarts at an
+earlier step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 MARK: Final = "tfevents"
 SETTLED_SECONDS: Final = 600.0
-"""If a file has not changed for this number of seconds, its last step is complete."""
+"""The last step of a file is complete if the file has not changed for this number of seconds."""
 
 _VERSION_MARK: Final = b"brain.Event:"
 _SAMPLED_FILES: Final = 2_000
@@ -31,7 +32,10 @@ _FOLDER_RANK: Final = re.compile(r"(?:.*-)?rank[_-]?(\d{1,9})(?:-attempt(\d{1,9}
 
 
 class TensorBoard:
-    """The importer of event files. `clock` returns seconds since 1970, as modification times do."""
+    """The importer of TensorBoard event files.
+
+    `clock` returns the time in seconds since 1970, which is compared with the modification times of files.
+    """
 
     name = "tensorboard"
 
@@ -39,7 +43,10 @@ class TensorBoard:
         self._clock = clock
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Look for the version record at the beginning of an event file, or for event files in a folder."""
+        """Return the confidence that `path` is an event file or a folder of event files.
+
+        An event file begins with a version record.
+        """
         if path.is_dir():
             return _detect_folder(path)
         if _VERSION_MARK in head[:64]:
@@ -49,7 +56,7 @@ class TensorBoard:
         return NOT_MINE
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield blocks of rows, file by file. Each file is a separate source."""
+        """Yield blocks of rows, file by file. The records of each file are numbered separately."""
         _require_libraries()
         from rankscope_ingest.importers.tensorboard.rows import EventRows, Rewinds  # noqa: PLC0415 - needs the extra
 
@@ -109,7 +116,10 @@ def _event_files(path: Path) -> Iterable[Path]:
 
 
 def _place(folder: Path) -> Place:
-    """Return rank and attempt from the names of the folders, and the family in the output of msprobe's conversion."""
+    """Return rank, attempt and msprobe family of the files in `folder`, from the names of the folder and its parent.
+
+    Only folders that msprobe's conversion has written contain a family.
+    """
     from rankscope_ingest.importers.tensorboard.rows import Place  # noqa: PLC0415 - needs the extra
 
     resolved = folder.absolute()
@@ -120,7 +130,11 @@ def _place(folder: Path) -> Place:
 
 
 def _labels(relative: Path) -> dict[str, str]:
-    """Return the label that distinguishes `train/` from `validation/`. Ranks and attempts have separate columns."""
+    """Return the label `folder`, which distinguishes `train/` from `validation/`.
+
+    Folder names for ranks and attempts are left out, because rank and attempt are columns. Without other names, the
+    result is empty.
+    """
     parts = [part for part in relative.parts if not _FOLDER_RANK.fullmatch(part)]
     return {"folder": "/".join(parts)} if parts else {}
 
@@ -132,7 +146,9 @@ def _require_libraries() -> None:
         except ModuleNotFoundError:
             found = None
         if found is None:
-            raise IngestError(f"event files need {module}: run pip install protobuf google-crc32c")
+            raise IngestError(
+                f"TensorBoard event files need the module {module}: run pip install protobuf google-crc32c"
+            )
 
 
 IMPORTER = TensorBoard()

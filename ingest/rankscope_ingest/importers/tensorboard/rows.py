@@ -1,6 +1,6 @@
 """Convert the events of one TensorBoard file into rows of the store. The module performs no I/O.
 
-The bytes of events come from `rankscope_storage.tensorboard.frames`; their meaning is decided here.
+`rankscope_storage.tensorboard.frames` reads the bytes of events from the file; this module interprets them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from rankscope_storage.tensorboard.tags import OPS, parse_tensor_tag, parse_tree
 
 BLOCK_ROWS: Final = 50_000
 MAX_TAGS: Final = 1_000_000
-"""Further tags are read, but neither their descriptions nor their restarts are kept."""
+"""The maximum number of tags whose descriptions and restarts are remembered. Values of further tags are read too."""
 MAX_TAGS_BYTES: Final = 128 << 20
 MAX_TAG_BYTES: Final = 4_096
 _TEXT_CHARACTERS: Final = 16_384
 
 _OTHER_AXES: Final = (" vs samples", " vs steps", " vs tokens")
-"""Megatron repeats its curves over these axes. The step of such a tag is a number of samples or tokens."""
+"""Ends of Megatron's tags whose axis is not the step.
+
+Megatron repeats its curves over samples and tokens; the step of such a tag is a number of samples or tokens.
+"""
 
 _DAYS_10000: Final = 253_402_300_800
 _COMMON: Final = ("step", "rank", "ts", "ts_origin", "attempt")
@@ -49,7 +52,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Rank, attempt and msprobe family of a file, according to the names of its folders."""
+    """Rank, attempt and msprobe family of a file, as the names of its folders state them."""
 
     rank: int | None = None
     attempt: int = 0
@@ -57,7 +60,10 @@ class Place:
 
 
 class Rewinds:
-    """The restarts in the files of one folder. They are counted per tag, because tags have different intervals."""
+    """Counts the restarts of training in the event files of one folder.
+
+    Decreasing steps are detected per tag, because tags may be logged at different intervals.
+    """
 
     def __init__(self) -> None:
         self.attempt = 0
@@ -65,7 +71,7 @@ class Rewinds:
         self._highest: int | None = None
 
     def attempt_of(self, tag: bytes, step: int) -> int:
-        """Return the attempt to which `step` of `tag` belongs."""
+        """Return the attempt to which the value of `tag` at `step` belongs."""
         key = hash(tag)
         last = self._last.get(key)
         if last is not None and last[0] == self.attempt and step < last[1]:
@@ -76,7 +82,10 @@ class Rewinds:
         return self.attempt
 
     def restart(self, step: int) -> None:
-        """Count a session that starts at `step` as a restart if there are steps from `step` on: it replaces them."""
+        """Count a restart if a session starts at `step` and values from this step on exist already.
+
+        The new session replaces these values.
+        """
         if self._highest is not None and step <= self._highest:
             self.attempt += 1
             self._highest = None
@@ -84,7 +93,7 @@ class Rewinds:
 
 @dataclass(slots=True)
 class _Series:
-    """The meaning of a tag: the dataset of its rows and the values of their columns."""
+    """The meaning of a tag: the dataset of its rows, and the values of the columns that are equal in all its rows."""
 
     dataset: str
     columns: Row
@@ -95,7 +104,7 @@ class _Series:
 
 
 class EventRows:
-    """The rows of one event file, collected from its events in order."""
+    """The rows of one event file. Events must be added in the order of the file."""
 
     def __init__(self, source: str, rewinds: Rewinds, place: Place, labels: Mapping[str, str] | None = None) -> None:
         self.passed_over = 0  # images, audio, histograms
@@ -115,11 +124,14 @@ class EventRows:
 
     @property
     def is_full(self) -> bool:
-        """True if there are enough rows or records for a block."""
+        """True if there are at least 50,000 rows or 50,000 records, which are then yielded as a block."""
         return self._count >= BLOCK_ROWS or self._records >= BLOCK_ROWS
 
     def take(self, data: bytes) -> str | None:
-        """Add the rows of one event. Return the reason if its bytes cannot be decoded, else None."""
+        """Add the rows of one event, which is serialized in `data`.
+
+        Return the reason if the bytes cannot be decoded, otherwise None.
+        """
         try:
             event = Event.FromString(data)
         except DecodeError:
@@ -134,14 +146,18 @@ class EventRows:
         return None
 
     def blocks(self) -> Iterator[ImportedBlock]:
-        """Yield the collected rows as a block, and begin the next block."""
+        """Yield the collected rows as a block, and begin an empty block."""
         if self._records:
             tables = {dataset: _table(dataset, rows) for dataset, rows in self._rows.items() if rows}
             yield ImportedBlock(records=self._records, tables=tables, source=self._source)
         self._rows, self._count, self._records = {}, 0, 0
 
     def finish(self, *, settled: bool) -> Iterator[ImportedBlock]:
-        """Yield the rest. The last step of a file that is not `settled` may be incomplete and is left out."""
+        """Yield the remaining rows.
+
+        If the file is not `settled`, it may still grow: the tensor statistics of its last step may be incomplete and
+        are left out.
+        """
         if settled:
             self._close_step()
         yield from self.blocks()
@@ -183,7 +199,10 @@ class EventRows:
                 self._add_foreign_statistic(row, series, number)
 
     def _place(self, row: Row, tag: bytes, series: _Series) -> bool:
-        """Set the attempt of `row`, and close the previous step. Return whether the axis of the tag is the step."""
+        """Set the attempt of `row`, and complete the previous step.
+
+        Return whether the axis of the tag is the step; otherwise it is a number of samples or tokens.
+        """
         if not series.axis_is_step:
             row["attempt"] = self._attempt + self._rewinds.attempt
             return False
@@ -194,7 +213,11 @@ class EventRows:
         return True
 
     def _add_own_statistic(self, begun: dict[tuple[Any, ...], Row], row: Row, series: _Series, number: float) -> None:
-        """Add a statistic to the row of this event that does not have it yet."""
+        """Add a statistic of a Rankscope export to a row of `tensor_stats`.
+
+        `begun` has the rows of the current event. If the row of the tensor has this statistic already, a new row
+        begins.
+        """
         key = tuple(series.columns.values())
         if key not in begun or series.op in begun[key]:
             begun[key] = row
@@ -202,7 +225,10 @@ class EventRows:
         begun[key][series.op] = _statistic(series.op, number)
 
     def _add_foreign_statistic(self, row: Row, series: _Series, number: float) -> None:
-        """Add a statistic to the row of this step. Each event has one number, so the row may exist already."""
+        """Add a statistic of msprobe to the row of its tensor at the current step.
+
+        msprobe writes one statistic per event, so the row may exist already.
+        """
         key = (row["rank"], *series.columns.values())
         if series.op in self._open.get(key, ()):
             opened = self._open_step
@@ -211,7 +237,7 @@ class EventRows:
         self._open.setdefault(key, row)[series.op] = _statistic(series.op, number)
 
     def _close_step(self) -> None:
-        """Store the tensors of the completed step as a separate record."""
+        """Store the tensor statistics of the current step, which is complete, as a separate record."""
         current, self._record = self._record, None
         for row in self._open.values():
             self._add("tensor_stats", row)
@@ -230,7 +256,7 @@ class EventRows:
         self._add("events", {**common, **note})
 
     def _add(self, dataset: str, row: Row) -> None:
-        """Add a row to the current record, which begins with its first row."""
+        """Add a row to the record of the current event. The first row of an event begins the record."""
         if self._record is None:
             self._record = self._records
             self._records += 1
@@ -240,7 +266,10 @@ class EventRows:
         self._count += 1
 
     def _series_of(self, value: Any) -> _Series | None:
-        """Return the meaning of the tag of `value`. The first value of a tag may describe it."""
+        """Return the meaning of the tag of `value`; None if its values are not numbers.
+
+        Only the first value of a tag may contain a description of the tag.
+        """
         tag: bytes = value.tag
         if tag in self._series:
             return self._series[tag]
@@ -269,7 +298,7 @@ class EventRows:
 
 
 def _described(description: bytes) -> _Series | None:
-    """Return the meaning of a tag from the description that a Rankscope export stores; None for other text."""
+    """Return the meaning of a tag from the description in a Rankscope export; None for any other description."""
     try:
         columns = json.loads(description)
         dataset = columns.pop("dataset")
@@ -304,7 +333,10 @@ def _statistic(op: str, number: float) -> float | int | None:
 
 
 def _micros(wall_time: float) -> int | None:
-    """Return seconds as UTC µs; None for 0 and for times after the year 9999, which mean that the time is unknown."""
+    """Return seconds since 1970 as UTC µs; None if the time is unknown.
+
+    An unknown time is written as 0. Negative times and times after the year 9999 are unknown too.
+    """
     if not math.isfinite(wall_time) or wall_time == 0 or not 0 < wall_time < _DAYS_10000:
         return None
     return round(wall_time * 1e6)
