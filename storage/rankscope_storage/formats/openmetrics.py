@@ -1,7 +1,7 @@
-"""Export as OpenMetrics text with timestamps, from which Prometheus creates blocks.
+"""Export as OpenMetrics text with timestamps, from which `promtool` creates Prometheus blocks.
 
-The history then has the names and labels of live data. The format requires samples ordered by family, series and time.
-A run is therefore read once per family and never held in memory.
+The exported history has the same names and labels as live data. OpenMetrics requires samples ordered by family, series
+and time. A run is therefore read once per family and never held in memory.
 """
 
 from __future__ import annotations
