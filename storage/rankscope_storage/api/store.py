@@ -56,7 +56,7 @@ class Store:
             check_bits(mantissa_bits)
         root = local_folder(path)
         if root.exists() and not root.is_dir():
-            raise NotAStoreError(f"{root} is a file, but a store is a folder")
+            raise NotAStoreError(f"{root} is a file, but a store is a folder: name a folder")
         if not has_entries(root):
             if not create:
                 raise NotAStoreError(f"{root} is not a Rankscope store: `rankscope serve` creates one")

@@ -117,7 +117,10 @@ class _Column:
         return cls(values, is_same, values.null_count > 0)
 
     def rows(self, start: int, count: int, places: pa.Array | None) -> pa.Array:
-        """Return the values of at most one row group: those at `places`, or without `places` the `count` values from `start`."""
+        """Return the values of at most one row group.
+
+        These are the values at `places`, or without `places` the `count` values from `start`.
+        """
         if self.is_constant or places is None:
             values = self.values.slice(0 if self.is_constant else start, count)
         else:
@@ -126,7 +129,10 @@ class _Column:
 
 
 def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
-    """Return `column` with a dictionary of only the texts that it contains, because a row group stores its whole dictionary."""
+    """Return `column` with a dictionary of only the texts that it contains.
+
+    A row group stores its whole dictionary, so that unused texts would take space.
+    """
     if len(column.dictionary) <= _SMALL_DICTIONARY:
         return column
     if column.null_count == len(column):

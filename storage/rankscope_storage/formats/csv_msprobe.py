@@ -47,7 +47,7 @@ _COUNTED: Final = ("scalars", "events", "histograms", "hashes", "collectives")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Result of the export of one rank: its files, and by dataset the numbers of written and of already present rows."""
+    """Result of the export of one rank: its files, and by dataset the numbers of written and already present rows."""
 
     files: tuple[Path, ...]
     rows: Counter[str]

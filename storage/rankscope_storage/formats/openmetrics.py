@@ -47,14 +47,15 @@ class OpenMetrics:
     ) -> ExportReport:
         """Write the file. See `ExportFormat.export`."""
         if not run:
-            raise ExportError("a run without a name has no label in Prometheus")
+            raise ExportError("a run without a name has no label in Prometheus: choose another export format")
         with connection.pinned():
             selection = Selection(connection, run, options)
             counts = {name: selection.count(name, SHOWN) for name in (*RANKED, SAMPLES)}
             omitted = _omitted(selection)
             if not any(counts.values()) and any(selection.count(name) for name in counts):
                 raise ExportError(
-                    f"{run} was imported from logs without times, and each sample of Prometheus needs a time"
+                    f"run {run} was imported from logs without times, but each sample of Prometheus needs a time: "
+                    "choose another export format"
                 )
             require_rows(selection, counts)
             timeline = Timeline(selection, RANKED)

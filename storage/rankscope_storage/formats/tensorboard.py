@@ -202,7 +202,9 @@ def _require_libraries() -> None:
     try:
         import rankscope_storage.tensorboard.events  # noqa: F401, PLC0415 - tests whether the import works
     except ImportError as error:
-        raise ExportError(f"event files need {error.name}: run pip install protobuf google-crc32c") from error
+        raise ExportError(
+            f"event files need the Python module {error.name}: run `pip install protobuf google-crc32c`"
+        ) from error
 
 
 EXPORT_FORMAT = TensorBoard()

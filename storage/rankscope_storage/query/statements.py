@@ -113,7 +113,9 @@ def check_selects(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
         names = ", ".join(kind.name for kind in kinds) or "an empty text"
         raise QueryError(f"only one SELECT, or EXPLAIN of a SELECT, is permitted here, not {names}")
     if can_change(cursor, explained):
-        raise QueryError("only a SELECT without effects is permitted here: this one may write data or change a setting")
+        raise QueryError(
+            "only a SELECT that modifies nothing is permitted here: this one may write data or change a setting"
+        )
 
 
 def _kinds(cursor: duckdb.DuckDBPyConnection, query: str) -> list[duckdb.StatementType]:

@@ -72,7 +72,7 @@ class Selection:
         return f"{relation} WHERE {self.where(dataset)}"
 
     def query(self, query: str) -> pa.Table:
-        """Return the rows of `query`, which may use the named parameters of this selection and must restrict the run."""
+        """Return the rows of `query`, which may use the parameters of this selection and must restrict the run."""
         return self.connection.query(query, self._named_in(query))
 
     def stream(self, query: str, batch_rows: int) -> Iterator[pa.RecordBatch]:

@@ -49,7 +49,7 @@ def label_text(labels: Mapping[str, str]) -> str:
 
 
 def sql_label(name: str, column: str | None = None) -> str:
-    r"""Return an SQL expression whose result is `name="<value>",` with the value escaped, or an empty text for a null."""
+    r"""Return an SQL expression that results in `name="<value>",` with the value escaped; a null results in ''."""
     text = f"{sql_identifier(column or name)}::VARCHAR"
     for raw, escaped in (("\\", "\\\\"), ("\n", "\\n"), ('"', '\\"')):
         text = f"replace({text}, {sql_string(raw) if raw != chr(10) else 'chr(10)'}, {sql_string(escaped)})"

@@ -52,7 +52,10 @@ class Numbering:
 
     @classmethod
     def of(cls, connection: Connection, run: str) -> Numbering:
-        """Return the conversion for `run`: its first step is 0 if the run has a step 0, otherwise 1, the exporter's default."""
+        """Return the conversion for `run`.
+
+        Its first step is 0 if the run has a step 0, otherwise 1, which is the exporter's default.
+        """
         rows = connection.query(
             f"SELECT 1 FROM {connection.relation('tensor_stats', run=run, steps=(0, 0))} "
             f"WHERE run = $run AND step = 0 AND kind NOT IN ({_MOMENTS}) LIMIT 1",
@@ -103,7 +106,7 @@ def descriptions(connection: Connection, run: str) -> Descriptions:
 def tensor_cells(
     selection: Selection, family: str, only: str, numbering: Numbering, described: Descriptions
 ) -> Iterator[Cells]:
-    """Yield the rows of a family of tensor statistics that satisfy the SQL predicate `only`, in batches of limited size."""
+    """Yield the rows of a family of tensor statistics that satisfy the predicate `only`, in batches of limited size."""
     kinds = ", ".join(map(sql_string, TENSOR_FAMILIES[family]))
     step = numbering.sql(moments=TENSOR_FAMILIES[family][0] in MOMENTS)
     mine = f"{only} AND kind IN ({kinds}) AND {step} >= 0"
