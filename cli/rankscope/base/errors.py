@@ -7,13 +7,15 @@ from collections.abc import Iterable
 from typing import Final
 
 FAILED: Final = 1
-"""The command line is valid, but the command could not do the work."""
+"""Exit code: the command line is valid, but the command could not do its work."""
 
 USAGE: Final = 2
-"""The command line or a configuration file is wrong."""
+"""Exit code: the command line or a configuration file is wrong."""
 
 TAKEN_OVER: Final = 3
-"""Another service took over the shard. Do not restart this service: it would take the shard back, and so on."""
+"""Exit code of a service whose shard another service took over.
+
+Do not restart such a service automatically: it would take the shard back, and both services would restart forever."""
 
 
 class CommandError(Exception):

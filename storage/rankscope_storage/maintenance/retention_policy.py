@@ -48,8 +48,9 @@ class Retention:
         raw = max((days for days in (self.raw_days, self.scalars_days) if days is not None), default=None)
         if self.rollup_days is not None and raw is not None and self.rollup_days < raw:
             raise ValueError(
-                f"rollup_days ({self.rollup_days:g}) is less than the {raw:g} days for which raw rows are kept, and both "
-                f"count from the measurement: set rollup_days to at least {raw:g}, or omit it to keep rollups forever"
+                f"rollup_days ({self.rollup_days:g}) is less than the {raw:g} days for which raw rows are kept, and "
+                f"both count from the measurement: set rollup_days to at least {raw:g}, or omit it to keep rollups "
+                "forever"
             )
 
     @property
