@@ -178,8 +178,8 @@ def _grad_norm() -> PanelBuilder:
     text = PanelText(
         title="Gradient norm",
         description="Highest and lowest gradient norm within each interval, so that a spike between two points is "
-        "visible. The norm often rises some steps before the loss. The scale is logarithmic: a tenfold increase is one decade "
-        "for every model.",
+        "visible. The norm often rises some steps before the loss. The scale is logarithmic: a tenfold increase is one "
+        "decade for every model.",
         unit="none",
     )
     series = f"{catalogue.GRAD_NORM.name}{RANKS}"
