@@ -134,7 +134,7 @@ def test_clock_set_back_does_not_restore_older_tags(root):
         (set_tags({"k": "a\nb"}), "printable"),
         (set_tags({"k": "\udcff"}), "printable"),
         (set_tags({f"k{n}": "" for n in range(101)}), "at most 100 tags"),
-        (remove_tags(["nothing"]), "no tag nothing: it has none"),
+        (remove_tags(["nothing"]), "no tag nothing: it has no tags"),
         (set_note("x" * 10_001), "at most 10000"),
         (set_note("a\x1b[2J"), "printable"),
     ],
