@@ -109,7 +109,7 @@ class Store:
 
 
 def _prepare_folder(root: Path) -> None:
-    """Create the folder and verify that it is writable and supports hard links."""
+    """Create the folder of a store, and verify that it is writable and that its file system supports hard links."""
     probe = root / STAGING / f"probe-{uuid.uuid4().hex}"
     linked = probe.with_suffix(".link")
     try:

@@ -132,7 +132,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnomalyRow:
-    """One firing of a rule, with the columns that order firings by cause."""
+    """One anomaly of a run: a firing of a rule, with the columns that define its position in the causal order."""
 
     attempt: int | None
     rank: int | None

@@ -39,7 +39,7 @@ class ShardLockError(StoreError):
 
 
 class ShardLostError(StoreError):
-    """Another service has taken over the shard: this writer must stop."""
+    """Another service has taken over the shard. The writer that gets this error must stop."""
 
 
 class ConflictError(StoreError):
@@ -63,7 +63,7 @@ class ExportError(StoreError):
 
 
 def is_url(path: str | Path) -> bool:
-    """Return whether `path` starts like a URL, such as s3://bucket/store."""
+    """Return whether `path` starts as a URL does, such as s3://bucket/store."""
     return _URL.match(str(path)) is not None
 
 

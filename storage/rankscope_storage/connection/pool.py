@@ -56,7 +56,7 @@ class DuckDBInstance:
     shapes: dict[str, tuple[bool, str | None]] = field(default_factory=dict)
     """By dataset: whether its raw view is empty, and the view's select list if all files have the same columns."""
     defined: dict[str, str] = field(default_factory=dict)
-    """By view or macro: the statement that created it."""
+    """By view or macro: the statement that created the view or macro in this instance."""
     parsed: dict[str, tuple[ViewReference, ...] | None] = field(default_factory=dict)
     """By statement: its references to views; None if the statement is not understood."""
     footers: set[str] = field(default_factory=set)

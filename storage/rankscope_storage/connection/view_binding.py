@@ -53,7 +53,7 @@ class BoundViews:
 
     @property
     def are_complete(self) -> bool:
-        """Return whether every view and macro is created."""
+        """Return whether all public views and macros exist in the DuckDB instance."""
         return len(self.instance.defined) == len(DEFINITIONS)
 
     def bind(self, query: str, parameters: object, snapshot: Snapshot) -> bool:

@@ -112,7 +112,7 @@ class DiffSource:
         return dict(zip(found["step"].to_pylist(), found["rows"].to_pylist(), strict=True))
 
     def ranks(self) -> set[int | None]:
-        """Return the ranks that have rows on this side."""
+        """Return the ranks that have rows on this side of the comparison."""
         parts = " UNION ALL ".join(self._places(dataset) for dataset in self._datasets())
         return set(self._connection.query(f"SELECT DISTINCT rank FROM ({parts})")["rank"].to_pylist())
 

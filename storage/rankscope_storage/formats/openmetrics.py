@@ -45,7 +45,7 @@ class OpenMetrics:
     def export(
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write the file. See `ExportFormat.export`."""
+        """Write `run` as OpenMetrics text to the file `target`. See `ExportFormat.export`."""
         if not run:
             raise ExportError("a run without a name has no label in Prometheus: choose another export format")
         with connection.pinned():

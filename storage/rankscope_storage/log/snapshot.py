@@ -143,7 +143,7 @@ class Snapshot:
         return [path for path, row in pairs if any(ranges.may_hold(row) for ranges in wanted)] or every[:1]
 
     def may_hold(self, dataset: str, wanted: Sequence[RowRanges]) -> bool:
-        """Return whether any file can contain a row of `dataset` in one of the ranges."""
+        """Return whether any file can contain a row of `dataset` in one of the ranges `wanted`."""
         return any(ranges.may_hold(row) for row in self._files_of(dataset)[1] for ranges in wanted)
 
     def is_of_attempt_0(self, dataset: str, paths: Sequence[str]) -> bool:

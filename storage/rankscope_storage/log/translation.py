@@ -42,7 +42,7 @@ def torn(root: Path, text: str) -> TornLogError:
 
 
 def translated(error: Exception, root: Path) -> StoreError:
-    """Return the error of this package for an error of delta-rs."""
+    """Return the StoreError for an error of delta-rs, with a remedy if the kind of the error is known."""
     text = first_line(error)
     if "Json error" in str(error) or "Invalid JSON in log record" in str(error):
         return torn(root, text)

@@ -68,7 +68,7 @@ class CheckReport:
 
     @property
     def is_intact(self) -> bool:
-        """Return whether no finding is damage."""
+        """Return True if the store is intact: no finding of the check is damage."""
         return not any(finding.kind.is_damage for finding in self.findings)
 
 

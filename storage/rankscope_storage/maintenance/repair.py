@@ -47,7 +47,7 @@ class RepairReport:
 
     @property
     def changed(self) -> bool:
-        """Return whether there was anything to repair."""
+        """Return whether the repair changed the store, or in a dry run, whether a repair would change it."""
         return bool(self.torn_entry or self.torn_checkpoint or self.lost or self.swept)
 
 

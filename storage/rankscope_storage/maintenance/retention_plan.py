@@ -24,7 +24,7 @@ _BY_DAY: Final = frozenset({"samples"})
 
 
 File = Mapping[str, Any]
-"""A row of `Snapshot.files`."""
+"""One data file as a row of `Snapshot.files`: path, dataset, part, rows, and ranges of columns."""
 
 
 class RetentionAction(enum.StrEnum):

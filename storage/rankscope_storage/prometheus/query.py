@@ -90,7 +90,7 @@ class SeriesQuery:
         return " AND ".join(predicates)
 
     def is_of_ranks(self) -> bool:
-        """Return whether the matchers of `job` allow series of ranks."""
+        """Return whether the matchers of the label `job` allow the job of ranks, `rankscope`."""
         return self.fits("job", names.JOB)
 
     def is_of(self, metric: str) -> bool:

@@ -103,7 +103,7 @@ def only_selects(cursor: duckdb.DuckDBPyConnection, query: str) -> bool:
 
 
 def check_selects(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
-    """Raise QueryError unless `query` is one statement that only reads."""
+    """Raise QueryError if `query` is not exactly one statement, or if the statement does more than read."""
     explained = _EXPLAIN.sub("", query, count=1) if _EXPLAIN.match(query) else query
     try:
         kinds = _kinds(cursor, explained)

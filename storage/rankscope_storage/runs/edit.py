@@ -32,7 +32,7 @@ from rankscope_storage.log.snapshot import FileFilter
 from rankscope_storage.log.translation import Change
 
 _RETRIES: Final = 5
-"""Largest number of consecutive refused commits."""
+"""Number of consecutive refused commits after which an edit of a run fails."""
 _ROUNDS: Final = 50
 
 RowChange = Callable[[pa.Table], pa.Table | None]
@@ -64,7 +64,7 @@ class RewriteReport:
     bytes_freed: int = 0
 
     def __add__(self, other: RewriteReport) -> RewriteReport:
-        """Return the sum of both reports."""
+        """Return a report with the sums of the numbers in both reports."""
         return RewriteReport(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 

@@ -44,9 +44,9 @@ class RowFacts:
     """
 
     absent: frozenset[str] = frozenset()
-    """Columns that are null in every row."""
+    """Names of the columns that are null in every row."""
     whole: frozenset[str] = frozenset()
-    """Columns that are null in no row."""
+    """Names of the columns that have a value in every row."""
     is_finite: bool = False
     """True if no number is NaN or infinite, and the counts of NaN and infinite elements are 0 or null in every row."""
 

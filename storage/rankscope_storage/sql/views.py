@@ -184,7 +184,7 @@ def _usual_columns(dataset: str) -> str:
 
 
 def files_select(dataset: str, files: Sequence[str]) -> str:
-    """Return a query for the rows of `dataset` in exactly these `files`."""
+    """Return a query for the rows of `dataset` in `files`, a list of paths."""
     listed = f"[{', '.join(map(sql_string, files))}]::VARCHAR[]"
     return raw_select(dataset, listed, empty=not files, columns=common_columns(dataset, files))
 

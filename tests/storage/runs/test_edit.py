@@ -179,7 +179,8 @@ def test_refusals_are_counted_from_the_last_success_and_reported(store, writer, 
         return genuine(log, change)
 
     monkeypatch.setattr(Log, "commit", commit)
-    with pytest.raises(StoreError, match=r"4 rows of run 'r' were changed, but a service continues .*`rankscope runs merge`"):
+    message = r"4 rows of run 'r' were changed, but a service continues .*`rankscope runs merge`"
+    with pytest.raises(StoreError, match=message):
         edit.rename(store.root, "r", "new", sync_to_disk)
 
     assert {"new": expected(0, "ir", 3), "r": [(0, "ir", 3)]} == told(store.root)

@@ -191,7 +191,7 @@ class ExportReport:
 
 
 class ExportFormat(Protocol):
-    """Writer of one format."""
+    """Interface of an export format: its description, and the method that writes a run."""
 
     name: str
     """Name of the format in `rankscope export --format`."""

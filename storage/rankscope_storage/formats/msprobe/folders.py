@@ -144,7 +144,7 @@ class FamilyFiles:
         self._file: _OneFile | None = None
 
     def add(self, cells: Cells) -> None:
-        """Write the rows, except those that a file already contains."""
+        """Write rows of the family, except rows that a file in the folder already contains."""
         blocks = np.asarray(cells.step) // self._steps
         starts = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(blocks)]
         for start, end in itertools.pairwise(starts):
