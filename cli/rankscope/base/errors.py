@@ -19,7 +19,10 @@ Do not restart such a service automatically: it would take the shard back, and b
 
 
 class CommandError(Exception):
-    """Ends the command. The message is printed on standard error, without a traceback."""
+    """Exception that ends the command with exit code `code`.
+
+    Its message is printed on standard error, without a traceback.
+    """
 
     def __init__(self, message: str, *, code: int = FAILED) -> None:
         super().__init__(message)
@@ -27,6 +30,9 @@ class CommandError(Exception):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean …?` with the entry of `known` closest to `name`, or an empty string if none is close."""
+    """Return the text ` Did you mean …?` with the entry of `known` that is most similar to `name`.
+
+    The result is an empty text if no entry is similar.
+    """
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -34,7 +34,7 @@ class ClientTls:
     server_name: str | None = None  # name in the server certificate, if it differs from the host of the URL
 
     def context(self) -> ssl.SSLContext:
-        """Return the SSL context for connections. Raises WebConfigError if a file cannot be used."""
+        """Return the SSL context for connections of the client. Raises WebConfigError if a file cannot be used."""
         return client_context(*(None if name is None else Path(name) for name in self._files))
 
     @property

@@ -54,7 +54,10 @@ def _options(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Define the options of `rankscope` itself; `rankscope version` prints the versions of the libraries too."""
+    """Options of the command `rankscope` itself.
+
+    The subcommand `rankscope version` also prints the versions of the libraries.
+    """
 
 
 def subcommands() -> dict[str, Callable[..., None]]:

@@ -23,7 +23,7 @@ At a step with a larger total norm, the statistics of the clipped gradients are 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault that the training script injects."""
+    """A fault that the training script of the demo injects."""
 
     step: int
     rank: int

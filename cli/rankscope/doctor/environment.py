@@ -67,14 +67,17 @@ class LocalEnvironment:
         return platform.python_version()
 
     def installed_version(self, package: str) -> str | None:
-        """Return the version from the package metadata, without importing the package."""
+        """Return the version of a Python package from its metadata, without importing the package.
+
+        None if it is not installed.
+        """
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def required_versions(self) -> Mapping[str, str]:
-        """Return the lowest versions in the package metadata of Rankscope."""
+        """Return the lowest supported version of each required package, from the package metadata of Rankscope."""
         asked = importlib.metadata.requires("rankscope") or []
         pairs = (requirement.partition(";")[0].replace("==", ">=").partition(">=") for requirement in asked)
         return {name.strip().replace("_", "-"): least.strip() for name, sign, least in pairs if sign}

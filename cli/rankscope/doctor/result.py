@@ -72,6 +72,6 @@ def summary(results: Sequence[CheckResult]) -> str:
 
 
 def as_json(results: Sequence[CheckResult]) -> str:
-    """Return the report as JSON."""
+    """Return the report of `rankscope doctor` as JSON text."""
     document = {"healthy": is_healthy(results), "results": [asdict(result) for result in results]}
     return json.dumps(document, indent=2, ensure_ascii=False)

@@ -43,7 +43,7 @@ def diff_lines(found: Divergence) -> Iterator[str]:
 
 
 def diff_document(found: Divergence) -> dict[str, Any]:
-    """Return the complete result for JSON, with NaN and Inf as strings."""
+    """Return the complete result of `rankscope diff` as a document for JSON, with NaN and Inf as strings."""
     return {
         "a": asdict(found.a),
         "b": asdict(found.b),
@@ -109,7 +109,7 @@ def _missing(found: Divergence) -> Iterator[tuple[str, str]]:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as ranges, such as `1-3, 7`."""
+    """Return ascending numbers as a text of ranges, such as `1-3, 7`."""
     groups = itertools.groupby(enumerate(numbers), key=lambda item: item[1] - item[0])
     runs = [[number for _, number in members] for _, members in groups]
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

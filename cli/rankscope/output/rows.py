@@ -33,7 +33,7 @@ TABLE_ROWS = 40
 
 
 class Format(enum.StrEnum):
-    """Output format of rows."""
+    """Formats in which a command can write rows."""
 
     TABLE = "table"
     CSV = "csv"
@@ -210,7 +210,10 @@ def _plain(value: Any) -> Any:
 
 
 def interval_text(value: pa.MonthDayNano | timedelta) -> str:
-    """Return an interval as DuckDB writes it: `1 year 2 months 3 days 04:05:06.5`, `00:00:00` for none."""
+    """Return an interval as text in the form of DuckDB: `1 year 2 months 3 days 04:05:06.5`.
+
+    An empty one is `00:00:00`.
+    """
     if isinstance(value, timedelta):
         months, days, micros = 0, value.days, value.seconds * 1_000_000 + value.microseconds
     else:

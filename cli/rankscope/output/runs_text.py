@@ -81,7 +81,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _duration(seconds: float | None) -> str:
-    """Return a duration in its two largest units, such as `3 d 4 h`."""
+    """Return a duration as text with its two largest units, such as `3 d 4 h`."""
     if seconds is None:
         return ""
     if seconds < 60:

@@ -1,4 +1,4 @@
-"""Find the executables of Prometheus and Alertmanager, and name the command that installs missing ones."""
+"""Find the executables of Prometheus and Alertmanager. If one is missing, name the command that installs it."""
 
 from __future__ import annotations
 

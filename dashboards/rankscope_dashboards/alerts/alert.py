@@ -68,5 +68,5 @@ class AlertGroup:
     alerts: Sequence[Alert]
 
     def document(self, runbooks: str = RUNBOOKS) -> dict[str, Any]:
-        """Return the group as an entry of a Prometheus rule file."""
+        """Return the group of alerts as an entry of a Prometheus rule file."""
         return {"name": self.name, "rules": [alert.document(runbooks) for alert in self.alerts]}

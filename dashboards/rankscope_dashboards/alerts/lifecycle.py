@@ -14,7 +14,7 @@ from rankscope_dashboards.alerts.alert import Alert
 from rankscope_dashboards.deploy.prometheus import SERVICE_JOB
 
 LOSS_WINDOW: Final = "5m"
-"""Time after a loss of records during which the alert is active."""
+"""Time after a loss of records during which the alert on lost records is active."""
 
 SERVICE_DOWN_FOR: Final = "30s"
 

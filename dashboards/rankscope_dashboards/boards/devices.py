@@ -1,4 +1,4 @@
-"""Board "Speed and devices": model FLOPs, utilisation and errors of GPUs, and load of the hosts."""
+"""The Grafana board "Speed and devices": model FLOPs, utilisation and errors of GPUs, and load of the hosts."""
 
 from __future__ import annotations
 

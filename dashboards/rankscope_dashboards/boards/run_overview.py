@@ -1,4 +1,4 @@
-"""Board "Run overview": state, progress, convergence, speed, anomalies, and completeness of the telemetry."""
+"""The Grafana board "Run overview": state, progress, convergence, speed, anomalies, completeness of telemetry."""
 
 from __future__ import annotations
 

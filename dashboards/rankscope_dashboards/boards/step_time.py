@@ -1,4 +1,4 @@
-"""Board "Step time": goodput, time by phase, and the ranks that delay the others."""
+"""The Grafana board "Step time": goodput, time by phase, and the ranks that delay other ranks."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ It differs from the title of the folder of boards, which has a fixed uid: some G
 with the same title."""
 
 INTERVAL: Final = "30s"
-"""Evaluation interval. Grafana accepts only multiples of 10 s."""
+"""Interval at which Grafana evaluates the alert rules. Grafana accepts only multiples of 10 s."""
 
 MISSING_EVALUATIONS: Final = 2
 """Number of evaluations without a series after which an alert resolves.

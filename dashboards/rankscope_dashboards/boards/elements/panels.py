@@ -1,4 +1,4 @@
-"""The four panel types of the boards: time series, stat, table and gauge."""
+"""The four panel types that the boards use: time series, stat, table and gauge."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def gauge_panel(text: PanelText, *queries: Query) -> gauge.Panel:
 
 
 def value_texts(texts: dict[str, tuple[str, str]]) -> list[dashboard.ValueMapping]:
-    """Return a Grafana value mapping from value to (text, colour)."""
+    """Return a Grafana value mapping, which shows each value as a text with a colour."""
     options = {
         value: dashboard.ValueMappingResult(text=text, color=color, index=index)
         for index, (value, (text, color)) in enumerate(texts.items())
