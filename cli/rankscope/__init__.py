@@ -1,6 +1,7 @@
 """The public API: monitor classes for training, and `connect` for queries of a store.
 
-Names are imported on first use. A training process therefore never loads the store, and a query never loads torch.
+Names are imported when they are first used. A training process therefore never loads the store, and a query never loads
+torch.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def __dir__() -> list[str]:
 
 
 def _remedy(module: str | None) -> str:
-    """Return the installation command of a missing module. Rankscope never installs torch itself."""
+    """Return the command that installs the missing module `name`. torch is never part of this command."""
     if module == "torch":
         return "install the build of torch for this machine"
     return "run pip install '.[store]' in a checkout of Rankscope"

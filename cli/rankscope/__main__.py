@@ -1,6 +1,7 @@
 """Entry point of the `rankscope` command and of `python -m rankscope`.
 
-An installation for ranks only lacks the libraries of the command, so a missing library is reported with its remedy.
+An installation that is only for ranks lacks the libraries of this command. A missing library is therefore reported with
+the command that installs it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command; if a library is missing, print the installation command and exit with 1."""
+    """Run the `rankscope` command; if a library is missing, print the installation command and exit with status 1."""
     try:
         if sys.argv[1:2] == ["serve"]:
             from rankscope_ingest.base.memory import share_allocator

@@ -1,1 +1,4 @@
-"""Grafana boards, alert rules and configuration of Prometheus and Alertmanager, generated from `rankscope_contract`."""
+"""Grafana boards, alert rules, and the configuration of Prometheus and Alertmanager.
+
+Generated from `rankscope_contract`.
+"""

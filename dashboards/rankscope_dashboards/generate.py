@@ -41,10 +41,10 @@ EXAMPLE_ALERTMANAGER: Final = AlertmanagerSettings(
         ),
     ),
 )
-"""Example addresses, to be replaced by the user. `rankscope up --notify` writes this file with real addresses."""
+"""Example addresses that a user must replace. `rankscope up --notify` writes the same file with real addresses."""
 
 ALERTS_BOARD: Final = "run_overview"
-"""The board that alerts link to, unless only another board has the panel of the alert."""
+"""Name of the board to which alerts link, unless only another board has the panel of the alert."""
 
 COUNTER_PANELS: Final = (
     "Anomaly count",
@@ -53,14 +53,14 @@ COUNTER_PANELS: Final = (
     "Tensors with firings",
     "GPUs with memory errors",
 )
-"""Panels that show the value of a counter instead of its rate."""
+"""Titles of the panels that show the value of a counter instead of its rate."""
 
 _IDENTITY: Final = "Series are identified by run and rank instead of job and instance."
 _COUNTS: Final = "Incidents are counted exactly. increase() extrapolates and would show 1.07 incidents for one."
 
 
 def generated_files(runbooks: str = RUNBOOKS) -> dict[str, str]:
-    """Return the text of each generated file by its path below `provisioning/`."""
+    """Return the text of each generated file, by the file's path below `provisioning/`."""
     made = {f"dashboards/{name}.json": _json(board.build()) for name, board in boards().items()}
     indexes = {path: _panel_index(text) for path, text in made.items()}
     first = indexes.pop(f"dashboards/{ALERTS_BOARD}.json")
@@ -77,9 +77,9 @@ def generated_files(runbooks: str = RUNBOOKS) -> dict[str, str]:
 
 
 def lint_exceptions() -> dict[str, Any]:
-    """Return the `.lint` file: where the boards deviate from the rules of Grafana's dashboard-linter, and why.
+    """Return the content of the `.lint` file: deviations of the boards from Grafana's dashboard-linter, with reasons.
 
-    A test applies the rules of the linter, reimplemented there, with exactly these exceptions.
+    A test applies its own implementation of the linter's rules with exactly these exceptions.
     """
     all_panels = ("template-job-rule", "template-instance-rule", "target-job-rule", "target-instance-rule")
     entries = [{"panel": title} for title in COUNTER_PANELS]
@@ -92,7 +92,10 @@ def lint_exceptions() -> dict[str, Any]:
 
 
 def stale_files(folder: Path = PROVISIONING) -> list[str]:
-    """Return the paths below `folder` that are changed, missing, or no longer generated, in alphabetical order."""
+    """Return the paths below `folder`, in alphabetical order, of files that are not up to date.
+
+    These files are changed, missing, or no longer generated.
+    """
     wanted = generated_files()
     changed = [name for name, text in wanted.items() if _read(folder / name) != text]
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
@@ -100,7 +103,10 @@ def stale_files(folder: Path = PROVISIONING) -> list[str]:
 
 
 def main() -> int:
-    """Write the files. With --check, write nothing, print the files that differ and return 1 if there are any."""
+    """Write the files and return 0.
+
+    With --check, write nothing, print the files that would change, and return 1 if there are any.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if a file would change")
     parser.add_argument("--into", type=Path, default=PROVISIONING, help="write the files to this folder")

@@ -111,7 +111,7 @@ def test_json_contains_the_complete_result(diff):
     [
         (["good-run", "bad-rum"], "run 'bad-rum' not found. Did you mean 'bad-run'?"),
         (["good-run"], "name two runs, or one run with --ranks A B or --attempts A B"),
-        (["good-run", "good-run"], "both sides are good-run"),
+        (["good-run", "good-run"], "both sides of the comparison are good-run"),
         ([*RUNS, "--steps", "5-9"], "--steps '5-9': write first:last"),
         ([*RUNS, "--kind", "act_ouT"], "good-run has no kind act_ouT; it has "),
         ([*RUNS, "--steps", "99999999999999999999"], "--steps '99999999999999999999': write first:last"),

@@ -80,8 +80,8 @@ def test_list_is_filtered_by_tags(runs):
     [
         (["tag", "before"], "write: rankscope runs tag RUN KEY=VALUE…"),
         (["tag", "before", "team"], "'team' is not a tag: write KEY=VALUE"),
-        (["tag", "before", "=x"], "'' is no key of a tag"),
-        (["untag", "before", "team"], "the run has no tag team: it has none"),
+        (["tag", "before", "=x"], "'' is not a valid tag key"),
+        (["untag", "before", "team"], "the run has no tag team: it has no tags"),
         (["note", "before"], "write: rankscope runs note RUN TEXT"),
         (["show"], "write: rankscope runs show RUN"),
         (["show", "befor"], "run 'befor' not found."),
@@ -111,6 +111,6 @@ def test_rename_and_rm_print_the_number_of_rows(runs):
 
 def test_rename_to_an_existing_run_fails(runs):
     assert runs("rename", "before", "before").startswith(
-        "a run is called 'before' already: `rankscope runs merge` joins"
+        "a run named 'before' already exists: `rankscope runs merge` joins"
     )
-    assert runs("merge", "before", "nobody").startswith("no run is called 'nobody'")
+    assert runs("merge", "before", "nobody").startswith("there is no run named 'nobody'")

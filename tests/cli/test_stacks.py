@@ -174,7 +174,9 @@ def test_run_name_is_optional_if_only_one_run_is_live(service, capsys):
     assert "pretrain" == service.asked[0][1]["run"]
 
     service.answers["/api/v1/runs"] = (200, [*live, {"run": "other", "ranks_alive": 1}])
-    with pytest.raises(CommandError, match=r"name the run; live runs at .*: pretrain, other"):
+    with pytest.raises(
+        CommandError, match=r"not exactly one live run at .*: name the run\. Live runs: pretrain, other"
+    ):
         stacks(service=service.url)
 
 

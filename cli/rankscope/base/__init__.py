@@ -1,1 +1,4 @@
-"""Errors, options, the HTTP client and access to store and service settings. All other folders may import this one."""
+"""Errors, options, the HTTP client, and access to the store and the service settings.
+
+All other folders of this package may import this folder.
+"""

@@ -7,17 +7,22 @@ from collections.abc import Iterable
 from typing import Final
 
 FAILED: Final = 1
-"""The command line is valid, but the command could not do the work."""
+"""Exit code: the command line is valid, but the command could not do its work."""
 
 USAGE: Final = 2
-"""The command line or a configuration file is wrong."""
+"""Exit code: the command line or a configuration file is wrong."""
 
 TAKEN_OVER: Final = 3
-"""Another service took over the shard. Do not restart this service: it would take the shard back, and so on."""
+"""Exit code of a service whose shard another service took over.
+
+Do not restart such a service automatically: it would take the shard back, and both services would restart forever."""
 
 
 class CommandError(Exception):
-    """Ends the command. The message is printed on standard error, without a traceback."""
+    """Exception that ends the command with exit code `code`.
+
+    Its message is printed on standard error, without a traceback.
+    """
 
     def __init__(self, message: str, *, code: int = FAILED) -> None:
         super().__init__(message)
@@ -25,6 +30,9 @@ class CommandError(Exception):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean …?` with the entry of `known` closest to `name`, or an empty string if none is close."""
+    """Return the text ` Did you mean …?` with the entry of `known` that is most similar to `name`.
+
+    The result is an empty text if no entry is similar.
+    """
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,7 @@
-"""A synchronous HTTP client for one request to the service or to a local program. No proxy, no redirects, a timeout."""
+"""A synchronous HTTP client for one request to the service or to a program on this machine.
+
+The client uses no proxy, follows no redirects, and limits the time of a request.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class ClientTls:
     server_name: str | None = None  # name in the server certificate, if it differs from the host of the URL
 
     def context(self) -> ssl.SSLContext:
-        """Return the SSL context for connections. Raises WebConfigError if a file cannot be used."""
+        """Return the SSL context for connections of the client. Raises WebConfigError if a file cannot be used."""
         return client_context(*(None if name is None else Path(name) for name in self._files))
 
     @property
@@ -58,7 +61,10 @@ class Response:
 def get(
     url: str, *, token: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS, client_tls: ClientTls | None = None
 ) -> Response:
-    """Send GET `url` and return the response, whatever its status. Raises UnreachableError if there is none."""
+    """Send GET `url` and return the response, whatever its status.
+
+    Raises UnreachableError if no response was received.
+    """
     return _request("GET", url, None, token=token, timeout_seconds=timeout_seconds, client_tls=client_tls)
 
 
@@ -70,7 +76,10 @@ def post(
     timeout_seconds: float = TIMEOUT_SECONDS,
     client_tls: ClientTls | None = None,
 ) -> Response:
-    """Send POST `url` with `document` as JSON and return the response of any status. Raises UnreachableError."""
+    """Send POST `url` with `document` as JSON, and return the response, whatever its status.
+
+    Raises UnreachableError if no response was received.
+    """
     body = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
     return _request("POST", url, body, token=token, timeout_seconds=timeout_seconds, client_tls=client_tls)
 
@@ -124,7 +133,7 @@ def _connection(
 
 
 class _Https(http.client.HTTPSConnection):
-    """An HTTPS connection that can verify the certificate against a name other than the host it connects to."""
+    """An HTTPS connection that can verify the server's certificate against a name other than the connected host's."""
 
     def __init__(
         self, host: str, port: int | None, *, timeout: float, context: ssl.SSLContext, server_name: str | None

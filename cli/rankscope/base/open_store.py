@@ -1,4 +1,4 @@
-"""Open a store for a command and choose the run. Errors of the store and of DuckDB become one-line messages."""
+"""Open a store for a command and select the run. Errors of the store and of DuckDB become one-line messages."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def open_store(store: Path, *, locked: bool = True) -> Iterator[Connection]:
 
 
 def resolve_run(connection: Connection, run: str | None) -> str:
-    """Return `run` if the store contains it; for None, return the run that started last.
+    """Return `run` if the store contains it; if `run` is None, return the run that started last.
 
-    Raises CommandError, with the most similar name, if there is no such run.
+    Raises CommandError if the store has no such run; the message suggests the run with the most similar name.
     """
     rows = connection.query("select run from runs order by started_at desc nulls last, ordinal desc")
     known: list[str] = rows["run"].to_pylist()
@@ -48,6 +48,6 @@ def resolve_run(connection: Connection, run: str | None) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return a message as one line, without the copy of the statement that DuckDB appends."""
+    """Return the text of an error as one line, without the copy of the statement that DuckDB appends to it."""
     message = text.partition("\n\nLINE")[0]
     return " ".join(part.strip() for part in message.splitlines() if part.strip())

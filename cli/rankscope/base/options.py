@@ -11,7 +11,10 @@ from rankscope.base.errors import USAGE, CommandError
 
 
 def store_folder(text: str) -> Path:
-    """Return the folder of a store option. Raises CommandError for a URL: a store is a local folder."""
+    """Return the folder that the option --store names.
+
+    Raises CommandError for a URL, because a store is a local folder.
+    """
     from rankscope_storage.base.errors import is_url
 
     if is_url(text):
@@ -41,9 +44,9 @@ _MAX_STEP: Final = (1 << 63) - 1
 
 
 def step_range(steps: str | None) -> tuple[int, int] | None:
-    """Return the first and last step of `first:last` or of a single step; None if `steps` is None.
+    """Return the first and last step of the text `first:last` or of a single step; None if `steps` is None.
 
-    Raises CommandError if the text is not a range, or the range is empty or exceeds int64.
+    Raises CommandError if the text is not a range, or if the range is empty or exceeds int64.
     """
     if steps is None:
         return None

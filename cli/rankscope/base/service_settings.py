@@ -1,4 +1,4 @@
-"""Load the configuration of the service; derive the address and TLS settings with which this machine reaches it."""
+"""Load the configuration of the service, and derive the address and the TLS settings for clients of the service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def default_store() -> str:
 def load_settings(
     config: Path | None, store: Path | None, listen: str | None, notify: list[str] | None
 ) -> ServiceConfig:
-    """Return the service configuration; options override the file. Raises CommandError if a setting is wrong."""
+    """Return the configuration of the service; options replace settings of the file.
+
+    Raises CommandError if a setting is wrong.
+    """
     from rankscope_ingest.base.config_file import load_config
     from rankscope_ingest.base.errors import ConfigError
 
@@ -41,10 +44,10 @@ def load_settings(
 
 
 def service_tls(settings: ServiceConfig) -> ClientTls | None:
-    """Return the TLS settings for requests to the service; None if it serves plain HTTP.
+    """Return the TLS settings for requests to the service; None if the service uses plain HTTP.
 
-    Without `ca_file`, the client trusts the service's own certificate file. This is safe: write access
-    to that file would also allow replacing the certificate of the service.
+    Without `ca_file`, the client trusts the certificate file of the service. This is safe, because a process that can
+    write this file could also replace the certificate of the service.
     """
     section, web = settings.service, settings.service.web
     if web is None or web.tls is None:
@@ -58,13 +61,16 @@ def service_tls(settings: ServiceConfig) -> ClientTls | None:
 
 
 def environment_tls() -> ClientTls:
-    """Return the TLS settings that ranks use: the RANKSCOPE_CA_FILE, _CERT_FILE and _KEY_FILE variables."""
+    """Return the TLS settings in RANKSCOPE_CA_FILE, RANKSCOPE_CERT_FILE and RANKSCOPE_KEY_FILE, which ranks use too."""
     ca, cert, key = (os.environ.get(f"RANKSCOPE_{name}_FILE") or None for name in ("CA", "CERT", "KEY"))
     return ClientTls(ca_file=ca, cert_file=cert, key_file=key)
 
 
 def service_address(settings: ServiceConfig) -> str | None:
-    """Return the URL of the service for clients on this machine; None if it picks a free port at start (port 0)."""
+    """Return the URL of the service for clients on this machine.
+
+    None if the service selects a free port at start (port 0).
+    """
     from rankscope_ingest.base.config import split_address
 
     host, port = split_address(settings.service.listen)
@@ -76,7 +82,7 @@ def service_address(settings: ServiceConfig) -> str | None:
 
 
 def _name(settings: ServiceConfig) -> str | None:
-    """Return the host name in the service certificate, if `advertise` names one; else None."""
+    """Return the host name in the certificate of the service if the setting `advertise` contains one, else None."""
     from rankscope_ingest.base.config import split_address
 
     advertise = settings.service.advertise

@@ -1,7 +1,7 @@
-"""The `rankscope` command. To add a subcommand, add a file to this folder.
+"""The `rankscope` command and its subcommands.
 
-The file contains a function with the name of the file. A trailing underscore is not part of the name of the subcommand:
-`import` is a Python keyword, so its file is `import_.py`.
+To add a subcommand, add a file to this folder with a function that has the name of the file. The subcommand has the
+same name, without a trailing underscore: `import` is a Python keyword, so the file of this subcommand is `import_.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HELP = """Telemetry and time-series store for distributed PyTorch training.
 
 
 def build() -> typer.Typer:
-    """Return the command with all subcommands of this folder."""
+    """Return the typer application with all subcommands in this folder."""
     app = typer.Typer(
         help=HELP,
         no_args_is_help=True,
@@ -54,11 +54,14 @@ def _options(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Define the options of `rankscope` itself; `rankscope version` prints the versions of the libraries too."""
+    """Options of the command `rankscope` itself.
+
+    The subcommand `rankscope version` also prints the versions of the libraries.
+    """
 
 
 def subcommands() -> dict[str, Callable[..., None]]:
-    """Return the function of every subcommand by its name."""
+    """Return the functions of all subcommands, by name."""
     found = {}
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
         loaded = importlib.import_module(f"rankscope.commands.{module.name}")
@@ -67,7 +70,7 @@ def subcommands() -> dict[str, Callable[..., None]]:
 
 
 def main() -> None:
-    """Run the command. Errors are printed as one line on standard error, without a traceback."""
+    """Run the `rankscope` command. An error is printed as one line on standard error, without a traceback."""
     try:
         build()(prog_name="rankscope")
     except CommandError as error:

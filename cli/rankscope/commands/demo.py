@@ -80,7 +80,10 @@ def demo(
 def _collect(
     console: Console, folder: Path, receiver: AlertReceiver, faults: Sequence[Fault], command: list[str]
 ) -> tuple[int, Sequence[Sender]]:
-    """Run service and training until both exit; return the number of tensors of the model and the expected senders."""
+    """Run the service and the training until both exit.
+
+    Returns the number of tensors of the model, and the programs that are expected to send alerts.
+    """
     (folder / "service.toml").write_text(CONFIG.format(notify_url=receiver.notify_url), encoding="utf-8")
     serve: list[str | Path] = [sys.executable, "-m", "rankscope", "serve", folder / "service.toml"]
     with child(serve, folder / "service.log", {}) as service:
@@ -101,7 +104,7 @@ def _collect(
 
 @contextlib.contextmanager
 def _run_prometheus(console: Console, folder: Path, url: str, receiver: AlertReceiver) -> Iterator[Sequence[Sender]]:
-    """Run Prometheus and Alertmanager if both are installed; yield the senders of alerts."""
+    """Run Prometheus and Alertmanager if both are installed; yield the programs that send alerts."""
     from rankscope.demo.prometheus import missing_executables, run_prometheus
 
     if remedies := missing_executables():
@@ -140,9 +143,10 @@ def _watch(training: subprocess.Popen[bytes], url: str, receiver: AlertReceiver,
 
 
 def _wait_for_alerts(receiver: AlertReceiver, console: Console, awaited: Sequence[Fault]) -> None:
-    """Wait for late or unexpected messages.
+    """Wait for alert messages that are late or that are not expected.
 
-    Alertmanager sends after a scrape and the group wait, so wait up to LATEST_SECONDS for its messages on `awaited`.
+    Alertmanager sends a message after a scrape and the group wait. If no message about a fault in `awaited` has
+    arrived, the function therefore waits up to LATEST_SECONDS.
     """
     began = time.monotonic()
     while time.monotonic() - began < QUIET_SECONDS or (
@@ -169,7 +173,10 @@ def _create_folder(folder: Path) -> None:
 
 
 def _wait_for_service(log: Path, service: subprocess.Popen[bytes]) -> str:
-    """Return the URL of the service, read from its log, within 60 s."""
+    """Return the URL of the service, which the service writes to its log.
+
+    Raises CommandError if the service exits or does not write the URL within 60 s.
+    """
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and service.poll() is None:
         if found := re.search(r"listening on (http://\S+)", log.read_text(encoding="utf-8")):

@@ -30,7 +30,9 @@ RelativeTolerance = Annotated[
 
 
 def diff(
-    runs: Annotated[list[str], typer.Argument(help="Two runs, or one with --ranks or --attempts.", show_default=False)],
+    runs: Annotated[
+        list[str], typer.Argument(help="Two runs, or one run with --ranks or --attempts.", show_default=False)
+    ],
     store: Store = Path("history"),
     tolerance: RelativeTolerance = 0.0,
     absolute: Annotated[float, typer.Option(min=0, help="Largest absolute difference that counts as equal.")] = 0.0,
@@ -41,7 +43,7 @@ def diff(
     rank: Annotated[list[int] | None, typer.Option(help="Only this rank; may be repeated.", show_default=False)] = None,
     ranks: Annotated[
         tuple[int, int] | None,
-        typer.Option(help="Compare two ranks of one run, or one of each run.", show_default=False),
+        typer.Option(help="Compare two ranks of one run, or one rank of each run.", show_default=False),
     ] = None,
     attempts: Annotated[
         tuple[int, int] | None,
@@ -106,7 +108,7 @@ def _sides(
         for name, rank, attempt in zip(names, own_ranks, own_attempts, strict=True)
     )
     if first == second:
-        raise CommandError(f"both sides are {first}", code=USAGE)
+        raise CommandError(f"both sides of the comparison are {first}: name two different ones", code=USAGE)
     return first, second
 
 
@@ -117,7 +119,7 @@ def _check_finite(**bounds: float) -> None:
 
 
 def _check_compared(found: Divergence, connection: Connection, kinds: Sequence[str]) -> None:
-    """Raise CommandError if nothing was compared, because 'no difference' would be misleading."""
+    """Raise CommandError if the runs have no values in common, because 'no difference' would then be misleading."""
     if found.rows_compared:
         return
     for side in (found.a, found.b):
@@ -129,7 +131,7 @@ def _check_compared(found: Divergence, connection: Connection, kinds: Sequence[s
 
 
 def _check_kinds(kinds: Sequence[str], sides: Sequence[DiffSide], connection: Connection) -> None:
-    """Raise CommandError with the available kinds if a run has none of the requested kinds."""
+    """Raise CommandError if a run has none of the requested kinds; the message lists the available kinds."""
     from rankscope_storage.diff.sources import SCALAR
 
     for side in sides:
@@ -141,7 +143,7 @@ def _check_kinds(kinds: Sequence[str], sides: Sequence[DiffSide], connection: Co
 
 
 def _check_there(side: DiffSide, connection: Connection) -> None:
-    """Raise CommandError with the available ranks or attempts if the requested one does not exist."""
+    """Raise CommandError if the requested rank or attempt does not exist; the message lists the available ones."""
     tables = ("scalars", "tensor_stats", "hashes")
     for column, wanted in {"attempt": side.attempt, "rank": side.rank}.items():
         queries = [f"SELECT DISTINCT {column} FROM {name} WHERE run = $run" for name in tables]  # noqa: S608 - constants

@@ -65,7 +65,7 @@ def doctor(
 
 
 def run_checks(environment: Environment, where: Endpoints) -> Iterator[CheckResult]:
-    """Yield the results of all checks."""
+    """Yield the results of all checks, in the order of the report."""
     from rankscope.doctor import machine, prometheus, ranks, service
 
     yield from machine.machine(environment)

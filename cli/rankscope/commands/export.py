@@ -1,4 +1,4 @@
-"""`rankscope export`: write one run in another format."""
+"""`rankscope export`: write one run of a store in the format of another tool."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _ranks(text: str | None) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[Progress]:
-    """Show a bar of the written rows on a terminal; elsewhere show nothing."""
+    """Yield a function that shows a progress bar of the written rows on a terminal, and does nothing elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -166,5 +166,5 @@ def _is_many(files: Sequence[Path], target: Path) -> bool:
 
 
 def _plain(name: str) -> str:
-    """Return `name` without control characters and brackets, which a terminal or rich would interpret."""
+    """Return the name of a run without control characters and brackets, which the terminal or rich would interpret."""
     return "".join(char if char.isprintable() and char not in "[]" else "�" for char in name)

@@ -41,7 +41,7 @@ def import_(
         bool, typer.Option("--explain", help="Print the detected format of each log and the reason; import nothing.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print more of the malformed lines than the first 3.")
+        bool, typer.Option("--verbose", "-v", help="Print more malformed lines than the first 3.")
     ] = False,
     shard: Annotated[str, typer.Option(help="Shard to write to; not the shard of a running service.")] = "0/1",
 ) -> None:
@@ -107,7 +107,10 @@ def _importer(name: str) -> Importer:
 
 
 def _logs(path: Path, chosen: Importer | None) -> Iterator[tuple[Path, Importer]]:
-    """Yield the log at `path` with its importer; for a folder that is not a log itself, the logs in it."""
+    """Yield each log with its importer.
+
+    If `path` is a log (a file or a folder), it is the only log. Otherwise the logs are the files in the folder `path`.
+    """
     from rankscope_ingest.base.errors import IngestError
     from rankscope_ingest.importers import find_importer
 
@@ -129,7 +132,7 @@ def _logs(path: Path, chosen: Importer | None) -> Iterator[tuple[Path, Importer]
 
 
 def _rules(path: Path | None) -> Sequence[AnomalyRule]:
-    """Return the rules in a file, or the default rules."""
+    """Return the anomaly rules in a JSON file, or without a file the default rules."""
     from rankscope_contract.rules import rule_from_config
     from rankscope_ingest.importers.common.rules import IMPORT_RULES
 
@@ -154,7 +157,7 @@ def _explain(path: Path, chosen: Importer) -> None:
 
 @contextlib.contextmanager
 def _progress(path: Path) -> Iterator[Callable[[int], None] | None]:
-    """Show a bar of the bytes read on a terminal; elsewhere show nothing."""
+    """Yield a function that shows a progress bar of the bytes read on a terminal, and does nothing elsewhere."""
     if not sys.stderr.isatty() or not path.is_file():
         yield None
         return

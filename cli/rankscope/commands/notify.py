@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Action(enum.StrEnum):
-    """Actions on notifications."""
+    """Subcommands of `rankscope notify`."""
 
     TEST = "test"
 
@@ -68,7 +68,7 @@ def _notifiers(config: Path | None, to: Sequence[str] | None) -> list[Notifier]:
 
 
 async def _send(notifiers: Sequence[Notifier]) -> list[str | None]:
-    """Return the error of each notifier, None if it delivered the message."""
+    """Send the notification to each address; return the error for each address, or None if it was delivered."""
     from rankscope_ingest.notify.notifiers import Message, NotifyError
 
     host = socket.gethostname()

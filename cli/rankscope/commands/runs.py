@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Action(enum.StrEnum):
-    """Actions on runs."""
+    """Subcommands of `rankscope runs`."""
 
     LIST = "list"
     SHOW = "show"
@@ -60,7 +60,7 @@ def runs(
     store: Store = Path("history"),
     tag: Annotated[
         list[str] | None,
-        typer.Option("--tag", "-t", help="list: only runs with this tag, KEY=VALUE or KEY; may repeat."),
+        typer.Option("--tag", "-t", help="list: only runs with this tag, KEY=VALUE or KEY; may be repeated."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="rm: do not ask for confirmation.")] = False,
     form: OutputFormat = Format.TABLE,
@@ -149,7 +149,10 @@ def _list(store: Path, tags: Sequence[str], form: Format, output: Path | None) -
 
 
 def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:
-    """Return the runs that have all tags in `wanted`, each written as KEY=VALUE, or as KEY for any value."""
+    """Return the runs that have all tags in `wanted`.
+
+    A tag is written as KEY=VALUE, or as KEY if any value is accepted.
+    """
     from rankscope_storage.runs.tags import parse_tags
 
     pairs = [text.partition("=") for text in wanted]

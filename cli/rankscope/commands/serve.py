@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 
 READY: Final = "READY=1"
 ALIVE: Final = "WATCHDOG=1"
-"""Sent repeatedly. If the unit has a watchdog, systemd restarts a service that stops sending it."""
+"""Message that the service sends to systemd repeatedly.
+
+If the systemd unit has a watchdog, systemd restarts a service that no longer sends this message."""
 
 
 def serve(
@@ -81,7 +83,7 @@ def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
 
 
 class _ProgressPrinter:
-    """Shows progress, and prints a line when the service becomes degraded or recovers."""
+    """Prints the progress of runs, and a line when the service becomes degraded or recovers."""
 
     def __init__(self, view: View, *, show: bool) -> None:
         self._view = view
@@ -101,7 +103,7 @@ class _ProgressPrinter:
 
 
 class _ViewHandler(logging.Handler):
-    """Prints log records through the view, so that they do not disturb its progress bars."""
+    """A log handler that prints log records above the progress bars, so that they do not disturb the bars."""
 
     def __init__(self, view: View) -> None:
         super().__init__(logging.INFO)
@@ -114,7 +116,7 @@ class _ViewHandler(logging.Handler):
 
 
 _RECORD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
-"""Attributes of every log record. All other attributes are context and are printed."""
+"""Attributes that every log record has. All other attributes of a record are its context and are printed."""
 
 
 def _log_to(view: View) -> None:
@@ -125,7 +127,10 @@ def _log_to(view: View) -> None:
 
 
 def notify_systemd(state: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Send `state` to systemd (sd_notify) if $NOTIFY_SOCKET is set. Log a warning on failure; the service continues."""
+    """Send `state` to systemd with the sd_notify protocol; do nothing if $NOTIFY_SOCKET is not set.
+
+    On failure, a warning is logged and the service continues.
+    """
     address = environment.get("NOTIFY_SOCKET", "")
     if not address:
         return

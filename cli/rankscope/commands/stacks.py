@@ -12,7 +12,9 @@ import typer
 from rankscope.base.errors import USAGE, CommandError
 
 TIMEOUT_SECONDS: Final = 60.0
-"""Timeout of the request. The service polls several ranks in parallel and applies its own timeout to each."""
+"""Timeout of the request in seconds.
+
+The service polls several ranks in parallel, each with the service's own timeout."""
 
 
 def stacks(
@@ -23,7 +25,9 @@ def stacks(
     service: Annotated[
         str, typer.Option(envvar="RANKSCOPE_INGEST_URL", help="Address of the service.")
     ] = "http://127.0.0.1:9470",
-    all_threads: Annotated[bool, typer.Option("--all-threads", help="Also show the other threads.")] = False,
+    all_threads: Annotated[
+        bool, typer.Option("--all-threads", help="Also show the threads other than the main thread.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the unchanged response of the service.")] = False,
 ) -> None:
     """Print Python stacks and collectives of the ranks of a run, grouped by equal stacks.
@@ -92,7 +96,10 @@ def _only_run(service: str) -> str:
     alive = [entry["run"] for entry in runs if entry.get("ranks_alive")]
     if len(alive) == 1:
         return str(alive[0])
-    raise CommandError(f"name the run; live runs at {service}: {', '.join(alive) or 'none'}", code=USAGE)
+    raise CommandError(
+        f"there is not exactly one live run at {service}: name the run. Live runs: {', '.join(alive) or 'none'}",
+        code=USAGE,
+    )
 
 
 def _with_token_hint(status: int, text: str) -> str:
@@ -106,4 +113,6 @@ def _token() -> str | None:
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise CommandError(f"RANKSCOPE_TOKEN_FILE {path}: {error.strerror or error}", code=USAGE) from error
+        raise CommandError(
+            f"cannot read {path}, the file in RANKSCOPE_TOKEN_FILE: {error.strerror or error}", code=USAGE
+        ) from error

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Action(enum.StrEnum):
-    """Actions on a store."""
+    """Subcommands of `rankscope store`."""
 
     CHECK = "check"
     STATS = "stats"
@@ -33,7 +33,7 @@ class Action(enum.StrEnum):
 
 
 class By(enum.StrEnum):
-    """Grouping of the rows of `stats`."""
+    """Column by which `rankscope store stats` groups its rows."""
 
     DATASET = "dataset"
     PART = "part"
@@ -64,7 +64,7 @@ def store(
     scalars_days: ScalarsDays = None,
     samples_days: SamplesDays = None,
     rollup_days: RollupDays = None,
-    by: Annotated[By, typer.Option(help="stats: group rows by this.")] = By.DATASET,
+    by: Annotated[By, typer.Option(help="stats: column by which the rows are grouped.")] = By.DATASET,
     form: OutputFormat = Format.TABLE,
     output: Output = None,
 ) -> None:
@@ -200,7 +200,7 @@ def _print_retention(report: RetentionReport, *, dry_run: bool) -> None:
 
 @contextlib.contextmanager
 def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar with done and total count on a terminal; elsewhere show nothing."""
+    """Yield a function that shows done and total count as a progress bar on a terminal, and does nothing elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

@@ -135,7 +135,7 @@ def _run(plan: StartPlan, *, quiet: bool) -> None:
 
 
 def _ignoring_lost_terminal(print_line: Callable[[str], None]) -> Callable[[str], None]:
-    """Return `print_line` without OSError: if the terminal is gone, the programs must still be stopped."""
+    """Return a `print_line` that ignores OSError: even if the terminal is closed, the programs must be stopped."""
 
     def try_to_print(line: str) -> None:
         with contextlib.suppress(OSError):
@@ -160,7 +160,10 @@ def _print_report(plan: StartPlan, supervisor: Supervisor, view: View) -> None:
 
 
 def _watch(plan: StartPlan, supervisor: Supervisor, stop_signals: StopSignals, view: View, *, quiet: bool) -> None:
-    """Restart exited programs and show progress, until a stop signal or the loss of an essential program."""
+    """Restart exited programs and show progress.
+
+    Returns after a stop signal, or when an essential program exited too often to be restarted.
+    """
     from rankscope.output.progress import fetch_runs
 
     url, shown_at = service_url(plan.programs), 0.0
@@ -174,19 +177,19 @@ def _watch(plan: StartPlan, supervisor: Supervisor, stop_signals: StopSignals, v
 
 
 def overview(programs: Iterable[Program], states: Mapping[str, str], left_out: Mapping[str, str]) -> list[str]:
-    """Return a table with one line per program; for programs that do not run, with the reason."""
+    """Return one line per program; for a program that does not run, the line contains the reason."""
     rows = [(program.name, program.url, states[program.name], short_path(program.log)) for program in programs]
     return columns(HEAD, [*rows, *((name, "-", why, "-") for name, why in left_out.items())])
 
 
 def exports(service_url: str, token_file: Path | None) -> list[str]:
-    """Return the export lines for the training job."""
+    """Return the `export` lines that the user pastes into the script of the training job."""
     lines = [f"export RANKSCOPE_INGEST_URL={service_url}"]
     return lines if token_file is None else [*lines, f"export RANKSCOPE_TOKEN_FILE={shlex.quote(str(token_file))}"]
 
 
 def short_path(path: Path) -> str:
-    """Return `path` relative to the current folder if it is below it."""
+    """Return `path` relative to the current folder if it is below this folder, otherwise unchanged."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -194,7 +197,7 @@ def short_path(path: Path) -> str:
 
 
 def service_url(programs: Iterable[Program]) -> str:
-    """Return the URL of the service."""
+    """Return the URL of the Rankscope service among the started programs."""
     from rankscope.up.programs import SERVICE
 
     return next(program.url for program in programs if program.name == SERVICE)

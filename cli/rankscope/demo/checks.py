@@ -11,17 +11,19 @@ from rankscope_contract.model.schema import TENSOR_ROW_KEY
 from rankscope_contract.security.escaping import sql_identifier
 
 Query = Callable[[str], list[tuple[Any, ...]]]
-"""Runs one SQL statement on the store and returns the rows."""
+"""Function that executes one SQL statement on the store and returns the rows."""
 
 KINDS_OF_EVERY_STEP: Final = ("grad_unreduced", "grad_reduced")
 KINDS_OF_OPTIMIZER_STEPS: Final = ("param_before", "param_after", "exp_avg", "exp_avg_sq")
 MAX_GRADIENT_NORM: Final = 1.0
-"""Limit of the total gradient norm. The script clips larger gradients, and the clipped ones are stored as well."""
+"""Norm to which the training script clips the gradients.
+
+At a step with a larger total norm, the statistics of the clipped gradients are stored in addition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault that the training script injects."""
+    """A fault that the training script of the demo injects."""
 
     step: int
     rank: int
@@ -32,7 +34,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedRun:
-    """The configuration of the demo, from which the expected rows and alerts follow."""
+    """The configuration of the demo, from which the expected rows and alerts are derived."""
 
     run: str
     ranks: int
@@ -42,7 +44,7 @@ class ExpectedRun:
     senders: Sequence[Sender] = (Sender.EMBEDDED,)
 
     def rows_of(self, kind: str) -> int:
-        """Return the expected number of rows of `kind`. A skipped step has gradients but no optimizer statistics."""
+        """Return the expected number of rows of `kind`. A step that the optimizer skips has only rows of gradients."""
         skipped = sum(fault.skips_step for fault in self.faults)
         steps = self.steps if kind in KINDS_OF_EVERY_STEP else self.steps - skipped
         return self.ranks * steps * self.tensors
@@ -50,14 +52,14 @@ class ExpectedRun:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check."""
+    """The result of one check of the demo: whether it passed, and a text."""
 
     holds: bool
     text: str
 
 
 def checks(expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> Iterator[Check]:
-    """Yield the results of all checks."""
+    """Yield the results of all checks of the demo."""
     yield from _rows(expected, query)
     yield _no_duplicate(query)
     yield _no_gap(expected, query)
@@ -67,7 +69,7 @@ def checks(expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> Iter
 
 
 def delays(expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> Iterator[tuple[Fault, Sender, float]]:
-    """Yield, per fault and sender, the seconds from the faulty step to the first notification."""
+    """Yield each fault and sender with the seconds from the faulty step to the first notification."""
     begun: dict[int, float] = dict(
         query("select step, epoch(min(ts)) from events where type = 'anomaly' group by step")
     )
@@ -79,7 +81,7 @@ def delays(expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> Iter
 
 
 def reported_by_alertmanager(alerts: Sequence[Alert], faults: Sequence[Fault]) -> list[bool]:
-    """Return for each fault whether Alertmanager has sent a notification of it."""
+    """Return a list with an entry per fault: whether Alertmanager has sent a notification about it."""
     received = [alert for alert in alerts if alert.sender is Sender.ALERTMANAGER]
     return [any(_reports(alert, fault) for alert in received) for fault in faults]
 
@@ -123,7 +125,7 @@ def _state(expected: ExpectedRun, query: Query) -> Check:
 
 
 def _incidents(expected: ExpectedRun, alerts: Sequence[Alert]) -> Iterator[Check]:
-    """The service sends one message per incident, with rank, tensor and step."""
+    """Check that the service sent exactly one message per injected fault, which names rank, tensor and step."""
     received = [alert for alert in alerts if alert.sender is Sender.EMBEDDED]
     wanted = len(expected.faults)
     yield Check(len(received) == wanted, f"{len(received)} messages from the service, {wanted} expected")
@@ -134,7 +136,7 @@ def _incidents(expected: ExpectedRun, alerts: Sequence[Alert]) -> Iterator[Check
 
 
 def _alerts(expected: ExpectedRun, alerts: Sequence[Alert]) -> Iterator[Check]:
-    """Alertmanager sends a notification of each fault and of nothing else."""
+    """Check that Alertmanager sent a notification about each injected fault, and about nothing else."""
     if Sender.ALERTMANAGER not in expected.senders:
         return
     reported = {_of_run(labels) for alert in alerts if alert.sender is Sender.ALERTMANAGER for labels in alert.labels}

@@ -1,4 +1,4 @@
-"""Run Prometheus and Alertmanager next to the demo service, as a second sender of alerts."""
+"""Run Prometheus and Alertmanager for the demo service, as a second sender of alerts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ GROUP_WAIT_SECONDS: Final = 2.0  # ranks are scraped at different times; one mes
 
 
 def missing_executables() -> list[str]:
-    """Return one line with the installation command per missing executable."""
+    """Return a list with one line per missing executable: the command that installs it."""
     return [executable.remedy for executable in (PROMETHEUS, ALERTMANAGER) if executable.find() is None]
 
 
 @contextlib.contextmanager
 def run_prometheus(folder: Path, store: Path, service_url: str, webhook_url: str) -> Iterator[dict[str, str]]:
-    """Run both programs for the service at `service_url`, with alerts to `webhook_url`; yield their URLs by name."""
+    """Run Prometheus and Alertmanager for the service at `service_url`; yield their URLs by name.
+
+    Alertmanager sends the alerts to `webhook_url`.
+    """
     state = StateDir(folder)
     state.create()
     options = _options(store, service_url, webhook_url)

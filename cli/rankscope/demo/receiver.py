@@ -1,6 +1,6 @@
-"""An HTTP server that receives alerts, like a chat or paging service would, and keeps them with their sender.
+"""An HTTP server that receives alerts, as a chat or paging service would, and stores each with its sender.
 
-The service and Alertmanager both send JSON documents by POST. The fields of the document identify the sender.
+The service and Alertmanager both send JSON documents by POST. The fields of a document show which of them sent it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Self
 
 
 class Sender(enum.StrEnum):
-    """The program that sent an alert."""
+    """The programs that send alerts in the demo."""
 
     EMBEDDED = "embedded"  # the service, through Apprise
     ALERTMANAGER = "Alertmanager"
@@ -26,7 +26,7 @@ class Sender(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One received message. Alertmanager groups several alerts in one message; `labels` has one entry per alert."""
+    """One received alert message. Alertmanager groups several alerts in a message; `labels` has one entry per alert."""
 
     at: float  # seconds since the epoch
     title: str
@@ -36,7 +36,7 @@ class Alert:
     labels: tuple[Mapping[str, str], ...] = ()
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines that the demo prints."""
+        """Yield the lines that the demo prints for this message."""
         clock = time.strftime("%H:%M:%S", time.localtime(self.at))
         yield f"ALERT {clock}  {'' if self.sender is Sender.EMBEDDED else f'by {self.sender}: '}{self.title}"
         for line in self.text.splitlines():
@@ -44,7 +44,7 @@ class Alert:
 
 
 def parse_alert(document: Mapping[str, Any], at: float) -> Alert:
-    """Return the alert in a received JSON document."""
+    """Return the alert message in a received JSON document."""
     if "alerts" not in document:
         return Alert(at, str(document.get("title", "")), str(document.get("message", "")))
     alerts = [alert for alert in document["alerts"] if isinstance(alert, dict)]
@@ -57,9 +57,9 @@ def parse_alert(document: Mapping[str, Any], at: float) -> Alert:
 
 
 class AlertReceiver:
-    """Receives alerts on a free loopback port while the context is open.
+    """A server that receives alerts on a free loopback port while its context is open.
 
-    `alerts` contains all alerts; `new_alerts()` yields those since its last call.
+    `alerts` has all received alerts. `new_alerts()` yields the alerts since its last call.
     """
 
     def __init__(self) -> None:
@@ -74,19 +74,19 @@ class AlertReceiver:
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - http.server's signature
-                """Log nothing: the demo prints the received alerts."""
+                """Do nothing instead of logging each request, because the demo prints the received alerts."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, name="receiver", daemon=True)
 
     @property
     def notify_url(self) -> str:
-        """Return the address as an Apprise URL for the `[notify]` section."""
+        """Return the address of this server as an Apprise URL, for the `[notify]` section of the service."""
         return f"json://{self._address}"
 
     @property
     def webhook_url(self) -> str:
-        """Return the address as a webhook URL for Alertmanager."""
+        """Return the address of this server as a webhook URL for Alertmanager."""
         return f"http://{self._address}"
 
     @property

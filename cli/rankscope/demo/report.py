@@ -48,7 +48,7 @@ limit 4""",
 
 
 def report(console: Console, folder: Path, expected: ExpectedRun, alerts: Sequence[Alert]) -> bool:
-    """Print the report; return whether all checks passed."""
+    """Print the report of the demo; return whether all checks passed."""
     from rankscope_storage.api import summaries
 
     store = folder / STORE

@@ -1,7 +1,7 @@
 """Find the addresses of the service, Prometheus and Alertmanager for `rankscope doctor`.
 
-Precedence: command-line option; for the service, `listen` in the file given with --config; the address that
-`rankscope up` saved; the default port on 127.0.0.1.
+The first available address is used, in this order: a command-line option; for the service, `listen` in the file given
+with --config; the address that `rankscope up` saved; the default port on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """Addresses of the programs and of the store that `rankscope doctor` checks, with token and TLS settings."""
+    """Addresses that `rankscope doctor` checks: service, Prometheus, Alertmanager and store.
+
+    With token and TLS settings.
+    """
 
     service: str
     prometheus: str
@@ -36,13 +39,13 @@ class Endpoints:
 
     @property
     def ports(self) -> list[tuple[str, int]]:
-        """Return name and port of each address that is on this machine."""
+        """Return the program and the port of each address that is on this machine."""
         named = {"service": self.service, "prometheus": self.prometheus, "alertmanager": self.alertmanager}
         return [(name, port) for name, url in named.items() if (port := _local_port(url))]
 
 
 def explicit_addresses(service: str | None, prometheus: str | None, alertmanager: str | None) -> dict[str, str]:
-    """Return the addresses given as options, without a trailing slash."""
+    """Return the addresses that options name, without a trailing slash."""
     given = {"service": service, "prometheus": prometheus, "alertmanager": alertmanager}
     return {name: url.rstrip("/") for name, url in given.items() if url}
 
@@ -50,9 +53,9 @@ def explicit_addresses(service: str | None, prometheus: str | None, alertmanager
 def find_endpoints(
     settings: ServiceConfig, state: Path | None, *, given: Mapping[str, str], is_explicit: bool
 ) -> Endpoints:
-    """Return the endpoints in the order of precedence that the module describes.
+    """Return the addresses to check, in the order of precedence that the module's docstring defines.
 
-    The token of `rankscope up` is used only for the service address that `up` saved.
+    The token that `rankscope up` saved is used only for the service address that `rankscope up` saved.
     """
     folder = StateDir(state) if state else StateDir.next_to(settings.store.path)
     notes = folder.load_notes().get("urls", {})
@@ -72,7 +75,7 @@ def find_endpoints(
 
 
 def _token_of(folder: StateDir) -> str | None:
-    """Return the token that `rankscope up` wrote into its state folder, which only the owner can read."""
+    """Return the token in the state folder of `rankscope up`, which only the owner can read; None without a token."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return folder.config(TOKEN_FILE).read_text(encoding="utf-8").strip() or None
     return None

@@ -17,7 +17,7 @@ from rankscope.up.ports import Listener, listeners
 
 
 class Environment(Protocol):
-    """The machine and its network."""
+    """Interface for everything that the checks read from the machine and the network."""
 
     def python(self) -> str:
         """Return the version of Python."""
@@ -36,19 +36,19 @@ class Environment(Protocol):
         ...
 
     def get(self, url: str, token: str | None = None) -> Response:
-        """Send GET and return the response. Raises UnreachableError."""
+        """Send GET `url` and return the response. Raises UnreachableError if no response was received."""
         ...
 
     def free_bytes(self, path: Path) -> int:
-        """Return the free bytes of the file system of `path`."""
+        """Return the number of free bytes in the file system that contains `path`."""
         ...
 
     def check_writable(self, folder: Path) -> None:
-        """Raise OSError if no file can be created in `folder`. Leaves no file behind."""
+        """Raise OSError if no file can be created in `folder`. No file remains there."""
         ...
 
     def listener(self, port: int) -> Listener | None:
-        """Return the process that listens on a port of this machine; None for a free port."""
+        """Return the process that listens on a port of this machine; None if the port is free."""
         ...
 
     def now(self) -> float:
@@ -57,7 +57,7 @@ class Environment(Protocol):
 
 
 class LocalEnvironment:
-    """The machine that runs the command."""
+    """The machine on which the command runs, and its network."""
 
     def __init__(self, client_tls: ClientTls | None = None) -> None:
         self._trust = client_tls
@@ -67,40 +67,43 @@ class LocalEnvironment:
         return platform.python_version()
 
     def installed_version(self, package: str) -> str | None:
-        """Return the version from the package metadata, without importing the package."""
+        """Return the version of a Python package from its metadata, without importing the package.
+
+        None if it is not installed.
+        """
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def required_versions(self) -> Mapping[str, str]:
-        """Return the lowest versions in the package metadata of Rankscope."""
+        """Return the lowest supported version of each required package, from the package metadata of Rankscope."""
         asked = importlib.metadata.requires("rankscope") or []
         pairs = (requirement.partition(";")[0].replace("==", ">=").partition(">=") for requirement in asked)
         return {name.strip().replace("_", "-"): least.strip() for name, sign, least in pairs if sign}
 
     def executable(self, executable: Executable) -> str | None:
-        """Return version and path."""
+        """Return the version that the executable prints, and its path; None if it is not on PATH."""
         path = executable.find()
         return None if path is None else f"{executable_version(path) or 'of unknown version'} ({path})"
 
     def get(self, url: str, token: str | None = None) -> Response:
-        """Send GET over HTTP."""
+        """Send GET `url` and return the response. Raises UnreachableError if no response was received."""
         return get(url, token=token, client_tls=self._trust)
 
     def free_bytes(self, path: Path) -> int:
-        """Return the free bytes, measured at the nearest parent folder that exists."""
+        """Return the number of free bytes, measured at the nearest parent folder of `path` that exists."""
         return shutil.disk_usage(next(part for part in (path, *path.absolute().parents) if part.exists())).free
 
     def check_writable(self, folder: Path) -> None:
-        """Write to a temporary file without a name, which disappears when it is closed."""
+        """Check that a file can be created, with a temporary file without a name that disappears when it is closed."""
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
 
     def listener(self, port: int) -> Listener | None:
-        """Return the listening process from /proc."""
+        """Return the process that listens on the port, according to /proc; None if the port is free."""
         return listeners().get(port)
 
     def now(self) -> float:
-        """Return the system time."""
+        """Return the system time in seconds since the epoch."""
         return time.time()

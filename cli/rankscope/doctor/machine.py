@@ -25,7 +25,7 @@ _WHERE: Final = {
 
 
 def machine(environment: Environment) -> Iterator[CheckResult]:
-    """Yield the checks of versions and executables."""
+    """Yield the results of the checks of package versions and executables."""
     python = environment.python()
     if numbers(python) < OLDEST_PYTHON:
         yield fail(AREA, f"Python {python}", "use Python 3.11 or newer")
@@ -42,14 +42,14 @@ def machine(environment: Environment) -> Iterator[CheckResult]:
 
 
 def ports(environment: Environment, named: Iterable[tuple[str, int]]) -> Iterator[CheckResult]:
-    """Yield the process that listens on each port."""
+    """Yield a result for each port: the process that listens on it."""
     for what, port in named:
         listener = environment.listener(port)
         yield ok(PORTS, f"{port} ({what}): {listener or 'free'}")
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version for comparison; empty if there are none."""
+    """Return the leading numbers of a version text as a tuple for comparisons; empty if there are none."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 

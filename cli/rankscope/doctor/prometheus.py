@@ -21,7 +21,7 @@ _FAILED: Final = "alertmanager_notifications_failed_total"
 
 
 def prometheus(environment: Environment, url: str) -> Iterator[CheckResult]:
-    """Yield the checks of Prometheus at `url`: scraped jobs, rules and configured Alertmanagers."""
+    """Yield the results of the checks of Prometheus at `url`: scraped jobs, rules and configured Alertmanagers."""
     try:
         targets = _data(environment, f"{url}/api/v1/targets?state=active").get("activeTargets", [])
         config = yaml.safe_load(str(_data(environment, f"{url}/api/v1/status/config").get("yaml", "")))
@@ -40,7 +40,7 @@ def prometheus(environment: Environment, url: str) -> Iterator[CheckResult]:
 
 
 def alertmanager(environment: Environment, url: str) -> Iterator[CheckResult]:
-    """Yield the checks of Alertmanager at `url`: receivers with an address, and failed notifications."""
+    """Yield the results of the checks of Alertmanager at `url`: receivers with an address, and failed notifications."""
     try:
         status = environment.get(f"{url}/api/v2/status").json()
         metrics = environment.get(f"{url}/metrics").body.decode("utf-8", "replace")
@@ -58,7 +58,7 @@ def alertmanager(environment: Environment, url: str) -> Iterator[CheckResult]:
 
 
 def _looks_for_ranks(config: Any) -> bool:
-    """Return whether a scrape job discovers ranks from the service (http_sd), so that it will find future ranks."""
+    """Return whether a scrape job gets its targets from the service (http_sd), so that it also finds future ranks."""
     jobs = (config.get("scrape_configs") or []) if isinstance(config, dict) else []
     asked = [str(source.get("url")) for job in jobs for source in job.get("http_sd_configs") or []]
     return any(urlsplit(url).path == SERVICE_DISCOVERY_PATH for url in asked)
@@ -95,7 +95,7 @@ def _rules(groups: list[dict[str, Any]]) -> CheckResult:
 
 
 def _receivers_with_address(status: Any) -> list[str]:
-    """Return the names of the receivers that have at least one address."""
+    """Return the names of the Alertmanager receivers that have at least one address."""
     try:
         document = yaml.safe_load(status["config"]["original"])
         receivers = document["receivers"]
@@ -110,7 +110,7 @@ def _receivers_with_address(status: Any) -> list[str]:
 
 
 def _data(environment: Environment, url: str) -> dict[str, Any]:
-    """Return the `data` of a response of the Prometheus API. Raises UnreachableError for any other response."""
+    """Return the field `data` of a response of the Prometheus API. Raises UnreachableError for any other response."""
     response = environment.get(url)
     document = response.json()
     data = document.get("data") if isinstance(document, dict) else None
@@ -120,6 +120,6 @@ def _data(environment: Environment, url: str) -> dict[str, Any]:
 
 
 def _sum(page: str, metric: str) -> float:
-    """Return the sum over all series of a counter in the text exposition format."""
+    """Return the sum of a counter over all its series in a text in Prometheus' exposition format."""
     values = (line.rpartition(" ")[2] for line in page.splitlines() if line.startswith((metric + "{", metric + " ")))
     return sum(float(value) for value in values)

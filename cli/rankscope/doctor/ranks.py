@@ -1,4 +1,4 @@
-"""Check the ranks: registration, health, lost records, clients that read their pages, and clock skew."""
+"""Check the ranks: registration, health, lost records, clients that read their pages, and clock difference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _RankHealth:
 
 
 def ranks(environment: Environment, service_url: str, token: str | None) -> Iterator[CheckResult]:
-    """Yield the checks of the registered ranks; nothing if the service does not return its targets."""
+    """Yield the results of the checks of the registered ranks; nothing if the service does not return its targets."""
     try:
         response = environment.get(service_url + TARGETS_PATH, token)
     except UnreachableError:
@@ -87,7 +87,10 @@ def _clocks(asked: Sequence[_RankHealth]) -> CheckResult:
 
 
 def _read(asked: Sequence[_RankHealth], page: str, remedy: str) -> CheckResult:
-    """Return the clients that read `page` of the ranks, with the age of their oldest last request."""
+    """Return a result that lists the clients that read `page` (such as `/metrics`) of the ranks.
+
+    For each client, the text has the number of ranks and the age of the oldest of its last requests.
+    """
     ages: dict[str, list[float]] = {}
     for rank in asked:
         for reader in rank.readers:

@@ -1,4 +1,4 @@
-"""Results of the checks of `rankscope doctor` and their text and JSON formats. Pure."""
+"""Results of the checks of `rankscope doctor`, and their text and JSON formats. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 
 class State(enum.StrEnum):
-    """Result state of one check."""
+    """State of the result of one check: passed, needs attention, or failed."""
 
     OK = "OK"
     WARN = "WARN"  # works or is optional, but needs attention
@@ -18,7 +18,7 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of one check. `remedy` is the recommended action, or empty."""
+    """The result of one check. `remedy` is the recommended action; it is empty if none is needed."""
 
     area: str
     state: State
@@ -32,22 +32,22 @@ def ok(area: str, text: str) -> CheckResult:
 
 
 def warn(area: str, text: str, remedy: str = "") -> CheckResult:
-    """Return the result of a check that needs attention."""
+    """Return the result of a check that found something that needs attention."""
     return CheckResult(area, State.WARN, text, remedy)
 
 
 def fail(area: str, text: str, remedy: str) -> CheckResult:
-    """Return the result of a failed check: something does not work."""
+    """Return the result of a failed check: a part of the installation does not work."""
     return CheckResult(area, State.FAIL, text, remedy)
 
 
 def is_healthy(results: Iterable[CheckResult]) -> bool:
-    """Return whether no check failed. Warnings do not count."""
+    """Return True if no check failed. Checks with a warning do not count as failed."""
     return all(result.state is not State.FAIL for result in results)
 
 
 def report_lines(results: Sequence[CheckResult]) -> Iterator[str]:
-    """Yield the lines of the text report, grouped by area, with the summary last."""
+    """Yield the lines of the text report: the results grouped by area, then the summary."""
     area = ""
     for result in results:
         if result.area != area:
@@ -64,7 +64,7 @@ def report_lines(results: Sequence[CheckResult]) -> Iterator[str]:
 
 
 def summary(results: Sequence[CheckResult]) -> str:
-    """Return the summary line."""
+    """Return the summary line of the report, with the numbers of problems and warnings."""
     counts = {state: sum(result.state is state for result in results) for state in State}
     if not counts[State.FAIL] and not counts[State.WARN]:
         return "All checks passed."
@@ -72,6 +72,6 @@ def summary(results: Sequence[CheckResult]) -> str:
 
 
 def as_json(results: Sequence[CheckResult]) -> str:
-    """Return the report as JSON."""
+    """Return the report of `rankscope doctor` as JSON text."""
     document = {"healthy": is_healthy(results), "results": [asdict(result) for result in results]}
     return json.dumps(document, indent=2, ensure_ascii=False)

@@ -22,7 +22,7 @@ NO_BYTES: Final = 512 << 20
 
 
 def service(environment: Environment, url: str, token: str | None) -> Iterator[CheckResult]:
-    """Yield the checks of the service at `url`."""
+    """Yield the results of the checks of the service at `url`."""
     try:
         response = environment.get(url + HEALTH_PATH)
     except UnreachableError as error:
@@ -49,7 +49,7 @@ def service(environment: Environment, url: str, token: str | None) -> Iterator[C
 
 
 def store(environment: Environment, path: str) -> Iterator[CheckResult]:
-    """Yield the checks of the store: it can be opened and written, and its disk has free space."""
+    """Yield the results of the checks of the store: it can be opened and written, and its disk has free space."""
     from rankscope_storage.base.errors import is_url
 
     if is_url(path):
@@ -65,7 +65,10 @@ def store(environment: Environment, path: str) -> Iterator[CheckResult]:
 
 
 def skew_seconds(environment: Environment, response: Response) -> float | None:
-    """Return by how many seconds the server clock is ahead of this machine; None without a valid Date header."""
+    """Return the number of seconds by which the server's clock is ahead of this machine's clock.
+
+    Returns None if the response has no valid Date header.
+    """
     try:
         sent_at = parsedate_to_datetime(response.headers["date"])
     except (KeyError, ValueError):

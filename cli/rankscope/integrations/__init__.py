@@ -1,1 +1,1 @@
-"""Trainer callbacks under the import path that users see, such as `rankscope.integrations.lightning`."""
+"""Trainer callbacks at the import paths for users, such as `rankscope.integrations.lightning`."""

@@ -1,4 +1,7 @@
-"""`Trainer(callbacks=[RankscopeCallback()])` for Hugging Face. The exporter package contains the code."""
+"""Callback for Hugging Face: `Trainer(callbacks=[RankscopeCallback()])`.
+
+The package `rankscope_exporter` contains the code.
+"""
 
 from rankscope_exporter.integrations.huggingface import RankscopeCallback
 

@@ -1,4 +1,7 @@
-"""`Trainer(callbacks=[RankscopeCallback()])` for Lightning. The exporter package contains the code."""
+"""Callback for Lightning: `Trainer(callbacks=[RankscopeCallback()])`.
+
+The package `rankscope_exporter` contains the code.
+"""
 
 from rankscope_exporter.integrations.lightning import RankscopeCallback
 

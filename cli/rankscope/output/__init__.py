@@ -1,1 +1,1 @@
-"""Text, tables and progress display that the commands print."""
+"""Text, tables and progress displays that the commands print."""

@@ -1,4 +1,4 @@
-"""Format the result of `rankscope diff` as text lines and as a JSON document. Pure."""
+"""Format the result of `rankscope diff` as text lines and as a JSON document. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _BAR: Final = 24
 
 
 def diff_lines(found: Divergence) -> Iterator[str]:
-    """Yield the lines: first difference, differences at that step, growth over the steps, data in only one of both."""
+    """Yield the lines of the text: the first difference, all differences at its step, their growth over the steps.
+
+    The last lines list tensors, ranks and steps that only one side has.
+    """
     steps = f"{found.steps_compared} step{'s' * (found.steps_compared != 1)}"
     yield f"{found.a} compared with {found.b}: {steps}, {found.rows_compared:,} row{'s' * (found.rows_compared != 1)}"
     first = found.first
@@ -40,7 +43,7 @@ def diff_lines(found: Divergence) -> Iterator[str]:
 
 
 def diff_document(found: Divergence) -> dict[str, Any]:
-    """Return the complete result for JSON, with NaN and Inf as strings."""
+    """Return the complete result of `rankscope diff` as a document for JSON, with NaN and Inf as strings."""
     return {
         "a": asdict(found.a),
         "b": asdict(found.b),
@@ -80,7 +83,10 @@ def _growth(steps: Sequence[StepDifference]) -> Iterator[str]:
 
 
 def _bar(worst: float | None) -> str:
-    """Return a logarithmic bar from 1e-8 (about the last bit of float32) to 1."""
+    """Return a bar of text for a relative difference, on a logarithmic scale from 1e-8 to 1.
+
+    1e-8 is about the last bit of a float32.
+    """
     if not worst:
         return ""
     decades = min(8.0, max(0.0, 8 + math.log10(worst)))
@@ -103,7 +109,7 @@ def _missing(found: Divergence) -> Iterator[tuple[str, str]]:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as ranges, such as `1-3, 7`."""
+    """Return ascending numbers as a text of ranges, such as `1-3, 7`."""
     groups = itertools.groupby(enumerate(numbers), key=lambda item: item[1] - item[0])
     runs = [[number for _, number in members] for _, members in groups]
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

@@ -38,21 +38,24 @@ class View(Protocol):
     ) -> None: ...
 
     def show(self, runs: Sequence[RunProgress], now: float) -> None:
-        """Update the display. `now` is in seconds; its origin does not matter."""
+        """Update the display with the current state of `runs`.
+
+        `now` is a time in seconds of any clock; only differences matter.
+        """
 
     def print_line(self, line: str) -> None:
         """Print one line that remains on the screen."""
 
 
 def view_for(console: Console) -> View:
-    """Return a BarView if `console` is a terminal, else a PlainView."""
+    """Return a BarView if `console` is a terminal, otherwise a PlainView."""
     return BarView(console) if console.is_terminal else PlainView(console)
 
 
 def fetch_runs(
     service_url: str, *, token: str | None = None, client_tls: ClientTls | None = None
 ) -> list[RunProgress] | None:
-    """Return the progress of all runs of the service; None if it does not respond with a list."""
+    """Return the progress of all runs of the service; None if the service does not return a list."""
     try:
         response = get(service_url + RUNS_PATH, token=token, timeout_seconds=TIMEOUT_SECONDS, client_tls=client_tls)
     except UnreachableError:
@@ -64,14 +67,15 @@ def fetch_runs(
 
 
 def _progress(run: Mapping[str, Any]) -> RunProgress:
-    """Return one run of the response. Fields that RunProgress lacks are ignored."""
+    """Return the progress of one run in the response. Fields that RunProgress does not have are ignored."""
     return RunProgress(**{key: _number(value, key) for key, value in run.items() if key in _FIELDS})
 
 
 class PlainView:
-    """Progress as lines for a file or a pipe.
+    """Progress of runs as lines of text, for a file or a pipe.
 
-    A run gets a line when its state changes, and at most every `every_seconds` seconds when its step changes.
+    A line is printed for a run when its state changes. If only its step changes, a line is printed at most every
+    `every_seconds` seconds.
     """
 
     def __init__(self, console: Console, *, every_seconds: float = LINE_INTERVAL_SECONDS) -> None:
@@ -85,10 +89,13 @@ class PlainView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Do nothing: there are no bars to remove."""
+        """Do nothing at the end of the context: there are no bars to remove."""
 
     def show(self, runs: Sequence[RunProgress], now: float) -> None:
-        """Print a line for each run that changed, limited as the class describes."""
+        """Print a line for each run whose state or step changed.
+
+        Lines for steps are limited to one per `every_seconds`.
+        """
         for run in runs:
             at, step, state = self._last.get(run.run, (-math.inf, None, ""))
             moved = run.step != step and now - at >= self._every_seconds
@@ -97,12 +104,12 @@ class PlainView:
                 self.print_line(f"{printable(run.run)} {run.state}  {'  '.join(progress_parts(run))}")
 
     def print_line(self, line: str) -> None:
-        """Print `line` without interpreting markup."""
+        """Print `line` as it is; rich does not interpret markup in it."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class BarView:
-    """Two lines per run at the bottom of a terminal: a progress bar and the figures below it."""
+    """Progress of runs at the bottom of a terminal: for each run, a progress bar and a line of figures below it."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(Text("waiting for ranks"), console=console, auto_refresh=False)
@@ -114,11 +121,11 @@ class BarView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop updating; the last bars remain on the screen."""
+        """Stop the updates; the last bars remain on the screen."""
         self._live.stop()
 
     def show(self, runs: Sequence[RunProgress], now: float) -> None:  # noqa: ARG002 - bars are not rate-limited
-        """Redraw the bars of up to MAX_BARS live runs; without a live run, the bar of the last run."""
+        """Draw the bars of up to MAX_BARS live runs; if no run is live, draw the bar of the last run."""
         shown = [run for run in runs if run.ranks_alive][:MAX_BARS] or runs[-1:]
         if shown:
             self._live.update(Group(*(part for run in shown for part in (_bar(run), _figures(run)))), refresh=True)
@@ -141,7 +148,7 @@ def _figures(run: RunProgress) -> Text:
 
 
 def progress_parts(run: RunProgress) -> Iterator[str]:
-    """Yield the known facts of a run: step, figures, time left."""
+    """Yield the known facts of a run as texts: step, figures, time left."""
     if run.step is not None:
         yield _steps(run)
     yield from figures(run)
@@ -150,7 +157,7 @@ def progress_parts(run: RunProgress) -> Iterator[str]:
 
 
 def figures(run: RunProgress) -> Iterator[str]:
-    """Yield loss, throughput, rows stored, lag, live ranks and lost records, each if known."""
+    """Yield the known figures of a run as texts: loss, throughput, rows stored, lag, live ranks and lost records."""
     if run.loss is not None:
         yield f"loss {run.loss:.4f}"
     if run.tokens_per_second is not None:
@@ -175,5 +182,8 @@ def _duration(seconds: float) -> str:
 
 
 def _number(value: Any, key: str) -> Any:
-    """Return `value`; the strings for NaN and Inf become floats, except in text fields: a run can be named NaN."""
+    """Return a value of the response. The strings for NaN and Inf become floats, except in text fields.
+
+    Text fields are excluded because a run can be named NaN.
+    """
     return _NON_FINITE.get(value, value) if isinstance(value, str) and key not in ("run", "state", "reason") else value

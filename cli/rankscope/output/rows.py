@@ -1,7 +1,7 @@
-"""Write rows as a table, CSV, JSON or Parquet.
+"""Write rows as a table, CSV, JSON or Parquet. Each format distinguishes NaN, Inf, null and 0.
 
-Each format distinguishes NaN, Inf, null and 0. JSON has no NaN, so NaN and Inf are written as the strings "NaN",
-"Infinity" and "-Infinity". CSV writes null as an empty field and the empty string with quotes.
+JSON has no NaN, so NaN and Inf are written as the strings "NaN", "Infinity" and "-Infinity". CSV writes null as an
+empty field, and the empty string as two quotation marks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TABLE_ROWS = 40
 
 
 class Format(enum.StrEnum):
-    """Output format of rows."""
+    """Formats in which a command can write rows."""
 
     TABLE = "table"
     CSV = "csv"
@@ -46,7 +46,7 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to th
 
 
 def write_rows(rows: pa.Table, form: Format, output: Path | None, *, limit: int = TABLE_ROWS) -> None:
-    """Write `rows` to `output`, or to standard output."""
+    """Write `rows` in the selected format to the file `output`, or to standard output if `output` is None."""
     with _writing(output):
         if form is Format.PARQUET:
             _write_parquet(rows, output)
@@ -59,7 +59,7 @@ def write_rows(rows: pa.Table, form: Format, output: Path | None, *, limit: int 
 
 
 def write_text(text: str, output: Path | None) -> None:
-    """Write `text` to `output`, or to standard output."""
+    """Write `text` to the file `output`, or to standard output if `output` is None."""
     with _writing(output):
         if output is None:
             sys.stdout.write(text)
@@ -69,7 +69,10 @@ def write_text(text: str, output: Path | None) -> None:
 
 @contextlib.contextmanager
 def _writing(output: Path | None) -> Iterator[None]:
-    """Raise CommandError if `output` cannot be written, except for BrokenPipeError: the reader of the pipe exited."""
+    """Raise CommandError if `output` cannot be written.
+
+    BrokenPipeError is not converted: it means that the reader of the pipe exited.
+    """
     try:
         yield
     except BrokenPipeError:
@@ -94,12 +97,12 @@ def as_text(rows: pa.Table, form: Format, *, limit: int = TABLE_ROWS) -> str:
 
 
 def as_json(document: object) -> str:
-    """Return `document` as JSON; values that JSON lacks (NaN, Inf, times) are written as strings."""
+    """Return `document` as JSON text. Values that JSON cannot represent (NaN, Inf, times) are written as strings."""
     return json.dumps(_plain(document), ensure_ascii=False, indent=2) + "\n"
 
 
 def print_table(rows: pa.Table, *, limit: int = TABLE_ROWS, file: io.StringIO | None = None) -> None:
-    """Print the first `limit` rows with right-aligned numbers, then the row count and the number not shown."""
+    """Print the first `limit` rows as a table with right-aligned numbers, then the numbers of all and hidden rows."""
     console = _console(file)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for field in rows.schema:
@@ -114,14 +117,14 @@ def print_table(rows: pa.Table, *, limit: int = TABLE_ROWS, file: io.StringIO | 
 
 
 def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return `head` and `rows` as lines with aligned, left-justified columns."""
+    """Return the headings `head` and the `rows` as lines with aligned, left-justified columns."""
     table = [list(head), *map(list, rows)]
     widths = [max(len(row[index]) for row in table) for index in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def cell(value: object) -> str:
-    """Return the text of one value in a table cell."""
+    """Return the text of one value for a cell of a table."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -141,7 +144,10 @@ def printable(text: str) -> str:
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """Return `names` with a numeric suffix on repeated ones. A SQL join can produce the same name twice."""
+    """Return `names` with a number appended to each repeated name.
+
+    An SQL join can result in two columns of one name.
+    """
     found: list[str] = []
     for name in names:
         others = (f"{name}_{number}" for number in itertools.count(1))
@@ -150,7 +156,10 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def _rows(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of each row in column order. A dict per row would fail: two columns can have the same name."""
+    """Yield the values of each row in column order, as a tuple.
+
+    A dict per row would lose values, because two columns can have the same name.
+    """
     yield from zip(*(_values(column) for column in rows.columns), strict=True)
 
 
@@ -186,7 +195,7 @@ def _non_finite(value: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` with values that JSON lacks replaced by strings."""
+    """Return `value` with all values that JSON cannot represent replaced by strings."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -201,7 +210,10 @@ def _plain(value: Any) -> Any:
 
 
 def interval_text(value: pa.MonthDayNano | timedelta) -> str:
-    """Return an interval as DuckDB writes it: `1 year 2 months 3 days 04:05:06.5`, `00:00:00` for none."""
+    """Return an interval as text in the form of DuckDB: `1 year 2 months 3 days 04:05:06.5`.
+
+    An empty one is `00:00:00`.
+    """
     if isinstance(value, timedelta):
         months, days, micros = 0, value.days, value.seconds * 1_000_000 + value.microseconds
     else:
@@ -250,7 +262,7 @@ def _write_parquet(rows: pa.Table, output: Path | None) -> None:
 
 
 def _with_interval_texts(rows: pa.Table) -> pa.Table:
-    """Return `rows` with intervals as text: pyarrow writes none to Parquet."""
+    """Return `rows` with intervals converted to text, because pyarrow cannot write intervals to Parquet."""
     for index, field in enumerate(rows.schema):
         if field.type == pa.month_day_nano_interval():
             texts = [None if value is None else interval_text(value) for value in rows.column(index).to_pylist()]
@@ -259,7 +271,7 @@ def _with_interval_texts(rows: pa.Table) -> pa.Table:
 
 
 def _console(file: io.StringIO | None) -> Console:
-    """Return a console; for a file or a pipe it is wide enough that no column is truncated."""
+    """Return a rich console. For a file or a pipe, it is so wide that no column is truncated."""
     if file is None and sys.stdout.isatty():
         return Console()
     return Console(file=file or sys.stdout, width=10_000, force_terminal=False, no_color=True)

@@ -19,7 +19,7 @@ _WHEN = ("started_at", "ended_at", "last_step", "planned_steps", "world_size", "
 
 
 def run_details(connection: Connection, run: str) -> dict[str, Any]:
-    """Return the details of `run` as one JSON object; unknown values are null or empty."""
+    """Return the details of `run` as one JSON object. Values that the store does not have are null or empty."""
     from rankscope_storage.runs.tags import parse_tags
 
     with connection.pinned():
@@ -39,7 +39,7 @@ def run_details(connection: Connection, run: str) -> dict[str, Any]:
 
 
 def run_detail_lines(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines to print; unknown values are omitted."""
+    """Yield the lines that `rankscope runs show` prints. Unknown values are omitted."""
     why = f": {printable(facts['reason'])}" if facts["reason"] else ""
     yield _line("run", printable(facts["run"]))
     yield _line("state", f"{facts['state']}{why}")
@@ -71,7 +71,10 @@ def _launch_line(launch: Mapping[str, Any]) -> str:
 
 
 def _code(config: str | None) -> dict[str, Any]:
-    """Return commit and command of a launch; both None if `config` is not JSON, as for some imported logs."""
+    """Return the git commit and the command line of a launch.
+
+    Both are None if `config` is not JSON, as for some imported logs.
+    """
     document = _document(config)
     argv, commit = document.get("argv"), document.get("git_commit")
     return {

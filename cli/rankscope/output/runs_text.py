@@ -1,4 +1,4 @@
-"""Format the list of runs so that one run is one line at the width of the terminal."""
+"""Format the list of runs so that each run is one line that fits into the width of the terminal."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rankscope.output.rows import columns, printable
 
 ALWAYS: Final = ("run", "state", "steps", "ranks", "started", "duration")
 OPTIONAL: Final = ("attempts", "reason", "tags", "note", "source")
-"""Columns that are left out, the last one first, where the terminal is not wide enough."""
+"""Columns that are omitted, in reverse order, until the lines fit into the terminal."""
 
 _SHORTEST_RUN: Final = 12
 _GAP: Final = 2
 
 
 def run_lines(rows: pa.Table, width: int | None = None) -> Iterator[str]:
-    """Yield a line per run under a line of headings; times are UTC.
+    """Yield a line of headings, and a line per run. Times are in UTC.
 
-    Columns that do not fit into `width` characters are left out, and long names are shortened in the middle. None shows
-    everything.
+    Columns that do not fit into `width` characters are omitted, and long names are shortened in the middle. If `width`
+    is None, nothing is omitted or shortened.
     """
     cells = [_cells(row) for row in rows.to_pylist()]
     names = [*ALWAYS, *(name for name in OPTIONAL if any(row[name] for row in cells))]
@@ -39,14 +39,17 @@ def run_lines(rows: pa.Table, width: int | None = None) -> Iterator[str]:
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal, of COLUMNS if it is set, or None for a pipe or a file."""
+    """Return the width in characters: of COLUMNS if it is set, else of the terminal; None for a pipe or a file."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS"):
         return shutil.get_terminal_size().columns
     return None
 
 
 def shortened(text: str, most: int) -> str:
-    """Return `text` with at most `most` characters; the middle is replaced, as names often differ at their ends."""
+    """Return `text` with at most `most` characters.
+
+    A longer text is shortened in the middle: names often differ at the end.
+    """
     if len(text) <= most:
         return text
     head = (most - 1) // 2
@@ -78,7 +81,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _duration(seconds: float | None) -> str:
-    """Return a duration in its two largest units, such as `3 d 4 h`."""
+    """Return a duration as text with its two largest units, such as `3 d 4 h`."""
     if seconds is None:
         return ""
     if seconds < 60:

@@ -1,4 +1,7 @@
-"""Format the response of `POST /api/v1/stacks` as text: the cause of a stall, then the stack groups of ranks. Pure."""
+"""Format the response of `POST /api/v1/stacks` as text: the cause of a stall, then ranks grouped by equal stacks.
+
+This module does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from rankscope_contract.model.events import RunState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResponse:
-    """The stacks of one rank, or the error that prevented them."""
+    """The stacks of one rank, or the error message if the rank returned none."""
 
     rank: int
     host: str
@@ -27,7 +30,10 @@ class RankResponse:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> RankResponse:
-        """Parse one entry of `ranks` in the response. Raises ValueError if it is malformed."""
+        """Return the response of one rank, from an entry of `ranks` in the response of the service.
+
+        Raises ValueError if the entry is malformed.
+        """
         error, flight = entry.get("error"), entry.get("flight")
         return cls(
             rank=int(entry["rank"]),
@@ -41,7 +47,7 @@ class RankResponse:
 
 
 def stacks_lines(response: Mapping[str, Any], *, all_threads: bool = False) -> Iterator[str]:
-    """Yield the lines to print. Raises ValueError or KeyError if `response` is malformed."""
+    """Yield the lines that `rankscope stacks` prints. Raises ValueError or KeyError if `response` is malformed."""
     asked = [RankResponse.of(entry) for entry in response["ranks"]]
     given = {each.rank: each for each in asked if each.stacks is not None}
     yield from _head(response, len(given), len(asked))
@@ -89,7 +95,7 @@ def _group(group: Group, members: Sequence[RankResponse], *, all_threads: bool) 
 
 
 def _frames(frames: Sequence[Frame]) -> Iterator[str]:
-    """Yield one line per frame, the innermost first. `>` marks code outside of libraries."""
+    """Yield one line per frame of a stack, the innermost frame first. `>` marks code that is not in a library."""
     width = min(28, max(len(frame.function) for frame in frames))
     for frame in frames:
         mark = " " if is_library(frame.file) else ">"

@@ -1,4 +1,4 @@
-"""Format the output of `rankscope summary` and `rankscope anomalies`. `rankscope demo` prints both."""
+"""Format the output of `rankscope summary` and `rankscope anomalies`; `rankscope demo` prints both."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from rankscope_storage.api.summaries import AnomalyRow, RunSummary
 
 SHOWN = ("step", "rank", "rule", "kind", "tensor", "op", "value", "baseline", "threshold")
-"""Columns of the table format; the other formats have every column."""
+"""Columns of the list of anomalies in the format `table`. The other formats have all columns."""
 
 
 def summary_lines(found: RunSummary) -> Iterator[str]:
-    """Yield the lines to print; unknown values are omitted."""
+    """Yield the lines that `rankscope summary` prints. Unknown values are omitted."""
     yield f"run        {cell(found.run)}, {found.state or 'state unknown'}"
     if found.reason:
         yield f"reason     {cell(found.reason)}"
@@ -68,7 +68,7 @@ def _size(count: float) -> str:
 
 
 def anomaly_table(found: Sequence[AnomalyRow], columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the anomalies as a table with `columns`, or with every column if None."""
+    """Return the anomalies as an Arrow table with `columns`; None selects all columns."""
     from rankscope_storage.base.schema import dataset_schema
 
     schema = dataset_schema("events")

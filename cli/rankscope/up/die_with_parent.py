@@ -1,7 +1,8 @@
-"""`python die_with_parent.py PARENT COMMAND…`: run COMMAND; the kernel sends it SIGTERM when process PARENT exits.
+"""Run a command that stops when its parent exits: `python die_with_parent.py PARENT COMMAND…`.
 
-A parent killed by SIGKILL cannot stop its children itself. This script uses only the standard library and runs with
-`python -I -S`, so that it starts within milliseconds.
+The kernel sends SIGTERM to COMMAND when the process PARENT exits. This is needed because a parent killed by SIGKILL
+cannot stop its children itself. This script uses only the standard library and runs with `python -I -S`, so that it
+starts within milliseconds.
 """
 
 import ctypes
@@ -13,7 +14,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Set the parent-death signal, exit if the parent is already gone, and replace this process with the command."""
+    """Request a signal for the exit of the parent, and replace this process with the command.
+
+    The process exits if the parent has already exited.
+    """
     parent, *command = sys.argv[1:]
     # SIGTERM and not SIGKILL: the service must still store the records that it has received.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

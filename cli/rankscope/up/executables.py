@@ -1,4 +1,4 @@
-"""Find the executables of Prometheus and Alertmanager, and name the command that installs missing ones."""
+"""Find the executables of Prometheus and Alertmanager. If one is missing, name the command that installs it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Executable:
     package: str  # name of the Debian package
 
     def find(self, search: str | None = None) -> Path | None:
-        """Return the path of the executable, searched in `search` or PATH; None if not found."""
+        """Return the path of the executable in the folders `search`, or without it on PATH; None if it is not found."""
         found = (shutil.which(name, path=search) for name in self.names)
         return next((Path(path) for path in found if path), None)
 
     @property
     def remedy(self) -> str:
-        """Return one line with the installation command."""
+        """Return one line with the command that installs this program."""
         return f"{self.title} is not on PATH: apt install {self.package}, or {DOWNLOAD_URL}"
 
 
@@ -39,9 +39,11 @@ ALERTMANAGER: Final = Executable("Alertmanager", ("prometheus-alertmanager", "al
 
 
 def find_required(wanted: Mapping[Executable, str]) -> dict[Executable, Path]:
-    """Return the paths of executables; `wanted` maps each to the option that runs without it.
+    """Return the paths of executables.
 
-    Raises CommandError with one line that names all missing executables, their packages and that option.
+    `wanted` maps each program to the option with which `rankscope up` runs without it.
+
+    Raises CommandError if executables are missing. The one-line message names them, their packages and these options.
     """
     found = {executable: executable.find() for executable in wanted}
     missing = [executable for executable, path in found.items() if path is None]
@@ -55,7 +57,7 @@ def find_required(wanted: Mapping[Executable, str]) -> dict[Executable, Path]:
 
 
 def executable_version(path: Path) -> str | None:
-    """Return the version that `PATH --version` prints; None if it fails or prints none within 10 s."""
+    """Return the version that `PATH --version` prints; None if the command fails or prints no version within 10 s."""
     try:
         # Some builds print the version on standard output, some on standard error.
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)  # noqa: S603

@@ -1,6 +1,6 @@
-"""Parse the addresses of `rankscope up --notify` into Alertmanager receivers: webhooks and mail. Pure.
+"""Parse the addresses of `rankscope up --notify` into Alertmanager receivers: webhooks and mail.
 
-The service itself uses another syntax, that of Apprise.
+This module does no I/O. Addresses for the service have another syntax, that of Apprise.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MAIL_KEYS: Final = {"to", "from", "tls"}
 
 
 def receivers(addresses: Iterable[str]) -> list[Receiver]:
-    """Return one receiver per address.
+    """Return one Alertmanager receiver per address.
 
-    Raises CommandError for an unknown form. The message lists the valid forms and contains no secret.
+    Raises CommandError for an address in an unknown form. The message lists the valid forms and contains no secret.
     """
     return [_receiver(number, address) for number, address in enumerate(addresses, 1)]
 

@@ -1,4 +1,4 @@
-"""Turn the options of `rankscope up` into a start plan: read the configuration, find executables, choose ports."""
+"""Create the start plan of `rankscope up` from its options: read the configuration, find executables, select ports."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _HIDDEN: Final = "<secret>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """The command line options of `rankscope up`."""
+    """Values of the command-line options of `rankscope up`."""
 
     config: Path | None = None
     store: Path | None = None
@@ -58,7 +58,7 @@ class CommandLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartPlan:
-    """Everything that `rankscope up` starts, decided before the first program starts."""
+    """The start plan: all programs and files of `rankscope up`, determined before the first program starts."""
 
     options: UpOptions
     folder: StateDir
@@ -72,23 +72,24 @@ class StartPlan:
 
     @property
     def token(self) -> str | None:
-        """Return the token of the service and the ranks; None without authentication."""
+        """Return the token that the service and the ranks use; None without authentication."""
         return self.options.service.token
 
     @property
     def token_file(self) -> Path | None:
-        """Return the file that contains the token; None without a token."""
+        """Return the path of the file that contains the token; None without a token."""
         return None if self.token is None else self.folder.config(TOKEN_FILE)
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of the programs: the path of the token file, if there is a token."""
+        """Return the environment variables for the programs: if there is a token, the path of its file."""
         return {} if self.token_file is None else {"RANKSCOPE_TOKEN_FILE": str(self.token_file)}
 
     def redacted_files(self) -> dict[str, str]:
-        """Return the generated files without secrets.
+        """Return the generated configuration files without secrets, for display.
 
-        They are generated from redacted options, because YAML quoting makes a secret hard to find in the text.
+        The files are generated from options without secrets. Removing a secret from the finished text would be
+        unreliable, because YAML quoting can change it.
         """
         service = replace(self.options.service, token=None if self.token is None else _HIDDEN)
         redacted = [
@@ -97,14 +98,17 @@ class StartPlan:
         return files(replace(self.options, service=service, receivers=redacted), self.folder)
 
     def prepare(self) -> None:
-        """Write the files, and save ports and URLs for the next start and for `rankscope doctor`."""
+        """Write the configuration files, and save ports and URLs for the next start and for `rankscope doctor`."""
         self.folder.write(self.files)
         addresses = {program.name: program.url for program in self.programs}
         self.folder.save_notes({"ports": dict(self.options.ports), "urls": addresses})
 
 
 def make_plan(command_line: CommandLine) -> StartPlan:
-    """Return the start plan. Raises CommandError with the remedy if an option cannot be satisfied."""
+    """Return the start plan for the options of `rankscope up`.
+
+    Raises CommandError if an option cannot be satisfied; the message names the remedy.
+    """
     _check_retention(command_line.retention)
     settings = load_settings(command_line.config, command_line.store, command_line.listen, None)
     folder = StateDir(command_line.state) if command_line.state else StateDir.next_to(settings.store.path)
@@ -145,7 +149,7 @@ def make_plan(command_line: CommandLine) -> StartPlan:
 
 
 def _alertmanager_addresses(settings: ServiceConfig) -> list[str]:
-    """Return the addresses that the configuration assigns to Alertmanager."""
+    """Return the notification addresses in the service configuration that Alertmanager has to use."""
     notify = settings.notify
     return [url.get_secret_value() for url in notify.urls] if notify.mode == "alertmanager" else []
 
@@ -180,7 +184,7 @@ def _check_retention(text: str) -> None:
 
 
 def _is_explicit(command_line: CommandLine) -> bool:
-    """Return whether the listen address of the service comes from an option or a configuration file."""
+    """Return whether an option or a configuration file sets the listen address of the service."""
     return command_line.listen is not None or command_line.config is not None
 
 
@@ -208,7 +212,7 @@ def _service_options(command_line: CommandLine, settings: ServiceConfig) -> Serv
 
 
 def _advertised_url(settings: ServiceConfig, port: int) -> str:
-    """Return the URL of the service for ranks on any machine."""
+    """Return the URL of the service that ranks on any machine can use."""
     from rankscope_ingest.network.sockets import advertised
 
     scheme = "http" if service_tls(settings) is None else "https"
@@ -216,7 +220,7 @@ def _advertised_url(settings: ServiceConfig, port: int) -> str:
 
 
 def _ranks_tls(settings: ServiceConfig) -> ClientTls | None:
-    """Return the TLS settings with which Prometheus scrapes ranks: those that the service uses for polls."""
+    """Return the TLS settings with which Prometheus scrapes ranks; the service polls ranks with the same settings."""
     section = settings.service
     files = (section.ca_file, section.cert_file, section.key_file, section.server_name)
     ca_file, cert_file, key_file, server_name = files
@@ -225,7 +229,7 @@ def _ranks_tls(settings: ServiceConfig) -> ClientTls | None:
 
 
 def _tls(client_tls: ClientTls | None) -> Tls | None:
-    """Return the settings in the form of the Prometheus configuration, with absolute paths."""
+    """Return TLS settings of the service in the form of the Prometheus configuration, with absolute paths."""
     if client_tls is None:
         return None
     return Tls(
@@ -241,7 +245,10 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _notification_lines(options: UpOptions, settings: ServiceConfig) -> list[str]:
-    """Return one line per notifier. The service and Alertmanager are independent and have separate addresses."""
+    """Return one line each for the service, Alertmanager and Prometheus.
+
+    The lines contain the addresses that a program notifies, or the data that it serves.
+    """
     mode, count = settings.notify.mode, len(settings.notify.urls)
     addresses = f"{count} addresses" if count != 1 else "1 address"
     service = addresses if mode == "embedded" and count else f'no address ([notify] mode = "{mode}")'
@@ -259,7 +266,7 @@ def _notification_lines(options: UpOptions, settings: ServiceConfig) -> list[str
 
 
 def _redacted(receiver: Webhook | Mail) -> Webhook | Mail:
-    """Return the receiver without secrets: no mail password, and only the host of a webhook URL."""
+    """Return the receiver without secrets, for display: no mail password, and only the host of a webhook URL."""
     if isinstance(receiver, Mail):
         return replace(receiver, password=None if receiver.password is None else _HIDDEN)
     parts = urlsplit(receiver.url)

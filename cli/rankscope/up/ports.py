@@ -1,4 +1,4 @@
-"""Choose the port of each program (default, previous or any free port) and find the processes that listen on ports."""
+"""Select the port of each program (default, previous or any free port) and find the processes that listen on ports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LISTENING: Final = "0A"
 
 
 class PortChoice(enum.StrEnum):
-    """Choice of ports for `rankscope up`."""
+    """The two ways in which `rankscope up` selects ports: default ports or free ports."""
 
     FIXED = "fixed"
     FREE = "free"
@@ -30,9 +30,10 @@ def choose(
     is_free: Callable[[int], bool],
     free_port: Callable[[], int],
 ) -> tuple[dict[str, int], list[str]]:
-    """Return the port of each name, and one line for each program that could not get its preferred port.
+    """Return the port of each program in `names`, and a line for each program that could not get its preferred port.
 
-    A previous port is used again if it is free, because running trainings still use the address of the service.
+    The port of a previous start is used again if it is free, because running trainings still use the address of the
+    service.
     """
     chosen: dict[str, int] = {}
     notes = []
@@ -50,7 +51,7 @@ def choose(
 
 
 def valid_ports(notes: object) -> dict[str, int]:
-    """Return the valid entries of the saved ports; invalid ones are ignored."""
+    """Return the valid entries of the saved ports, by program. Invalid entries are ignored."""
     if not isinstance(notes, dict):
         return {}
     return {str(name): port for name, port in notes.items() if type(port) is int and 0 < port < 65536}
@@ -68,7 +69,7 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that is free now. Another process can take it before it is used."""
+    """Return a port that is free now. Another process can take the port before the caller uses it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -82,7 +83,7 @@ def _other(chosen: dict[str, int], free_port: Callable[[], int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A process that listens on a port. `pid` is None for a process of another user, which /proc does not show."""
+    """A process that listens on a port. `pid` is None if /proc does not show it, as for a process of another user."""
 
     pid: int | None = None
     name: str = ""
@@ -92,14 +93,14 @@ class Listener:
 
 
 def listeners(proc: Path = PROC) -> dict[int, Listener]:
-    """Return the listening process of each TCP port, from /proc; empty where there is no /proc."""
+    """Return the listening process of each TCP port, according to /proc; empty on systems without /proc."""
     ports = dict(_listening_sockets(proc))
     owners = dict(_socket_owners(proc, set(ports)))
     return {port: owners.get(inode, Listener()) for inode, port in ports.items()}
 
 
 def _listening_sockets(proc: Path) -> Iterator[tuple[str, int]]:
-    """Yield inode and port of every listening TCP socket."""
+    """Yield the inode and the port of every listening TCP socket."""
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in (proc / "net" / table).read_text().splitlines()[1:]:

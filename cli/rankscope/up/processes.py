@@ -1,6 +1,7 @@
-"""Child processes that stop when this process exits. Each has a separate process group and is stopped by its id.
+"""Child processes that stop when this process exits.
 
-`die_with_parent` covers the case that this process is killed by SIGKILL.
+Each child has a separate process group and is stopped by the id of this group. The module `die_with_parent` stops the
+children if this process is killed by SIGKILL.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ DIE_WITH_PARENT: Final = Path(__file__).with_name("die_with_parent.py")
 def child(
     command: Sequence[str | Path], log: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `command` with its output in `log`; on exit of the context, stop the process and its group."""
+    """Run `command` with its output in the file `log`.
+
+    At the end of the context, stop the process and its process group.
+    """
     log.write_bytes(b"")
     process = start(command, log, environment)
     try:
@@ -32,9 +36,9 @@ def child(
 
 
 def start(command: Sequence[str | Path], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start `command` and append its output to `log`.
+    """Start `command` in a new process group, append its output to `log`, and return the process.
 
-    Call it from the main thread: the kernel stops the child when the thread that started it exits.
+    Call this function from the main thread, because the kernel stops the child when the thread that started it exits.
     """
     wrapped = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid()), *map(str, command)]
     with log.open("ab") as output:
@@ -49,7 +53,7 @@ def start(command: Sequence[str | Path], log: Path, environment: Mapping[str, st
 
 
 def stop(process: subprocess.Popen[bytes], grace_seconds: float = GRACE_SECONDS) -> int:
-    """Send SIGTERM, then SIGKILL after `grace_seconds`; return the exit code."""
+    """Send SIGTERM to the process group, and SIGKILL after `grace_seconds`; return the exit code."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -68,7 +72,7 @@ def kill(process: subprocess.Popen[bytes]) -> int:
 
 @contextlib.contextmanager
 def interrupted_by_termination() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, so that these signals also stop the children."""
+    """Raise KeyboardInterrupt in the context on SIGTERM and SIGHUP, so that these signals also stop the children."""
 
     def interrupt(_signum: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -82,5 +86,8 @@ def interrupted_by_termination() -> Iterator[None]:
 
 
 def _own_environment() -> dict[str, str]:
-    """Return the environment without RANKSCOPE_ variables, which the user has set for other trainings and stores."""
+    """Return the environment variables without those that start with RANKSCOPE_.
+
+    The user may have set them for other trainings and stores.
+    """
     return {name: value for name, value in os.environ.items() if not name.startswith("RANKSCOPE_")}

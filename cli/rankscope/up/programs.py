@@ -1,6 +1,7 @@
-"""Command lines and generated configuration files of the programs that `rankscope up` starts. Pure; starts nothing.
+"""Command lines and generated configuration files of the programs that `rankscope up` starts.
 
-All programs listen on localhost only. The configuration of the service can name another address for the service.
+This module starts no program and writes no file. All programs listen on localhost only, except that the configuration
+of the service can name another listen address for the service.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _DRAIN_GRACE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A program to keep running."""
+    """A program that `rankscope up` starts and restarts after an exit."""
 
     name: str
     command: tuple[str, ...]
@@ -41,13 +42,13 @@ class Program:
 
     @property
     def ready_url(self) -> str:
-        """Return the URL that responds with status 200 once the program is ready."""
+        """Return the URL that responds with status 200 as soon as the program is ready."""
         return self.url + self.ready_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """Options of the service."""
+    """Options of the service, as `rankscope up` starts it."""
 
     config: Path | None
     store: str
@@ -58,18 +59,18 @@ class ServiceOptions:
     drain_seconds: float = 20.0
 
     def address(self, port: int) -> str:
-        """Return host and port for clients on this machine."""
+        """Return the host and the port of the service for clients on this machine."""
         host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host)  # noqa: S104 - the wildcard is replaced
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def url(self, port: int) -> str:
-        """Return the URL for clients on this machine."""
+        """Return the URL of the service for clients on this machine."""
         return f"{'http' if self.tls is None else 'https'}://{self.address(port)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
-    """Options of all programs. A program whose path is None is not started."""
+    """Options of all programs of `rankscope up`. A program whose path is None is not started."""
 
     service: ServiceOptions
     ports: Mapping[str, int]
@@ -85,7 +86,7 @@ class UpOptions:
 
 
 def files(options: UpOptions, folder: StateDir) -> dict[str, str]:
-    """Return the text of every generated file by its name in the `config` folder."""
+    """Return the text of every generated file, by its name in the folder `config` of the state folder."""
     made = {}
     if options.service.token is not None:
         made[TOKEN_FILE] = options.service.token
@@ -105,10 +106,10 @@ def files(options: UpOptions, folder: StateDir) -> dict[str, str]:
 
 
 def programs(options: UpOptions, folder: StateDir) -> list[Program]:
-    """Return the programs in the order of start and of stop.
+    """Return the programs in the order in which they are started and stopped; the service is the first.
 
-    The service is first: while it stores the last records of the ranks at the stop, Prometheus and Alertmanager still
-    run and can alert.
+    While the service stores the last records of the ranks, Prometheus and Alertmanager are therefore still running and
+    can send alerts.
     """
     made = [_service(options, folder)]
     if options.alertmanager is not None:
@@ -185,11 +186,14 @@ def _prometheus_settings(options: UpOptions, folder: StateDir) -> PrometheusSett
 
 
 def max_notification_seconds(options: UpOptions) -> float:
-    """Return the largest delay from an anomaly to its notification: scrape, rule evaluation and group wait."""
+    """Return the largest delay in seconds from an anomaly to its notification by Alertmanager.
+
+    The delay is the sum of scrape interval, rule evaluation and group wait.
+    """
     return 2 * options.scrape_seconds + options.group_wait_seconds
 
 
 def timing_text(options: UpOptions) -> str:
-    """Return scrape interval and notification delay as text."""
+    """Return a text with the scrape interval and the largest notification delay."""
     delay = duration(max_notification_seconds(options))
     return f"scrape interval {duration(options.scrape_seconds)}, notification within {delay}"

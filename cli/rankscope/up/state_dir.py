@@ -1,7 +1,7 @@
 """The state folder of `rankscope up`: generated configuration, data of Prometheus and Alertmanager, logs and ports.
 
-Only the owner can read its subfolders, because they contain tokens and notification addresses. A lock allows one `up`
-process at a time.
+Only the owner can read its subfolders, because they contain tokens and notification addresses. A lock file ensures that
+only one `rankscope up` process uses the folder at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOCK: Final = "lock"
 
 @dataclass(frozen=True, slots=True)
 class StateDir:
-    """One state folder and the paths in it."""
+    """A state folder of `rankscope up`, and the paths in it."""
 
     path: Path
 
@@ -34,15 +34,15 @@ class StateDir:
 
     @classmethod
     def next_to(cls, store: str | Path) -> StateDir:
-        """Return the default state folder, next to the store."""
+        """Return the default state folder, which is next to the store."""
         return cls(Path(store).parent / DEFAULT)
 
     def log(self, name: str) -> Path:
-        """Return the log file of a program."""
+        """Return the path of the log file of a program."""
         return self.path / "logs" / f"{name}.log"
 
     def data(self, name: str) -> Path:
-        """Return the data folder of a program."""
+        """Return the path of the data folder of a program."""
         return self.path / "data" / name
 
     def config(self, name: str) -> Path:
@@ -50,9 +50,9 @@ class StateDir:
         return self.path / "config" / name
 
     def create(self) -> None:
-        """Create the folder; its subfolders are readable by the owner only.
+        """Create the folder, with subfolders that only the owner can read.
 
-        Raises CommandError if it cannot be created, or contains files but no lock file of `rankscope up`.
+        Raises CommandError if the folder cannot be created, or if it contains files but no lock file of `rankscope up`.
         """
         try:
             if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / _LOCK).exists():
@@ -65,7 +65,7 @@ class StateDir:
             raise CommandError(f"cannot write to {self.path}: {error.strerror}; name another with --state") from error
 
     def write(self, files: Mapping[str, str]) -> None:
-        """Write generated files atomically, each readable by the owner only."""
+        """Write generated configuration files atomically; only the owner can read them."""
         for name, text in files.items():
             _replace(self.config(name), text)
 
@@ -74,7 +74,7 @@ class StateDir:
         _replace(self.path / _NOTES, json.dumps(notes, indent=2) + "\n")
 
     def load_notes(self) -> dict[str, Any]:
-        """Return the saved ports and URLs; an empty dict if the file is missing or invalid."""
+        """Return the saved ports and URLs; an empty dict if the file that contains them is missing or invalid."""
         try:
             notes = json.loads((self.path / _NOTES).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -83,7 +83,10 @@ class StateDir:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder for this process. Raises CommandError with the process that holds the lock."""
+        """Hold the lock of this folder in the context.
+
+        Raises CommandError if another process holds the lock; the message names that process.
+        """
         with (self.path / _LOCK).open("a+", encoding="utf-8") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
 """Supervise programs: start them, wait until they are ready, restart them after an exit, and stop them in order.
 
-Runs on the main thread only. `print_line` receives one line per event.
+The supervisor runs on the main thread only. `print_line` is called with one line of text per event.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ RESTART_WINDOW_SECONDS: Final = 600.0
 
 
 class StopSignals:
-    """Counts stop signals. The first requests an orderly stop, the second an immediate one."""
+    """Counter of stop signals. The first signal requests an orderly stop, the second an immediate stop."""
 
     def __init__(self) -> None:
         self.count = 0
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
-        """Count SIGINT, SIGTERM and SIGHUP instead of exiting."""
+        """Count SIGINT, SIGTERM and SIGHUP in the context; the process does not exit."""
 
         def note(_signum: int, _frame: object) -> None:
             self.count += 1
@@ -51,19 +51,20 @@ class StopSignals:
 
 @dataclass(slots=True)
 class Restarts:
-    """Restart policy of one program. Exits older than RESTART_WINDOW_SECONDS do not count."""
+    """Decides whether and when a program is restarted. Exits older than RESTART_WINDOW_SECONDS do not count."""
 
     _ends: deque[float] = field(default_factory=deque)
 
     @property
     def count(self) -> int:
-        """Return the number of exits within RESTART_WINDOW_SECONDS."""
+        """Return the number of exits of the program within RESTART_WINDOW_SECONDS."""
         return len(self._ends)
 
     def delay_after_exit(self, now: float) -> float | None:
-        """Record an exit at time `now`; return the delay in seconds before the restart.
+        """Record an exit of the program at time `now`; return the delay in seconds before its restart.
 
-        The delay doubles with each exit. Returns None after MAX_RESTARTS exits within RESTART_WINDOW_SECONDS.
+        The delay doubles with each exit. Returns None, for no restart, after MAX_RESTARTS exits within
+        RESTART_WINDOW_SECONDS.
         """
         while self._ends and now - self._ends[0] >= RESTART_WINDOW_SECONDS:
             self._ends.popleft()
@@ -105,17 +106,18 @@ class Supervisor:
 
     @property
     def given_up(self) -> list[str]:
-        """Return the names of the programs that exited too often to be restarted."""
+        """Return the names of the programs that exited too often and are no longer restarted."""
         return [running.program.name for running in self._running if running.is_given_up]
 
     def states(self) -> dict[str, str]:
-        """Return the state of each program: ready, restarting or given up."""
+        """Return the state of each program by name: ready, restarting, or given up after too many exits."""
         return {running.program.name: _state(running) for running in self._running}
 
     def start(self) -> None:
         """Start all programs and wait until they are ready.
 
-        Raises CommandError with the last log lines of a program that exits or is not ready after READY_SECONDS.
+        Raises CommandError if a program exits or is not ready after READY_SECONDS; the message has the last lines of
+        its log.
         """
         for program in self._pieces:
             self._running.append(_Running(program, start(program.command, program.log, self._environment)))
@@ -124,7 +126,10 @@ class Supervisor:
             self._wait_ready(running, deadline)
 
     def look(self) -> bool:
-        """Restart exited programs whose delay is over. Returns False when an essential program was given up."""
+        """Restart exited programs whose restart delay is over.
+
+        Returns False when an essential program exited too often to be restarted.
+        """
         for running in self._running:
             if running.start_at is None and not running.is_given_up and running.process.poll() is not None:
                 self._handle_exit(running)
@@ -134,7 +139,10 @@ class Supervisor:
         return not any(running.is_given_up and running.program.is_essential for running in self._running)
 
     def stop(self) -> None:
-        """Stop the programs in order, each after the previous one has exited. A second stop signal kills them."""
+        """Stop the programs in order, each after the previous one has exited.
+
+        A second stop signal kills all of them.
+        """
         for running in self._running:
             running.start_at = None
             if running.process.poll() is None:
@@ -182,7 +190,7 @@ class Supervisor:
 
 
 def tail(program: Program, lines: int = 3) -> str:
-    """Return the path and the last lines of the log of a program."""
+    """Return the path of the program's log and its last lines, for an error message."""
     try:
         text = program.log.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,1 +1,1 @@
-"""Alerts on training runs, ranks, GPUs and the service, as values."""
+"""Definitions of the alerts on training runs, ranks, GPUs and the service."""

@@ -1,4 +1,4 @@
-"""An alert as a value. The rule files of Prometheus and Grafana are both generated from such values."""
+"""An alert as a value, from which the rule files of Prometheus and Grafana are generated."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 RUNBOOKS: Final = "docs/runbooks.md"
-"""Default address of the runbooks page. `--runbooks https://…` of the generator replaces it, for example by a wiki."""
+"""Default address of the runbooks page.
+
+The option `--runbooks https://…` of the generator replaces it, for example by the address of a wiki page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """A PromQL condition, with the texts and labels of the notification that is sent when it holds.
+    """A PromQL condition, with the texts and labels of the notification that is sent when the condition holds.
 
-    `runbook`: the heading on the runbooks page, or a complete URL.
-    `hold_for`: how long the condition must hold before the alert fires.
-    `panel`: the title of the panel that shows the condition.
-    `queried`: a template appended to the description that queries Prometheus. Grafana templates cannot query, so the
-    Grafana rule file does not contain it.
+    - `runbook`: the heading on the runbooks page, or a complete URL.
+    - `hold_for`: the time for which the condition must hold before the alert fires.
+    - `panel`: the title of the panel that shows the condition.
+    - `queried`: a template that queries Prometheus, appended to the description. Grafana templates cannot query, so the
+      Grafana rule file does not contain it.
     """
 
     name: str
@@ -39,7 +41,10 @@ class Alert:
         return {"severity": str(self.severity), "rule": self.rule or self.name, **self.labels}
 
     def annotations(self, runbooks: str) -> dict[str, str]:
-        """Return the texts of the alert without `queried`. `runbooks` is the address of the runbooks page."""
+        """Return the annotations of the alert, without the template `queried`.
+
+        `runbooks` is the address of the runbooks page.
+        """
         link = self.runbook if "://" in self.runbook else f"{runbooks}#{self.runbook.lower()}"
         return {"summary": self.summary, "description": self.description, "runbook_url": link}
 
@@ -63,5 +68,5 @@ class AlertGroup:
     alerts: Sequence[Alert]
 
     def document(self, runbooks: str = RUNBOOKS) -> dict[str, Any]:
-        """Return the group as an entry of a Prometheus rule file."""
+        """Return the group of alerts as an entry of a Prometheus rule file."""
         return {"name": self.name, "rules": [alert.document(runbooks) for alert in self.alerts]}

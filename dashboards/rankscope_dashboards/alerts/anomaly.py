@@ -1,11 +1,12 @@
-"""Alerts on the anomaly rules of the contract, each rule as PromQL.
+"""Alerts on the anomaly rules of the contract, with each rule as PromQL.
 
-A rank exports the value, baseline and threshold of each series that it evaluates. PromQL only repeats the comparison.
-Each rule gets three alerts:
+A rank exports the value, the baseline and the threshold of each series that it evaluates. PromQL only repeats the
+comparison. There are three alerts for each rule:
 
-- The comparison, evaluated on the latest scrape. It names the affected series, but a scrape sees only one step of many.
-- The counter of firings, which the rank increments at every step. It misses no step.
-- The self-check: the comparison in PromQL and the rank's own result must be equal.
+- The comparison alert evaluates the latest scrape. It names the affected series, but a scrape contains only one step of
+  many.
+- The counting alert uses the counter of firings, which the rank increments at every step. It misses no step.
+- The self-check compares the result of PromQL with the rank's own result, which must be equal.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from rankscope_contract.security.escaping import label_value
 from rankscope_dashboards.alerts.alert import Alert
 
 WINDOW: Final = "2m"
-"""Time after a firing during which the counting alert is active."""
+"""Time after a firing of a rule during which the counting alert is active."""
 
 KEEP_FIRING_FOR: Final = "1m"
-"""Time during which the comparison alert remains active after the comparison became false."""
+"""Time for which the comparison alert remains active after the comparison became false."""
 
 MAX_TENSORS: Final = 5
-"""Number of tensors that an alert text names."""
+"""Largest number of tensors that the text of an alert names."""
 
 _SERIES: Final = "on (run, rank, kind, tensor, op)"
 _SCALARS: Final = (catalogue.LOSS, catalogue.GRAD_NORM, catalogue.LEARNING_RATE, catalogue.SCALAR)
@@ -52,7 +53,10 @@ _BY_KIND: Final = "(run, rank, kind)"
 
 @dataclass(frozen=True, slots=True)
 class RulePromql:
-    """A rule as PromQL. The rule fires if any of the expressions over tensor statistics or logged scalars holds."""
+    """A rule as PromQL expressions over tensor statistics and over logged scalars.
+
+    The rule fires if any expression holds.
+    """
 
     tensors: Sequence[str]
     scalars: Sequence[str] = ()
@@ -61,10 +65,10 @@ class RulePromql:
 def anomaly_alerts(
     rules: Sequence[AnomalyRule], *, window: str = WINDOW, keep_firing_for: str = KEEP_FIRING_FOR
 ) -> tuple[Alert, ...]:
-    """Return two alerts for each rule: the comparison and the counter of firings.
+    """Return two alerts for each rule: the comparison alert and the counting alert.
 
-    A firing keeps the counting alert active for `window`, which must contain at least two scrapes. The comparison alert
-    remains active for `keep_firing_for` after the comparison became false.
+    A firing keeps the counting alert active for `window`, which must be long enough for at least two scrapes. The
+    comparison alert remains active for `keep_firing_for` after the comparison became false.
     """
     return tuple(
         alert for rule in rules for alert in (_comparison_alert(rule, keep_firing_for), _counting_alert(rule, window))
@@ -74,9 +78,9 @@ def anomaly_alerts(
 def rule_disagreement(rule: AnomalyRule) -> Alert:
     """Return the alert that fires when PromQL and the rank evaluate `rule` differently for the same scrape.
 
-    `/metrics` contains value, baseline and threshold together with the rank's own result, all of one step, and one
-    scrape reads them all. The two results must therefore always be equal. Logged scalars are not compared: `/metrics`
-    contains the last value of each scalar, but the rank's result refers to the scalars of the latest record.
+    `/metrics` has value, baseline and threshold together with the rank's own result, all of one step, and one scrape
+    reads all of them. The two results must therefore always be equal. Logged scalars are not compared. `/metrics` has
+    the last value of each scalar, but the rank's own result refers to the scalars of the latest record.
     """
     name, tensors = label_value(rule.name), tensor_expression(rule)
     firing = f'{catalogue.RULE_FIRING.name}{{rule="{name}", kind!=""}} == 1'
@@ -91,8 +95,8 @@ def rule_disagreement(rule: AnomalyRule) -> Alert:
         expression=f"(\n{only_promql}\n)\n  or\n(\n{only_rank}\n)",
         summary="rank {{ $labels.rank }} of run {{ $labels.run }} and Prometheus disagree on "
         f"{rule.name} in {{{{ $labels.kind }}}}",
-        description="The rank's result and the alert's expression differ for the same scrape. Usual cause: the rank is "
-        "configured with other rules than the rule file was generated for.",
+        description="The rank and Prometheus evaluated the rule on the same scrape, with different results. Usual "
+        "cause: the rank is configured with other rules than the rule file was generated for.",
         severity=Severity.WARNING,
         runbook="RuleDisagreement",
         labels={"judged_by": rule.name},
@@ -102,7 +106,7 @@ def rule_disagreement(rule: AnomalyRule) -> Alert:
 
 
 def rule_expression(rule: AnomalyRule) -> str:
-    """Return PromQL that selects the series on which `rule` fires."""
+    """Return PromQL that selects the series of tensor statistics and logged scalars on which `rule` fires."""
     promql = rule_promql(rule)
     return _any((*promql.tensors, *promql.scalars))
 
@@ -114,7 +118,7 @@ def tensor_expression(rule: AnomalyRule) -> str:
 
 @singledispatch
 def rule_promql(rule: AnomalyRule) -> RulePromql:
-    """Return the PromQL form of `rule`. Add the form of a new rule class with `rule_promql.register`."""
+    """Return the PromQL expressions of `rule`. Use `rule_promql.register` to add a new class of rules."""
     raise NotImplementedError(f"{type(rule).__name__} has no PromQL form: register one with rule_promql.register")
 
 
@@ -167,11 +171,12 @@ def _comparison_alert(rule: AnomalyRule, keep_firing_for: str) -> Alert:
 
 
 def _counting_alert(rule: AnomalyRule, window: str) -> Alert:
-    """Return the alert on firings, including those between two scrapes.
+    """Return the alert on firings of `rule`, including firings between two scrapes.
 
-    It uses the rank's own counter and the service's counter of the firings that it received: a rank that dies at the
-    firing step cannot be scraped any more. `increase` alone would miss a counter with a first sample above zero, so
-    the second expression covers counters that are new within `window`.
+    The alert uses the rank's own counter, and the service's counter of the firings that the service received. The
+    latter is needed because a rank that dies at the firing step cannot be scraped any more. `increase` alone would miss
+    a counter whose first sample is above zero. The second expression therefore covers counters that are new within
+    `window`.
     """
     by, counts = "sum by (run, rank, kind)", []
     for metric in (catalogue.ANOMALY_EVENTS, catalogue.ANOMALIES_INGESTED):
@@ -215,7 +220,7 @@ def _threshold(rule: AnomalyRule) -> str:
 
 
 def _latest_step() -> str:
-    """Return a template for the rank's latest step. The counters do not contain the step of a firing."""
+    """Return a template for the latest step of the rank, because the counters do not contain the step of a firing."""
     text = ' The rank is at step {{ . | first | value | printf "%.0f" }}.'
     return _with_query(_series_format(catalogue.STEP, _RANK_LABELS), _RANK_LABELS, text)
 
@@ -223,7 +228,7 @@ def _latest_step() -> str:
 def _fired_tensors(rule: str, window: str) -> str:
     """Return a template for the tensors on which the rule fired most often within `window`.
 
-    The counter of a tensor appears at its first firing, so `increase` alone would miss this firing.
+    The counter of a tensor appears at the first firing on it, so that `increase` alone would miss this firing.
     """
     fixed = f'rule="{label_value(rule)}", '.replace("%", "%%")
     series = _series_format(catalogue.TENSOR_ANOMALY_EVENTS, _KIND_LABELS, fixed)
@@ -234,7 +239,10 @@ def _fired_tensors(rule: str, window: str) -> str:
 
 
 def _series_format(metric: catalogue.MetricSpec, labels: tuple[str, ...], fixed: str = "") -> str:
-    """Return a selector as a printf format with %q for the value of each label; %q quotes strings as PromQL does."""
+    """Return a PromQL selector as a printf format with %q for the value of each label.
+
+    %q quotes texts as PromQL does.
+    """
     return f"{metric.name}{{{fixed}{', '.join(f'{name}=%q' for name in labels)}}}"
 
 

@@ -1,4 +1,4 @@
-"""All alerts of Rankscope in groups, and the Prometheus rule file that contains them."""
+"""All alerts of Rankscope in groups, and the Prometheus rule file that contains these groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
     AnomalyNan(),
     AnomalyTurbulence(threshold=10.0, kinds=(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED), ops=("norm",)),
 )
-"""The rules that a rank evaluates by default. A test compares them with the defaults of the exporter."""
+"""The anomaly rules that a rank evaluates by default. A test compares them with the defaults of the exporter."""
 
 
 def rule_file(
@@ -29,7 +29,7 @@ def rule_file(
     keep_firing_for: str = KEEP_FIRING_FOR,
     runbooks: str = RUNBOOKS,
 ) -> dict[str, Any]:
-    """Return a Prometheus rule file with all alerts; the anomaly alerts are those of `rules`.
+    """Return a Prometheus rule file with all alerts; `rules` are the anomaly rules for which it has alerts.
 
     `window` and `keep_firing_for` are passed to `anomaly_alerts`. `runbooks` is the address of the runbooks page.
     """
@@ -40,7 +40,7 @@ def rule_file(
 def alert_groups(
     rules: Sequence[AnomalyRule] = DEFAULT_RULES, *, window: str = WINDOW, keep_firing_for: str = KEEP_FIRING_FOR
 ) -> tuple[AlertGroup, ...]:
-    """Return all alerts in groups; the anomaly alerts are those of `rules`."""
+    """Return all alerts in groups; `rules` are the anomaly rules for which there are alerts."""
     return (
         AlertGroup("rankscope-anomaly", anomaly_alerts(rules, window=window, keep_firing_for=keep_firing_for)),
         AlertGroup("rankscope-replicas", replica_alerts()),

@@ -9,11 +9,11 @@ from rankscope_contract.model.events import Severity
 from rankscope_dashboards.alerts.alert import Alert
 
 WINDOW: Final = "10m"
-"""Time after an error during which the alert is active."""
+"""Time after an error of a GPU during which the alert is active."""
 
 THROTTLED_FOR: Final = "5m"
 BAD_REASONS: Final = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
-"""Throttling reasons that do not occur under normal full load at the power limit."""
+"""Throttling reasons that do not occur under normal full load at the power limit of a GPU."""
 
 _BY: Final = "sum by (run, rank, gpu)"
 _GPU_TEXT: Final = "GPU {{ $labels.gpu }} of run {{ $labels.run }} rank {{ $labels.rank }}"

@@ -1,7 +1,7 @@
-"""Alerts on the state of runs and of the service.
+"""Alerts on the state of runs and of the service. The service determines the state of a run, and PromQL only reads it.
 
-The service determines the state of a run; PromQL only reads it. A dead rank cannot report its own death, so all alerts
-except one use the metrics of the service. The exception, ServiceDown, fires when the service itself does not respond.
+A dead rank cannot report its own death. All alerts except ServiceDown therefore use metrics of the service. ServiceDown
+fires when the service itself does not respond.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rankscope_dashboards.alerts.alert import Alert
 from rankscope_dashboards.deploy.prometheus import SERVICE_JOB
 
 LOSS_WINDOW: Final = "5m"
-"""Time after a loss of records during which the alert is active."""
+"""Time after a loss of records during which the alert on lost records is active."""
 
 SERVICE_DOWN_FOR: Final = "30s"
 
@@ -86,8 +86,8 @@ def _service_down() -> Alert:
         # group() replaces the value 0 by 1: Grafana evaluates the same expression and requires a value above zero.
         expression=f"group by (job, instance) ({up} == 0)\n  or\nabsent({up})",
         summary="the Rankscope service does not respond",
-        description="Until it responds again, no step is stored and no alert on runs can fire. Ranks keep records in "
-        "their rings and spools as far as these have capacity. Training continues.",
+        description="Until the service responds again, no step is stored and no alert on runs can fire. Ranks keep "
+        "records in their rings and spools as far as these have capacity. Training continues.",
         severity=Severity.CRITICAL,
         runbook="ServiceDown",
         hold_for=SERVICE_DOWN_FOR,

@@ -1,8 +1,8 @@
-"""Alerts on replica divergence: ranks that should hold equal parameters and do not. No rank can detect this alone.
+"""Alerts on replica divergence: ranks that should have equal parameters have different ones.
 
-Each rank exports one hash over all tensors that must be bit-identical in its replica group, and the step of this hash.
-Two scrapes may read different steps, so the alert compares only hashes of the same step. In addition the service
-compares every step that the ranks send, and counts the differences.
+No rank can detect this alone. Each rank exports one hash over all tensors that must be bit-identical in its replica
+group, and the step of this hash. Two scrapes may read different steps, so that the alert compares only hashes of the
+same step. In addition, the service compares every step that the ranks send, and counts the differences.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rankscope_contract.model.events import REPLICA_DESYNC, Severity
 from rankscope_dashboards.alerts.alert import Alert
 
 WINDOW: Final = "2m"
-"""Time after a difference found by the service during which the alert is active."""
+"""Time after a difference that the service found during which the alert is active."""
 
 _GROUP: Final = "(run, replicas)"
 _COMMANDS: Final = (

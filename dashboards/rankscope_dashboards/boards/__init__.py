@@ -1,4 +1,7 @@
-"""The boards. To add one, add a module here with a function `board()`. The module name becomes the uid of the board."""
+"""The Grafana boards. To add a board, add a module with a function `board()` to this folder.
+
+The name of the module becomes the uid of the board.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 
 def boards() -> dict[str, Dashboard]:
-    """Return all boards by module name. Each uid is `rankscope-<module name>`, so links to a board do not change."""
+    """Return all boards by module name.
+
+    The uid of a board is always `rankscope-<module name>`, so that links remain valid.
+    """
     found = {}
     modules = (module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
     for name in sorted(modules):

@@ -1,4 +1,4 @@
-"""Board "Speed and devices": model FLOPs, utilisation and errors of GPUs, and load of the hosts."""
+"""The Grafana board "Speed and devices": model FLOPs, utilisation and errors of GPUs, and load of the hosts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rankscope_dashboards.boards.elements.panels import (
 from rankscope_dashboards.boards.elements.selectors import RANKS, increase, ranks, rate
 
 MAX_LINES: Final = 20
-"""Maximum number of lines in a panel with one line per rank."""
+"""Largest number of lines in a panel that has one line per rank."""
 
 
 def board() -> builders.Dashboard:
-    """Return the board without its uid, which is set by `boards()`."""
+    """Return the board "Speed and devices" without its uid, which `boards()` sets."""
     description = "Compute throughput, GPUs and hosts of the ranks of training runs."
     sections = (
         Section(

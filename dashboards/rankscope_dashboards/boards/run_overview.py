@@ -1,4 +1,4 @@
-"""Board "Run overview": state, progress, convergence, speed, anomalies, and completeness of the telemetry."""
+"""The Grafana board "Run overview": state, progress, convergence, speed, anomalies, completeness of telemetry."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, SER
 UID: Final = "rankscope-run-overview"
 
 ONCE: Final = "attach|warm_up"
-"""Values of the label `thread` for work that the monitor does once, at the start. A regular expression."""
+"""Regular expression for the values of the label `thread` of work that the monitor does only once, at its start."""
 
 STATES: Final = {
     RunState.PENDING: "yellow",
@@ -42,7 +42,7 @@ STATES: Final = {
 
 
 def board() -> builders.Dashboard:
-    """Return the board without its uid, which is set by `boards()`."""
+    """Return the board "Run overview" without its uid, which `boards()` sets."""
     description = "State, progress and health of training runs."
     sections = (
         Section(
@@ -177,9 +177,9 @@ def _loss() -> PanelBuilder:
 def _grad_norm() -> PanelBuilder:
     text = PanelText(
         title="Gradient norm",
-        description="Highest and lowest value within each interval, so that a spike between two points is visible. "
-        "The norm often rises some steps before the loss. The scale is logarithmic: a tenfold increase is one decade "
-        "for every model.",
+        description="Highest and lowest gradient norm within each interval, so that a spike between two points is "
+        "visible. The norm often rises some steps before the loss. The scale is logarithmic: a tenfold increase is one "
+        "decade for every model.",
         unit="none",
     )
     series = f"{catalogue.GRAD_NORM.name}{RANKS}"
@@ -203,9 +203,9 @@ def _learning_rate() -> PanelBuilder:
 def _tokens_per_second() -> PanelBuilder:
     text = PanelText(
         title="Tokens per second",
-        description="Sum of the selected ranks, and the slowest rank. Ranks wait for each other, so all slow down "
-        "together; the phase times show the slow rank, this panel does not. Dips at regular intervals are checkpoints "
-        "or evaluations.",
+        description="Tokens per second, as the sum of the selected ranks, and of the slowest rank. Ranks wait for each "
+        "other, so all ranks slow down together. The phase times show the slow rank, this panel does not. Dips at "
+        "regular intervals are checkpoints or evaluations.",
         unit="suffix: tok/s",
         minimum=0,
     )
@@ -315,8 +315,8 @@ def _sampling_interval() -> PanelBuilder:
 def _firings() -> str:
     """Return PromQL for the number of firings of each rank, rule and kind.
 
-    The rank's own counter is the most recent one while the rank is alive. The service's counter remains after its end.
-    The maximum of the two counts each firing once.
+    While a rank is alive, its own counter is the most recent one. After its end, only the service's counter remains.
+    The maximum of both counters counts each firing once.
     """
     both = f"{catalogue.ANOMALY_EVENTS.name}{RANKS} or {catalogue.ANOMALIES_INGESTED.name}{SERVICE_RANKS}"
     return f"max by (run, rank, rule, kind) ({both})"

@@ -1,4 +1,4 @@
-"""Board "Step time": goodput, time by phase, and the ranks that delay the others."""
+"""The Grafana board "Step time": goodput, time by phase, and the ranks that delay other ranks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from rankscope_dashboards.boards.elements.panels import (
 from rankscope_dashboards.boards.elements.selectors import RANKS, SERVICE_RUNS, rate
 
 MAX_LINES: Final = 10
-"""Maximum number of lines in a panel with one line per rank."""
+"""Largest number of lines in a panel that has one line per rank."""
 
 
 def board() -> builders.Dashboard:
-    """Return the board without its uid, which is set by `boards()`."""
+    """Return the board "Step time" without its uid, which `boards()` sets."""
     sections = (
         Section("Goodput and phases", (SizedPanel(_goodput(), 6, 8), SizedPanel(_time_by_phase(), 18, 8))),
         Section("Within a step", (SizedPanel(_latest_step(), 12, 9), SizedPanel(_data_wait(), 12, 9))),

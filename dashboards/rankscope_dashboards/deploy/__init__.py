@@ -1,1 +1,1 @@
-"""Configuration files of Prometheus and Alertmanager, built from settings."""
+"""Generation of the configuration files of Prometheus and Alertmanager from settings."""

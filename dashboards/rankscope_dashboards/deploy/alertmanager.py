@@ -1,7 +1,7 @@
-"""Build the configuration of an Alertmanager: receivers, routes, grouping and inhibition of alerts.
+"""Build the configuration of an Alertmanager: receivers, routes, and grouping and inhibition of alerts.
 
 Alerts are grouped by run and rule, because one bad step can make a rule fire for hundreds of tensors. While a tensor
-has NaN, the turbulence alert of the same tensor is inhibited as redundant.
+has NaN, the turbulence alert of the same tensor is inhibited, because it is redundant.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from rankscope_dashboards.deploy.prometheus import duration
 GROUP_BY: Final = ("run", "rule")
 SAME_TENSOR: Final = ("run", "rank", "tensor")
 MAX_ALERTS: Final = 20
-"""Maximum number of alerts in one webhook message; Alertmanager adds the number of the alerts that it left out."""
+"""Largest number of alerts in one webhook message. Alertmanager adds the number of the alerts that it omitted."""
 
 SUBJECT: Final = (
     "[{{ .Status | toUpper }}] {{ .GroupLabels.rule }}"
     '{{ with .GroupLabels.run }} in run "{{ . }}"{{ end }}{{ with .CommonLabels.rank }}, rank {{ . }}{{ end }}'
 )
-"""Subject of a mail. Run and rank are optional: service alerts have no run, and a message may cover several ranks."""
+"""Template of the subject of a mail. It omits run and rank if they are unknown.
+
+Alerts on the service have no run, and a message may cover several ranks."""
 
 NO_RECEIVER: Final = "none"
-"""Name of the default receiver. It sends no notifications."""
+"""Name of the default receiver of Alertmanager, which sends no notifications."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Webhook:
-    """An HTTP address that accepts the JSON messages of Alertmanager, version 4."""
+    """Webhook: an HTTP address that accepts the JSON messages of Alertmanager, version 4."""
 
     url: str
 
@@ -44,13 +46,16 @@ class Webhook:
             raise ValueError("not a webhook address: write http(s)://host/path, such as https://alerts.example/hook")
 
     def document(self) -> dict[str, Any]:
-        """Return one entry of `webhook_configs`."""
+        """Return the entry of `webhook_configs` for this address."""
         return {"url": self.url, "send_resolved": True, "max_alerts": MAX_ALERTS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mail:
-    """A mail recipient and the SMTP server that accepts mail for it. `smarthost` is host:port."""
+    """A mail recipient, and the SMTP server that accepts mail for this recipient.
+
+    `smarthost` has the form host:port.
+    """
 
     to: str
     sender: str
@@ -70,7 +75,7 @@ class Mail:
             raise ValueError("a password needs a username: set username too")
 
     def document(self) -> dict[str, Any]:
-        """Return one entry of `email_configs`."""
+        """Return the entry of `email_configs` for this recipient."""
         secrets = {
             "auth_username": self.username,
             "auth_password": self.password,
@@ -91,7 +96,7 @@ class Mail:
 class Receiver:
     """A recipient of notifications, with one or several integrations (webhook, mail).
 
-    It receives alerts of the given `severities`, or all alerts if this is empty.
+    The recipient gets alerts of the given `severities`, or all alerts if `severities` is empty.
     """
 
     name: str
@@ -99,14 +104,17 @@ class Receiver:
     severities: tuple[Severity, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """Return one entry of `receivers`."""
+        """Return the entry of `receivers` for this recipient."""
         webhooks = [one.document() for one in self.integrations if isinstance(one, Webhook)]
         mails = [one.document() for one in self.integrations if isinstance(one, Mail)]
         document: dict[str, Any] = {"name": self.name}
         return document | _unless_empty(webhook_configs=webhooks, email_configs=mails)
 
     def route(self) -> dict[str, Any]:
-        """Return the route to this receiver. It sets `continue`, so that the other receivers get the alert too."""
+        """Return the route to this receiver.
+
+        The route sets `continue`, so that other receivers get the same alert too.
+        """
         severities = "|".join(self.severities)
         limit = {"matchers": [f'severity=~"{severities}"']} if self.severities else {}
         return {"receiver": self.name, **limit, "continue": True}
@@ -116,10 +124,10 @@ class Receiver:
 class AlertmanagerSettings:
     """Settings of the Alertmanager configuration.
 
-    `rules`: the rules of the rule file, for the inhibition.
-    `group_wait_seconds`: how long the first notification of a group waits for more alerts.
-    `group_interval_seconds`: minimum time until the next notification of the same group.
-    `repeat_seconds`: time until a notification about an active alert is sent again.
+    - `rules`: the anomaly rules of the rule file, for which inhibition rules are generated.
+    - `group_wait_seconds`: the time for which the first notification of a group waits for more alerts.
+    - `group_interval_seconds`: the minimum time until the next notification of the same group.
+    - `repeat_seconds`: the time after which a notification about an active alert is sent again.
     """
 
     rules: Sequence[AnomalyRule]
@@ -135,7 +143,10 @@ class AlertmanagerSettings:
 
 
 def alertmanager_config(settings: AlertmanagerSettings) -> dict[str, Any]:
-    """Return `alertmanager.yml`. Without receivers, Alertmanager displays alerts but sends no notifications."""
+    """Return the content of `alertmanager.yml`.
+
+    Without receivers, Alertmanager shows alerts but sends no notifications.
+    """
     route: dict[str, Any] = {
         "receiver": NO_RECEIVER,
         "group_by": list(GROUP_BY),
@@ -153,7 +164,7 @@ def alertmanager_config(settings: AlertmanagerSettings) -> dict[str, Any]:
 def _inhibitions(rules: Sequence[AnomalyRule]) -> Iterable[dict[str, Any]]:
     """Yield the inhibition rules: a NaN alert mutes the turbulence alert of the same tensor.
 
-    Alertmanager treats a label that both alerts lack as equal. The matcher `tensor!=""` therefore excludes alerts
+    Alertmanager treats a label as equal if neither alert has it. The matcher `tensor!=""` therefore excludes alerts
     without a tensor.
     """
     for first in rules:

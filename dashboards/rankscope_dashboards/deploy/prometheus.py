@@ -1,6 +1,6 @@
-"""Build the configuration of a Prometheus that finds the ranks through the service. Reads and writes no files.
+"""Build the configuration of a Prometheus that gets the addresses of the ranks from the service.
 
-The configuration contains no secrets, only the path of the file that contains the token.
+This module reads and writes no files. The configuration contains no secret, only the path of the token's file.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ RULE_FILE: Final = "rankscope.rules.yml"
 
 RANKS_JOB: Final = "rankscope"
 SERVICE_JOB: Final = "rankscope-service"
-"""Values of the label `job` for scrapes of the ranks and of the service."""
+"""Values of the label `job` in scrapes of the ranks and of the service."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """TLS settings of a scrape: how the server's certificate is verified, and which client certificate is sent.
+    """TLS settings of a scrape: the verification of the server's certificate, and the client certificate to send.
 
-    Without `ca_file`, the certificate authorities of the operating system apply.
+    Without `ca_file`, the certificate authorities of the operating system are used.
     """
 
     ca_file: str | None = None
@@ -37,7 +37,7 @@ class Tls:
             raise ValueError("cert_file and key_file belong together: set both or neither")
 
     def document(self) -> dict[str, Any]:
-        """Return the value of `tls_config`."""
+        """Return the value of the key `tls_config` in the Prometheus configuration."""
         named = {name: getattr(self, name) for name in ("ca_file", "cert_file", "key_file", "server_name")}
         found = {name: value for name, value in named.items() if value is not None}
         return found | ({"insecure_skip_verify": True} if self.insecure_skip_verify else {})
@@ -45,13 +45,14 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrometheusSettings:
-    """Settings of the Prometheus configuration. Addresses are host:port.
+    """Settings of the Prometheus configuration. Addresses have the form host:port.
 
-    `token_file`: a file that contains only the token of the service and the ranks.
-    `tls`: TLS settings for the service; if set, Prometheus uses HTTPS for it.
-    `ranks_tls`: TLS settings for ranks, used if service discovery lists them with the scheme https.
-    `per_node`: scrape `/node/metrics` of each host instead of `/metrics` of each rank. Ranks need `node_page`.
-    `with_history`: also query the store of the service by remote read.
+    - `token_file`: path of a file that contains only the token of the service and the ranks.
+    - `tls`: TLS settings for the service. If they are set, Prometheus uses HTTPS for the service.
+    - `ranks_tls`: TLS settings for ranks, used if the service discovery lists ranks with the scheme https.
+    - `per_node`: scrape `/node/metrics` of each host instead of `/metrics` of each rank. This requires the option
+      `node_page` of the ranks.
+    - `with_history`: also query the store of the service by remote read.
     """
 
     service: str = DEFAULT_SERVICE
@@ -73,7 +74,7 @@ class PrometheusSettings:
 
 
 def prometheus_config(settings: PrometheusSettings | None = None) -> dict[str, Any]:
-    """Return `prometheus.yml`: scrapes of ranks and service, rule files, Alertmanager, and remote read of the store."""
+    """Return the content of `prometheus.yml`: scrapes of ranks and service, rule files, Alertmanager, remote read."""
     chosen = settings or PrometheusSettings()
     document: dict[str, Any] = {
         "global": {
@@ -92,7 +93,7 @@ def prometheus_config(settings: PrometheusSettings | None = None) -> dict[str, A
 
 
 def duration(seconds: float) -> str:
-    """Return `seconds` as a duration of Prometheus or Alertmanager: a whole number of hours, minutes, seconds or ms."""
+    """Return `seconds` as text in the form of Prometheus and Alertmanager: a whole number of h, m, s or ms."""
     milliseconds = round(seconds * 1000)
     for unit, size in (("h", 3_600_000), ("m", 60_000), ("s", 1000)):
         if milliseconds and milliseconds % size == 0:
@@ -111,11 +112,11 @@ def _ranks(settings: PrometheusSettings) -> dict[str, Any]:
 
 
 def _history(settings: PrometheusSettings) -> dict[str, Any]:
-    """Return the `remote_read` entry for samples that Prometheus does not have, or has deleted.
+    """Return the `remote_read` entry for samples that Prometheus never had or has deleted.
 
-    It applies only to selectors that contain the job of the ranks. Without this limit, a Prometheus reads from remote
-    storage for all queries during the first hours after its start, and alert rules query every tensor at each
-    evaluation. The rules do not contain the job. So alerts never wait for the store, and stored samples never make an
+    The entry applies only to selectors that contain the job of the ranks. Without this limit, a Prometheus would read
+    from remote storage for all queries during the first hours after its start. Alert rules query every tensor at each
+    evaluation. They do not contain the job. Alerts therefore never wait for the store, and stored samples never make an
     alert fire.
     """
     scheme = "http" if settings.tls is None else "https"
@@ -137,7 +138,7 @@ def _service(settings: PrometheusSettings) -> dict[str, Any]:
 
 
 def _authentication(settings: PrometheusSettings, tls: Tls | None) -> dict[str, Any]:
-    """Return the authentication and TLS settings of a request."""
+    """Return the keys for authentication and TLS of an entry in the Prometheus configuration."""
     token = settings.token_file
     authorization = {} if token is None else {"authorization": {"type": "Bearer", "credentials_file": token}}
     tls_config = {} if tls is None else {"tls_config": tls.document()}

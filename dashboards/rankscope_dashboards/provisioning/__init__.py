@@ -1,1 +1,1 @@
-"""Files that a Grafana server reads at its start."""
+"""Generation of the provisioning files that a Grafana server reads when it starts."""

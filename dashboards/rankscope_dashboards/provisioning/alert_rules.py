@@ -1,6 +1,6 @@
-"""Build Grafana's alert rules file. Its expressions are identical to those of the Prometheus rule file.
+"""Build Grafana's alert rules file. Its expressions are the same as in the Prometheus rule file.
 
-One invalid value in this file prevents the Grafana server from starting, and Grafana ignores unknown keys without a
+One invalid value in this file prevents the start of the Grafana server, and Grafana ignores unknown keys without a
 message. This module therefore checks values, and the tests compare the keys with a complete list.
 """
 
@@ -17,15 +17,18 @@ from rankscope_dashboards.boards.elements.board import LIVE_SOURCE
 from rankscope_dashboards.provisioning.datasources import ORGANISATION
 
 FOLDER: Final = "Training alerts"
-"""Different from the folder of the boards, which has a fixed uid: some Grafana versions reject a second folder with the
-same title."""
+"""Title of the folder of alert rules.
+
+It differs from the title of the folder of boards, which has a fixed uid: some Grafana versions reject a second folder
+with the same title."""
 
 INTERVAL: Final = "30s"
-"""Evaluation interval. Grafana accepts only multiples of 10 s."""
+"""Interval at which Grafana evaluates the alert rules. Grafana accepts only multiples of 10 s."""
 
 MISSING_EVALUATIONS: Final = 2
-"""Number of evaluations without a series until an alert resolves. Our conditions are filters: if they do not hold, they
-return no series at all."""
+"""Number of evaluations without a series after which an alert resolves.
+
+The conditions of our alerts are filters, which return no series if they do not hold."""
 
 MAX_UID_LENGTH: Final = 40
 MAX_TITLE_LENGTH: Final = 190
@@ -34,14 +37,20 @@ QUERY, CONDITION = "A", "C"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanelIndex:
-    """The panels of a board: title to panel id. `others` are searched for panels that this board does not have."""
+    """The panels of a board: the panel id of each title.
+
+    `others` are the indexes of other boards, which are searched for titles that this board does not have.
+    """
 
     board: str
     panels: Mapping[str, int]
     others: Sequence[PanelIndex] = ()
 
     def find(self, panel: str) -> tuple[str, int]:
-        """Return (uid of the board, id of the panel) for a panel title. Raise LookupError if no board has the panel."""
+        """Return the uid of the board and the id of the panel with this title.
+
+        Raises LookupError if no board has the panel.
+        """
         for index in (self, *self.others):
             if panel in index.panels:
                 return index.board, index.panels[panel]
@@ -49,7 +58,7 @@ class PanelIndex:
 
 
 def alert_rules(groups: Sequence[AlertGroup], index: PanelIndex, runbooks: str = RUNBOOKS) -> dict[str, Any]:
-    """Return `alerting/rules.yaml`. Raise ValueError for a text that Grafana would reject or modify."""
+    """Return the content of `alerting/rules.yaml`. Raises ValueError for a text that Grafana would reject or modify."""
     return {"apiVersion": 1, "groups": [_group(group, index, runbooks) for group in groups]}
 
 
@@ -94,7 +103,7 @@ def _query(expression: str) -> dict[str, Any]:
 
 
 def _above_zero() -> dict[str, Any]:
-    """Return the condition that Grafana requires. All values that our expressions return are above zero."""
+    """Return the threshold condition that Grafana requires: above zero, as all values that our expressions return."""
     return {
         "refId": CONDITION,
         "datasourceUid": "__expr__",
@@ -109,7 +118,10 @@ def _above_zero() -> dict[str, Any]:
 
 
 def _title(alert: Alert) -> str:
-    """Return the title, which is unique among all alerts: the name and the values of the additional labels."""
+    """Return the title of the alert: its name and the values of its additional labels.
+
+    Titles are unique among all alerts.
+    """
     title = " ".join((alert.name, *alert.labels.values()))
     if len(title) > MAX_TITLE_LENGTH:
         raise ValueError(
@@ -119,7 +131,10 @@ def _title(alert: Alert) -> str:
 
 
 def _uid(alert: Alert) -> str:
-    """Return the permanent uid of the rule: the words of its title, or a hash of the title if these are not allowed."""
+    """Return the uid of the rule, which is always the same: the words of its title, or a hash of the title.
+
+    The hash is used if Grafana does not permit the words as a uid.
+    """
     title = _title(alert)
     uid = "-".join(("rankscope", *re.findall(r"[A-Z]+[a-z0-9]*|[a-z0-9]+", title))).lower()
     if re.fullmatch(r"[A-Za-z0-9 ]+", title) and len(uid) <= MAX_UID_LENGTH:
@@ -128,12 +143,15 @@ def _uid(alert: Alert) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return `text` with each dollar doubled, for values in which Grafana replaces variables."""
+    """Return `text` with each dollar sign doubled, for values in which Grafana replaces variables."""
     return text.replace("$", "$$")
 
 
 def _checked(text: str) -> str:
-    """Return an annotation unchanged. Raise ValueError if it contains `${`, which Grafana would replace."""
+    """Return the text of an annotation unchanged.
+
+    Raises ValueError if it contains `${`, which Grafana would replace.
+    """
     if "${" in text:
         raise ValueError(f"Grafana would replace '${{' in {text!r}: write $ without the brace")
     return text

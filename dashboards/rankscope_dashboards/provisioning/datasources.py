@@ -1,7 +1,7 @@
 """Build the provisioning files for Grafana's data source and for the folder of boards.
 
-Grafana replaces `${NAME}` in these files by variables of the environment of the Grafana server. An unset variable
-becomes an empty string.
+In these files, Grafana replaces `${NAME}` by an environment variable of the Grafana server. A variable that is not set
+becomes an empty text.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ ORGANISATION: Final = 1
 
 
 def data_sources(prometheus: PrometheusSettings) -> dict[str, Any]:
-    """Return `datasources/rankscope.yaml`: the Prometheus that scrapes the ranks.
+    """Return the content of `datasources/rankscope.yaml`: the Prometheus that scrapes the ranks.
 
-    It is not the default data source, because a Grafana server may already have another default.
+    The entry is not the default data source, because a Grafana server may already have another default.
     """
     source = {
         "name": LIVE_SOURCE,
@@ -46,7 +46,10 @@ def data_sources(prometheus: PrometheusSettings) -> dict[str, Any]:
 
 
 def board_provider() -> dict[str, Any]:
-    """Return `dashboards/rankscope.yaml`: the folder of the board files. Changes in the Grafana UI cannot be saved."""
+    """Return the content of `dashboards/rankscope.yaml`: the folder of the board files.
+
+    Users cannot save changes of these boards in the Grafana UI.
+    """
     provider = {
         "name": "rankscope",
         "orgId": ORGANISATION,

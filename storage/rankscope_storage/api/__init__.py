@@ -1,1 +1,1 @@
-"""The entry points of the package: opening a store for writing, and summaries of its runs."""
+"""Entry points of the package: opening a store for writing, and summaries of its runs."""

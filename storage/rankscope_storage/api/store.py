@@ -47,14 +47,16 @@ class Store:
     ) -> Store:
         """Open the store in the folder `path`; with `create`, create folder and store if they do not exist.
 
-        With `mantissa_bits`, statistics are rounded from now on: see `rankscope_storage.files.encoding`. Raises
-        StoreError with the remedy: no store, not writable, no hard links, newer schema, incomplete log entry.
+        With `mantissa_bits`, statistics that are written from now on are rounded: see
+        `rankscope_storage.files.encoding`. Raises StoreError, whose message names the remedy, in these cases: there is
+        no store, the folder is not writable or does not support hard links, a newer Rankscope wrote the store, or a log
+        entry is incomplete.
         """
         if mantissa_bits is not None:
             check_bits(mantissa_bits)
         root = local_folder(path)
         if root.exists() and not root.is_dir():
-            raise NotAStoreError(f"{root} is a file, but a store is a folder")
+            raise NotAStoreError(f"{root} is a file, but a store is a folder: name a folder")
         if not has_entries(root):
             if not create:
                 raise NotAStoreError(f"{root} is not a Rankscope store: `rankscope serve` creates one")
@@ -70,10 +72,10 @@ class Store:
     def claim(self, shard: str = "0/1", *, owner: str) -> Writer:
         """Take over `shard`, and return the only writer that may append to it from now on.
 
-        A claim takes the shard from every older owner: that owner may have been killed, and an owner on another machine
-        stops at its next append. Raises ShardLockError, with the owner's name, if a process on this machine holds the
-        shard's lock file, which the kernel releases at exit, or if another claim is committed concurrently. `owner`,
-        host and pid, is the name that other services report.
+        A claim takes the shard from every older owner, which may have been killed. An older owner on another machine
+        stops at its next append. Raises ShardLockError, which names the owner, in two cases: a process on this machine
+        holds the shard's lock file, which the kernel releases when the process exits, or another claim is committed
+        concurrently. `owner` (host and pid) is the name that other services report.
         """
         match = _SHARD.fullmatch(shard)
         if not match or not int(match[1]) < int(match[2]):
@@ -107,7 +109,7 @@ class Store:
 
 
 def _prepare_folder(root: Path) -> None:
-    """Create the folder and verify that it is writable and supports hard links."""
+    """Create the folder of a store, and verify that it is writable and that its file system supports hard links."""
     probe = root / STAGING / f"probe-{uuid.uuid4().hex}"
     linked = probe.with_suffix(".link")
     try:

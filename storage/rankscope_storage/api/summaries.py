@@ -1,4 +1,4 @@
-"""Answer the first questions about a store: its runs, a summary of one run, and its anomalies, first cause first."""
+"""Summaries of a store: its runs, the key numbers of one run, and the anomalies of a run in causal order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankscope_storage.connection import Connection
 from rankscope_storage.sql.views import files_select
 
 INCIDENT_GAP_STEPS: Final = 20
-"""Anomalies of one attempt belong to one incident if at most this many steps are between them."""
+"""Two consecutive anomalies of one attempt belong to one incident if at most this many steps are between them."""
 
 # The time of an import event is not a time of the run.
 _RUNS: Final = """\
@@ -106,7 +106,7 @@ QUALIFY rank() OVER (ORDER BY attempt NULLS FIRST, step NULLS LAST) <= $top
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Summary of a run; None for a value that the store does not have."""
+    """Summary of a run. A value is None if the store does not have it."""
 
     run: str
     state: str | None
@@ -132,7 +132,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnomalyRow:
-    """One firing of a rule, with the columns that order firings by cause."""
+    """One anomaly of a run: a firing of a rule, with the columns that define its position in the causal order."""
 
     attempt: int | None
     rank: int | None
@@ -154,13 +154,16 @@ class AnomalyRow:
 
 
 def runs(connection: Connection) -> pa.Table:
-    """Return a row per run, the latest first. A run without registration is described by its rows only."""
+    """Return a table with one row per run, the latest first.
+
+    A run that is not registered is described by its rows only.
+    """
     with connection.pinned():
         return connection.query(_RUNS.format(tensor_runs=_tensor_runs(connection)))
 
 
 def _tensor_runs(connection: Connection) -> str:
-    """Return a query for run and last step of the runs in `tensor_stats`, mostly from statistics in the log."""
+    """Return a query for name and last step of the runs in `tensor_stats`, mostly from statistics in the log."""
     files = connection.files_table("tensor_stats").to_pylist()
     own, shared = set(), []
     for file in files:
@@ -174,7 +177,10 @@ def _tensor_runs(connection: Connection) -> str:
 
 
 def summary(connection: Connection, run: str) -> RunSummary:
-    """Return the summary of `run`; a run that the store does not contain has no rows in any dataset."""
+    """Return the summary of `run`.
+
+    For a run that the store does not contain, the summary has no rows in any dataset.
+    """
     with connection.pinned():
         return _summary(connection, run)
 
@@ -206,7 +212,7 @@ def _summary(connection: Connection, run: str) -> RunSummary:
 
 
 def anomalies(connection: Connection, run: str, *, top: int, steps: tuple[int, int] | None = None) -> list[AnomalyRow]:
-    """Return the first `top` anomalies of `run`, within the closed range `steps`: the first cause first."""
+    """Return the first `top` anomalies of `run` in causal order, within the closed range `steps`."""
     columns = ", ".join(f'"{field.name}"' for field in fields(AnomalyRow))
     query = _ANOMALIES.format(columns=columns, events=connection.relation("events", run=run, steps=steps))
     first, last = steps or (None, None)
@@ -216,7 +222,10 @@ def anomalies(connection: Connection, run: str, *, top: int, steps: tuple[int, i
 
 
 def _order(row: AnomalyRow) -> tuple[float, ...]:
-    """Return the sort key: attempt, cause, rank. Anomalies of an earlier attempt have no cause in a later one."""
+    """Return the sort key of an anomaly: attempt, causal order, rank.
+
+    The attempt comes first, because an anomaly cannot have its cause in a later attempt.
+    """
     key = causal_key(
         step=row.step,
         micro_step=row.micro_step,

@@ -1,1 +1,1 @@
-"""Schemas, errors and fsync: modules that all other folders use and that import none of them."""
+"""Schemas, errors and fsync. All other folders use these modules, which import no other folder."""

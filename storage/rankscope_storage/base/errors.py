@@ -1,4 +1,4 @@
-"""Errors of a store, one class per remedy. Every message names the remedy and hides details of delta-rs."""
+"""Errors of a store, one class per remedy. Every message names the remedy and hides internals of delta-rs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""The start of a URL. `Path` reduces the two slashes to one."""
+"""Pattern of the start of a URL. `Path` reduces the two slashes of a URL to one."""
 
 
 class StoreError(Exception):
@@ -31,7 +31,7 @@ class TornLogError(StoreError):
 
 
 class BatchError(StoreError):
-    """The rows of a batch do not match the schema of their dataset."""
+    """Rows of a batch do not match the schema of their dataset."""
 
 
 class ShardLockError(StoreError):
@@ -39,7 +39,7 @@ class ShardLockError(StoreError):
 
 
 class ShardLostError(StoreError):
-    """Another service has taken over the shard: this writer must stop."""
+    """Another service has taken over the shard. The writer that gets this error must stop."""
 
 
 class ConflictError(StoreError):
@@ -47,15 +47,15 @@ class ConflictError(StoreError):
 
 
 class FilesGoneError(StoreError):
-    """Vacuum deleted files of a pinned version, which is older than the store keeps."""
+    """Vacuum deleted files of the pinned version, which is older than the retention time of replaced files."""
 
 
 class QueryError(StoreError):
-    """A locked connection does not permit the statement, or DuckDB rejected it."""
+    """A read-only connection does not permit the statement, or DuckDB rejected the statement."""
 
 
 class LimitError(StoreError):
-    """The result would exceed a limit; the message states how to narrow the request."""
+    """The result would exceed a limit. The message states how to request less."""
 
 
 class ExportError(StoreError):
@@ -63,12 +63,12 @@ class ExportError(StoreError):
 
 
 def is_url(path: str | Path) -> bool:
-    """Return whether `path` starts like a URL, such as s3://bucket/store."""
+    """Return whether `path` starts as a URL does, such as s3://bucket/store."""
     return _URL.match(str(path)) is not None
 
 
 def local_folder(path: str | Path) -> Path:
-    """Return `path` as an absolute path. Raises NotAStoreError for a URL."""
+    """Return `path` as an absolute path. Raises NotAStoreError if it is a URL, because a store is a local folder."""
     if is_url(path):
         raise NotAStoreError(
             f"{path} is a URL: a store is a local folder; name one, such as /data/history (a mounted bucket works)"

@@ -1,4 +1,7 @@
-"""Make files and folder entries survive a power failure. No other module calls fsync, and delta-rs never does."""
+"""Make files and folder entries survive a power failure.
+
+No other module calls fsync, and delta-rs never calls it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 Sync = Callable[[Path], None]
-"""Flush one file, or the entries of one folder, to the disk. Tests pass a function that records the calls."""
+"""Function that flushes one file, or the entries of one folder, to the disk.
+
+Tests pass a function that records the calls."""
 
 
 def sync_to_disk(path: Path) -> None:
@@ -23,10 +28,10 @@ _durable: set[Path] = set()  # folders with an entry in their parent that this p
 
 
 def make_folders(folder: Path, root: Path, sync: Sync) -> None:
-    """Create `folder` and its missing parents below `root`, and fsync each parent: a durable file keeps its path.
+    """Create `folder` and its missing parents below `root`, and fsync each parent, so that the path is durable.
 
-    A parent of an existing folder is fsynced too, once per process. The process that created the folder may have been
-    killed before its fsync.
+    A parent of a folder that already exists is fsynced too, once per process, because the process that created the
+    folder may have been killed before its fsync.
     """
     missing = []
     while folder != root and not (folder in _durable and folder.is_dir()):

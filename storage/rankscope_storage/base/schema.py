@@ -21,21 +21,23 @@ from rankscope_storage.base.errors import BatchError
 VERSION_KEY: Final = "rankscope_schema"
 DATASET_KEY: Final = "rankscope_dataset"
 _LARGE_DICTIONARY: Final = 1000
-"""From this mean size, comparing the texts of dictionaries costs more than storing some texts twice."""
+"""Mean number of texts per dictionary from which dictionaries are concatenated without a comparison of their texts.
+
+From this size, the comparison costs more than storing some texts twice."""
 _WIDEST_BITS: Final = 64
 PARTITION_COLUMNS: Final = ("dataset", "part")
 UNWRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "samples": ("attempt", "rank", "incarnation", "seq", "ordinal", "step", "micro_step", "vpp_stage")
 }
-"""Columns that are usually null in all rows of a dataset. A file contains them only if they have a value.
+"""Columns, by dataset, that are null in all rows of most files. A file contains them only if they have a value.
 
-Writing a null column costs 6 ns per row; for these eight columns that is a fifteenth of the total cost of a sample.
-Delta readers and the views of this package read a column that is absent from a file as null."""
+Writing a null column costs 6 ns per row. For these eight columns, that is a fifteenth of the total cost of a sample.
+Delta readers, and the views of this package, read a column that is absent from a file as null."""
 
 
 @functools.cache
 def dataset_schema(name: str) -> pa.Schema:
-    """Return all columns of dataset `name` in the order of the contract, with the metadata of its file footers.
+    """Return the Arrow schema of dataset `name`: all columns in the order of the contract, and metadata for its files.
 
     Raises BatchError for an unknown name.
     """
@@ -48,8 +50,8 @@ def dataset_schema(name: str) -> pa.Schema:
 def fingerprint(name: str, *, whole: bool = False) -> str:
     """Return eight hex digits that identify the column names and types of a file of dataset `name`.
 
-    The default is a file without the UNWRITTEN columns; with `whole` it contains them. Every file name starts with its
-    fingerprint: a reader can detect from the log that all files have the same columns.
+    By default, the file has no UNWRITTEN columns; with `whole`, it has them. The name of every file starts with its
+    fingerprint. A reader therefore finds in the log whether all files have the same columns.
     """
     unwritten = () if whole else UNWRITTEN.get(name, ())
     text = ";".join(f"{field.name}:{field.type}" for field in dataset_schema(name) if field.name not in unwritten)
@@ -57,17 +59,18 @@ def fingerprint(name: str, *, whole: bool = False) -> str:
 
 
 def written(table: pa.Table, name: str) -> pa.Table:
-    """Return `table`, rows of dataset `name`, without its UNWRITTEN columns if these are null in all rows."""
+    """Return `table`, which has rows of dataset `name`, without the UNWRITTEN columns if these are null in all rows."""
     unwritten = UNWRITTEN.get(name, ())
     is_usual = all(table.column(column).null_count == table.num_rows for column in unwritten)
     return table.drop_columns(list(unwritten)) if unwritten and is_usual else table
 
 
 def table_schema() -> pa.Schema:
-    """Return the schema of the Delta table: the partition columns, then the columns of all datasets, all nullable.
+    """Return the schema of the Delta table: the partition columns, then the columns of all datasets. All are nullable.
 
-    If datasets disagree on a type (`value` is float32 in features, float64 elsewhere), the table has the wider type.
-    Files keep the type of their dataset, and readers widen it. Raises TypeError for types without a wider one.
+    If two datasets have different types for a column (`value` is float32 in features and float64 in others), the table
+    has the wider type. Files keep the type of their dataset, and readers convert it. Raises TypeError if neither type
+    is wider.
     """
     columns: dict[str, pa.DataType] = {name: pa.string() for name in PARTITION_COLUMNS}
     for dataset in DATASETS:
@@ -88,8 +91,8 @@ def _wider(first: pa.DataType, second: pa.DataType, name: str) -> pa.DataType:
 def conform(table: pa.Table, name: str) -> pa.Table:
     """Return `table` with exactly the columns of dataset `name`, in order, each in one chunk.
 
-    An absent nullable column becomes null. Text may be dictionary-encoded and keeps that encoding. Raises BatchError
-    for unknown columns, values that do not fit their type, and nulls in required columns.
+    An absent nullable column is added as null. Text may be dictionary-encoded and keeps that encoding. Raises
+    BatchError for unknown columns, values that do not fit their type, and nulls in required columns.
     """
     schema = dataset_schema(name)
     unknown = sorted(set(table.column_names) - set(schema.names))
@@ -112,7 +115,7 @@ def conform(table: pa.Table, name: str) -> pa.Table:
 
 @dataclass(slots=True)
 class _Absent:
-    """Factory of null columns with `rows` rows that share one block of zeros, since most datasets have several."""
+    """Factory of null columns with `rows` rows each. All columns share one block of zeros in memory."""
 
     rows: int
     _zeros: pa.Buffer | None = None
@@ -137,10 +140,11 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _unified(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return `column` with one dictionary for all chunks.
+    """Return a dictionary-encoded `column` with one dictionary for all chunks.
 
-    All chunks from one exporter refer to the same dictionary in memory, with tens of thousands of labels. Identical
-    dictionaries are not compared. Large ones are concatenated, so the result may contain a text twice.
+    All chunks from one exporter refer to the same dictionary in memory, which has tens of thousands of labels. Such
+    identical dictionaries are not compared. Large different dictionaries are concatenated, so that the result may
+    contain a text twice.
     """
     keys = [_memory_of(chunk.dictionary) for chunk in column.chunks]
     shared = {key: chunk.dictionary for key, chunk in zip(keys, column.chunks, strict=True)}
@@ -157,7 +161,10 @@ def _unified(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _memory_of(array: pa.Array) -> tuple[int, ...]:
-    """Return addresses, offset and length of the memory of `array`; arrays with equal ones have equal values."""
+    """Return the addresses, the offset and the length of the memory of `array`.
+
+    Arrays with the same result have the same values.
+    """
     return (*(0 if one is None else one.address for one in array.buffers()), array.offset, len(array))
 
 

@@ -1,6 +1,6 @@
-"""Query a store in SQL: `connect` opens it, and a `Connection` shows its newest version in every statement.
+"""SQL queries of a store. `connect` opens the store; each query of a `Connection` reads the newest version.
 
-Internally, a pool keeps DuckDB instances, and views are bound per statement to the files that it can need.
+Internally, a pool keeps DuckDB instances. For each statement, views are created over the files that it can need.
 """
 
 from __future__ import annotations

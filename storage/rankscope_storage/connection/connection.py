@@ -1,9 +1,9 @@
-"""A DuckDB connection to a store. Its views always show the newest version.
+"""A DuckDB connection to a store, whose views show the newest version in each query.
 
 Each query first refreshes the handle on the log. If the version has changed, the views get new lists of files. Files
-that a query provably does not need are omitted. A view or macro is created when a query first names it. If a file was
-deleted after its list was made, because compaction had replaced it hours before, the query is repeated once with a new
-list. A `Connection` belongs to one thread.
+that a query provably does not need are omitted. A view or macro is created when a query first names it. Compaction may
+replace a file, and vacuum may delete it hours later, after the list was made. The query is then repeated once with a
+new list. A `Connection` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ T = TypeVar("T")
 def connect(
     path: str | Path, *, locked: bool = False, version: int | None = None, single_threaded: bool = False
 ) -> Connection:
-    """Open the store at `path` for queries. With `locked`, SQL can only select, and only from the store.
+    """Open the store at `path` for queries.
 
-    With `version`, all queries read that version, as on a `snapshot`. With `single_threaded`, a query runs only on the
-    calling thread. Otherwise DuckDB uses all processors with its own threads. These return free memory of the whole
-    process to the system half a second after each query (with glibc).
+    With `locked`, SQL can only select, and only from the store. With `version`, all queries read this version. With
+    `single_threaded`, a query runs only on the calling thread. Otherwise DuckDB uses all processors with its own
+    threads. Half a second after each query, these threads return free memory of the whole process to the system (with
+    glibc).
 
-    Views: one per dataset (`tensor_stats`, `scalars`, `events`, …); `runs`, `attempts` and `tensors` show the latest
-    version of each, `runs_history` and so on all versions; `tensor_global` combines shards.
+    There is one view per dataset (`tensor_stats`, `scalars`, `events`, …). `runs`, `attempts` and `tensors` show the
+    latest version of each row; `runs_history`, `attempts_history` and `tensors_history` show all versions.
+    `tensor_global` combines shards.
     """
     root = local_folder(path)
     instance = acquire(root, locked=locked, single_threaded=single_threaded)
@@ -66,13 +68,14 @@ def connect(
 
 
 class Connection(contextlib.AbstractContextManager["Connection"]):
-    """A DuckDB connection with fresh views of a store. Use it as a context manager, or call `close`.
+    """A DuckDB connection with up-to-date views of a store. Use it as a context manager, or call `close`.
 
-    A copy, also by pickle, is a closed connection: it has `path` and `version`, and raises QueryError for queries.
+    A copy, also one made by pickle, is a closed connection: it has `path` and `version`, and raises QueryError for
+    queries.
     """
 
     def __init__(self, instance: DuckDBInstance, snapshot: Snapshot, log: Log | None) -> None:
-        """Query always the newest version of `log`; without a `log`, always `snapshot`."""
+        """Query the newest version of `log`, or if `log` is None, always the version `snapshot`."""
         self._views = BoundViews(instance)
         self._log = log
         self._pinned = log is None
@@ -93,7 +96,10 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         return self._snapshot.version
 
     def sql(self, query: str, params: object = None) -> duckdb.DuckDBPyRelation:
-        """Return the relation of `query`, already executed: its rows do not change any more."""
+        """Execute `query` and return its result as a DuckDB relation.
+
+        Later commits do not change the rows of the relation.
+        """
 
         def run() -> duckdb.DuckDBPyRelation:
             relation = self._views.cursor.sql(query, params=params)
@@ -102,7 +108,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         return self._fresh(query, params, run)
 
     def execute(self, query: str, parameters: object = None) -> duckdb.DuckDBPyConnection:
-        """Execute `query` like DuckDB's `execute`, and return DuckDB's connection to fetch from.
+        """Execute `query` as DuckDB's `execute` does, and return the DuckDB connection from which to fetch the rows.
 
         Rows that are not fetched before the next query are lost.
         """
@@ -113,18 +119,21 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         return self._fresh(query, parameters, lambda: self._views.cursor.sql(query, params=parameters).to_arrow_table())
 
     def stream(self, query: str, parameters: object = None, *, batch_rows: int = 100_000) -> Iterator[pa.RecordBatch]:
-        """Yield any number of rows of `query` in batches; run no other query before the end."""
+        """Yield the rows of `query` in batches of about `batch_rows` rows.
+
+        Do not run another query on this connection before the last batch.
+        """
         yield from self._fresh(
             query, parameters, lambda: self._views.cursor.sql(query, params=parameters).to_arrow_reader(batch_rows)
         )
 
     def files(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> list[str]:
-        """Return the Parquet files that can contain rows of `dataset`, of `run` and of the closed range `steps`."""
+        """Return the paths of Parquet files that can contain rows of `dataset`, `run` and the closed range `steps`."""
         self._refresh()
         return self._snapshot.paths(FileFilter(dataset, run, steps))
 
     def files_table(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> pa.Table:
-        """Return the files of `files`, with their part, rows, bytes, and ranges of run and step."""
+        """Return a table of the files that `files` returns, with part, rows, bytes, and ranges of run and step."""
         self._refresh()
         return self._snapshot.of(FileFilter(dataset, run, steps))
 
@@ -136,18 +145,18 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         steps: tuple[int, int] | None = None,
         times: tuple[dt.datetime, dt.datetime] | None = None,
     ) -> str:
-        """Return an SQL expression for FROM that reads `dataset` only from files within `run`, `steps` and `times`.
+        """Return an SQL expression for FROM that reads `dataset` only from files that can have rows of these ranges.
 
-        It is faster than the view if there are many files, because DuckDB opens the footers of all files of a view. The
-        statement still needs its WHERE clause, because the files also contain other rows.
+        The expression is faster than the view if there are many files, because DuckDB opens the footers of all files of
+        a view. The statement still needs conditions in its WHERE clause, because the files also contain other rows.
         """
         self._refresh()
         return f"({files_select(dataset, self._snapshot.paths(FileFilter(dataset, run, steps, times)))})"
 
     def snapshot(self) -> Connection:
-        """Return another connection, pinned to the newest version: all its queries read the same rows.
+        """Return another connection that is pinned to the newest version, so that all its queries read the same rows.
 
-        Files of a version remain for two hours after compaction replaced them.
+        The files of a version remain on disk for two hours after compaction replaced them.
         """
         self._refresh()
         instance = acquire(self._snapshot.root, locked=self._locked, single_threaded=self._single_threaded)
@@ -155,7 +164,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[Self]:
-        """Make all queries in the context read the version that is newest now. Cheaper than a `snapshot`."""
+        """Make all queries in the context read the version that is newest at its start. Cheaper than `snapshot`."""
         self._refresh()
         pinned, self._pinned = self._pinned, True
         try:
@@ -164,7 +173,10 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
             self._pinned = pinned
 
     def close(self) -> None:
-        """Close the connection; idempotent. The pool keeps its DuckDB instance if no statement modified it."""
+        """Close the connection. May be called repeatedly.
+
+        The pool keeps the DuckDB instance of the connection if no statement modified the instance.
+        """
         if self._closed:
             return
         self._closed = True
@@ -207,7 +219,10 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
             return self._complete(query, parameters, run)
 
     def _complete(self, query: str, parameters: object, run: Callable[[], T]) -> T:
-        """Run `query` with the views that it names; with all views if a name is missing, as one in a parameter."""
+        """Run `query` with the views that it names. If DuckDB misses a view, run it again with all views.
+
+        DuckDB misses a view whose name is the value of a parameter, for example.
+        """
         if not self._reads_only or not self._views.bind(query, parameters, self._snapshot):
             self._views.bind_all_files(query, self._snapshot)
         try:
@@ -220,7 +235,10 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
 
 
 class _Closed(Connection):
-    """A copy of a connection, which is closed: DuckDB and the log handle belong to one process and thread."""
+    """A copy of a connection.
+
+    It is closed, because a DuckDB connection and a log handle belong to one process and thread.
+    """
 
     def __init__(self, path: Path, version: int) -> None:
         self._path = path

@@ -1,8 +1,9 @@
-"""DuckDB instances that outlive a connection: the next connection to the store reuses their views and footers.
+"""DuckDB instances that outlive a connection: the next connection to the same store reuses their views and footers.
 
-An instance costs 25 ms of CPU time and a view up to 20 ms, more than most queries. If a connection that only read is
-closed, its instance is therefore kept for the next connection to the same store. One connection uses an instance at a
-time, through its own cursor. A locked instance is never given to an unlocked connection, or to another store.
+An instance costs 25 ms of CPU time and a view up to 20 ms, more than most queries. When a connection that only read is
+closed, the pool therefore keeps its instance for the next connection to the same store. One connection at a time uses
+an instance, through its own cursor. An instance of a read-only connection is never reused by a connection that may
+write, nor by a connection to another store.
 """
 
 from __future__ import annotations
@@ -31,40 +32,42 @@ from rankscope_storage.sql.views import empty_view
 
 RAW: Final = "rankscope_raw."
 DEFINITIONS: Final[Mapping[str, Definition]] = definitions(prefix=RAW)
-"""Views and macros that are correct for any files and any statement."""
+"""Public views and macros by name, with definitions that are correct for any files and any statement."""
 WITHOUT_FILES: Final = {name: empty_view(name) for name in ROLLUPS.values()}
-"""Views of datasets without files; planning aggregates over nothing took 30 ms."""
+"""Statements of views for datasets without files; planning aggregates over no files took 30 ms."""
 
 IDLE: Final = 4
-"""Largest number of unused instances, over all stores; the one unused for longest is closed first."""
+"""Largest number of unused instances, over all stores. Above it, the instance that was unused for longest is closed."""
 FOOTERS: Final = 250
-"""Cached footers of deleted files that an instance may have, in addition to a quarter of the existing files.
+"""Number of cached footers of deleted files above which an instance is replaced, plus a quarter of the existing files.
 
-DuckDB never drops a footer, and one takes 20 to 400 kB. With thousands of them, a service with a status page grew by
-140 MB per hour."""
+DuckDB never drops a footer, and one footer takes 20 to 400 kB. With thousands of footers, the memory of a service with
+a status page grew by 140 MB per hour."""
 
 
 @dataclass(slots=True, eq=False)
 class DuckDBInstance:
-    """One instance of DuckDB, and the state of the views and facts in it."""
+    """One instance of DuckDB, and the state of its views and of the facts for them."""
 
     root: Path
     locked: bool
     single_threaded: bool
     database: duckdb.DuckDBPyConnection
     shapes: dict[str, tuple[bool, str | None]] = field(default_factory=dict)
-    """By dataset: whether its raw view is empty, and its select list if all files have the same columns."""
+    """By dataset: whether its raw view is empty, and the view's select list if all files have the same columns."""
     defined: dict[str, str] = field(default_factory=dict)
-    """By view or macro: the statement that created it."""
+    """By view or macro: the statement that created the view or macro in this instance."""
     parsed: dict[str, tuple[ViewReference, ...] | None] = field(default_factory=dict)
-    """By statement: the references of it to views, None if it was not understood."""
+    """By statement: its references to views; None if the statement is not understood."""
     footers: set[str] = field(default_factory=set)
     footers_checked: int = 0
-    """Number of footers when deleted files were last counted."""
+    """Number of cached footers when footers of deleted files were last counted."""
     facts: dict[str, tuple[object, Any]] = field(default_factory=dict)
-    """By view or macro: files and runs of which facts were found, and these facts. Its definition relies on them."""
+    """By view or macro: the files and runs for which facts were computed, and these facts.
+
+    Its definition relies on them."""
     skips_file_validation: bool = False
-    """True if DuckDB assumes that opened files never change, which is correct for files of a store."""
+    """True if DuckDB assumes that a file never changes after it was opened, which is correct for files of a store."""
     log: Log | None = None
     snapshot: Snapshot | None = None
     stamp: tuple[int, ...] | None = None
@@ -82,7 +85,7 @@ def acquire(root: Path, *, locked: bool, single_threaded: bool = False) -> DuckD
 
 
 def release(instance: DuckDBInstance) -> None:
-    """Keep `instance`, which only this package modified, for the next connection."""
+    """Keep `instance` for the next connection; only statements of this package may have modified it."""
     if is_full(instance):
         instance.database.close()
         return
@@ -93,7 +96,7 @@ def release(instance: DuckDBInstance) -> None:
 
 
 def is_full(instance: DuckDBInstance) -> bool:
-    """Return whether `instance` caches so many footers of deleted files that a new instance is better."""
+    """Return whether `instance` caches so many footers of deleted files that a new instance should replace it."""
     known = len(instance.footers)
     if instance.snapshot is None or known < instance.footers_checked + FOOTERS // 2:
         return False
@@ -103,7 +106,7 @@ def is_full(instance: DuckDBInstance) -> bool:
 
 
 def replacement(instance: DuckDBInstance) -> DuckDBInstance:
-    """Return another instance in place of `instance`, which exists as long as its last result."""
+    """Return another instance that replaces `instance`. DuckDB frees the old instance with its last result."""
     fresh = acquire(instance.root, locked=instance.locked, single_threaded=instance.single_threaded)
     fresh.log, fresh.snapshot, fresh.stamp = instance.log, instance.snapshot, instance.stamp
     return fresh
@@ -117,13 +120,16 @@ def cache_log(instance: DuckDBInstance, log: Log) -> Snapshot:
 
 
 def cached_log(instance: DuckDBInstance) -> Log | None:
-    """Return the cached handle of `instance` on the log; None without one, or if its table was deleted since."""
+    """Return the log handle that `instance` caches; None without a handle, or if its table was deleted since."""
     log = instance.log
     return log if log is not None and instance.stamp is not None and _stamp(log) == instance.stamp else None
 
 
 def skip_file_validation(instance: DuckDBInstance, *, skip: bool) -> None:
-    """Set whether DuckDB trusts its cached footers: files of a store never change, other files may."""
+    """Set whether DuckDB trusts cached footers.
+
+    This is correct for files of a store, which never change; other files may.
+    """
     if skip != instance.skips_file_validation and not instance.locked:
         instance.database.execute(f"SET GLOBAL validate_external_file_cache = '{_VALIDATION[skip]}'")
         instance.skips_file_validation = skip
@@ -133,7 +139,9 @@ _VALIDATION: Final = {True: "NO_VALIDATION", False: "VALIDATE_ALL"}
 
 
 _GROUPS_IN_AN_ARRAY_BITS: Final = 17
-"""Enough for nullable 16-bit numbers, such as the buckets of `scalar_curve`; DuckDB's default is 12."""
+"""DuckDB aggregates with an array instead of a hash table if its group numbers have at most this many bits.
+
+17 bits are enough for nullable 16-bit numbers, such as the buckets of `scalar_curve`. DuckDB's default is 12."""
 
 
 def _database(root: Path, *, locked: bool, single_threaded: bool) -> duckdb.DuckDBPyConnection:
@@ -158,7 +166,10 @@ def _columns(schema: pa.Schema, *, prefix: str = "") -> str:
 
 
 def _stamp(log: Log) -> tuple[int, ...] | None:
-    """Return values that distinguish the table of `log` from another one at its path: its entry's version and inode."""
+    """Return values that distinguish the table of `log` from a later table at the same path; None if it was deleted.
+
+    They are the version and the file attributes of the newest log entry.
+    """
     try:
         status = entry(log.root, log.version).stat()
     except OSError:
@@ -171,7 +182,7 @@ _inherited: list[Sequence[DuckDBInstance]] = []
 
 
 def _forget() -> None:
-    """Start without instances in a forked child: DuckDB's threads do not exist there, and close would wait for them."""
+    """Remove all instances in a forked child: DuckDB's threads do not exist there, and closing would wait for them."""
     _inherited.append(tuple(_idle))
     _idle.clear()
 

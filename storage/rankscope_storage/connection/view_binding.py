@@ -1,8 +1,8 @@
-"""Bind the views of a connection per statement: to files that it can need, and to cheaper definitions of some views.
+"""Create the views that a statement needs, over the files that it can need, with cheaper definitions of some views.
 
 A view reads every file that can have rows for the statement, and few others. A cheaper definition returns the same
-rows, using facts about the files that the statement reads. It is used only for analysed statements; all others use the
-definition that is correct for any files.
+rows, using facts about the files that the statement reads. It is used only for statements that `pruning` can analyse.
+All other statements use the definition that is correct for any files.
 """
 
 from __future__ import annotations
@@ -39,25 +39,28 @@ SOLE_ATTEMPT_CURVE: Final = sole_attempt_curve(file_facts.EXTENTS_TABLE)
 
 _TREE: Final = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
 _MOST_PARSED: Final = 256
-"""Largest number of statements with a cached analysis; above it, the cache is cleared."""
+"""Largest number of statements whose analysis is cached. When it is reached, the cache is cleared."""
 
 
 class BoundViews:
-    """The views in `instance`, as a cursor of it sees them."""
+    """The views and macros of one DuckDB instance, and a cursor that uses them."""
 
     def __init__(self, instance: DuckDBInstance) -> None:
         self.instance = instance
         self.cursor = instance.database.cursor()
         self.files: dict[str, Sequence[str]] = {}
-        """By dataset: the files of its view of raw rows."""
+        """By dataset: the files that the view of its raw rows reads."""
 
     @property
     def are_complete(self) -> bool:
-        """Return whether every view and macro is created."""
+        """Return whether all public views and macros exist in the DuckDB instance."""
         return len(self.instance.defined) == len(DEFINITIONS)
 
     def bind(self, query: str, parameters: object, snapshot: Snapshot) -> bool:
-        """Create the views that `query` names, over the files that it needs; return False if these are unknown."""
+        """Create the views that `query` names, over the files that it needs.
+
+        Returns False, and creates nothing, if the query could not be analysed.
+        """
         references = self._references(query)
         if references is None:
             return False
@@ -67,9 +70,9 @@ class BoundViews:
         return True
 
     def bind_all_files(self, query: str | None, snapshot: Snapshot) -> None:
-        """Create the views and macros that `query` names, or all of them for None, over all files.
+        """Create the views and macros that `query` names over all files; if `query` is None, create all of them.
 
-        The statement may use existing views without naming them. These get all files too.
+        A statement may use existing views without naming them. All existing views therefore get all files too.
         """
         skip_file_validation(self.instance, skip=False)
         named = DEFINITIONS if query is None else needed_definitions(query, DEFINITIONS)
@@ -77,7 +80,7 @@ class BoundViews:
         self._define([name for name in DEFINITIONS if name in needed], None, snapshot)
 
     def _references(self, query: str) -> tuple[ViewReference, ...] | None:
-        """Return the references of `query` to views and macros, None if it may read anything."""
+        """Return the references of `query` to views and macros; None if it may also read something else."""
         parsed = self.instance.parsed
         if query not in parsed:
             if len(parsed) >= _MOST_PARSED:
@@ -92,7 +95,10 @@ class BoundViews:
     def _needed_rows(
         self, references: Iterable[ViewReference], parameters: object, snapshot: Snapshot
     ) -> dict[str, list[RowRanges]]:
-        """Find the facts for the references; return by dataset the rows that they need, also indirectly."""
+        """Compute the facts for the referenced views; return by dataset the rows that the references need.
+
+        Rows that a view needs through other views are included.
+        """
         needed: dict[str, list[RowRanges]] = {}
         rewritten: dict[str, list[RowRanges]] = {LATEST: [], CURVE: [], LOSS: []}
         for reference in references:
@@ -112,7 +118,7 @@ class BoundViews:
         return needed
 
     def _find(self, name: str, key: object, find: Callable[[], Any]) -> None:
-        """Store the result of `find` as the facts of view `name`, unless they are known for the same `key`."""
+        """Store the result of `find` as the facts of view `name`, unless the stored facts have the same `key`."""
         facts = self.instance.facts
         if name not in facts or facts[name][0] != key:
             facts.pop(name, None)  # `find` may fail after it has changed a table
@@ -122,9 +128,9 @@ class BoundViews:
         return self.instance.facts.get(name, (None, None))[1]
 
     def _find_newest_steps(self, wanted: Sequence[RowRanges], snapshot: Snapshot) -> list[RowRanges]:
-        """Fill the table of newest steps, and return the ranges of their rows.
+        """Fill the table of newest steps, and return the ranges of the rows of these steps.
 
-        The fact of `tensor_latest` is whether no rank measured such a step twice.
+        Also store the fact for `tensor_latest`: whether no rank measured such a step twice.
         """
         files = self._files("tensor_stats", wanted, snapshot)
         newest = file_facts.newest_steps(files, self._table)
@@ -152,7 +158,10 @@ class BoundViews:
     def _define(
         self, names: Iterable[str], reading: Mapping[str, Sequence[RowRanges]] | None, snapshot: Snapshot
     ) -> None:
-        """Create the views and macros `names`, in this order, over files with the rows `reading`; None: all files."""
+        """Create the views and macros `names`, in this order, over files that can contain the rows `reading`.
+
+        If `reading` is None, the views read all files.
+        """
         for name in names:
             for dataset in DEFINITIONS[name].datasets:
                 self._show(dataset, None if reading is None else reading.get(dataset), snapshot)
@@ -162,7 +171,7 @@ class BoundViews:
                 self.instance.defined[name] = statement
 
     def _statement(self, name: str, snapshot: Snapshot, *, is_analysed: bool) -> str:
-        """Return the cheapest statement for the view or macro that is correct for the files of the views."""
+        """Return the cheapest statement that creates the view or macro `name` and is correct for its files."""
         if name in WITHOUT_FILES and not self.files[name]:
             return WITHOUT_FILES[name]
         general = DEFINITIONS[name].statement
@@ -181,7 +190,10 @@ class BoundViews:
         return general
 
     def _show(self, dataset: str, wanted: Sequence[RowRanges] | None, snapshot: Snapshot) -> None:
-        """Make the view of raw rows read the files of the snapshot that can contain the rows `wanted`; None is all."""
+        """Make the view of raw rows of `dataset` read the files that can contain the rows `wanted`.
+
+        None is all files.
+        """
         if snapshot.within(dataset, wanted) == self.files.get(dataset):
             return
         files = self._files(dataset, wanted, snapshot)
@@ -194,7 +206,10 @@ class BoundViews:
         self.files[dataset], self.instance.shapes[dataset] = files, shape
 
     def _files(self, dataset: str, wanted: Sequence[RowRanges] | None, snapshot: Snapshot) -> list[str]:
-        """Return the files that can contain such rows. DuckDB will cache their footers."""
+        """Return the files of `dataset` that can contain the rows `wanted`.
+
+        Record that DuckDB will cache their footers.
+        """
         files = snapshot.within(dataset, wanted)
         self.instance.footers.update(files)
         return files
@@ -209,14 +224,14 @@ class BoundViews:
 
 
 def _runs(wanted: Sequence[RowRanges]) -> frozenset[str] | None:
-    """Return the runs in `wanted`, None for any run."""
+    """Return the names of the runs that `wanted` selects; None if it selects all runs."""
     runs = [ranges.runs for ranges in wanted if ranges.runs is not None]
     return frozenset().union(*runs) if len(runs) == len(wanted) else None
 
 
 @functools.cache
 def _closure(name: str) -> frozenset[str]:
-    """Return the view or macro `name` and all that it reads, also indirectly."""
+    """Return the name of the view or macro, and the names of all views that it reads directly or indirectly."""
     return frozenset([name]).union(*map(_closure, DEFINITIONS[name].reads))
 
 

@@ -1,1 +1,1 @@
-"""Comparing two runs, attempts or ranks: both sides as SQL, and the first step at which they differ."""
+"""Comparison of two runs, attempts or ranks: both sides as SQL, and the first step at which they differ."""

@@ -1,7 +1,7 @@
-"""Comparison of two runs, or of two ranks of one run: per step, and in causal order at the first different step.
+"""Comparison of two runs, or of two ranks of one run: the differences per step, and in causal order at the first one.
 
-Steps are compared in ranges of bounded size, so that a store of any size needs the memory of one range. Both sides are
-read through one connection and from one version of the store.
+Steps are compared in ranges of limited size, so that the memory does not depend on the size of the store. Both sides
+are read through one connection and from one version of the store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rankscope_storage.diff.sources import EXACT, KEYS, NUMBERS, SCALAR, DiffSel
 
 WINDOW_ROWS: Final = 500_000
 ROUNDING: Final = 1e-5
-"""Relative rounding difference of a float32 norm or mean. Kernels and GPUs add in different orders."""
+"""Usual relative difference of a float32 norm or mean because of rounding: kernels and GPUs add in different orders."""
 
 _MOST_POINTS: Final = 200_000
 _OPS: Final = (*NUMBERS, *EXACT)
@@ -27,10 +27,11 @@ _OPS: Final = (*NUMBERS, *EXACT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Largest allowed difference of two numbers: `absolute` + `relative` times the larger magnitude.
+    """Largest allowed difference of two numbers: `absolute` + `relative` times the scale of the numbers.
 
-    The scale of a mean is the root mean square of its elements, if known. The rounding difference of two sums of the
-    same elements in different orders is proportional to that scale, and may be as large as a mean near zero.
+    The scale is the larger magnitude of both numbers. For a mean, the scale is also at least the root mean square of
+    the elements, if known. The rounding difference of two sums of the same elements in different orders is proportional
+    to that scale, and may be as large as a mean near zero.
 
     Counts of NaN, Inf and elements are compared exactly. Counts of zeros and hashes are compared only if both
     tolerances are 0, because they detect differences that any tolerance allows.
@@ -41,13 +42,13 @@ class Tolerance:
 
     @property
     def is_exact(self) -> bool:
-        """True if no difference is allowed."""
+        """True if both tolerances are 0, so that no difference is allowed."""
         return not (self.relative or self.absolute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One number that differs between the sides. `a` or `b` is None if the side does not have it."""
+    """One number that differs between the two sides. `a` or `b` is None if that side does not have the number."""
 
     step: int
     rank: int | None
@@ -61,17 +62,19 @@ class Point:
     a: float | int | None
     b: float | int | None
     scale: float | None = None
-    """Scale of the relative difference of two means, if known. For other numbers, the scale is the larger magnitude."""
+    """Scale of the relative difference, which only two means have, if known.
+
+    For other numbers it is the larger magnitude."""
 
     @property
     def relative(self) -> float | None:
-        """Return the difference divided by the scale, or None if it is not defined."""
+        """Return the difference of `a` and `b` divided by the scale; None if one of them is missing or not finite."""
         return relative_difference(self.a, self.b, self.scale) if self.op in NUMBERS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDifference:
-    """Differences at one step: compared rows, different rows, and the largest relative difference of a number."""
+    """Differences at one step: numbers of compared and of different rows, and the largest relative difference."""
 
     step: int
     compared: int
@@ -81,7 +84,7 @@ class StepDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Result of a comparison. `points` are the differences at the first different step, in causal order."""
+    """Result of a comparison. `points` are the differences at the first step with a difference, in causal order."""
 
     a: DiffSide
     b: DiffSide
@@ -100,12 +103,12 @@ class Divergence:
 
     @property
     def first(self) -> Point | None:
-        """Return the first difference, or None."""
+        """Return the first difference in causal order, or None if there is no difference."""
         return self.points[0] if self.points else None
 
     @property
     def looks_rounded(self) -> bool:
-        """Return whether the first differences are so small that another order of additions can cause them."""
+        """Return whether the differences at the first different step are so small that rounding can cause them."""
         shares = [point.relative for point in self.points if point.op in ("norm", "mean")]
         small = all(share is not None and share <= ROUNDING for share in shares)
         return bool(shares) and small and len(shares) == len(self.points)
@@ -121,7 +124,10 @@ def divergence(
     top: int = 8,
     window_rows: int = WINDOW_ROWS,
 ) -> Divergence:
-    """Compare `a` and `b` at their common steps, rank by rank. If both sides name a rank, compare these two ranks."""
+    """Compare the sides `a` and `b` at the steps that both have, rank by rank.
+
+    If both sides name a rank, these two ranks are compared.
+    """
     tolerance, selected = tolerance or Tolerance(), selected or DiffSelection()
     between = a.rank is not None and b.rank is not None
     with connection.pinned():
@@ -159,7 +165,7 @@ def divergence(
 
 
 def relative_difference(a: float | None, b: float | None, scale: float | None = None) -> float | None:
-    """Return |a - b| over the largest of both magnitudes and `scale`; None if one is missing or not finite."""
+    """Return |a - b| divided by the largest of |a|, |b| and `scale`; None if `a` or `b` is missing or not finite."""
     if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
         return None
     largest = max(abs(a), abs(b), scale or 0.0)
@@ -167,7 +173,7 @@ def relative_difference(a: float | None, b: float | None, scale: float | None = 
 
 
 class _Comparison:
-    """Queries that compare both sides."""
+    """The queries that compare the two sides."""
 
     def __init__(
         self, connection: Connection, a: DiffSource, b: DiffSource, tolerance: Tolerance, *, by_rank: bool
@@ -178,7 +184,7 @@ class _Comparison:
         self._by_rank = by_rank
 
     def steps(self, first: int, last: int) -> Iterator[StepDifference]:
-        """Yield the differences at each step of a range."""
+        """Yield the differences at each step from `first` to `last`."""
         worst = ", ".join(f"CASE WHEN {_finite(op)} THEN {_relative(op)} END" for op in NUMBERS)
         query = (
             f"SELECT step, count(*) AS compared, count(*) FILTER (apart) AS apart, max(greatest({worst})) AS worst "
@@ -196,7 +202,7 @@ class _Comparison:
         return sorted(points, key=lambda point: _place(point, order))
 
     def _of(self, row: Mapping[str, Any]) -> Iterator[Point]:
-        """Yield the numbers of a row that differ."""
+        """Yield a point for each number of `row` that differs between the sides."""
         shared = {
             name: row[name] for name in ("step", "micro_step", "vpp_stage", "kind", "tensor", "index", "call_seq")
         }
@@ -253,7 +259,10 @@ def _numbers(ranks: set[int | None]) -> tuple[int, ...]:
 
 
 def _windows(steps: Sequence[int], counts: Sequence[Mapping[int, int]], window_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield closed ranges of `steps` (the common steps) with about `window_rows` rows each."""
+    """Yield closed ranges of `steps` with about `window_rows` rows each.
+
+    `steps` are the steps that both sides have, and `counts` the numbers of rows per step of each side.
+    """
     first = last = None
     held = 0
     for step in steps:
@@ -268,7 +277,7 @@ def _windows(steps: Sequence[int], counts: Sequence[Mapping[int, int]], window_r
 
 
 def _place(point: Point, order: Mapping[tuple[str, str], int]) -> tuple[Any, ...]:
-    """Return the sort key of a point: causal order, then the order of the model, reversed for gradients."""
+    """Return the sort key of a difference: causal order, then tensors in model order, reversed for gradients."""
     causal = causal_key(
         step=point.step,
         micro_step=point.micro_step,

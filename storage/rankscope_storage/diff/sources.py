@@ -1,4 +1,4 @@
-"""SQL for the two sides of a comparison: one row per quantity and step, from the last attempt."""
+"""SQL for the two sides of a comparison: one row per quantity and step, from the last attempt of the step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 
 SCALAR: Final = "scalar"
-"""Kind of logged scalars."""
+"""Name that represents all scalars where a kind is expected, for example in `DiffSelection.kinds`."""
 
 SCALARS: Final = ("loss", "grad_norm", "learning_rate")
-"""Scalars that are compared by default. Other scalars, such as times and rates, differ between any two runs."""
+"""Names of the scalars that are compared by default.
+
+Other scalars, such as times and rates, differ between any two runs."""
 
 DATASETS: Final = ("tensor_stats", "features", "scalars", "hashes")
 NUMBERS: Final = (*VALUE_OPS, "value")
@@ -49,7 +51,7 @@ _LAST_SEEN: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffSide:
-    """One side: a run or one rank of it, with all attempts or one."""
+    """One side of a comparison: a run or one rank of a run, with all attempts or one attempt."""
 
     run: str
     rank: int | None = None
@@ -62,16 +64,19 @@ class DiffSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffSelection:
-    """Rows of both sides that are compared."""
+    """Selection of the rows of both sides that are compared."""
 
     kinds: tuple[str, ...] = ()
-    """Kinds to compare, including `scalar`. Empty: all kinds that are expected to be equal."""
+    """Kinds to compare, including `scalar`. If empty, all kinds that are expected to be equal are compared."""
     ranks: tuple[int, ...] = ()
     steps: tuple[int, int] | None = None
 
 
 class DiffSource:
-    """One side in a store. `between_ranks` without `kinds` compares only rows that are equal on replicas."""
+    """One side of a comparison in a store.
+
+    With `between_ranks` and without `kinds`, only rows that are expected to be equal on replicas are compared.
+    """
 
     def __init__(self, connection: Connection, side: DiffSide, selected: DiffSelection, *, between_ranks: bool) -> None:
         self._connection = connection
@@ -80,7 +85,7 @@ class DiffSource:
         self._between_ranks = between_ranks
 
     def rows(self, steps: tuple[int, int]) -> str:
-        """Return the query for the rows of the closed range `steps`, one row per quantity."""
+        """Return the query for the rows of this side in the closed range `steps`: one row per quantity and step."""
         again = frozenset(self._datasets()) if self._has_attempts else self._repeated
         parts = " UNION ALL BY NAME ".join(self._once(dataset, steps, dataset in again) for dataset in self._datasets())
         # A requeued job repeats steps. The training continued from the last attempt of a step.
@@ -88,7 +93,7 @@ class DiffSource:
         return f"SELECT * FROM ({_NO_ROWS} UNION ALL BY NAME {parts}) {last if self._has_attempts else ''}"
 
     def names(self, steps: tuple[int, int]) -> set[tuple[str, str]]:
-        """Return the kinds and names of all rows in a range."""
+        """Return the pairs of kind and name of all rows of this side in the closed range `steps`."""
         parts = " UNION ALL ".join(
             f"SELECT DISTINCT kind, tensor FROM ({self._selected_rows(dataset, steps)})" for dataset in self._datasets()
         )
@@ -107,12 +112,12 @@ class DiffSource:
         return dict(zip(found["step"].to_pylist(), found["rows"].to_pylist(), strict=True))
 
     def ranks(self) -> set[int | None]:
-        """Return the ranks that have rows on this side."""
+        """Return the ranks that have rows on this side of the comparison."""
         parts = " UNION ALL ".join(self._places(dataset) for dataset in self._datasets())
         return set(self._connection.query(f"SELECT DISTINCT rank FROM ({parts})")["rank"].to_pylist())
 
     def order(self) -> dict[tuple[str, str], int]:
-        """Return the position of each (kind, name): the order of first appearance, as in the model or its calls."""
+        """Return the position of each pair of kind and name, in the order of first use by the model or its calls."""
         relation = self._connection.relation("tensors", run=self.side.run)
         found = self._connection.query(
             f"SELECT kind, tensor FROM {relation} WHERE run = {sql_string(self.side.run)} "
@@ -123,13 +128,13 @@ class DiffSource:
 
     @functools.cached_property
     def _has_attempts(self) -> bool:
-        """Return whether any step exists in several attempts."""
+        """Return whether rows of any step belong to several attempts."""
         parts = " UNION ALL ".join(self._places(dataset, "attempt") for dataset in self._datasets())
         return self._any(f"SELECT min(attempt) <> max(attempt) AS found FROM ({parts}) GROUP BY step, rank")
 
     @functools.cached_property
     def _repeated(self) -> frozenset[str]:
-        """Return the datasets in which a quantity can have several rows for one step, from several records."""
+        """Return the datasets in which several records, and thus several rows, can exist for a quantity and step."""
         return frozenset(
             dataset
             for dataset in self._datasets()

@@ -3,10 +3,10 @@
 A column with one value in all rows is neither copied nor compared. A column without nulls is written as required, so
 that readers need not count nulls.
 
-Rounding to k bits of mantissa reduces a store to 60 % of its size: most bytes of a statistic are noise in its last
-bits, which no encoding compresses. A rounded value differs from the original by at most 2^-(k+1) of itself. NaN,
-infinities, zeros, subnormal numbers and numbers at the end of the range keep all bits. Rounding preserves order (min <=
-mean <= max) and is idempotent. Baselines, counts, events, scalars, hashes and samples are never rounded.
+Rounding to k bits of mantissa reduces a store to 60 % of its size, because most bytes of a statistic are noise in its
+last bits, which no encoding compresses. The relative error of a rounded value is at most 2^-(k+1). NaN, infinities,
+zeros, subnormal numbers and numbers at the end of the range keep all bits. Rounding preserves order (min <= mean <=
+max) and is idempotent. Baselines, counts, events, scalars, hashes and samples are never rounded.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ from rankscope_storage.files.partitioning import file_mantissa_bits
 from rankscope_storage.files.sorting import LAID_TOGETHER, SORT_KEYS, is_constant, is_sorted, one_chunk, sort_order
 
 ROW_GROUP_ROWS: Final = 65_536
-"""Rows of a row group, and also of a page.
+"""Number of rows of a row group, and also of a page.
 
 BYTE_STREAM_SPLIT divides the numbers of a page into streams of equal byte positions, which compress better when they
-are longer. With twice as many rows, files are 1.7 % smaller. But finding one tensor takes a sixth longer, because its
-rows are in one row group of each file."""
+are longer. With twice as many rows, files are 1.7 % smaller. But finding one tensor takes a sixth longer, because a
+reader decodes the whole row group that contains the tensor's rows."""
 
 MANTISSA_BITS_KEY: Final = "rankscope_mantissa_bits"
-"""Key in the metadata of a file with rounded statistics; the value is the number of mantissa bits."""
+"""Key in the metadata of a file with rounded statistics; the value is the number of mantissa bits that remain."""
 
 _PAGE_BYTES: Final = 1 << 26
-"""Larger than the numbers of a row group.
+"""Limit of the page size in bytes, larger than all numbers of a row group.
 
 A page therefore ends only at the row limit, and the writer never abandons a dictionary in the middle of a page."""
 
 _SMALL_DICTIONARY: Final = 4096
-"""Up to this size, a dictionary is written without a check of which of its texts the row group uses."""
+"""Number of texts up to which a dictionary is written completely.
+
+For larger dictionaries, texts that the row group does not use are removed first."""
 
 _BYTE_CODES: Final = 256
 """Number of texts in the largest dictionary with one-byte codes.
@@ -54,22 +56,23 @@ For byte codes, Arrow finds the range of a row group by lookup (4 ns per row), o
 _SHORT_BATCH: Final = 1024  # Arrow's default
 _DICTIONARY: Final = "dictionary"
 _FREE_TEXT: Final = ("message", "details", "config", "reason", "stack")
-"""Text columns that seldom repeat a value: a dictionary would only add bytes."""
+"""Text columns that seldom repeat a value. They are written without a dictionary, which would only add bytes."""
 
 _IN_RUNS: Final = {"tensor_stats": ("rank",)}
-"""Integer columns with equal values in many consecutive rows: their differences need almost no space.
+"""Integer columns, by dataset, with equal values in many consecutive rows: their differences need almost no space.
 
-The other integers of these datasets are split into bytes: 0.3 instead of 0.5 ms per row group for as few bytes.
-Datasets that are not listed are small and have long series with equal differences."""
+The other integers of the listed datasets are split into bytes. This takes 0.3 instead of 0.5 ms per row group and
+results in the same size. Datasets that are not listed are small and have long series with equal differences; all their
+integers are written as differences."""
 
 _UNSEARCHED: Final = ("incarnation", "labels", "ts_origin", "placement", "shard_group")
-"""Text columns for which a range per row group is expensive to find and lets no query skip data."""
+"""Text columns without minimum and maximum per row group: these are expensive to find and let no query skip data."""
 
 
 def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa_bits: int | None = None) -> None:
     """Write `table`, with the columns of `dataset`, to `path`, sorted by the keys of the dataset.
 
-    `mantissa_bits` is stored in the metadata; this function does not round.
+    `mantissa_bits` is only stored in the metadata: the caller has already rounded the values.
     """
     columns = {name: _Column.of(table.column(name)) for name in table.column_names}
     schema = pa.schema([pa.field(name, one.values.type, nullable=one.has_nulls) for name, one in columns.items()])
@@ -94,7 +97,7 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """One column of a file in one chunk; `is_constant` if all rows have one value."""
+    """One column of a file in one chunk; `is_constant` is true if all rows have the same value."""
 
     values: pa.Array
     is_constant: bool
@@ -114,7 +117,10 @@ class _Column:
         return cls(values, is_same, values.null_count > 0)
 
     def rows(self, start: int, count: int, places: pa.Array | None) -> pa.Array:
-        """Return the values of at most one row group: at `places`, or without these `count` rows from `start`."""
+        """Return the values of at most one row group.
+
+        These are the values at `places`, or without `places` the `count` values from `start`.
+        """
         if self.is_constant or places is None:
             values = self.values.slice(0 if self.is_constant else start, count)
         else:
@@ -123,7 +129,10 @@ class _Column:
 
 
 def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
-    """Return `column` with a dictionary of only its own texts: each row group stores its whole dictionary."""
+    """Return `column` with a dictionary of only the texts that it contains.
+
+    A row group stores its whole dictionary, so that unused texts would take space.
+    """
     if len(column.dictionary) <= _SMALL_DICTIONARY:
         return column
     if column.null_count == len(column):
@@ -143,7 +152,10 @@ def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
 
 
 def _options(dataset: str, constant: Sequence[str]) -> dict[str, Any]:
-    """Return the options of the Parquet writer for `dataset`; the columns `constant` have one value."""
+    """Return the options of the Parquet writer for `dataset`.
+
+    `constant` names the columns with the same value in all rows.
+    """
     encodings = _encodings(dataset)
     unsearched = set(_UNSEARCHED)
     if dataset == "scalars":  # queries filter by labels, which are mostly null: such a range saves reading them
@@ -172,16 +184,17 @@ def _options(dataset: str, constant: Sequence[str]) -> dict[str, Any]:
 
 @functools.cache
 def counted_columns(dataset: str) -> tuple[str, ...]:
-    """Return the columns that may have a range in the footer: all except floats, because a range ignores NaN.
+    """Return the columns whose minimum and maximum may be stored in the footer: all columns except floats.
 
-    DuckDB trusts such a range: `WHERE isnan(value)` would find nothing among finite numbers.
+    The range of a float column ignores NaN, but DuckDB relies on it: for a range of finite numbers, `WHERE
+    isnan(value)` would find nothing.
     """
     return tuple(name for name, type_ in _leaves(dataset) if not pa.types.is_floating(type_))
 
 
 @functools.cache
 def _encodings(dataset: str) -> dict[str, str]:
-    """Return the encoding of each leaf column that does not have the default one."""
+    """Return the Parquet encoding of each leaf column of `dataset`, except columns with the default encoding."""
     encodings = {}
     for name, leaf in _leaves(dataset):
         if pa.types.is_string(leaf):
@@ -204,10 +217,10 @@ def _leaves(dataset: str) -> Iterator[tuple[str, pa.DataType]]:
 
 
 ROUNDED_COLUMNS: Final = {"tensor_stats": VALUE_OPS, "features": ("value",)}
-"""Columns that are rounded, by dataset; all are float32."""
+"""Columns whose numbers are rounded, by dataset. All of them are float32."""
 
 MANTISSA_BITS: Final = 23
-"""Mantissa bits of a float32."""
+"""Number of mantissa bits of a float32."""
 FEWEST_BITS: Final = 4
 MOST_BITS: Final = MANTISSA_BITS - 1
 
@@ -217,7 +230,7 @@ Bits = npt.NDArray[np.uint32]
 
 
 def check_bits(bits: int) -> None:
-    """Raise ValueError if values cannot be rounded to `bits` of mantissa."""
+    """Raise ValueError if statistics cannot be rounded to `bits` bits of mantissa."""
     if not FEWEST_BITS <= bits <= MOST_BITS:
         raise ValueError(
             f"mantissa_bits is {FEWEST_BITS} to {MOST_BITS}, not {bits}: leave it out to keep all {MANTISSA_BITS}"
@@ -225,7 +238,10 @@ def check_bits(bits: int) -> None:
 
 
 def rounded(table: pa.Table, dataset: str, bits: int | None) -> tuple[pa.Table, int | None]:
-    """Return `table` with rounded statistics, and `bits`; None for the bits if nothing is rounded."""
+    """Return `table` with statistics rounded to `bits` bits of mantissa, and `bits`.
+
+    If nothing is rounded, the second result is None.
+    """
     if bits is None or dataset not in ROUNDED_COLUMNS:
         return table, None
     for name in ROUNDED_COLUMNS[dataset]:
@@ -235,7 +251,7 @@ def rounded(table: pa.Table, dataset: str, bits: int | None) -> tuple[pa.Table, 
 
 
 def coarsest(paths: Iterable[str]) -> int | None:
-    """Return the smallest number of mantissa bits of the files at `paths`; None if all are lossless."""
+    """Return the smallest number of mantissa bits of the files at `paths`; None if no file has rounded statistics."""
     return min((bits for bits in map(file_mantissa_bits, paths) if bits is not None), default=None)
 
 
@@ -248,7 +264,10 @@ def _rounded_column(column: pa.FloatArray, bits: int) -> pa.FloatArray:
 
 
 def round_bits(values: Bits, bits: int) -> Bits:
-    """Return float32 `values`, given as their bits, rounded to nearest (ties to even) with `bits` of mantissa."""
+    """Return float32 values, rounded to `bits` bits of mantissa: to the nearest value, ties to even.
+
+    `values` and the result contain the bit patterns of the values as uint32.
+    """
     cut = np.uint32(MANTISSA_BITS - bits)
     one = np.uint32(1)
     result = values >> cut

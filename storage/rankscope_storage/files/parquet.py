@@ -1,7 +1,7 @@
 """Write one sorted Parquet file durably, and compute the statistics that the log stores for it.
 
-A file is written below `_staging/`, fsynced, and then renamed: a file outside of `_staging/` is always complete. The
-module `encoding` defines the content.
+A file is written below `_staging/`, fsynced, and then renamed. A file outside of `_staging/` is therefore always
+complete. The module `encoding` defines the content of a file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rankscope_storage.files.sorting import one_chunk
 
 STAGING: Final = "_staging"
 STATISTICS_COLUMNS: Final = ("run", "attempt", "rank", "step", "ts")
-"""Columns with minimum and maximum in the log. None is a float, because NaN fits into no range."""
+"""Columns whose minimum and maximum the log stores. No float column is one of them, because NaN is in no range."""
 
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _MICROSECOND: Final = dt.timedelta(microseconds=1)
@@ -37,7 +37,10 @@ _LAST_MICROSECOND: Final = (dt.datetime(9999, 12, 31, tzinfo=dt.UTC) - _EPOCH) /
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """A complete and durable file. `path` is relative to the store, `statistics` is JSON as in the Delta log."""
+    """A complete and durable data file.
+
+    `path` is relative to the store, and `statistics` is JSON as in the Delta log.
+    """
 
     path: str
     dataset: str
@@ -49,7 +52,10 @@ class DataFile:
 
     @classmethod
     def from_snapshot(cls, file: Mapping[str, Any]) -> DataFile:
-        """Return the file of one row of `Snapshot.files`, without time and statistics, to remove it in a commit."""
+        """Return the data file that a row of `Snapshot.files` describes, for a commit that removes this file.
+
+        The result has no modification time and no statistics.
+        """
         names = ("path", "dataset", "part", "rows", "size_bytes")
         return cls(**{name: file[name] for name in names}, modified_at_ms=0, statistics="")
 
@@ -60,7 +66,7 @@ def write_file(
     """Sort `table`, which conforms to `dataset`, and write it as one file below `root`; durable on return.
 
     `mantissa_bits` is stored in the name and metadata of the file; the caller has already rounded the values. Raises
-    OSError.
+    OSError if the file cannot be written.
     """
     content = written(table, dataset)
     path = data_file(dataset, part, mantissa_bits, whole=content.num_columns == table.num_columns)
@@ -89,9 +95,10 @@ def write_file(
 
 
 def open_file(path: Path, dataset: str, *, plain: Collection[str] = ()) -> pq.ParquetFile:
-    """Return the Parquet file at `path`; its text columns, except those in `plain`, are dictionary-encoded.
+    """Return the Parquet file at `path`; text columns, except those in `plain`, are read as dictionaries.
 
-    It has only the columns that it was written with, and an older schema had fewer; `conform` adds the others.
+    The file has only the columns with which it was written. An older schema had fewer columns; `conform` adds the
+    others.
     """
     metadata = pq.read_metadata(path)
     texts = {field.name for field in dataset_schema(dataset) if field.type == pa.string()}
@@ -101,7 +108,10 @@ def open_file(path: Path, dataset: str, *, plain: Collection[str] = ()) -> pq.Pa
 
 
 def discard(root: Path, files: Iterable[DataFile]) -> None:
-    """Delete files that no commit refers to. Vacuum deletes those that cannot be deleted now (read-only disk)."""
+    """Delete files that no commit refers to.
+
+    Vacuum later deletes files that cannot be deleted now, for example on a read-only disk.
+    """
     for file in files:
         with contextlib.suppress(OSError):
             (root / file.path).unlink(missing_ok=True)

@@ -1,6 +1,7 @@
-"""Assign rows to partitions and generate the names of data files. Pure.
+"""Assign rows to partitions and generate the names of data files. This module does no I/O.
 
-`part` is a hint for people and for pruning. The columns, and the statistics in the log, are authoritative.
+The partition `part` is a hint for people and for the selection of files. The columns, and the statistics in the log,
+are authoritative.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from rankscope_storage.base.schema import fingerprint
 from rankscope_storage.files.sorting import dictionary_encoded, one_chunk
 
 OWN_PART_ROWS: Final = 100_000
-"""A run with at least this many rows of a dataset in one flush gets a separate part."""
+"""If a run has at least this many rows of a dataset in one flush, these rows get a separate part."""
 
 SHARED_PREFIX: Final = "_shared-"
 
 LONGEST_PART: Final = 200
-"""Bytes of a part name. File systems permit 255, including the prefix `part=`."""
+"""Largest length of a part name in bytes. File systems permit 255, including the prefix `part=`."""
 
 _DIGEST_LENGTH: Final = 16
 _DAY_MICROSECONDS: Final = 86_400_000_000
@@ -37,14 +38,14 @@ _ROUNDED_FILE: Final = re.compile(r"-m(\d+)\.parquet$")
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The part of each row, as an index into `names`."""
+    """The part of each row of a table: `codes` has one index into `names` per row."""
 
     names: Sequence[str]
     codes: npt.NDArray[np.integer]
 
 
 def parts(table: pa.Table, dataset: str, today: dt.date) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (part name, rows) of one flush; together exactly the rows of `table`."""
+    """Divide the rows of one flush into parts; yield the name and the rows of each part."""
     names = _day_parts(table, today) if dataset == "samples" else _run_parts(table, today)
     if len(names.names) == 1:
         yield names.names[0], table
@@ -79,12 +80,15 @@ def _day_parts(table: pa.Table, today: dt.date) -> _Parts:
 
 
 def _day(number: int) -> str:
-    """Return a day, given as its number since 1970, as text; also for days outside of Python's calendar."""
+    """Return a day, given as the number of days since 1970-01-01, as text.
+
+    Days outside of Python's calendar are permitted.
+    """
     return str(np.datetime64(number, "D"))
 
 
 def own_part(run: str) -> str:
-    """Return the name of the separate part of `run`. Names that are too long are cut and end in a digest."""
+    """Return the name of the separate part of `run`. A name that is too long is shortened and ends with a digest."""
     segment = path_segment(run)
     if len(segment) <= LONGEST_PART:
         return segment
@@ -96,21 +100,22 @@ def own_part(run: str) -> str:
 
 
 def shared_part(day: dt.date) -> str:
-    """Return the part of all runs that are too small for a separate part, flushed on `day`."""
+    """Return the name of the part that all runs without a separate part share on the day of the flush."""
     return f"{SHARED_PREFIX}{day.isoformat()}"
 
 
 def data_file(dataset: str, part: str, mantissa_bits: int | None = None, *, whole: bool = False) -> str:
-    """Return the unique path of a new file, relative to the store. `whole`: it also has the UNWRITTEN columns.
+    """Return a unique path for a new file, relative to the store.
 
-    The name contains `mantissa_bits`, the mantissa bits of rounded statistics: readers need only the log.
+    Set `whole` if the file also has the UNWRITTEN columns. The name contains `mantissa_bits`, so that readers find the
+    number of mantissa bits of rounded statistics in the log.
     """
     rounded = "" if mantissa_bits is None else f"-m{mantissa_bits}"
     return f"dataset={dataset}/part={part}/{fingerprint(dataset, whole=whole)}-{uuid.uuid4().hex}{rounded}.parquet"
 
 
 def file_fingerprint(path: str) -> str:
-    """Return the fingerprint of the columns of the file at `path`."""
+    """Return the fingerprint of the columns of the file at `path`, which is part of the file's name."""
     return path.rsplit("/", 1)[-1].split("-", 1)[0]
 
 

@@ -1,4 +1,4 @@
-"""The order of rows in a data file: the sort keys of each dataset, sorting, and a cheap check of the order. Pure."""
+"""The order of rows in a data file: the sort keys of each dataset, sorting, and a cheap check of the order."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {
     "attempts": ("run", "attempt", "ordinal"),
     "tensors": ("run", "tensor", "kind"),
 }
-"""Sort keys by dataset. Rows with equal keys keep their order of arrival."""
+"""Sort keys by dataset. Rows with equal keys remain in the order in which they arrived."""
 
 LAID_TOGETHER: Final = {"samples": ("labels",)}
-"""Keys with adjacent equal values that are not sorted.
+"""Keys of which only equal values are made adjacent, without sorting the values.
 
-They have hundreds of thousands of texts, which are expensive to sort and which no query compares by range."""
+These columns have hundreds of thousands of texts, which are expensive to sort and which no query compares by range."""
 
 Indices = npt.NDArray[np.int64]
 
 
 def sort_order(table: pa.Table, keys: Sequence[str], *, together: Collection[str] = ()) -> Indices:
-    """Return the row order that sorts `table` by `keys`: ascending, nulls last, stable.
+    """Return the row numbers in the order that sorts `table` by `keys`: ascending, nulls last, stable.
 
-    Equal values of the keys in `together` are adjacent, in any order of these values.
+    For the keys in `together`, equal values are adjacent, but the values can be in any order.
 
-    The keys and the row number, in its low bits, are packed into one integer per row: one integer sort is enough. If
-    they need more than 63 bits, the slower general sort is used.
+    The keys and the row number, in its low bits, are packed into one integer per row, so that one integer sort is
+    enough. If they need more than 63 bits, the slower general sort is used.
     """
     keyed = ((one_chunk(table.column(key)), key in together) for key in keys)
     columns = [_ordinals(column, by_code=by_code) for column, by_code in keyed if not is_constant(column)]
@@ -69,7 +69,7 @@ def sort_order(table: pa.Table, keys: Sequence[str], *, together: Collection[str
 
 
 def is_sorted(table: pa.Table, keys: Sequence[str], *, together: Collection[str] = ()) -> bool:
-    """Return whether the rows of `table` are already in the order of `keys`; False if a cheap check cannot prove it.
+    """Return True if the rows of `table` are already in the order of `keys`, False if a cheap check cannot prove it.
 
     Rows from ranks and scrapes are usually sorted, and this check takes a tenth of the time of sorting. Keys in
     `together` are compared by their dictionary codes.
@@ -90,7 +90,10 @@ def is_sorted(table: pa.Table, keys: Sequence[str], *, together: Collection[str]
 
 
 def _in_order(column: pa.Array, *, by_code: bool) -> npt.NDArray[np.integer] | None:
-    """Return integers with the order of `column`, possibly as a view of it; None if they are expensive to get."""
+    """Return integers that have the same order as the values of `column`; None if they are expensive to compute.
+
+    The result may share memory with `column`.
+    """
     if by_code and pa.types.is_dictionary(column.type):
         found: npt.NDArray[np.integer] = pc.fill_null(column.indices, len(column.dictionary)).to_numpy()
         return found
@@ -111,7 +114,7 @@ def _in_order(column: pa.Array, *, by_code: bool) -> npt.NDArray[np.integer] | N
 
 
 def is_constant(column: pa.Array) -> bool:
-    """Return whether a cheap check proves that all values are equal, or all null."""
+    """Return whether a cheap check proves that all values are equal, or that all values are null."""
     if column.null_count or not len(column):
         return bool(column.null_count == len(column))
     if pa.types.is_dictionary(column.type):
@@ -125,9 +128,9 @@ def is_constant(column: pa.Array) -> bool:
 
 
 def _ordinals(column: pa.Array, *, by_code: bool = False) -> Indices:
-    """Return small non-negative integers with the order of `column`, nulls last; the caller may modify them.
+    """Return small non-negative integers that have the same order as the values of `column`, nulls last.
 
-    With `by_code`, text has the order of its dictionary.
+    The caller may modify the result. With `by_code`, texts have the order of their dictionary.
     """
     if pa.types.is_dictionary(column.type) or pa.types.is_string(column.type):
         encoded = dictionary_encoded(column)
@@ -147,7 +150,7 @@ def _ordinals(column: pa.Array, *, by_code: bool = False) -> Indices:
 
 
 def _nulls_last(column: pa.Array, ordinals: Callable[[Indices], Indices]) -> Indices:
-    """Return `ordinals` of the values of `column`; nulls get the highest ordinal plus 1."""
+    """Return the result of `ordinals` for the values of `column`; each null gets the highest ordinal plus 1."""
     if not column.null_count:
         return ordinals(column.to_numpy(zero_copy_only=False)).astype(np.int64, copy=False)
     valid = column.is_valid().to_numpy(zero_copy_only=False)
@@ -158,13 +161,13 @@ def _nulls_last(column: pa.Array, ordinals: Callable[[Indices], Indices]) -> Ind
 
 
 def dictionary_encoded(column: pa.ChunkedArray | pa.Array) -> pa.DictionaryArray:
-    """Return `column` in one chunk, dictionary-encoded."""
+    """Return `column` in one chunk and dictionary-encoded."""
     one = one_chunk(column)
     return one if pa.types.is_dictionary(one.type) else one.dictionary_encode()
 
 
 def one_chunk(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """Return `column` in one chunk; copy only if it has several."""
+    """Return `column` in one chunk. The data is copied only if the column has several chunks."""
     if isinstance(column, pa.Array):
         return column
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

@@ -1,4 +1,7 @@
-"""Export of a run in the formats of other tools. A file in this folder that defines `EXPORT_FORMAT` adds a format."""
+"""Export of a run to the formats of other tools.
+
+Each module of this folder that defines `EXPORT_FORMAT` adds a format.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ __all__ = ["ExportFormat", "ExportOptions", "ExportReport", "Progress", "export_
 
 
 def export_formats() -> dict[str, ExportFormat]:
-    """Return every export format of this package by name."""
+    """Return all export formats of this package, by name."""
     found = {}
     for module in pkgutil.iter_modules(__path__):
         export_format: ExportFormat | None = getattr(

@@ -1,9 +1,9 @@
-"""Export as CSV files in msprobe's layout, for msprobe's scripts and for scripts that read its files.
+"""Export as CSV files in msprobe's layout, for msprobe's scripts and for scripts that read msprobe's files.
 
-There is one folder for each rank of each attempt. Its name consists of the start time of the attempt and a constant
-hash, so that a second export of a run continues its folders. With `append_output`, existing folders are continued
-instead, and the rows of a step come from its latest attempt. A name that a spreadsheet would read as a formula starts
-with an apostrophe.
+There is one folder for each rank of each attempt. Its name consists of the start time of the attempt and a hash that is
+always the same, so that a second export of a run continues the folders of the first. With the option `append_output`,
+existing folders are continued instead, and the rows of a step come from the latest attempt of this step. A name that a
+spreadsheet would read as a formula starts with an apostrophe.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rankscope_storage.formats.msprobe.rows import (
 )
 
 HELD: Final = ("tensor_stats", "features")
-"""Datasets that the layout can contain."""
+"""Datasets whose rows msprobe's layout can contain."""
 
 ALREADY_THERE: Final = "rows that the files already contain"
 HIDDEN: Final = "rows replaced by another row of the same step and name (an earlier attempt or call)"
@@ -47,7 +47,7 @@ _COUNTED: Final = ("scalars", "events", "histograms", "hashes", "collectives")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Result of one stream: its files, and the numbers of written rows and of already present rows by dataset."""
+    """Result of the export of one rank: its files, and by dataset the numbers of written and already present rows."""
 
     files: tuple[Path, ...]
     rows: Counter[str]
@@ -55,7 +55,7 @@ class Written:
 
 
 class CsvMsprobe:
-    """Export format `csv`: CSV files in msprobe's folders."""
+    """Export format `csv`: CSV files in the folder layout of msprobe."""
 
     name = "csv"
     help = "a folder per rank with CSV files per family and step, as the msprobe monitor writes them"
@@ -65,7 +65,7 @@ class CsvMsprobe:
     def export(
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write `run` below `target` and continue existing folders. See `ExportFormat.export`."""
+        """Write `run` below `target`, and add to existing folders of the run. See `ExportFormat.export`."""
         with connection.pinned():
             selection = Selection(connection, run, options)
             require_rows(selection, {name: selection.count(name) for name in HELD})
@@ -85,7 +85,7 @@ class CsvMsprobe:
 
 
 class _Folder:
-    """Writer of the folder of one rank."""
+    """Writer of the CSV files in the folder of one rank."""
 
     def __init__(self, selection: Selection, stream: Stream) -> None:
         self._selection = selection
@@ -97,7 +97,7 @@ class _Folder:
         self._repeated: Counter[str] = Counter()
 
     def write(self) -> Written:
-        """Write the files of each family that has rows, and return the result."""
+        """Write the files of each family of statistics that has rows, and return the result."""
         self._stream.folder.mkdir(parents=True, exist_ok=True)
         for dataset in HELD:
             present = self._kinds(dataset)
@@ -124,7 +124,7 @@ class _Folder:
         return tensor_cells(self._selection, family, only, self._numbering, self._described)
 
     def _kinds(self, dataset: str) -> dict[str, bool]:
-        """Return the kinds that have rows, each with whether it has rows of micro-batches."""
+        """Return the kinds that have rows; the value is true if the kind has rows of micro-batches."""
         rows = self._selection.query(
             f"SELECT kind, bool_or(micro_step IS NOT NULL) AS micro FROM {self._selection.source(dataset)} "
             f"AND {self._stream.only(self._selection, dataset)} GROUP BY kind"
@@ -139,7 +139,10 @@ def _families(dataset: str) -> dict[str, frozenset[str]]:
 
 
 def _write_all(selection: Selection, listed: Sequence[Stream], progress: Progress) -> Iterator[Written]:
-    """Write the streams and yield their results. `progress` counts streams, because they have about equal sizes."""
+    """Write the folders of all streams and yield their results.
+
+    `progress` receives numbers of streams, because streams have about equal sizes.
+    """
     processes = min(selection.options.process_num, len(listed))
     if processes == 1:
         for done, stream in enumerate(listed, 1):
@@ -155,13 +158,13 @@ def _write_all(selection: Selection, listed: Sequence[Stream], progress: Progres
 
 
 def _write_on_new_connection(selection: Selection, stream: Stream) -> Written:
-    """Write the folder of one rank over a separate connection to the same version of the store."""
+    """Write the folder of one rank through a separate connection to the same version of the store."""
     with connect(selection.connection.path, version=selection.connection.version) as connection:
         return _Folder(Selection(connection, selection.run, selection.options), stream).write()
 
 
 def _omitted(selection: Selection, placed: Counter[str]) -> Counter[str]:
-    """Count the rows that the layout cannot contain, by reason."""
+    """Return the numbers of rows that msprobe's layout cannot contain, by reason."""
     omitted: Counter[str] = Counter()
     for dataset in _COUNTED:
         omitted[f"{dataset}: not in msprobe's layout"] = selection.count(dataset)

@@ -1,7 +1,7 @@
-"""Export as OpenMetrics text with timestamps, from which Prometheus creates blocks.
+"""Export as OpenMetrics text with timestamps, from which `promtool` creates Prometheus blocks.
 
-The history then has the names and labels of live data. The format requires samples ordered by family, series and time.
-A run is therefore read once per family and never held in memory.
+The exported history has the same names and labels as live data. OpenMetrics requires samples ordered by family, series
+and time. A run is therefore read once per family and never held in memory.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ class OpenMetrics:
     def export(
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write the file. See `ExportFormat.export`."""
+        """Write `run` as OpenMetrics text to the file `target`. See `ExportFormat.export`."""
         if not run:
-            raise ExportError("a run without a name has no label in Prometheus")
+            raise ExportError("a run without a name has no label in Prometheus: choose another export format")
         with connection.pinned():
             selection = Selection(connection, run, options)
             counts = {name: selection.count(name, SHOWN) for name in (*RANKED, SAMPLES)}
             omitted = _omitted(selection)
             if not any(counts.values()) and any(selection.count(name) for name in counts):
                 raise ExportError(
-                    f"{run} was imported from logs without times, and each sample of Prometheus needs a time"
+                    f"run {run} was imported from logs without times, but each sample of Prometheus needs a time: "
+                    "choose another export format"
                 )
             require_rows(selection, counts)
             timeline = Timeline(selection, RANKED)

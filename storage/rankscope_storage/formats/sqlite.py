@@ -1,7 +1,8 @@
 """Export as one SQLite database with msprobe's tables, for msprobe's viewers and for other SQL clients.
 
-Two differences from msprobe: `step` is always the step of the training (targets distinguish micro-batches), and numbers
-are not changed. An Inf is stored as Inf, and no value is limited to 1e9. A NaN is NULL, because SQLite has no NaN.
+There are two differences from msprobe. First, `step` is always the step of the training, and targets distinguish
+micro-batches. Second, numbers are not changed: an Inf is stored as Inf, and no value is limited to 1e9. A NaN is stored
+as NULL, because SQLite has no NaN.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Sqlite:
     def export(
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write `run` to the database `target`; replace an earlier export. See `ExportFormat.export`."""
+        """Write `run` to the SQLite database `target`, which may be an earlier export. See `ExportFormat.export`."""
         _require_own_export(target)
         staged = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
         with connection.pinned():
@@ -89,7 +90,7 @@ class Sqlite:
 
 
 class _Database:
-    """Writer of a new database."""
+    """Writer of a new SQLite database."""
 
     def __init__(self, database: sqlite3.Connection, selection: Selection) -> None:
         self._database = database
@@ -102,7 +103,7 @@ class _Database:
         self._range = (math.inf, -math.inf)
 
     def fill(self, progress: Progress, total: int) -> Counter[str]:
-        """Write everything, and return rows by dataset."""
+        """Write all tables, and return the numbers of written rows by dataset."""
         # The file is new and gets its name when it is whole: no journal is needed.
         self._database.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; {TABLES} BEGIN;")
         written: Counter[str] = Counter()
@@ -188,7 +189,7 @@ class _Database:
         return name
 
     def _finish(self, last_rank: int) -> None:
-        """Write the tables that need all rows: tags, ranges, and the view over all partitions."""
+        """Write the content that depends on all rows: tags, ranges, and the view over all partitions."""
         self._tag()
         trends = {metric: family not in FEATURES for family, metric in self._metrics.items()}
         statistics = [",".join(FEATURES[family].columns if family in FEATURES else OPS) for family in self._metrics]

@@ -1,8 +1,8 @@
-"""Export as TensorBoard event files, one per rank and attempt. Tensors have msprobe's tags, scalars have their names.
+"""Export as TensorBoard event files, one per rank and attempt.
 
-An event contains all rows of one step and time. Columns that a tag cannot contain (unit and labels of a scalar, shard
-of a tensor) are written as JSON into the description of the tag's first value. TensorBoard shows the description, and
-Rankscope's importer reads it.
+Tensors have msprobe's tags, and the tags of scalars are their names. An event contains all rows of one step and time.
+Columns that a tag cannot contain (unit and labels of a scalar, shard of a tensor) are written as JSON into the
+description of the tag's first value. TensorBoard shows the description, and Rankscope's importer reads it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ NO_STEP: Final = "rows without a step"
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One rank of one attempt. It is written to one folder, which TensorBoard shows as a run."""
+    """One rank of one attempt. Its rows are written to one folder, which TensorBoard shows as a run."""
 
     attempt: int | None
     rank: int | None
 
     @property
     def folder(self) -> str:
-        """Return `rank3`, `rank3-attempt1`, or `run` for rows without a rank."""
+        """Return the name of the folder: `rank3`, `rank3-attempt1`, or `run` for rows without a rank."""
         name = "run" if self.rank is None else f"rank{self.rank}"
         return f"{name}-attempt{self.attempt}" if self.attempt else name
 
@@ -60,7 +60,7 @@ class TensorBoard:
     def export(
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write the event files of `run` below `target`, which must not contain any. See `ExportFormat.export`."""
+        """Write the event files of `run` below `target`, a folder without event files. See `ExportFormat.export`."""
         _require_libraries()
         if any(target.rglob("*tfevents*")):
             raise ExportError(
@@ -81,7 +81,10 @@ class TensorBoard:
 
 
 def write_stream(selection: Selection, stream: Stream, folder: Path) -> Iterator[tuple[int, dict[str, int]]]:
-    """Write one event file. Yield the number of rows of each part, and at the end the omitted rows by reason."""
+    """Write one event file.
+
+    Yield the number of rows of each written part, and at the end the omitted rows by reason.
+    """
     from rankscope_storage.tensorboard.events import EventFile  # noqa: PLC0415 - needs the extra
 
     only = selection.only(attempt=stream.attempt, rank=stream.rank)
@@ -98,7 +101,7 @@ def write_stream(selection: Selection, stream: Stream, folder: Path) -> Iterator
 def _write_all(
     selection: Selection, streams: list[Stream], folder: Path, processes: int
 ) -> Iterator[tuple[int, dict[str, int]]]:
-    """Write all streams. Yield the number of rows so far, and the newly omitted rows by reason."""
+    """Write all event files. Yield the number of rows so far, and the newly omitted rows by reason."""
     done = 0
     if processes == 1 or len(streams) == 1:
         for stream in streams:
@@ -139,7 +142,10 @@ def _write_in_process(
 
 
 def _windows(selection: Selection, only: str) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of steps of about equal size in the largest dataset. The ranges cover the steps of all datasets."""
+    """Yield ranges of steps that have about equal numbers of rows in the largest dataset.
+
+    The ranges together cover the steps of all datasets.
+    """
     counts = {name: selection.count(name, f"{only} AND step IS NOT NULL") for name in DATASETS}
     ranges = list(selection.windows(max(DATASETS, key=counts.__getitem__), only))
     if not ranges:
@@ -196,7 +202,9 @@ def _require_libraries() -> None:
     try:
         import rankscope_storage.tensorboard.events  # noqa: F401, PLC0415 - tests whether the import works
     except ImportError as error:
-        raise ExportError(f"event files need {error.name}: run pip install protobuf google-crc32c") from error
+        raise ExportError(
+            f"event files need the Python module {error.name}: run `pip install protobuf google-crc32c`"
+        ) from error
 
 
 EXPORT_FORMAT = TensorBoard()

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Writes the checkpoints of the store at `root` while a writer commits. Not thread-safe."""
+    """Writer of checkpoints for the store at `root`, used while a shard's writer commits. Not thread-safe."""
 
     def __init__(self, root: Path, sync: Sync, write: Callable[[Path, Sync], None] | None = None) -> None:
         self._root = root
@@ -31,7 +31,10 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
 
     def after_commit(self, version: int) -> None:
-        """Start a checkpoint if one is due at `version`. A failed one is due again after as many commits."""
+        """Start writing a checkpoint in a thread if CHECKPOINT_COMMITS commits were made since the last one.
+
+        `version` is the newest version. After a failure, the next attempt follows after as many commits.
+        """
         if version - self._newest < CHECKPOINT_COMMITS or (self._thread is not None and self._thread.is_alive()):
             return
         self._newest = max(
@@ -43,7 +46,7 @@ class Checkpointer:
             self._thread.start()
 
     def close(self) -> None:
-        """Wait until a started checkpoint is written; idempotent."""
+        """Wait until the checkpoint that is being written is complete. May be called repeatedly."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -58,5 +61,5 @@ class Checkpointer:
 
 
 def write_checkpoint(root: Path, sync: Sync) -> None:
-    """Write a checkpoint of the newest version of the store at `root`; durable on return."""
+    """Write a checkpoint of the newest version of the store at `root`. The checkpoint is durable on return."""
     Log.open(root, sync).checkpoint()

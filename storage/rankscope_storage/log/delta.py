@@ -1,9 +1,9 @@
-"""The Delta log of a store: the only module that uses delta-rs, and the order of writes to the disk.
+"""The Delta log of a store: opening, commits, durability, checkpoints and clean-up. Only this module uses delta-rs.
 
 A `Log` is one handle on the table. delta-rs compares a commit only with changes *since the handle was refreshed* and
-accepts nearly all others. The sequence is therefore always refresh, check, commit, on one handle. delta-rs does not
-make commits durable: `commit` returns after it has fsynced the new entries. A commit neither writes checkpoints nor
-cleans up: frequent writers call `checkpoint` in another thread.
+accepts nearly all others. Every commit therefore refreshes the handle, checks the transactions, and commits on the same
+handle. delta-rs does not make commits durable: `commit` fsyncs the new entries before it returns. A commit neither
+writes checkpoints nor deletes old entries: frequent writers call `checkpoint` in another thread.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ from rankscope_storage.log.translation import Change, actions_of, check_path, fi
 _log = logging.getLogger(__name__)
 
 MUTEX: Final = "compact"
-"""Transaction that every commit increments which replaces files of other commits; compaction used it first."""
+"""Name of the transaction that every commit increments if it replaces files of other commits.
+
+Two concurrent rewrites therefore conflict. The name is historical: compaction used the transaction first."""
 
 CHECKPOINT_COMMITS: Final = 10
 """Number of commits between two checkpoints."""
 REMOVED_FILES_HOURS: Final = 2
-"""Hours for which a replaced file remains readable: longer than any query takes."""
+"""Hours for which a file remains on disk after a commit replaced it; longer than any query takes."""
 _ENTRIES_HOURS: Final = 1
-"""Hours for which log entries remain after a checkpoint replaced them.
+"""Hours for which log entries remain on disk after a checkpoint replaced them.
 
-delta-rs lists the whole folder three times per commit. The 95th percentile of 1,500 commits was 49 ms with two hours of
-entries and 47 ms with one hour."""
+delta-rs lists the whole folder three times per commit. The 95th percentile of the time of 1,500 commits was 49 ms with
+two hours of entries and 47 ms with one hour."""
 
 _VERSION_PROPERTY: Final = "rankscope.schema_version"
 _CONFIGURATION: Final = {
@@ -78,7 +80,10 @@ class Log:
 
     @classmethod
     def create(cls, root: Path, sync: Sync) -> Log:
-        """Create an empty table at `root` and return it; if another process creates it concurrently, open that one."""
+        """Create an empty table at `root` and return its log.
+
+        If another process creates the table concurrently, the table of that process is opened.
+        """
         check_path(root)
         try:
             DeltaTable.create(
@@ -99,10 +104,10 @@ class Log:
 
     @classmethod
     def open(cls, root: Path, sync: Sync, version: int | None = None) -> Log:
-        """Open the store at `root`, at `version` or the newest version.
+        """Open the store at `root`, at `version` or at the newest version.
 
-        Raises NotAStoreError, SchemaVersionError, and TornLogError if the newest entry was cut between two lines, which
-        delta-rs cannot detect.
+        Raises NotAStoreError if there is no store, and SchemaVersionError if a newer Rankscope wrote the store. Raises
+        TornLogError if the newest entry was cut between two lines, which delta-rs cannot detect.
         """
         check_path(root)
         base = newest_checkpoint(root)
@@ -122,11 +127,11 @@ class Log:
 
     @property
     def version(self) -> int:
-        """Version of the handle."""
+        """Version of the store that the handle shows."""
         return self._table.version()
 
     def refresh(self) -> None:
-        """Advance the handle to the newest version."""
+        """Advance the handle to the newest version of the store."""
         with _delta_errors(self.root):
             newest = newest_checkpoint(self.root) if self.version - self._base >= CHECKPOINT_COMMITS else self._base
             if newest > self._base:  # open it again there: a handle keeps all entries since its own checkpoint
@@ -135,22 +140,25 @@ class Log:
                 self._table.update_incremental()
 
     def snapshot(self) -> Snapshot:
-        """Return the files of the version of the handle."""
+        """Return the list of data files at the version of the handle."""
         with _delta_errors(self.root):
             return Snapshot(
                 self.root, self.version, snapshot_files(pa.table(self._table.get_add_actions(flatten=True)))
             )
 
     def transaction(self, name: str) -> int | None:
-        """Return the number of transaction `name`, None if it was never committed. Takes about 1 ms: cache it."""
+        """Return the number that the last commit of transaction `name` stored; None if it was never committed.
+
+        A call takes about 1 ms, so that callers should keep the number.
+        """
         return self._table.transaction_version(name)
 
     def commit(self, change: Change) -> int:
-        """Commit `change` on top of the handle's version; durable on return. Return a version that contains it.
+        """Commit `change` on top of the handle's version; durable on return. Return a version that contains the commit.
 
-        The handle keeps its version: refresh it before the next commit. Raises ConflictError, and stores nothing, if a
-        transaction of `change` moved since the last refresh. After any other StoreError, the commit may have been
-        stored.
+        The handle keeps its version: refresh it before the next commit. Raises ConflictError, and stores nothing, if
+        another commit increased a transaction of `change` since the last refresh. After any other StoreError, the
+        commit may have been stored or not.
         """
         if missing := [file.path for file in change.added if not (self.root / file.path).exists()]:
             raise ConflictError(f"{missing[0]} was deleted before its commit, which took hours: write it again")
@@ -172,12 +180,13 @@ class Log:
     def replace_files(
         self, build: Callable[[], Change | None], *, tries: int = 1, reuse_files: bool = False
     ) -> Change | None:
-        """Commit and return the change that `build` returns, under the mutex of rewrites; None commits nothing.
+        """Commit the change that `build` returns as a rewrite, and return this change.
 
-        Each try refreshes the handle and calls `build`. `build` must not refresh it, because the mutex protects only
-        reads of the handle's version. If a commit is refused, the files that the change adds are deleted, except with
-        `reuse_files`, for a `build` that always adds the same files. Raises ConflictError if the last try is refused,
-        and errors of `build`.
+        If `build` returns None, nothing is committed. A rewrite replaces files of other commits and increments the
+        transaction MUTEX, so that two rewrites conflict. Each try refreshes the handle and calls `build`. `build` must
+        not refresh the handle, because the conflict check covers only reads of the handle's version. If a commit is
+        refused, the files that the change adds are deleted. Set `reuse_files` for a `build` that adds the same files at
+        each try. Raises ConflictError if the last try is refused, and errors of `build`.
         """
         for tries_left in reversed(range(tries)):
             self.refresh()
@@ -197,12 +206,15 @@ class Log:
         return None
 
     def fsync_to_version(self) -> None:
-        """Make the handle's version durable before its rows are acknowledged: see `make_durable`."""
+        """Make the handle's version durable, which is needed before its rows are acknowledged; see `make_durable`."""
         if self._synced < self.version:
             self.make_durable()
 
     def changed_transactions(self, since: int) -> dict[str, int] | None:
-        """Return the transactions committed after version `since`; None if an entry was cleaned up."""
+        """Return the transactions committed after version `since`, as name and number.
+
+        Returns None if an entry after that version no longer exists.
+        """
         moved: dict[str, int] = {}
         for found in self._entries_after(since):
             if found is None:
@@ -211,7 +223,10 @@ class Log:
         return moved
 
     def was_committed(self, since: int, change: Change) -> bool | None:
-        """Return whether one entry after version `since` contains all of `change`; None if an entry was cleaned up."""
+        """Return whether one log entry after version `since` contains all of `change`.
+
+        Returns None if an entry after that version no longer exists.
+        """
         paths = [file.path for file in change.added]
         found = list(self._entries_after(since))
         if any(one is not None and one.holds(change.transactions, paths) for one in found):
@@ -227,7 +242,7 @@ class Log:
             return self._table.history(limit)
 
     def add_missing_columns(self) -> list[str]:
-        """Add the columns that only the current schema has to the table; return their names."""
+        """Add the columns of the current schema that the table does not have yet; return their names."""
         known = {column.name for column in self._table.schema().fields}
         missing = [column for column in Schema.from_arrow(table_schema()).fields if column.name not in known]
         if missing:
@@ -241,10 +256,10 @@ class Log:
         return [column.name for column in missing]
 
     def make_durable(self) -> int:
-        """Fsync the log and the names in its folder; return its newest version.
+        """Fsync the log entries and the log folder of the store at `root`; return the newest version.
 
         Entries of other processes are fsynced too. A writer that was killed before its fsync leaves an entry that
-        readers see but a power failure can erase, which would invalidate all later commits.
+        readers see but that a power failure can erase. Its loss would invalidate all later commits.
         """
         try:
             # Reading the folder is 5 ms cheaper than refreshing the handle, and finds new entries of other processes.
@@ -264,7 +279,7 @@ class Log:
         return version
 
     def checkpoint(self) -> None:
-        """Write a checkpoint of the newest version, with which the store opens faster. Durable on return."""
+        """Write a checkpoint of the newest version, which makes opening the store faster. Durable on return."""
         self.refresh()
         with _delta_errors(self.root):
             self._table.create_checkpoint()
@@ -274,21 +289,27 @@ class Log:
                 self._sync(path)
 
     def checkpoint_if_due(self) -> None:
-        """Write a checkpoint if one is due; for jobs with many commits, which may run without concurrent appends."""
+        """Write a checkpoint if CHECKPOINT_COMMITS commits were made since the last one.
+
+        Jobs with many commits call this method, because they may run while no writer appends and writes checkpoints.
+        """
         if self.version - newest_checkpoint(self.root) >= CHECKPOINT_COMMITS:
             self.checkpoint()
 
     def clean_up(self) -> None:
-        """Delete log entries and checkpoints above the retention age that a newer checkpoint replaces.
+        """Delete log entries and checkpoints that a newer checkpoint replaces and that are above the retention age.
 
-        Call it only after `checkpoint`: no deleted file may be needed again after a power failure.
+        Call it only after `checkpoint`: a deleted file must not be needed after a power failure.
         """
         with _delta_errors(self.root):
             self._table.cleanup_metadata()
         self.make_durable()
 
     def unused_files(self, older_than_hours: int) -> list[Path]:
-        """Return data files that no version needs: removed, or never committed, at least `older_than_hours` ago."""
+        """Return the data files that no version needs and that are at least `older_than_hours` old.
+
+        These files were removed by a commit, or were never committed.
+        """
         self.refresh()
         with _delta_errors(self.root):
             # Only a dry run: delta-rs would also delete all files in the folder that it does not know.
@@ -300,7 +321,7 @@ class Log:
 
 @contextlib.contextmanager
 def _delta_errors(root: Path) -> Iterator[None]:
-    """Raise errors of delta-rs and the disk as errors of this package: ConflictError for a refused commit."""
+    """Raise errors of delta-rs and of the disk as errors of this package; a refused commit raises ConflictError."""
     try:
         yield
     except CommitFailedError as error:

@@ -1,6 +1,6 @@
-"""Read the files of a Delta log without delta-rs, and find damaged and unfinished ones.
+"""Read the files of a Delta log without delta-rs, and find damaged and unfinished files.
 
-delta-rs reads all entries or none, so it cannot open a log with one damaged entry.
+delta-rs reads either all entries or none, so it cannot open a log with one damaged entry.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 LOG_FOLDER: Final = "_delta_log"
 NO_CHECKPOINT: Final = -1
 ACTIONS: Final = "rankscopeActions"
-"""Key in the commit information; its value is the number of lines that follow.
+"""Key in the commit information of a log entry; the value is the number of lines that follow in the entry.
 
 Without this number, an entry that was cut between two lines would look complete."""
 
@@ -27,25 +27,28 @@ _WATERMARK: Final = "w:"
 
 
 def entry(root: Path, version: int) -> Path:
-    """Return the path of the entry of `version`, which need not exist."""
+    """Return the path of the log entry of `version`; the file need not exist."""
     return root / LOG_FOLDER / f"{version:020d}.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The content of one log entry: the transactions that it moved, and its text."""
+    """The content of one log entry: its text, and the transactions whose numbers it changed."""
 
     transactions: Mapping[str, int]
     text: bytes
 
     def holds(self, transactions: Mapping[str, int], paths: Sequence[str]) -> bool:
-        """Return whether the entry moved `transactions` and contains the files at `paths`; file names are unique."""
+        """Return whether the entry changed all of `transactions` and contains the files at `paths`.
+
+        File names are unique, so that a search for the name in the text is sufficient.
+        """
         named = all(path.rpartition("/")[2].encode() in self.text for path in paths)
         return named and transactions.items() <= self.transactions.items()
 
 
 def read_entry(path: Path) -> Entry | None:
-    """Return the entry at `path`; None if it does not exist, for example after clean-up."""
+    """Return the log entry at `path`; None if the file does not exist, for example after clean-up."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -60,14 +63,14 @@ def watermark_transaction(incarnation: str) -> str:
 
 
 def watermarks_of(transactions: Mapping[str, int]) -> dict[str, int]:
-    """Return the watermarks among `transactions`, by incarnation."""
+    """Return the watermark of each incarnation, from the transactions that store watermarks."""
     return {name.removeprefix(_WATERMARK): seq for name, seq in transactions.items() if name.startswith(_WATERMARK)}
 
 
 def is_cut(text: bytes) -> bool:
-    """Return whether an entry has fewer lines than it declares, as after a power failure.
+    """Return whether an entry has fewer lines than its first line declares, for example after a power failure.
 
-    False for an entry that declares no number of lines. Raises ValueError if its first line is incomplete.
+    Returns False for an entry that declares no number of lines. Raises ValueError if the first line is incomplete.
     """
     first, *others = text.splitlines() or [b"{}"]
     declared = json.loads(first).get("commitInfo", {}).get(ACTIONS)
@@ -75,19 +78,23 @@ def is_cut(text: bytes) -> bool:
 
 
 def has_entries(root: Path) -> bool:
-    """Return whether a table exists at `root`. A full disk can interrupt its creation before the first entry."""
+    """Return whether a table exists at `root`: its log has an entry or a checkpoint.
+
+    A folder without an entry remains if a full disk interrupted the creation of the table.
+    """
     return any((root / LOG_FOLDER).glob("*.json")) or any((root / LOG_FOLDER).glob("*.parquet"))
 
 
 def checkpoint_files(root: Path, version: int) -> tuple[Path, Path]:
-    """Return the path of the checkpoint of `version`, and of the file that names the newest checkpoint."""
+    """Return the path of the checkpoint of `version`, and the path of the file that names the newest checkpoint."""
     return root / LOG_FOLDER / f"{version:020d}.checkpoint.parquet", root / LOG_FOLDER / _HINT
 
 
 def newest_checkpoint(root: Path) -> int:
-    """Return the version of the newest checkpoint, from the small file that names it; NO_CHECKPOINT if there is none.
+    """Return the version of the newest checkpoint, or NO_CHECKPOINT if there is none.
 
-    It does not list the folder, because it runs between two commits.
+    The version is read from the small file that names the newest checkpoint. Listing the folder would take too long
+    between two commits.
     """
     try:
         return int(json.loads((root / LOG_FOLDER / _HINT).read_bytes())["version"])
@@ -104,9 +111,10 @@ def entries(root: Path) -> list[Path]:
 
 
 def is_torn(entry: Path) -> bool:
-    """Return whether `entry` is incomplete or contains a line that is no JSON object, as after a power failure.
+    """Return whether the file `entry` was not written completely, for example because of a power failure.
 
-    An empty entry is not torn: it is a commit without actions.
+    Such an entry has fewer lines than it declares, or a line that is not a JSON object. An empty entry is complete: it
+    is a commit without actions.
     """
     try:
         text = entry.read_bytes()
@@ -116,7 +124,10 @@ def is_torn(entry: Path) -> bool:
 
 
 def torn_checkpoint_files(root: Path) -> list[Path]:
-    """Return the files of a torn newest checkpoint, the damaged one first; none if it is complete."""
+    """Return the files of the newest checkpoint if it was not written completely, the damaged file first.
+
+    Returns an empty list if the checkpoint is complete.
+    """
     torn = torn_checkpoint(root)
     if torn is None:
         return []
@@ -125,12 +136,15 @@ def torn_checkpoint_files(root: Path) -> list[Path]:
 
 
 def torn_entries(root: Path) -> list[Path]:
-    """Return the torn entries after the newest checkpoint, which every reader needs."""
+    """Return the incompletely written entries after the newest checkpoint; every reader needs these entries."""
     return [entry for entry in _entries_after_checkpoint(root) if is_torn(entry)]
 
 
 def empty_entries(root: Path) -> list[Path]:
-    """Return the entries after the newest checkpoint without content: power failed before it was written."""
+    """Return the empty entry files after the newest checkpoint.
+
+    An entry file is empty if power failed before its content was written.
+    """
     return [entry for entry in _entries_after_checkpoint(root) if not entry.stat().st_size]
 
 
@@ -141,7 +155,11 @@ def _entries_after_checkpoint(root: Path) -> list[Path]:
 
 
 def torn_checkpoint(root: Path) -> Path | None:
-    """Return the newest checkpoint if it is incomplete, or the file that names one which does not exist."""
+    """Return the damaged file of the newest checkpoint; None if the checkpoint is complete.
+
+    This is the checkpoint itself if it was not written completely, or the file that names a checkpoint which does not
+    exist.
+    """
     newest = max((root / LOG_FOLDER).glob("*.checkpoint.parquet"), default=None)
     named, hint = checkpoint_files(root, newest_checkpoint(root))
     if hint.exists() and newest_checkpoint(root) != NO_CHECKPOINT and not named.exists():
@@ -155,5 +173,5 @@ def torn_checkpoint(root: Path) -> Path | None:
 
 
 def staged_entries(root: Path) -> list[Path]:
-    """Return the temporary files of delta-rs in the log, which a process leaves if it is killed before their rename."""
+    """Return the temporary files in the log that delta-rs left when its process was killed before it renamed them."""
     return [path for path in (root / LOG_FOLDER).iterdir() if _STAGED.fullmatch(path.name)]

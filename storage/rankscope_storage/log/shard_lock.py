@@ -1,4 +1,4 @@
-"""The owner of a shard: the lock that proves a running owner on this machine, and the owner's name in the log."""
+"""The owner of a shard: a lock that proves that the owner runs on this machine, and the owner's name in the log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOCKS: Final = "_shards"
 _OWNER: Final = "rankscopeOwner"
 _SHARD: Final = "rankscopeShard"
 _HISTORY: Final = 200
-"""Number of commits to search for the name of an owner; each commit of a shard contains it."""
+"""Number of newest commits in which to search for the owner of a shard; each commit of a shard names its owner."""
 _NAME_BYTES: Final = 1000
 _READS: Final = 5
 _READ_SECONDS: Final = 0.1
@@ -36,7 +36,7 @@ def owner_info(shard: str, owner: str) -> dict[str, Any]:
 
 
 def current_owner(log: Log, shard: str) -> str:
-    """Return the owner in the newest commit of `shard` that is still in the log."""
+    """Return the name of the owner from the newest commit of `shard` that is still in the log."""
     for commit in log.history(_HISTORY):
         if commit.get(_SHARD) == shard and _OWNER in commit:
             return str(commit[_OWNER])
@@ -45,9 +45,9 @@ def current_owner(log: Log, shard: str) -> str:
 
 @contextlib.contextmanager
 def all_shards(root: Path, owner: str) -> Iterator[None]:
-    """Hold the locks of all shards that the store at `root` ever had, so that no service of this machine writes.
+    """Hold the locks of all shards that the store at `root` ever had, so that no service on this machine can write.
 
-    Raises ShardLockError with the name of a running process that holds one.
+    Raises ShardLockError if a running process holds one of these locks; the message names the process.
     """
     with contextlib.ExitStack() as held:
         for path in sorted((root / LOCKS).glob("*.lock")):
@@ -56,7 +56,10 @@ def all_shards(root: Path, owner: str) -> Iterator[None]:
 
 
 def _holder(descriptor: int) -> str:
-    """Return the name of the lock's holder, which writes it shortly after taking the lock."""
+    """Return the name of the process that holds the lock file at this path.
+
+    The process writes its name shortly after it takes the lock, so this function waits up to 0.5 s for the name.
+    """
     for _ in range(_READS):
         time.sleep(_READ_SECONDS)
         if found := os.pread(descriptor, _NAME_BYTES, 0):
@@ -65,10 +68,11 @@ def _holder(descriptor: int) -> str:
 
 
 class ShardLock:
-    """An advisory lock on `_shards/<shard>.lock`, which the kernel releases when its holder exits, also by kill -9.
+    """An advisory lock on `_shards/<shard>.lock`, which the kernel releases when its process exits, also by kill -9.
 
-    It only proves that an owner is running. On file systems without locks (some network mounts) and between machines,
-    it proves nothing, and only the transaction numbers in the log decide.
+    The lock only proves that an owner is running on this machine. It proves nothing between machines, or on file
+    systems without locks (some network mounts). In these cases, only the transaction numbers in the log decide which
+    owner may write.
     """
 
     def __init__(self, descriptor: int | None) -> None:
@@ -76,7 +80,7 @@ class ShardLock:
 
     @classmethod
     def take(cls, root: Path, shard: str, owner: str) -> ShardLock:
-        """Take the lock of `shard`, or raise ShardLockError with the name of the running process that holds it."""
+        """Take the lock of `shard`. Raises ShardLockError with the name of the holder if a running process holds it."""
         path = root / LOCKS / f"{path_segment(shard)}.lock"
         try:
             path.parent.mkdir(exist_ok=True)
@@ -102,11 +106,11 @@ class ShardLock:
 
     @classmethod
     def without_proof(cls) -> ShardLock:
-        """Return a lock that proves nothing, for a file system without locks."""
+        """Return a lock that is not held, for a file system without locks."""
         return cls(None)
 
     def release(self) -> None:
-        """Release the lock for the next owner; idempotent."""
+        """Release the lock, so that the next owner can take it. May be called repeatedly."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

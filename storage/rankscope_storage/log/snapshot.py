@@ -1,7 +1,7 @@
-"""The files of one version of a store, and the selection of those that can contain certain rows.
+"""The data files of one version of a store, and the selection of files that can contain certain rows.
 
-Selection uses the ranges in the log: `FileFilter` for arguments of a caller, `RowRanges` for predicates of a statement.
-No I/O.
+The selection uses the ranges of columns that the log stores for each file. `FileFilter` selects by arguments of a
+caller, and `RowRanges` by predicates of a statement. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ T = TypeVar("T")
 
 _ALL: Final = (-math.inf, math.inf)
 LOG_TIME_STEP: Final = dt.timedelta(milliseconds=1)
-"""The log truncates times to milliseconds: the last row of a file can be later than the log states."""
+"""Resolution of times in the Delta log, which are rounded down: the last row of a file can be later by this much."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileFilter:
-    """Selects files with possible rows of `dataset`, `run` and the closed ranges `steps` and `times`; None is any."""
+    """Selects the files that can contain rows of `dataset` and `run` within the closed ranges `steps` and `times`.
+
+    None selects any value.
+    """
 
     dataset: str
     run: str | None = None
@@ -34,7 +37,7 @@ class FileFilter:
     times: tuple[dt.datetime, dt.datetime] | None = None
 
     def expression(self) -> pc.Expression:
-        """Return the predicate for `Snapshot.files`."""
+        """Return the Arrow predicate for the table `Snapshot.files`."""
         wanted = pc.field("dataset") == self.dataset
         if self.run is not None:
             wanted &= _may_overlap("run", self.run, self.run)
@@ -47,14 +50,14 @@ class FileFilter:
 
 @dataclass(frozen=True, slots=True)
 class RowRanges:
-    """Selects rows of any of `runs` (None: all) with attempt and step in closed ranges, if they have these."""
+    """Selects rows of `runs` (None: all runs) whose attempt and step, if they are not null, are in closed ranges."""
 
     runs: frozenset[str] | None = None
     attempts: tuple[float, float] = _ALL
     steps: tuple[float, float] = _ALL
 
     def may_hold(self, file: Mapping[str, Any]) -> bool:
-        """Return whether `file`, given its minima and maxima of run, attempt and step, can contain such a row."""
+        """Return whether `file` can contain a selected row, given its minima and maxima of run, attempt and step."""
         low, high = file["run_min"], file["run_max"]
         if self.runs is not None and low is not None and not any(low <= run <= high for run in self.runs):
             return False
@@ -86,13 +89,13 @@ _COLUMNS: Final = {
     "ts_min": ("min.ts", pa.timestamp("us", tz="UTC")),
     "ts_max": ("max.ts", pa.timestamp("us", tz="UTC")),
 }
-"""By column of `Snapshot.files`: its name in delta-rs, and its type."""
+"""By column of `Snapshot.files`: the name of the column in the actions of delta-rs, and its Arrow type."""
 
 _RANGES: Final = ["path", "run_min", "run_max", "attempt_min", "attempt_max", "step_min", "step_max"]
 
 
 def snapshot_files(actions: pa.Table) -> pa.Table:
-    """Return `Snapshot.files` for the flattened `add` actions of delta-rs."""
+    """Return the table `Snapshot.files` for the flattened `add` actions of delta-rs."""
     columns = {
         name: actions.column(source).cast(type_) if source in actions.column_names else pa.nulls(len(actions), type_)
         for name, (source, type_) in _COLUMNS.items()
@@ -104,7 +107,10 @@ def snapshot_files(actions: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One version. `files` has a row per file: its path relative to `root`, its ranges of run, attempt, step, ts."""
+    """One version of the store.
+
+    `files` has a row per data file: its path relative to `root`, and its ranges of run, attempt, step and ts.
+    """
 
     root: Path
     version: int
@@ -114,18 +120,21 @@ class Snapshot:
     )
 
     def of(self, wanted: FileFilter) -> pa.Table:
-        """Return the files that can contain rows which `wanted` selects. Files without statistics always can."""
+        """Return the rows of `files` for files that can contain rows which `wanted` selects.
+
+        Files without statistics are always returned.
+        """
         return self.files.filter(wanted.expression())
 
     def paths(self, wanted: FileFilter) -> list[str]:
-        """Return the absolute paths of the files of `of`, for DuckDB."""
+        """Return the absolute paths of the files that `of` selects, for DuckDB."""
         return self._absolute(self.of(wanted))
 
     def within(self, dataset: str, wanted: Sequence[RowRanges] | None) -> list[str]:
         """Return the absolute paths of files that can contain rows of `dataset` in one of the ranges.
 
-        None instead of ranges selects all files. If no file can, one of the dataset's files is returned, because DuckDB
-        gets the columns of a view from a file.
+        None instead of a list of ranges selects all files. If no file can contain such rows, one file of the dataset is
+        returned, because DuckDB takes the columns of a view from a file.
         """
         every, rows = self._files_of(dataset)
         if wanted is None:
@@ -134,27 +143,30 @@ class Snapshot:
         return [path for path, row in pairs if any(ranges.may_hold(row) for ranges in wanted)] or every[:1]
 
     def may_hold(self, dataset: str, wanted: Sequence[RowRanges]) -> bool:
-        """Return whether any file can contain a row of `dataset` in one of the ranges."""
+        """Return whether any file can contain a row of `dataset` in one of the ranges `wanted`."""
         return any(ranges.may_hold(row) for row in self._files_of(dataset)[1] for ranges in wanted)
 
     def is_of_attempt_0(self, dataset: str, paths: Sequence[str]) -> bool:
-        """Return whether the log proves that all rows in these files, from `within`, are of attempt 0."""
+        """Return whether the log proves that the files at `paths` contain only rows of attempt 0.
+
+        `paths` are absolute paths that `within` returned.
+        """
         rows = dict(zip(*self._files_of(dataset), strict=True))
         return all((rows[path]["attempt_min"], rows[path]["attempt_max"]) == (0, 0) for path in paths)
 
     def contains(self, paths: Sequence[str]) -> bool:
-        """Return whether all of `paths` are files of this version."""
+        """Return whether all of `paths` are data files of this version."""
         return set(paths) <= set(self.files.column("path").to_pylist())
 
     def every_path(self) -> list[str]:
-        """Return the absolute paths of all files."""
+        """Return the absolute paths of all data files."""
         return self._absolute(self.files)
 
     def _absolute(self, files: pa.Table) -> list[str]:
         return [f"{self.root}/{path}" for path in files.column("path").to_pylist()]
 
     def _files_of(self, dataset: str) -> tuple[list[str], list[dict[str, Any]]]:
-        """Return absolute paths and ranges of the files of `dataset`, cached."""
+        """Return the absolute paths and column ranges of the files of `dataset`. The result is cached."""
         if dataset not in self._by_dataset:
             rows = self.of(FileFilter(dataset)).select(_RANGES).to_pylist()
             self._by_dataset[dataset] = [f"{self.root}/{row['path']}" for row in rows], rows
@@ -162,7 +174,10 @@ class Snapshot:
 
 
 def divided(items: Iterable[T], weight: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield `items`, in order, as lists with a total weight of at most `most`; an item above it is a separate list."""
+    """Yield `items`, in order, as lists whose total weight is at most `most`.
+
+    An item whose weight is larger than `most` is a list of its own.
+    """
     batch: list[T] = []
     total = 0
     for item in items:

@@ -1,6 +1,6 @@
-"""Translate commits and errors between this package and delta-rs.
+"""Translate between this package and delta-rs: commits to actions, and errors to errors of this package.
 
-delta-rs distinguishes kinds of errors only by their text, and formats their causes as trees.
+delta-rs distinguishes kinds of errors only by their text, and formats the causes of an error as a tree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def check_path(root: Path) -> None:
-    """Raise StoreError for a path that delta-rs or DuckDB would read as another path or as a pattern."""
+    """Raise StoreError if delta-rs or DuckDB would misread the path, for example as a pattern of file names."""
     if found := _MISREAD.search(str(root)):
         raise StoreError(
             f"{str(root)!r} contains {found[0]!r}, which delta-rs or DuckDB would misread: "
@@ -33,7 +33,7 @@ def check_path(root: Path) -> None:
 
 
 def torn(root: Path, text: str) -> TornLogError:
-    """Return the error for an incomplete entry of the log, with the remedy."""
+    """Return the error for an incomplete log entry; its message names the remedy."""
     return TornLogError(
         f"the log of {root} has an incomplete entry ({text}), as after a power failure. If it is the newest file "
         f"in {root / LOG_FOLDER}, move that file away, as `rankscope store repair` does: none of its rows was "
@@ -42,7 +42,7 @@ def torn(root: Path, text: str) -> TornLogError:
 
 
 def translated(error: Exception, root: Path) -> StoreError:
-    """Return the error of this package for an error of delta-rs."""
+    """Return the StoreError for an error of delta-rs, with a remedy if the kind of the error is known."""
     text = first_line(error)
     if "Json error" in str(error) or "Invalid JSON in log record" in str(error):
         return torn(root, text)
@@ -55,7 +55,10 @@ def translated(error: Exception, root: Path) -> StoreError:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error of delta-rs and its innermost cause, from a coloured tree, in one line."""
+    """Return one line for an error of delta-rs: the first line of its text, and its innermost cause.
+
+    The text of such an error is a coloured tree of causes.
+    """
     lines = [_COLOUR.sub("", line).strip() for line in str(error).splitlines() if line.strip()]
     causes = [line.removeprefix("↳").strip() for line in lines if line.startswith("↳")]
     return ": ".join([*lines[:1], *causes[-1:]])
@@ -65,8 +68,9 @@ def first_line(error: Exception) -> str:
 class Change:
     """The content of one commit, which is stored completely or not at all.
 
-    With `rewrites`, the rows are unchanged and only their files change. delta-rs then does not check for conflicts, and
-    two changes that remove the same file would both succeed: `transactions` must contain a mutex that both move.
+    `rewrites` is true if the commit changes only files and no rows. delta-rs does not check such commits for conflicts:
+    two commits that remove the same file would both succeed. `transactions` must therefore contain a transaction that
+    every rewrite increments.
     """
 
     added: Sequence[DataFile] = ()

@@ -1,4 +1,7 @@
-"""Check a store: compare all files with the log, and search for rows stored twice. Only reads; a service may run."""
+"""Check a store: compare all files with the log, and search for rows that were stored twice.
+
+The check only reads, so that a service may run at the same time.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ from rankscope_storage.maintenance.file_check import CheckReport, Finding, Findi
 from rankscope_storage.sql.rollups import NUMBERS
 
 Progress = Callable[[int, int], None]
-"""Called with the number of checked files and of all files."""
+"""Function that receives the number of checked files and the number of all files."""
 
 _SHOWN: Final = 20
-"""Largest number of incarnations with missing records that are listed."""
+"""Largest number of incarnations with missing records that a report lists."""
 
 _DUPLICATES: Final = """\
 SELECT coalesce(sum(copies - 1), 0)::BIGINT AS rows FROM (
@@ -43,7 +46,7 @@ FROM (
   GROUP BY incarnation, seq HAVING fold > 1)
 """
 _OF_THE_STORE: Final = {"run", "attempt", "rank", "incarnation", "seq", "ordinal", "ts", "ts_origin"}
-"""Columns in which copies of a row may differ: the name of its run, and the time and order of its arrival."""
+"""Columns in which two copies of a row may differ: those that a rename of the run, or a second storage, changes."""
 _IMPOSSIBLE: Final = f"""\
 SELECT count(*) AS rows FROM {{rollups}}
 WHERE rows < 1 OR first_ts > ts OR first_step < step OR last_step < first_step OR last_step - step >= {BUCKET_STEPS}
@@ -56,7 +59,10 @@ FROM ({records}) GROUP BY run, incarnation HAVING missing > 0 ORDER BY missing D
 
 
 def check(root: Path, *, deep: bool = False, progress: Progress | None = None) -> CheckReport:
-    """Compare the store at `root` with its log; with `deep`, decode every value and search for rows stored twice."""
+    """Compare the store at `root` with its log, and return the findings.
+
+    With `deep`, the check also decodes every value and searches for rows that were stored twice.
+    """
     torn = tuple(_torn(root))
     try:
         log = Log.open(root, sync_to_disk)
@@ -138,7 +144,7 @@ def _duplicates(connection: Connection) -> Iterator[Finding]:
 
 
 def _contradictions(connection: Connection) -> Iterator[Finding]:
-    """Yield rollups that no rows can have as their sum."""
+    """Yield a finding for each dataset with rollup rows whose numbers contradict each other."""
     for dataset, rollups in ROLLUPS.items():
         wrong = " OR ".join(
             f"coalesce({name}_count, 0) + coalesce({name}_nans, 0) + coalesce({name}_infs, 0) > rows "

@@ -1,11 +1,13 @@
 """Merge small files into a few files with adjacent step ranges.
 
-Every file costs a query 0.15 ms. Small files of one part and attempt, which `compaction_plan` selects, are therefore
-merged in step order and divided at step boundaries: no two files of one merge share a step of an attempt. Rows after
-the step of the slowest live rank remain separate, to be merged with the rows that this rank still sends; so do late
-rows, until another merge is worthwhile. Shared parts of past days are merged with each other, and a run that has grown
-moves to a separate part. The mutex of the log permits one compaction at a time to commit; a refused one deletes its
-files. A killed compaction leaves only files that no version contains, which vacuum deletes.
+Every file costs a query 0.15 ms. `compaction_plan` therefore selects small files of one part and attempt. They are
+merged in step order and divided at step boundaries, so that no two files of one merge share a step of an attempt. Rows
+after the last step of the slowest live rank are written to a separate file. It is merged later with the rows that this
+rank still sends. Rows that arrive late also remain separate until another merge is worthwhile.
+
+The shared parts of past days are merged with each other, and a run that has grown is moved to a separate part. The log
+permits one compaction at a time to commit. A compaction whose commit is refused deletes its files. A compaction that is
+killed leaves only files that no version contains, which vacuum deletes.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.compaction_plan import SILENCE, Merge, plan
 
 MOVED_ROWS: Final = 10_000
-"""A run with a separate part moves there from a shared one with this many rows; fewer are not worth a file."""
+"""Number of rows with which a run that has a separate part is moved there from a shared part.
+
+Fewer rows are not worth a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompactionReport:
-    """The result of a compaction. `refused` counts merges that another compaction prevented."""
+    """The result of a compaction. `refused` is the number of merges that another compaction prevented."""
 
     files_removed: int = 0
     files_added: int = 0
@@ -52,9 +56,10 @@ class CompactionReport:
 def compact(
     root: Path, sync: Sync, progress: Callable[[int, int], None] | None = None, *, now: dt.datetime | None = None
 ) -> CompactionReport:
-    """Execute the plan for the newest version of the store at `root`, one commit per merge.
+    """Execute the merges that are worthwhile at the newest version of the store at `root`, one commit per merge.
 
-    `progress` is called with the number of finished merges and of all merges; `now` replaces the time of the clock.
+    `progress` is called with the number of finished merges and the number of all merges. `now` replaces the current
+    time.
     """
     started = time.monotonic()
     now = dt.datetime.now(dt.UTC) if now is None else now
@@ -77,12 +82,15 @@ def compact(
 
 
 def _apply_merge(log: Log, merge: Merge, sync: Sync, now: dt.datetime) -> list[DataFile]:
-    """Replace the files of `merge`, and return the new ones. Raises ConflictError if they were replaced before."""
+    """Replace the files of `merge`, and return the new files.
+
+    Raises ConflictError if another process replaced them before.
+    """
     files: list[DataFile] = []
 
     def build() -> Change:
         if not log.snapshot().contains([file.path for file in merge.files]):
-            raise ConflictError("another compaction has replaced the files")
+            raise ConflictError("another compaction has replaced the files of this merge")
         files.extend(_rewrite(log.root, merge, sync, now))
         return Change(added=files, removed=merge.files, rewrites=True)
 
@@ -111,7 +119,7 @@ def _rewrite(root: Path, merge: Merge, sync: Sync, now: dt.datetime) -> list[Dat
 
 
 def split_by_part(table: pa.Table, merge: Merge) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (part, rows) of each run that has outgrown a shared part, then of the runs that remain in it."""
+    """Yield the part and the rows of each run that is too large for a shared part, then those of all other runs."""
     if not merge.part.startswith(SHARED_PREFIX) or merge.dataset == "samples":
         yield merge.part, table
         return
@@ -129,7 +137,10 @@ def split_by_part(table: pa.Table, merge: Merge) -> Iterator[tuple[str, pa.Table
 
 
 def open_and_closed(table: pa.Table, now: dt.datetime) -> Iterator[pa.Table]:
-    """Yield the rows up to the step of the slowest live rank, then the others, to which ranks will add rows."""
+    """Yield the rows up to the last step of the slowest live rank, then the rows of later steps.
+
+    Ranks will still add rows to the later steps.
+    """
     last = pa.table({name: table.column(name) for name in ("rank", "step", "ts")}).group_by("rank")
     reached = last.aggregate([("step", "max"), ("ts", "max")]).to_pylist()
     live = [rank for rank in reached if rank["ts_max"] is not None and rank["ts_max"] >= now - SILENCE]
@@ -147,7 +158,7 @@ _STEP_KEYS: Final = ("run", "attempt", "step")
 
 
 def split_by_step(table: pa.Table, target: int) -> Iterator[pa.Table]:
-    """Yield `table` by run, attempt and step, in tables that end with a step, of about `target` rows."""
+    """Yield `table`, ordered by run, attempt and step, as tables of about `target` rows. A step is never divided."""
     if table.num_rows <= target:
         yield table
         return
@@ -162,7 +173,10 @@ def split_by_step(table: pa.Table, target: int) -> Iterator[pa.Table]:
 
 
 def _step_ends(table: pa.Table, order: Indices) -> Indices:
-    """Return the positions in `order` after which another step or attempt begins; the last is the row count."""
+    """Return the positions in `order` after which another step or attempt begins.
+
+    The last position is the number of rows.
+    """
     sorted_steps = table.select(_STEP_KEYS).take(pa.array(order))
     changed = np.zeros(table.num_rows - 1, dtype=bool)
     for name in _STEP_KEYS:

@@ -1,8 +1,8 @@
-"""Select the files to merge: small files by part and attempt, in step order, and files of slow runs once more.
+"""Select the files to merge: small files by part and attempt, in step order.
 
-A merge costs about half of the time that storing its rows took: at full speed, each row is merged at most once. Files
-that took more than an hour to fill are merged again. A query for one tensor takes 1.5 ms per file, and a curve over
-several files twice as long as over one.
+A merge costs about half of the time that storing its rows took. At full speed, each row is therefore merged at most
+once. Files that took more than an hour to fill are merged again. A query for one tensor takes 1.5 ms per file, and a
+query for a curve takes twice as long over several files as over one.
 """
 
 from __future__ import annotations
@@ -19,34 +19,40 @@ from rankscope_storage.files.partitioning import SHARED_PREFIX, shared_part
 from rankscope_storage.log.snapshot import Snapshot, divided
 
 SMALL_ROWS: Final = 750_000
-"""A file with fewer rows is worth merging. Half of TARGET_ROWS, so that a merge leaves at most one such file."""
+"""A file with fewer rows than this is small.
+
+It is half of TARGET_ROWS, so that a merge leaves at most one small file."""
 SMALL_FILES: Final = 50
-"""Merge if a part has more small files than this …"""
+"""Number of small files in a part above which they are merged."""
 TINY_FILES: Final = 10
-"""… or more than this, with fewer than TINY_ROWS rows on average."""
+"""Number of small files in a part above which they are merged if they have fewer than TINY_ROWS rows on average."""
 TINY_ROWS: Final = 100_000
 TARGET_ROWS: Final = 1_500_000
-"""Rows of a merged file, as far as step boundaries permit. Files merged again have up to MERGE_ROWS."""
+"""Number of rows of a merged file, as far as step boundaries permit.
+
+Files that are merged again have up to MERGE_ROWS."""
 MERGE_ROWS: Final = 2 * TARGET_ROWS
-"""Largest number of rows in memory per merge. Small files with as many rows are merged, however few they are."""
+"""Largest number of rows in memory per merge. Small files that together have as many rows are always merged."""
 ROLLUP_WEIGHT: Final = 4
-"""Weight of a rollup row. It needs the memory of this many other rows: it has forty numbers, few of them null."""
+"""Number of other rows that need as much memory as a rollup row, which has forty numbers, few of them null."""
 PAST_FILES: Final = 3
-"""Largest number of small files in the shared parts of past days together."""
+"""Number of small files in the shared parts of all past days above which they are merged."""
 SLOW: Final = dt.timedelta(hours=1)
-"""If a file took longer to fill, rows arrive so slowly that each can be written once more."""
+"""If a file took longer than this to fill, few rows arrive, and there is time to write each row once more."""
 LAST_STEP_ROWS: Final = 1_000
-"""Rows per step above which the last file does not grow: a query for the last step reads its whole file."""
+"""Number of rows per step above which the last file is not merged again.
+
+A query for the last step reads the whole last file."""
 SILENCE: Final = dt.timedelta(minutes=10)
-"""A rank without rows for this long delays no merge, and a part without rows for this long is merged completely."""
+"""A rank without rows for this long delays no merge. A part without rows for this long is merged completely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Files of one part, or of the shared parts of several days, that become one file or a few.
+    """Files of one part, or of the shared parts of several days, that a compaction replaces by one file or a few.
 
-    `own_parts` are the separate parts of runs in this dataset. `closed` means that no more rows of these steps are
-    expected. `rows` is the size of each new file, as far as step boundaries permit.
+    `own_parts` are the names of the separate parts of runs in this dataset. `closed` means that no more rows of these
+    steps are expected. `rows` is the number of rows of each new file, as far as step boundaries permit.
     """
 
     dataset: str
@@ -58,7 +64,12 @@ class Merge:
 
 
 def plan(snapshot: Snapshot, now: dt.datetime | None = None) -> list[Merge]:
-    """Return the worthwhile merges at `snapshot`: by part and attempt, each of files adjacent in step order."""
+    """Return the merges that are worthwhile at `snapshot`.
+
+    The files of a merge are adjacent in the order of their steps.
+
+    They belong to one attempt and to one part, or to the shared parts of past days.
+    """
     now = dt.datetime.now(dt.UTC) if now is None else now
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     own: dict[str, set[str]] = {}
@@ -84,7 +95,10 @@ _PAST: Final = f"{SHARED_PREFIX}past"
 
 
 def _territory(part: str, now: dt.datetime) -> str:
-    """Return the part, or one name for the shared parts of all past days: their files may become one."""
+    """Return the name of the part, or one common name for the shared parts of all past days.
+
+    Files with the same result may be merged with each other.
+    """
     return _PAST if part.startswith(SHARED_PREFIX) and part < shared_part(now.date()) else part
 
 
@@ -101,7 +115,7 @@ def _worth(small: Sequence[dict[str, Any]], most: int) -> bool:
 
 
 def _worth_again(files: Sequence[dict[str, Any]], *, closed: bool) -> Iterator[list[dict[str, Any]]]:
-    """Yield lists of adjacent files that are merged once more because they will not need another merge."""
+    """Yield lists of adjacent files that are merged once more and will then need no other merge."""
 
     def may_grow(file: dict[str, Any]) -> bool:
         is_slow = file["ts_min"] is not None and file["ts_max"] - file["ts_min"] >= SLOW
@@ -119,12 +133,12 @@ def _row_weight(dataset: str) -> int:
 
 
 def _weight(file: dict[str, Any]) -> int:
-    """Return the number of rows of `file`, weighted for their memory."""
+    """Return the number of rows of `file`, multiplied by ROLLUP_WEIGHT if they are rollups."""
     return int(file["rows"]) * _row_weight(file["dataset"])
 
 
 def _attempt(file: dict[str, Any]) -> int:
-    """Return the attempt of all rows of `file`, -1 if there are several or none."""
+    """Return the attempt of all rows of `file`, or -1 if the rows have several attempts or none."""
     low, high = file["attempt_min"], file["attempt_max"]
     return int(low) if low is not None and low == high else -1
 
@@ -144,5 +158,5 @@ def _merges(files: Iterable[dict[str, Any]], own_parts: frozenset[str], *, close
 
 
 def _step_order(file: dict[str, Any]) -> tuple[str, bool, int, str]:
-    """Return the sort key: day, for parts of days, then first step; files without steps are last."""
+    """Return the sort key of a file: its part, then its first step. Files without steps are last."""
     return file["part"], file["step_min"] is None, file["step_min"] or 0, file["path"]

@@ -1,4 +1,4 @@
-"""Compare one data file with its entry in the log; the findings and the report of a check."""
+"""Compare one data file with its entry in the log; define the findings and the report of a check."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankscope_storage.base.schema import DATASET_KEY, schema_version
 
 
 class FindingKind(enum.StrEnum):
-    """The kind of a finding. `is_damage` separates damage from other information."""
+    """The kind of a finding. `is_damage` is true for damage, false for information."""
 
     TORN_LOG = "torn log entry"
     MISSING = "missing file"
@@ -34,7 +34,7 @@ class FindingKind(enum.StrEnum):
 
     @property
     def is_damage(self) -> bool:
-        """Return whether rows are lost or doubled, or queries cannot find them."""
+        """Return whether the finding is damage: rows are lost or stored twice, or queries cannot find them."""
         return self not in (
             FindingKind.EMPTY_ENTRY,
             FindingKind.ALIKE,
@@ -46,7 +46,7 @@ class FindingKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One finding: its kind, its path, and an explanation."""
+    """One finding of a check: its kind, the path of the file, and an explanation."""
 
     kind: FindingKind
     path: str
@@ -55,7 +55,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The extent of a check and its findings. `version` is None if the log is unreadable."""
+    """The result of a check: its findings and the size of the checked store.
+
+    `version` is None if the log is unreadable.
+    """
 
     version: int | None
     files: int = 0
@@ -65,16 +68,19 @@ class CheckReport:
 
     @property
     def is_intact(self) -> bool:
-        """Return whether no finding is damage."""
+        """Return True if the store is intact: no finding of the check is damage."""
         return not any(finding.kind.is_damage for finding in self.findings)
 
 
 _RANGES: Final = ("run", "attempt", "step")
-"""Columns with ranges in the log that select files: a wrong range hides rows."""
+"""Columns whose range in the log selects files: with a wrong range, queries would not find the rows."""
 
 
 def check_file(root: Path, file: Mapping[str, Any], *, deep: bool) -> Finding | None:
-    """Return the defect of `file`, a row of `Snapshot.files`, or None; with `deep`, decode every value."""
+    """Return the defect of `file`, a row of `Snapshot.files`, or None.
+
+    With `deep`, every value of the file is decoded.
+    """
     defect = _defect(root / file["path"], file, deep=deep)
     return defect and Finding(kind=defect[0], path=file["path"], text=f"{defect[1]}; {describe_rows(file)}")
 
@@ -114,7 +120,10 @@ def _differences(metadata: pq.FileMetaData, file: Mapping[str, Any]) -> Iterator
 
 
 def footer_range(metadata: pq.FileMetaData, column: str) -> tuple[Any, Any] | None:
-    """Return the range of `column` over all row groups of a file; None if its footer does not contain it."""
+    """Return minimum and maximum of `column` over all row groups of a file.
+
+    None if the footer does not contain them.
+    """
     index = metadata.schema.names.index(column) if column in metadata.schema.names else None
     lows, highs = [], []
     for group in range(metadata.num_row_groups if index is not None else 0):
@@ -129,14 +138,14 @@ def footer_range(metadata: pq.FileMetaData, column: str) -> tuple[Any, Any] | No
 
 
 def describe_rows(file: Mapping[str, Any]) -> str:
-    """Return a description of the rows in `file`."""
+    """Return a text that describes the rows of `file`: dataset, run, steps and their number."""
     run = file["run_min"] if file["run_min"] == file["run_max"] else f"{file['run_min']} to {file['run_max']}"
     steps = "" if file["step_min"] is None else f", steps {file['step_min']} to {file['step_max']}"
     return f"{file['rows']} rows of {file['dataset']}, run {run}{steps}"
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of the file at `path`, 0 if a running service has just deleted it."""
+    """Return the size of the file at `path` in bytes, or 0 if a running service has just deleted the file."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Repair a damaged store: make it readable again, and report the lost rows. Damaged files are moved to `_damaged/`.
+"""Repair a damaged store: make it readable again, and report the lost rows.
 
-Files of dead processes that no version needs are deleted above a certain age. The locks of all shards are held, so that
-no service of this machine writes during a repair.
+Damaged files are moved to `_damaged/`. Files that no version needs, which killed processes leave, are deleted above a
+certain age. During a repair, the locks of all shards are held, so that no service on this machine writes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from rankscope_storage.maintenance.vacuum import delete_orphan_files, find_orpha
 DAMAGED: Final = "_damaged"
 
 _LOST: Final = (FindingKind.MISSING, FindingKind.UNREADABLE, FindingKind.OTHER_SIZE, FindingKind.OUT_OF_REACH)
-"""Findings about files that no reader can use.
+"""Kinds of findings for files that no reader can use; a repair removes such files from the log.
 
-A file with other content is readable: an operator has to decide. A file that cannot be read now, or a missing
-file of a completely missing dataset, is removed only with `force`: an operator confirms that it is lost."""
+A file with other content remains, because it is readable and an operator has to decide. Two kinds of files are removed
+only with `force`, with which an operator confirms that they are lost: files that cannot be read now, and missing files
+of a dataset that is missing completely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairReport:
-    """The result of a repair, or of a dry run; `lost` describes the rows that no longer exist.
+    """The result of a repair, or of a dry run. `lost` describes the rows that no longer exist.
 
-    `swept` is the number of deleted files that no version needed, and `swept_bytes` their size.
+    `swept` is the number of deleted files that no version needed, and `swept_bytes` is their size.
     """
 
     torn_entry: str | None
@@ -46,15 +47,15 @@ class RepairReport:
 
     @property
     def changed(self) -> bool:
-        """Return whether there was anything to repair."""
+        """Return whether the repair changed the store, or in a dry run, whether a repair would change it."""
         return bool(self.torn_entry or self.torn_checkpoint or self.lost or self.swept)
 
 
 def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False, force: bool = False) -> RepairReport:
-    """Move a torn newest log entry or checkpoint away, and remove unreadable files from the log.
+    """Move an incomplete newest log entry or checkpoint away, and remove unreadable files from the log.
 
-    Without `force`, files on a disk or mount that may be unavailable only temporarily remain in the log. Raises
-    ShardLockError while a service of this machine writes, and StoreError for damage that an operator must decide on.
+    Without `force`, files on a disk or mount that may be only temporarily unavailable remain in the log. Raises
+    ShardLockError while a service on this machine writes, and StoreError for damage that an operator must decide on.
     """
     with all_shards(root, "rankscope store repair"):
         checkpoint = _remove_torn_checkpoint(root, sync, dry_run=dry_run)
@@ -89,7 +90,10 @@ def _delete_orphans(root: Path, sync: Sync, *, dry_run: bool) -> RepairReport:
 
 
 def _remove_torn_checkpoint(root: Path, sync: Sync, *, dry_run: bool) -> str | None:
-    """Move a torn newest checkpoint away: its entries are deleted only after a checkpoint is durable."""
+    """Move an incomplete newest checkpoint away, and return its name.
+
+    This loses no data: log entries are deleted only after the checkpoint that replaces them is durable.
+    """
     torn = torn_checkpoint_files(root)
     if not dry_run:
         for path in reversed(torn):
@@ -105,7 +109,7 @@ def _torn_entry(root: Path) -> Path | None:
     if torn != entries(root)[-1:]:
         names = ", ".join(path.name for path in torn)
         raise StoreError(
-            f"{names} in {root / LOG_FOLDER} cannot be read, and later entries exist: restore it from a "
+            f"{names} in {root / LOG_FOLDER} cannot be read, and later entries exist: restore the file from a "
             "backup, or copy the rows that `duckdb` reads from the Parquet files into a new store"
         )
     return torn[0]

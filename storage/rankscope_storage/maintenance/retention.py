@@ -1,7 +1,8 @@
-"""Retention: raw rows for some days, rollups for some more, then nothing. Events and dimensions are kept.
+"""Retention: raw rows are kept for some days, rollups for more days. Events and dimensions are kept forever.
 
-Each job ends in one commit under the mutex of rewrites: files of raw rows are removed and files of rollups added, or
-nothing changes. A process killed before the commit has changed nothing, and the next call continues with the remaining.
+Each job ends in one commit that conflicts with all other rewrites. Either files of raw rows are removed and files of
+rollups added, or nothing changes. A process that is killed before the commit has changed nothing, and the next call
+continues with the remaining jobs.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _RETRIES: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionReport:
-    """The result of a retention run, or of a dry run; `groups` has a row per dataset, part and action.
+    """The result of a retention run, or of a dry run. `groups` has a row per dataset, part and action.
 
-    Rows that remain of divided files do not count as removed; a dry run does not read these files and counts them
-    completely. `left` counts jobs that were not started, `refused` those with files that another process replaced;
-    `failed` has the reasons of the others that failed, such as an unreadable file.
+    Rows that remain of divided files are not counted as removed. A dry run does not read these files and counts all
+    their rows. `left` is the number of jobs that were not started. `refused` is the number of jobs with files that
+    another process replaced. `failed` has the reasons of all other failed jobs, such as an unreadable file.
     """
 
     files: int = 0
@@ -58,10 +59,12 @@ def retain(
     works: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> RetentionReport:
-    """Roll up and remove rows that are too old at `now` from the store at `root`; vacuum frees their disk space later.
+    """Roll up and remove the rows of the store at `root` that are too old at `now`.
 
-    Makes at most `works` commits; `progress` is called with the number of finished jobs and of all jobs. Raises
-    ConflictError if compactions repeatedly prevent a commit.
+    Vacuum frees their disk space later.
+
+    Makes at most `works` commits. `progress` is called with the number of finished jobs and the number of all jobs.
+    Raises ConflictError if compactions prevent a commit repeatedly.
     """
     log = Log.open(root, sync)
     planned = plan(log.snapshot(), retention.limits(now))
@@ -95,15 +98,15 @@ def retain(
 
 
 class _ReplacedError(ConflictError):
-    """Another process has replaced files of a job: plan again."""
+    """Another process has replaced files of a retention job. The caller must plan the job again."""
 
 
 def _apply_job(log: Log, job: RetentionJob, sync: Sync) -> list[DataFile] | None:
-    """Replace the files of `job`, and return the new ones; None if no bucket in them is too old."""
+    """Replace the files of `job`, and return the new files; None if no bucket in these files is too old."""
 
     def check_unchanged() -> None:
         if not log.snapshot().contains([file["path"] for file in job.files]):
-            raise _ReplacedError("another process has replaced the files")
+            raise _ReplacedError("another process has replaced files of a retention job: plan the job again")
 
     def build() -> Change:
         check_unchanged()  # the rollups are still correct if the files exist, because files never change

@@ -1,7 +1,7 @@
-"""Select files that are too old, and the action for each. Pure: uses only the statistics of the log.
+"""Select files with rows that are too old, and the action for each file. This module uses only statistics of the log.
 
-A file waits for its rollup until its last bucket is complete, so that buckets seldom have several rollup rows. A file
-with old and newer rows is divided once enough of its rows are too old. Both wait at most for `slack`.
+A file is not rolled up before its last bucket is complete, so that few buckets have several rollup rows. A file with
+old and newer rows is divided when enough of its rows are too old. Both wait at most for the `slack` of the limit.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rankscope_storage.log.snapshot import LOG_TIME_STEP, Snapshot, divided
 from rankscope_storage.maintenance.retention_policy import Limit
 
 WORK_ROWS: Final = 50_000_000
-"""Largest number of rows that one commit rolls up: half a minute, for which a stopping service may have to wait."""
+"""Largest number of rows that one commit rolls up. This takes half a minute, for which a stopping service may wait."""
 
 _BY_DAY: Final = frozenset({"samples"})
-"""Datasets without rows of two days in one file."""
+"""Datasets in which no file has rows of two days."""
 
 
 File = Mapping[str, Any]
-"""A row of `Snapshot.files`."""
+"""One data file as a row of `Snapshot.files`: path, dataset, part, rows, and ranges of columns."""
 
 
 class RetentionAction(enum.StrEnum):
-    """The new content of a file."""
+    """The action of a retention job; the value names the content that replaces a file."""
 
     GONE = "nothing"
     ROLLED = "rollups"
@@ -38,7 +38,7 @@ class RetentionAction(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionJob:
-    """Files that one commit replaces."""
+    """Files that one commit replaces, and the action. Rows from before the time `before` are too old."""
 
     action: RetentionAction
     files: tuple[File, ...]
@@ -46,7 +46,7 @@ class RetentionJob:
 
 
 def plan(snapshot: Snapshot, limits: Mapping[str, Limit]) -> list[RetentionJob]:
-    """Return the jobs at `snapshot`, by the limits of datasets; datasets without a limit are kept forever."""
+    """Return the retention jobs at `snapshot`. `limits` has a limit per dataset; other datasets are kept forever."""
     by_dataset: dict[str, list[File]] = {dataset: [] for dataset in limits}
     for file in snapshot.files.to_pylist():
         if file["dataset"] in by_dataset:
@@ -74,7 +74,7 @@ def plan(snapshot: Snapshot, limits: Mapping[str, Limit]) -> list[RetentionJob]:
 
 
 def _rolling(group: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
-    """Yield the jobs for one part and attempt of a dataset with rollups."""
+    """Yield the jobs for the files of one part and attempt, of a dataset that has rollups."""
     first_steps = (file["step_min"] for file in group if not _is_old(file, limit) and file["step_min"] is not None)
     next_bucket = min((step // BUCKET_STEPS for step in first_steps), default=None)
     ready = [file for file in group if _is_old(file, limit) and not _waits(file, next_bucket, limit)]
@@ -84,19 +84,22 @@ def _rolling(group: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
 
 
 def _in_part(action: RetentionAction, files: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
-    """Yield the jobs for files with old and newer rows: compaction merges many days into one file if rows are few."""
+    """Yield the jobs for files with both old and newer rows.
+
+    If a run has few rows, compaction merges the rows of many days into one file.
+    """
     for file in files:
         if not _is_old(file, limit) and file["ts_min"] is not None and file["ts_min"] < limit.before - limit.slack:
             yield RetentionJob(action=action, files=(file,), before=limit.before)
 
 
 def _is_old(file: File, limit: Limit) -> bool:
-    """Return whether all of `file` is too old; False if the log does not contain its times."""
+    """Return whether all rows of `file` are too old; False if the log does not contain their times."""
     return file["ts_max"] is not None and bool(file["ts_max"] < limit.before - LOG_TIME_STEP)
 
 
 def _waits(file: File, next_bucket: int | None, limit: Limit) -> bool:
-    """Return whether the last bucket of `file` may continue in newer files, which begin at bucket `next_bucket`."""
+    """Return whether newer files may continue the last bucket of `file`; these files begin at bucket `next_bucket`."""
     if next_bucket is None or file["step_max"] is None or file["ts_max"] < limit.before - limit.slack:
         return False
     return bool(file["step_max"] // BUCKET_STEPS >= next_bucket)

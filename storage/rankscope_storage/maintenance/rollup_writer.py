@@ -1,7 +1,7 @@
-"""Read files of raw rows, and write their rollups and the newer rows of a divided file.
+"""Read files of raw rows; write their rollups, and for a divided file the rows that remain.
 
-DuckDB aggregates on one thread, outside of the GIL and within MEMORY_LIMIT: appends continue on other threads. This
-module commits nothing, so that a killed process leaves only files that no version contains.
+DuckDB aggregates on one thread, outside of the GIL and within MEMORY_LIMIT, so that appends continue on other threads.
+This module commits nothing. A killed process leaves only files that no version contains.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ from rankscope_storage.sql.rollups import bucket, facts_query, rollup_query, row
 from rankscope_storage.sql.views import empty_select, files_select
 
 MEMORY_LIMIT: Final = "1GiB"
-"""Memory for the aggregation of one commit; more is written to `_staging/`."""
+"""Memory limit of DuckDB for the aggregation of one commit. Data beyond it is written to `_staging/`."""
 
 PIECE_ROWS: Final = 250_000
-"""Rollup rows of one file: about 300 bytes per row during aggregation, and as much again during sorting.
+"""Number of rollup rows of one file.
 
-Compaction does not merge files of this size with others."""
+A row takes about 300 bytes of memory during aggregation, and the same again during sorting. Compaction does not merge
+files of this size."""
 
 SLICE_ROWS: Final = 2_500_000
-"""Rows that are aggregated together: with any number of series, their sums fit into the processor's caches."""
+"""Number of rows that are aggregated together.
+
+Their sums fit into the processor's caches, with any number of series."""
 
 # A bucket is removed if its newest row in the file, of any rank, is too old.
 _KEPT_BUCKETS: Final = f"""\
@@ -58,7 +61,7 @@ JOIN kept_buckets ON row.run = kept_buckets.run AND row.attempt IS NOT DISTINCT 
 
 
 def roll_up(root: Path, files: Sequence[File], sync: Sync) -> list[DataFile]:
-    """Write the rollups of all rows of `files`, which have one dataset and part, and return the new files."""
+    """Write the rollups of all rows of `files`, which belong to one dataset and part; return the new files."""
     paths = [str(root / file["path"]) for file in files]
     source = f"({files_select(files[0]['dataset'], paths)})"
     with _discard_on_error(root) as written, _database(root) as database:
@@ -69,9 +72,10 @@ def roll_up(root: Path, files: Sequence[File], sync: Sync) -> list[DataFile]:
 
 
 def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFile]:
-    """Write the rollups of the buckets of `file` that ended before `before`, and a file of the remaining rows.
+    """Write the rollups of the buckets of `file` that ended before `before`, and a file with the remaining rows.
 
-    A dataset without rollups has only the latter. Returns the new files; none if no bucket has ended.
+    For a dataset without rollups, only the remaining rows are written. Returns the new files; none if no bucket has
+    ended.
     """
     dataset, path = file["dataset"], str(root / file["path"])
     content = f"read_parquet({sql_string(path)}, hive_partitioning = false, file_row_number = true)"
@@ -93,14 +97,17 @@ def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFil
 
 
 def rollup_part(part: str) -> str:
-    """Return the part for rollups of `part`: shared days become months."""
+    """Return the part for rollups of raw rows in `part`.
+
+    Rollups of shared parts, one per day, have one part per month.
+    """
     return part[: len(SHARED_PREFIX) + len("2026-01")] if part.startswith(SHARED_PREFIX) else part
 
 
 def slices(paths: Sequence[str], dataset: str) -> list[str]:
-    """Return conditions that divide the rows of files into slices of whole series, of about SLICE_ROWS rows each.
+    """Return SQL conditions that divide the rows of files into slices of whole series, of about SLICE_ROWS rows each.
 
-    All files are sorted by series, so that a slice is a few row groups of each, according to the footers.
+    All files are sorted by series. According to their footers, a slice needs only a few row groups of each file.
     """
     series = SORT_KEYS[dataset][1]
     groups = sorted(itertools.chain.from_iterable(_first_names(pq.read_metadata(path), series) for path in paths))
@@ -119,7 +126,7 @@ def slices(paths: Sequence[str], dataset: str) -> list[str]:
 
 
 def _first_names(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[str, int]]:
-    """Yield the first name in each row group and its number of rows; nothing if the footer has no ranges."""
+    """Yield, for each row group, the first name and the number of rows; nothing if the footer has no ranges."""
     place = metadata.schema.names.index(column)
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -129,7 +136,10 @@ def _first_names(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[str, 
 
 
 def _cheapest(database: duckdb.DuckDBPyConnection, dataset: str, source: str) -> str:
-    """Return the rollup query of `source` that uses facts about its rows; finding them takes a tenth of its time."""
+    """Return the rollup query for `source` that uses facts about its rows.
+
+    Finding them takes a tenth of the query's time.
+    """
     facts = database.sql(facts_query(dataset, source))
     [row] = facts.fetchall()
     return rollup_query(dataset, source, row_facts(dict(zip(facts.columns, row, strict=True))))
@@ -138,7 +148,7 @@ def _cheapest(database: duckdb.DuckDBPyConnection, dataset: str, source: str) ->
 def _rollups(
     database: duckdb.DuckDBPyConnection, queries: Iterable[str], root: Path, files: Sequence[File], sync: Sync
 ) -> Iterator[DataFile]:
-    """Write the rollup rows of `queries`, which aggregate rows of `files`."""
+    """Execute the rollup `queries` over rows of `files`, write the result, and yield the new files."""
     name, part = ROLLUPS[files[0]["dataset"]], rollup_part(files[0]["part"])
     bits = coarsest(file["path"] for file in files)
     readers = (database.sql(query).to_arrow_reader(PIECE_ROWS // 10) for query in queries)
@@ -158,13 +168,16 @@ def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
 
 
 def _coded(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return `batch` with dictionary-encoded texts: hundreds of thousands of names, of which a few hundred differ."""
+    """Return `batch` with dictionary-encoded texts: of hundreds of thousands of names, only a few hundred differ."""
     columns = [column.dictionary_encode() if pa.types.is_string(column.type) else column for column in batch.columns]
     return pa.RecordBatch.from_arrays(columns, batch.schema.names)
 
 
 def _read(path: str, dataset: str, places: npt.NDArray[np.int64]) -> pa.Table:
-    """Return the rows at the ascending `places`; each row group is released before the next one is read."""
+    """Return the rows of a file at the ascending positions `places`.
+
+    The memory of a row group is released before the next row group is read.
+    """
     content = open_file(Path(path), dataset)
     batches, first = [], 0
     for number in range(content.metadata.num_row_groups):
@@ -178,7 +191,7 @@ def _read(path: str, dataset: str, places: npt.NDArray[np.int64]) -> pa.Table:
 
 @contextlib.contextmanager
 def _database(root: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Yield a separate DuckDB instance, which writes only to a folder that is deleted at the end."""
+    """Yield a separate DuckDB instance, whose temporary files are in a folder that is deleted at the end."""
     spill_folder = root / STAGING / f"rolling-{uuid.uuid4().hex}"
     database = duckdb.connect(config={"threads": 1})
     try:
@@ -194,7 +207,10 @@ def _database(root: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 
 @contextlib.contextmanager
 def _discard_on_error(root: Path) -> Iterator[list[DataFile]]:
-    """Yield a list for the written files; if an error occurs, delete these files."""
+    """Yield a list to which the caller adds written files. If an error occurs, delete these files.
+
+    Raises ConflictError if a file to roll up no longer exists, and StoreError for other errors of the disk or DuckDB.
+    """
     files: list[DataFile] = []
     try:
         yield files

@@ -1,4 +1,4 @@
-"""Statistics of a store: contents and sizes, from its log only."""
+"""Statistics of a store (contents and sizes), computed from the log without opening data files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SAMPLES_PER_ROW: Final = {
     "tensor_rollups": 3 * _VALUES + _COUNTS,
     "scalar_rollups": 3,
 }
-"""Measured numbers per row: the default statistics without the number of elements. Rows of other datasets have one."""
+"""Measured numbers per row: the default statistics without the number of elements, by dataset. Rows of other datasets have one number."""
 
 TIERS: Final = {
     **dict.fromkeys((*RAW, "scalars", "samples"), "raw"),
     **dict.fromkeys(ROLLUPS.values(), "rollups"),
 }
-"""Tier of a dataset in retention. Datasets that are kept forever have none."""
+"""Retention tier of each dataset. Datasets that are kept forever have no tier."""
 
 _TIME: Final = pa.timestamp("us", tz="UTC")
 _FIGURES: Final = {
@@ -45,7 +45,7 @@ _FIGURES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """Statistics of the whole store; `groups` has a row per dataset, part, run or tier."""
+    """Statistics of the whole store. `groups` has a row for each dataset, part, run or tier."""
 
     version: int
     files: int
@@ -60,7 +60,7 @@ class StoreStats:
 
 
 def store_stats(log: Log, *, by: str) -> StoreStats:
-    """Return the statistics of the newest version, grouped by `by`: dataset, part, run or tier."""
+    """Return the statistics of the newest version. `by` is the grouping: dataset, part, run or tier."""
     snapshot = log.snapshot()
     files = snapshot.files.to_pylist()
     on_disk = sum(size_of(path) for path in log.root.glob("dataset=*/part=*/*.parquet"))

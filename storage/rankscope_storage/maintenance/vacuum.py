@@ -1,7 +1,7 @@
 """Vacuum: delete files that no version needs, write a checkpoint, and clean up the log.
 
-Dead processes, compaction and retention leave such files. A new file may be part of a commit in progress, and a
-replaced file may still be read, so only files above an age are deleted.
+Killed processes, compaction and retention leave such files. A new file may be part of a commit in progress, and a
+replaced file may still be read. Only files above a certain age are therefore deleted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rankscope_storage.query.sql_script import write_sql_script
 _log = logging.getLogger(__name__)
 
 STAGED_SECONDS: Final = 3600.0
-"""Age above which files below `_staging/` and temporary files of the log are from a dead process."""
+"""Age in seconds above which files below `_staging/`, and temporary files of the log, are from a killed process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanFiles:
-    """Files that no process needs: data files that no version contains, and unfinished files."""
+    """Files that no process needs: data files that no version contains, and files that were not written completely."""
 
     data_files: tuple[Path, ...]
     staged_files: tuple[Path, ...]
@@ -38,7 +38,7 @@ class OrphanFiles:
 
 
 def find_orphan_files(log: Log) -> OrphanFiles:
-    """Return the files in the store of `log` that no process needs, above their ages."""
+    """Return the files of the store that no process needs and that are old enough to be deleted."""
     unused = tuple(log.unused_files(REMOVED_FILES_HOURS))
     unfinished = {path: _age_and_size(path) for path in (*(log.root / STAGING).glob("*"), *staged_entries(log.root))}
     staged = {path: size for path, (age, size) in unfinished.items() if age > STAGED_SECONDS}
@@ -47,7 +47,7 @@ def find_orphan_files(log: Log) -> OrphanFiles:
 
 
 def delete_orphan_files(orphans: OrphanFiles) -> None:
-    """Delete these files. Raises OSError."""
+    """Delete the files of `orphans`. Raises OSError if a file cannot be deleted."""
     for path in (*orphans.data_files, *orphans.staged_files):
         if path.is_dir():
             shutil.rmtree(path)
@@ -57,7 +57,10 @@ def delete_orphan_files(orphans: OrphanFiles) -> None:
 
 
 def _age_and_size(path: Path) -> tuple[float, int]:
-    """Return seconds since the last modification of `path`, or of any file in this folder, and its bytes."""
+    """Return the age and the size of `path`: seconds since the last modification, and bytes.
+
+    For a folder, the newest file defines the age, and the size is the sum of all files.
+    """
     now = time.time()
     newest, size = 0.0, 0
     for entry in (path, *path.rglob("*")):
@@ -73,7 +76,7 @@ def _age_and_size(path: Path) -> tuple[float, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaintenanceReport:
-    """The number of deleted files, and the version of the checkpoint."""
+    """The result of maintenance: the numbers of deleted files, and the version of the new checkpoint."""
 
     version: int
     data_files: int
@@ -84,7 +87,7 @@ class MaintenanceReport:
 def maintain(root: Path, sync: Sync) -> MaintenanceReport:
     """Delete unused files of the store at `root`, then write a checkpoint and clean up its log.
 
-    Files that were replaced, or that a dead process never committed, are deleted after REMOVED_FILES_HOURS.
+    Files that were replaced, or that a killed process never committed, are deleted after REMOVED_FILES_HOURS hours.
     """
     started = time.monotonic()
     log = Log.open(root, sync)

@@ -1,1 +1,1 @@
-"""The history as Prometheus requests it: series selected by matchers, with their live names and labels."""
+"""The stored history in the form of Prometheus: series that matchers select, with the names and labels of live data."""

@@ -1,9 +1,9 @@
 """Series of other exporters, from dataset `samples`: original names and labels, and the label `instance`.
 
-A row without a value means that the series ended; it is returned as Prometheus' staleness marker.
-
-An exporter may have any number of series. They are matched in columns, several thousand at a time. The labels of single
-series are created only if the number of matching series is within the limit, so a too large query is rejected quickly.
+A row without a value marks the end of a series; it is returned as the staleness marker of Prometheus. An exporter may
+have any number of series. The matchers are therefore applied to Arrow columns of several thousand series. Labels of
+single series are created only if the number of matching series is within the limit. A query for too many series is thus
+rejected quickly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rankscope_storage.prometheus.query import SeriesQuery
 from rankscope_storage.prometheus.series import ResultLimit, Series, gathered, labelled, split_series
 
 MATCH_BATCH_ROWS: Final = 10_000
-"""Series that are matched together; at most this number is read beyond the limit."""
+"""Number of series to which the matchers are applied together; at most this number is read beyond the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ExternalSeries:
     external_labels: Mapping[str, str]
 
     def read(self) -> Iterator[Series]:
-        """Yield the matching series. Raises LimitError."""
+        """Yield the matching series. Raises LimitError if they have too many series or samples."""
         predicates = [self.question.within()]
         for matcher in self.question.matchers:
             if matcher.name == NAME:
@@ -70,7 +70,10 @@ class ExternalSeries:
             yield Series(labelled(chosen[int(str(own["place"]))][1]), times, values)
 
     def _chosen(self, query: str) -> list[tuple[dict[str, Any], dict[str, str]]]:
-        """Return the matching series as stored rows with their labels. Raises LimitError."""
+        """Return each matching series as its stored row and its labels.
+
+        Raises LimitError if there are too many series.
+        """
         fitting = []
         for found in self.connection.stream(query, batch_rows=MATCH_BATCH_ROWS):
             some = found.filter(self._fit(found))
@@ -79,7 +82,10 @@ class ExternalSeries:
         return [(row, self._labels(row)) for some in fitting for row in some.to_pylist()]
 
     def _fit(self, found: pa.RecordBatch) -> pa.BooleanArray:
-        """Return a mask of the series in `found` that match. Labels that several of them share are parsed once."""
+        """Return a mask of the series in `found` that match.
+
+        A text of labels that several series share is parsed once.
+        """
         encoded = found["labels"].dictionary_encode(null_encoding="encode")
         own = [_own_labels(text) for text in encoded.dictionary.to_pylist()]
         fits = pa.array([labels is not None for labels in own], pa.bool_()).take(encoded.indices)
@@ -95,7 +101,7 @@ class ExternalSeries:
         return fits
 
     def _labels(self, row: dict[str, Any]) -> dict[str, str]:
-        """Return the labels of a series."""
+        """Return all labels of the series in `row`: external labels, stored labels, instance and name."""
         return {
             **self.external_labels,
             **(_own_labels(row["labels"]) or {}),
@@ -105,7 +111,7 @@ class ExternalSeries:
 
 
 def _own_labels(text: str | None) -> dict[str, str] | None:
-    """Return the labels in the column `labels`, or None if it does not contain an object of strings."""
+    """Return the labels in a text of the column `labels`, or None if the text is not a JSON object of strings."""
     try:
         own = {} if text is None else json.loads(text)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Label matchers of PromQL, applied to a text, to an Arrow array, and as SQL to a column.
+"""Label matchers of PromQL, applied to a text, to an Arrow array, or as SQL to a column.
 
-Regular expressions have RE2's syntax in Arrow and in DuckDB, and match the whole value. An absent label is an empty
-text.
+Regular expressions have the syntax of RE2 in Arrow and in DuckDB, and must match the whole value. A label that a series
+does not have counts as an empty text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INTEGER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
 class MatchType(IntEnum):
-    """Type of a matcher, with the number in remote read."""
+    """Type of a label matcher; the values are the numbers of the remote read protocol."""
 
     EQUAL = 0
     NOT_EQUAL = 1
@@ -36,14 +36,17 @@ class MatchType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    """One of `name="value"`, `!=`, `=~`, `!~`. Raises QueryError for an invalid regular expression of RE2."""
+    """A label matcher of one of the types `=`, `!=`, `=~` and `!~`.
+
+    Creating a matcher raises QueryError if its value is not a valid regular expression of RE2.
+    """
 
     type: MatchType
     name: str
     value: str
 
     def __post_init__(self) -> None:
-        """Raise QueryError for an invalid expression before rows are read."""
+        """Raise QueryError for an invalid regular expression, so that it is reported before rows are read."""
         self.matches("")
 
     @property
@@ -52,7 +55,7 @@ class Matcher:
         return self.type in {MatchType.NOT_EQUAL, MatchType.NOT_REGEX}
 
     def matches(self, text: str) -> bool:
-        """Return whether a label with the value `text` matches; "" is an absent label."""
+        """Return whether a label with the value `text` matches. The value of an absent label is ""."""
         if self.type in {MatchType.EQUAL, MatchType.NOT_EQUAL}:
             return (text == self.value) is not self.is_negative
         found: bool = self.among(pa.array([text], pa.string()))[0].as_py()
@@ -70,7 +73,7 @@ class Matcher:
         return pc.invert(found) if self.is_negative else found
 
     def alternatives(self) -> list[str] | None:
-        """Return the matching values if the expression is a plain list of alternatives, otherwise None."""
+        """Return the values that match if the matcher is `=` or a plain list such as `a|b`, otherwise None."""
         if self.type is MatchType.EQUAL:
             return [self.value]
         if self.type is MatchType.REGEX and _WORDS.fullmatch(self.value):
@@ -78,7 +81,10 @@ class Matcher:
         return None
 
     def on_text(self, column: str) -> str:
-        """Return the predicate for a text column without nulls. If possible, file statistics can evaluate it."""
+        """Return the SQL predicate for a text column without nulls.
+
+        For plain values it is a comparison, which DuckDB can evaluate with the statistics of a file.
+        """
         values = self.alternatives()
         if values is not None:
             return _among(column, [sql_string(value) for value in values])
@@ -88,7 +94,7 @@ class Matcher:
         return f"{negation}regexp_matches({column}, {sql_string(self._anchored())})"
 
     def on_number(self, column: str) -> str:
-        """Return the predicate for a column of integers, where null is an absent label."""
+        """Return the SQL predicate for a column of integers; a null in this column is an absent label."""
         values = self.alternatives()
         if values is None:
             return self.on_text(f"coalesce({column}::VARCHAR, '')")

@@ -1,7 +1,9 @@
-"""Mapping between rows and series. The names are those of a rank's `/metrics`, so that history and live data match.
+"""Mapping between stored rows and Prometheus series.
 
-Columns that `/metrics` does not show (unit, shard of a tensor, virtual stage) become labels only if they do not have
-their usual value. Most series are therefore equal to the live ones. An absent label means null or the usual value.
+The names are those of a rank's `/metrics` page, so that stored and live data have the same series. Columns that
+`/metrics` does not show (unit, shard of a tensor, virtual stage) become labels only if they differ from their usual
+value. Most series are therefore equal to the live ones. If such a label is absent, the column is null or has its usual
+value.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from rankscope_contract.model.schema import canonical_labels
 
 JOB: Final = "rankscope"
 ATTEMPT: Final = "rankscope_attempt"
-"""Metric with the attempt of the run at each time. Only exports have it; live data has rankscope_run_info."""
+"""Metric whose value is the attempt of the run at each time. Only exports have it; live data has rankscope_run_info."""
 
 EXPORT: Final = "rankscope_export"
 EXPORT_INFO: Final = f"{EXPORT}_info"
-"""Metric that marks exported data: every row of the store is a sample, not only the scraped ones."""
+"""Metric that marks exported data: its samples are all rows of the store, not only those that Prometheus scraped."""
 
 NULL: Final = "none"
-"""Value of a label for null, if the absence of the label means the usual value."""
+"""Value of a label for a null in the store, if the absence of the label means that the column has its usual value."""
 
 VALUE_OPS_SHOWN: Final = (*VALUE_OPS, *COUNT_OPS)
 BASELINE_SUFFIX: Final = "_baseline"
@@ -42,7 +44,7 @@ _OWN_METRIC: Final = {spec.name: (name, spec) for name, spec in SCALARS_WITH_OWN
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A row of `scalars` without its value."""
+    """The columns of `scalars` that identify a scalar: name, unit and labels."""
 
     name: str
     unit: str | None = None
@@ -50,7 +52,7 @@ class Scalar:
 
 
 def own_metric(scalar: Scalar) -> MetricSpec | None:
-    """Return the metric that contains only this scalar, or None if it is a sample of rankscope_scalar."""
+    """Return the metric that contains only this scalar, or None if the scalar is a sample of rankscope_scalar."""
     spec = SCALARS_WITH_OWN_METRIC.get(scalar.name)
     if spec is None:
         return None
@@ -60,7 +62,10 @@ def own_metric(scalar: Scalar) -> MetricSpec | None:
 
 
 def scalar_labels(scalar: Scalar, spec: MetricSpec | None) -> dict[str, str]:
-    """Return the labels of a scalar's series without the identity labels."""
+    """Return the labels of a scalar's series, without the identity labels such as `run` and `rank`.
+
+    `spec` is the metric of the scalar; None is rankscope_scalar.
+    """
     if spec is not None:
         labels = dict(_text_labels(scalar.labels) or {})
         usual = spec.unit
@@ -76,7 +81,7 @@ def scalar_labels(scalar: Scalar, spec: MetricSpec | None) -> dict[str, str]:
 
 
 def read_scalar(metric: str, labels: Mapping[str, str]) -> Scalar | None:
-    """Return the scalar of a series, or None if it is not a series of Rankscope."""
+    """Return the scalar of the series `metric` with `labels`, or None if it is not a series of Rankscope."""
     rest = {name: value for name, value in labels.items() if name not in _IDENTITY and name not in STAGE_EXTRAS}
     unit = rest.pop("unit", None)
     if metric == catalogue.SCALAR.name:
@@ -94,19 +99,22 @@ def read_scalar(metric: str, labels: Mapping[str, str]) -> Scalar | None:
 
 
 def is_countable(value: float) -> bool:
-    """Return whether a counter may have this value; other values are samples of rankscope_scalar."""
+    """Return whether a Prometheus counter may have this value.
+
+    Other values are exported as samples of rankscope_scalar.
+    """
     return not math.isnan(value) and value >= 0
 
 
 def _split(shown: str) -> tuple[str, str | None]:
-    """Return name and labels of `name{"key":"value"}`."""
+    """Return the name and the labels, as JSON text, of a shown scalar such as `loss{"split":"test"}`."""
     start = shown.find("{")
     text = shown[start:] if start >= 0 else ""
     return (shown[:start], text) if _text_labels(text or None) else (shown, None)
 
 
 def _text_labels(text: str | None) -> dict[str, str] | None:
-    """Return the labels in a `labels` column; None if it is not an object of strings."""
+    """Return the labels in a text of the column `labels`; None if the text is not a JSON object of strings."""
     if text is None:
         return {}
     try:

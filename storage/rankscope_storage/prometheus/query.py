@@ -1,4 +1,4 @@
-"""Query of remote read: matchers and a time range, and their predicates for files and columns of a dataset.
+"""A query of remote read: matchers and a time range, and their predicates for files and columns of a dataset.
 
 Raw rows and rollups are read as one relation.
 """
@@ -24,12 +24,15 @@ IDENTITY: Final[Mapping[str, str]] = {
     "rank": "coalesce(rank::VARCHAR, '')",
     "instance": "run || '/' || coalesce(rank::VARCHAR, '')",
 }
-"""Labels of a rank's series in addition to `job`, as SQL expressions."""
+"""SQL expressions of the labels that identify a rank, in addition to `job`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesQuery:
-    """One query of remote read over a closed interval in ms. `series_alone` selects the last sample of each series."""
+    """One query of remote read over a closed interval in ms.
+
+    With `series_alone`, the answer needs only the last sample of each series.
+    """
 
     matchers: tuple[Matcher, ...]
     start_ms: int
@@ -37,23 +40,26 @@ class SeriesQuery:
     series_alone: bool = False
 
     def fits(self, label: str, text: str) -> bool:
-        """Return whether the matchers allow the value `text` for `label`."""
+        """Return whether all matchers of `label` match the value `text`."""
         return fits(self.matchers, label, text)
 
     def fits_all(self, labels: Mapping[str, str], known: Sequence[str] = ()) -> bool:
-        """Return whether a series with `labels` matches. Matchers of the labels `known` are not applied."""
+        """Return whether a series with `labels` matches. Matchers of the labels in `known` are ignored."""
         judged = [matcher for matcher in self.matchers if matcher.name not in known]
         return all(matcher.matches(labels.get(matcher.name, "")) for matcher in judged)
 
     def without(self, labels: Mapping[str, str]) -> SeriesQuery | None:
-        """Return the query without the matchers of the constant `labels`, or None if these do not match."""
+        """Return the query without the matchers of `labels`, which have constant values.
+
+        Returns None if one of these matchers does not match its label.
+        """
         if not all(self.fits(name, text) for name, text in labels.items()):
             return None
         rest = tuple(matcher for matcher in self.matchers if matcher.name not in labels)
         return replace(self, matchers=rest)
 
     def within(self) -> str:
-        """Return the predicate for the time range."""
+        """Return the SQL predicate for the time range."""
         start, end = self.span()
         return f"ts >= TIMESTAMPTZ '{start.isoformat()}' AND ts < TIMESTAMPTZ '{end.isoformat()}'"
 
@@ -63,16 +69,16 @@ class SeriesQuery:
         return _EPOCH + dt.timedelta(milliseconds=start), _EPOCH + dt.timedelta(milliseconds=max(start, end))
 
     def source(self, connection: Connection, dataset: str, *, of_ranks: bool = True) -> str:
-        """Return the relation of `dataset` with raw rows and rollups, from the files that can contain matching rows.
+        """Return the FROM clause for raw rows and rollups of `dataset`, from the files that can contain matching rows.
 
-        The column `run` is the label `run` only for rows of ranks (`of_ranks`).
+        Set `of_ranks` for rows that ranks sent: only there, the column `run` has the value of the label `run`.
         """
         runs = self._runs() if of_ranks else None
         run = runs[0] if runs is not None and len(runs) == 1 else None
         return both_tiers(connection, dataset, run=run, times=self.span())
 
     def of_rank(self) -> str:
-        """Return the predicate for run, rank, instance and time of the rows of ranks."""
+        """Return the SQL predicate for run, rank, instance and time of rows that ranks sent."""
         predicates = [self.within()]
         for matcher in self.matchers:
             if matcher.name == "run":
@@ -84,11 +90,11 @@ class SeriesQuery:
         return " AND ".join(predicates)
 
     def is_of_ranks(self) -> bool:
-        """Return whether the matchers of `job` allow series of ranks."""
+        """Return whether the matchers of the label `job` allow the job of ranks, `rankscope`."""
         return self.fits("job", names.JOB)
 
     def is_of(self, metric: str) -> bool:
-        """Return whether the matchers allow the metric."""
+        """Return whether the matchers of the metric's name allow `metric`."""
         return self.fits(NAME, metric)
 
     def _runs(self) -> list[str] | None:
@@ -122,7 +128,7 @@ def both_tiers(
     run: str | None = None,
     times: tuple[dt.datetime, dt.datetime] | None = None,
 ) -> str:
-    """Return the relation of `Connection.relation`, extended by rollup rows of `dataset` if there are any."""
+    """Return the relation of `Connection.relation`, with the rollup rows of `dataset` added if there are any."""
     raw = connection.relation(dataset, run=run, times=times)
     beyond = ROLLUPS.get(dataset)
     if beyond is None or not connection.files(beyond, run=run):

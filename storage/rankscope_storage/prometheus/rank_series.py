@@ -1,8 +1,8 @@
-"""Series of ranks (tensors, scalars, steps) with the names and labels of a rank's `/metrics`, created from columns.
+"""Series of ranks (tensors, scalars, steps) with the names and labels of a rank's `/metrics` page.
 
-Exports of a run add labels so that no series is ambiguous. Labels that `/metrics` does not have are left out here:
-placement, shard group, and the unit of a scalar. Rows that `/metrics` never shows (other micro-batches, calls, virtual
-stages) have a label.
+The series are created from columns. Exports of a run have additional labels, so that no two series are equal. Labels
+that `/metrics` does not have are omitted here: placement, shard group, and the unit of a scalar. Rows that `/metrics`
+never shows (other micro-batches, calls, virtual stages) have an additional label.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rankscope_storage.prometheus.query import IDENTITY, SeriesQuery
 from rankscope_storage.prometheus.series import ResultLimit, Series, gathered, labelled, split_series
 
 _MOMENTS: Final = ("vpp_stage", "micro_step", "call_seq")
-"""Integer columns that distinguish rows of one tensor if they are not null."""
+"""Integer columns that distinguish rows of one tensor at one step; a null distinguishes nothing."""
 
 _TENSOR: Final = """CASE WHEN "index" IS NULL THEN tensor ELSE tensor || '[' || "index" || ']' END"""
 _PART: Final = re.compile(r"(.*)\[(0|[1-9][0-9]{0,8})\]", re.DOTALL)
@@ -36,19 +36,19 @@ _ALL, _COUNTED, _REST = range(3)
 _MATCHED_IN_SQL: Final = (*IDENTITY, *STAGE_EXTRAS, "job")
 
 _Shown = tuple[Scalar, int, dict[str, str]]
-"""A scalar, the selected part of its values, and the labels of their series."""
+"""A scalar, the selected part of its values (all, those of a counter, or the rest), and the labels of its series."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSeries:
-    """Execution of a query over the rows of ranks."""
+    """Execution of a query over the rows that ranks sent."""
 
     connection: Connection
     question: SeriesQuery
     limit: ResultLimit
 
     def read(self) -> Iterator[Series]:
-        """Yield the matching series. Raises LimitError."""
+        """Yield the matching series. Raises LimitError if they have too many series or samples."""
         if not self.question.is_of_ranks():
             return
         yield from self._tensors(catalogue.TENSOR_VALUE, names.VALUE_OPS_SHOWN, "")
@@ -122,7 +122,7 @@ class RankSeries:
             yield Series(labelled({**here, **shown}), series.times_ms, series.values)
 
     def _distinguished(self, scalars: Iterable[_Shown]) -> list[_Shown]:
-        """Return the matching scalars, without the label `unit` unless only the unit distinguishes two of them."""
+        """Return the matching scalars. The label `unit` is removed unless two scalars differ only in their unit."""
         seen: set[tuple[tuple[str, str], ...]] = set()
         kept = []
         for scalar, part, labels in sorted(scalars, key=lambda shown: shown[2].get("unit", "")):
@@ -133,7 +133,10 @@ class RankSeries:
         return kept
 
     def _of_scalar(self, scalar: Scalar) -> Iterator[_Shown]:
-        """Yield the parts of a scalar's values, each with its metric and labels."""
+        """Yield each part of a scalar's values with its metric and labels.
+
+        A scalar has two parts if its metric is a counter: values that a counter may have, and other values.
+        """
         own = names.own_metric(scalar)
         shown: list[tuple[int, MetricSpec, MetricSpec | None]] = []
         if own is None:
@@ -162,7 +165,10 @@ class RankSeries:
             yield Series(labelled({NAME: metric, "job": names.JOB, "instance": instance, **texts}), times, values)
 
     def _as_asked(self, query: str, labels: Mapping[str, str]) -> str:
-        """Return `query`, or with `series_alone` the last row of each series, so that a long range is within limits."""
+        """Return `query`, or with `series_alone` a query for the last row of each series.
+
+        The last rows are few, so that a long time range does not exceed the limits.
+        """
         if not self.question.series_alone:
             return query
         names = ", ".join(map(sql_identifier, labels))
@@ -181,7 +187,10 @@ class RankSeries:
         return " AND ".join(predicates)
 
     def _can_be(self, spec: MetricSpec, labels: Mapping[str, str] | Sequence[str]) -> bool:
-        """Return whether series of `spec` can match. Labels that they do not have count as empty."""
+        """Return whether series of the metric `spec` can match.
+
+        A label that these series do not have counts as empty.
+        """
         return self._is_of(spec) and self.question.fits_all({}, (NAME, "job", *IDENTITY, *labels))
 
     def _is_of(self, spec: MetricSpec) -> bool:
@@ -189,12 +198,15 @@ class RankSeries:
 
 
 def _extra(name: str) -> str:
-    """Return SQL for a label that is empty for null."""
+    """Return the SQL expression of a label; its text is empty if the column is null."""
     return f"coalesce({name}::VARCHAR, '')"
 
 
 def _of_tensor(matcher: Matcher) -> str:
-    """Return the predicate for a tensor's name with its index in brackets, by columns if the matcher allows it."""
+    """Return the SQL predicate for the name of a tensor, which ends with its index in brackets.
+
+    If the matcher has plain values, the predicate compares the columns `tensor` and `index`.
+    """
     values = matcher.alternatives()
     if values is None:
         return matcher.on_text(f"({_TENSOR})")

@@ -1,6 +1,7 @@
 """Execute the queries of remote read on one version of the store, within limits of memory and time.
 
-Clocks and clients are outside: another thread cancels the token of a request to interrupt its statement.
+This module has no clock and no client connection. Another thread limits the time: it cancels the request's token, which
+interrupts the running statement.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rankscope_storage.prometheus.rank_series import RankSeries
 from rankscope_storage.prometheus.series import ResultLimit, Series, labelled, merge_series
 
 MEMORY_BYTES: Final = 1 << 30
-"""Least memory limit of DuckDB for a query, in bytes."""
+"""Memory limit of DuckDB for a query, in bytes, if the allowed samples need less."""
 
 SAMPLE_BYTES: Final = 256
 """Memory limit of DuckDB per allowed sample, in bytes. Five million samples needed 100 to 200 bytes each."""
@@ -41,13 +42,14 @@ class CancelToken:
 
     @property
     def is_cancelled(self) -> bool:
-        """True after `end`."""
+        """True after a call of `end`."""
         return self._reason is not None
 
     def end(self, reason: str) -> None:
         """Cancel the request and interrupt its running statement. May be called from any thread.
 
-        Between two statements there is nothing to interrupt: repeat the call until the request has ended.
+        Between two statements there is nothing to interrupt: repeat the call until the request has ended. `reason`
+        becomes part of the error message.
         """
         with self._lock:
             self._reason = self._reason or reason
@@ -55,12 +57,15 @@ class CancelToken:
                 self._cursor.interrupt()
 
     def refusal(self) -> LimitError:
-        """Return the error for the client."""
+        """Return the error for the client, with the reason of the cancellation."""
         return LimitError(f"the query was cancelled because {self._reason}: {_REMEDY}")
 
     @contextlib.contextmanager
     def lasting(self, cursor: duckdb.DuckDBPyConnection) -> Iterator[None]:
-        """Let `end` interrupt statements of `cursor` inside the context. Raises LimitError if cancelled before."""
+        """Let `end` interrupt statements of `cursor` inside the context.
+
+        Raises LimitError if the request was cancelled before.
+        """
         with self._lock:
             if self._reason is not None:
                 raise self.refusal()
@@ -74,9 +79,9 @@ class CancelToken:
 
 @contextlib.contextmanager
 def bounded(connection: Connection, patience: CancelToken, max_samples: int) -> Iterator[None]:
-    """Limit memory and time of the statements of `connection` inside the context.
+    """Limit the memory and the time of the statements of `connection` inside the context.
 
-    Raises LimitError beyond a limit, and StoreError if the store cannot be read.
+    Raises LimitError if a statement exceeds a limit, and StoreError if the store cannot be read.
     """
     memory = max(MEMORY_BYTES, SAMPLE_BYTES * max_samples)
     try:
@@ -94,7 +99,10 @@ def bounded(connection: Connection, patience: CancelToken, max_samples: int) -> 
 
 @contextlib.contextmanager
 def _limited(cursor: duckdb.DuckDBPyConnection, memory: int, folder: str) -> Iterator[None]:
-    """Limit DuckDB to `memory` bytes and no disk inside the context. The earlier limits are restored afterwards."""
+    """Limit DuckDB to `memory` bytes and no temporary files inside the context.
+
+    Restore the earlier limits afterwards.
+    """
     with cursor.cursor() as settings:  # separate, because the other cursor may have rows that are not fetched
         settings.execute(f"SET GLOBAL memory_limit = '{memory} B'")
         _spill_to(settings, "")
@@ -121,12 +129,12 @@ def read(
 ) -> list[list[Series]]:
     """Return the matching series of each query, sorted by labels. The limits apply to all queries together.
 
-    `external_labels` are those of the Prometheus server that sends the request. It expects them on all remote series,
-    so each series gets them unless it already has a label of this name. `patience` lets another thread cancel the
-    request.
+    `external_labels` are those of the Prometheus server that sends the request. This server expects its external labels
+    on all remote series. Each series therefore gets them, unless it already has a label of the same name. `patience` is
+    the token with which another thread cancels the request.
 
-    Raises LimitError beyond a limit of series, samples, memory or time, QueryError for an invalid expression, and
-    StoreError if the store cannot be read.
+    Raises LimitError if the result exceeds a limit of series, samples, memory or time. Raises QueryError for an invalid
+    regular expression, and StoreError if the store cannot be read.
     """
 
     def answers() -> list[list[Series]]:

@@ -1,4 +1,7 @@
-"""Series from sorted rows: one series per combination of labels, one sample per millisecond, within the limits."""
+"""Prometheus series from sorted rows: one series per combination of labels, one sample per millisecond.
+
+Numbers of series and samples beyond the limits of a request raise LimitError.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pyarrow as pa
 from rankscope_storage.base.errors import LimitError
 
 STALE_BITS: Final = 0x7FF0_0000_0000_0002
-"""Bits of the NaN that is Prometheus' staleness marker. In `samples` it is a row without a value."""
+"""Bits of the NaN that is the staleness marker of Prometheus. In the dataset `samples`, the marker is a null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,11 @@ class ResultLimit:
     _given: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Keep the original limits for error messages."""
+        """Store the original limits for error messages."""
         self._given = (self.series, self.samples)
 
     def take_samples(self, count: int) -> None:
-        """Count samples. Raises LimitError beyond the limit."""
+        """Count `number` more samples of the request. Raises LimitError if it has more samples than allowed."""
         self.samples -= count
         if self.samples < 0:
             raise LimitError(
@@ -47,7 +50,7 @@ class ResultLimit:
             )
 
     def take_series(self, count: int) -> None:
-        """Count series. Raises LimitError beyond the limit."""
+        """Count `number` more series of the request. Raises LimitError if it has more series than allowed."""
         self.series -= count
         if self.series < 0:
             raise LimitError(
@@ -57,7 +60,10 @@ class ResultLimit:
 
 
 def gathered(batches: Iterator[pa.RecordBatch], limit: ResultLimit) -> pa.Table | None:
-    """Return all rows, or None if there are none. Raises LimitError when there are too many samples."""
+    """Return the rows of all batches as one table, or None without rows.
+
+    Raises LimitError if there are too many samples.
+    """
     kept = []
     for batch in batches:
         limit.take_samples(batch.num_rows)
@@ -69,7 +75,9 @@ def gathered(batches: Iterator[pa.RecordBatch], limit: ResultLimit) -> pa.Table 
 def split_series(
     rows: pa.Table, keys: Sequence[str], limit: ResultLimit
 ) -> Iterator[tuple[dict[str, object], npt.NDArray[np.int64], npt.NDArray[np.float64]]]:
-    """Yield key values, times and values of each series. Of several samples in one millisecond, the last one counts.
+    """Yield key values, times in ms and values of each series.
+
+    Of several samples in one millisecond, the last one counts.
 
     `rows` are sorted by `keys` and `ms`.
     """
@@ -91,7 +99,7 @@ def split_series(
 
 
 def _values(column: pa.Array) -> npt.NDArray[np.float64]:
-    """Return the values with unchanged bits, and Prometheus' staleness marker for null."""
+    """Return the values with unchanged bits; a null becomes the staleness marker of Prometheus."""
     if not column.null_count:
         values: npt.NDArray[np.float64] = column.to_numpy()
         return values
@@ -105,7 +113,7 @@ def labelled(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def merge_series(same: Sequence[Series]) -> Series:
-    """Return one series from several with equal labels, for example of a run and of its imported live data."""
+    """Return one series from several with equal labels, for example of a run and of its imported live samples."""
     if len(same) == 1:
         return same[0]
     times = np.concatenate([series.times_ms for series in same])

@@ -1,1 +1,4 @@
-"""Analyse statements: the views, files and rows that one needs, and facts about files. Opens no DuckDB instance."""
+"""Analysis of statements: the views, files and rows that a statement needs, and facts about files.
+
+No module of this folder opens a DuckDB instance.
+"""

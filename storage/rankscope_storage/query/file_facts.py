@@ -1,12 +1,12 @@
-"""Facts about data files, computed once per file and process, because a file never changes.
+"""Facts about data files, which permit cheaper views. A fact is computed once per file and process: files never change.
 
-- The optional keys of tensor series that are null in all rows: no query needs to compare them.
-- The first and last step of each scalar, with which `scalar_curve` begins: a sixth of its time.
-- The newest step of each rank and kind, with which `tensor_latest` begins. Neither the log nor the footers show that
-  a rank is behind or that a kind is sampled rarely. Five columns of each file are therefore read: 30 ms of CPU time
-  per million rows.
-- Whether a rank logged the loss of a step again, as after going back without a restart. If no rank did, `loss_curve`
-  need not search the rows for it. All other parts of the curve are sums over steps.
+- The optional keys of tensor series that are null in all rows: queries need not compare these keys.
+- The first and last step of each scalar. `scalar_curve` begins with them; they would take a sixth of its time.
+- The newest step of each rank and kind. `tensor_latest` begins with them. Neither the log nor the Parquet footers show
+  that a rank is behind or that a kind is sampled rarely. Five columns of each file are therefore read, which takes 30
+  ms of CPU time per million rows.
+- Whether a rank logged the loss of a step twice, for example after a script went back without a restart. If no rank
+  did, `loss_curve` need not search the rows for repetitions. All other parts of the curve are sums over steps.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from rankscope_storage.sql.views import empty_select
 _KEPT_FILES: Final = 10_000
 _BATCH_FILES: Final = 200
 _BATCH_BYTES: Final = 64_000_000
-"""Bytes of files that are read together: 8 million scalars or 5 million tensor statistics fit into memory."""
+"""Bytes of files that are read together; 8 million scalars or 5 million tensor statistics in memory."""
 
 RunSql = Callable[[str], pa.Table]
-"""Executes SQL and returns the result."""
+"""Function that executes SQL and returns the result as an Arrow table."""
 
 
 class FileFact:
-    """A fact about each file of `dataset`: rows of `schema` that `select` returns, after `refine`.
+    """A fact about each data file of `dataset`, computed by SQL and cached.
 
-    Thread-safe. The facts of the 10,000 files that were read last are kept.
+    `select` is the SELECT list of an aggregation over the rows that `where` selects, and `refine` converts its result
+    to rows of `schema`. Thread-safe. The cache has the facts of the 10,000 files that were read last.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class FileFact:
         self._lock = threading.Lock()
 
     def of(self, files: Sequence[str], run_sql: RunSql) -> pa.Table:
-        """Return the facts about all `files`; `run_sql` is called for files without a cached fact."""
+        """Return the facts about all `files`; `run_sql` is called only for files whose facts are not cached."""
         known: dict[str, pa.Table | None] = {path: self._seen.get(path) for path in files}
         unseen = [path for path, rows in known.items() if rows is None]
         for batch in divided(unseen, _weight, _BATCH_BYTES):
@@ -89,7 +90,7 @@ class FileFact:
 
 
 def _weight(path: str) -> int:
-    """Return the size of the file, at least as much as limits a batch to _BATCH_FILES files."""
+    """Return the size of the file in bytes, with a minimum that limits a batch to _BATCH_FILES files."""
     try:
         size = Path(path).stat().st_size
     except OSError:
@@ -106,13 +107,18 @@ _NULL_KEYS: Final = FileFact(
 
 
 def absent_keys(files: Sequence[str], run_sql: RunSql) -> tuple[str, ...]:
-    """Return the optional keys that are null in all rows of tensor statistics in `files`; `run_sql` executes SQL."""
+    """Return the optional keys that are null in all rows of the tensor statistics in `files`.
+
+    `run_sql` executes SQL.
+    """
     facts = _NULL_KEYS.of(files, run_sql)
     return tuple(name for name in OPTIONAL_KEYS if not pc.any(facts.column(name), min_count=0).as_py())
 
 
 EXTENTS_TABLE: Final = "rankscope_raw.scalar_extents"
-"""Table from which the macro reads them, with columns of `EXTENTS_SCHEMA`; an unknown attempt is 0."""
+"""Table with the first and last step of each scalar, which `scalar_curve` reads.
+
+It has the columns of `EXTENTS_SCHEMA`; an unknown attempt is 0."""
 
 EXTENTS_SCHEMA: Final = pa.schema(
     {
@@ -133,7 +139,7 @@ _EXTENTS: Final = FileFact(
 
 
 def scalar_extents(files: Sequence[str], runs: Collection[str] | None, run_sql: RunSql) -> pa.Table:
-    """Return first and last step of each scalar in `files`, of `runs` or all runs; `run_sql` executes SQL."""
+    """Return the first and last step of each scalar of `runs` (None: all runs) in `files`; `run_sql` executes SQL."""
     facts = _EXTENTS.of(files, run_sql)
     if runs is not None:
         facts = facts.filter(pc.is_in(facts.column("run"), pa.array(list(runs), pa.string())))
@@ -144,7 +150,7 @@ def scalar_extents(files: Sequence[str], runs: Collection[str] | None, run_sql: 
 
 
 NEWEST_TABLE: Final = "rankscope_raw.tensor_newest"
-"""Table from which the views read them: columns of_run, of_attempt, of_rank, of_kind, of_step."""
+"""Table with the newest steps, which views read. Its columns are of_run, of_attempt, of_rank, of_kind and of_step."""
 
 NEWEST_SCHEMA: Final = pa.schema(
     {"run": pa.string(), "attempt": pa.int32(), "rank": pa.int32(), "kind": pa.string(), "step": pa.int64()}
@@ -158,15 +164,16 @@ _FEW_STEPS: Final = 64
 
 
 def newest_steps(files: Sequence[str], run_sql: RunSql) -> pa.Table:
-    """Return the newest step of each rank and kind in the newest attempt of each run in `files`."""
+    """Return the newest step of each rank and kind in `files`, for the newest attempt of each run."""
     steps = _NEWEST_STEPS.of(files, run_sql).group_by(_KEYS).aggregate([("step", "max")])
     return _last_attempts(steps.rename_columns([*_KEYS, "step"]).select(NEWEST_SCHEMA.names))
 
 
 def has_single_record_per_rank(newest: pa.Table, files: Sequence[str], run_sql: RunSql) -> bool:
-    """Return whether all rows of these steps, which are in `files`, are from one record of their rank each.
+    """Return whether each rank sent the rows of its step in `newest` in only one record.
 
-    A record never contains a row twice. False for rows without incarnation or seq, which no rank sent.
+    `files` contain these rows. A record never contains a row twice. Returns False for rows without incarnation or seq,
+    which no rank sent.
     """
     steps = pc.unique(newest.column("step")).to_pylist()
     if len(steps) > _FEW_STEPS:
@@ -183,7 +190,10 @@ def has_single_record_per_rank(newest: pa.Table, files: Sequence[str], run_sql: 
 
 
 def rows_at(newest: pa.Table) -> list[RowRanges]:
-    """Return the ranges of run and step of these rows; for many runs only the runs."""
+    """Return the ranges of run and step that contain the rows in `newest`.
+
+    For many runs, only the names of the runs.
+    """
     runs = pc.unique(newest.column("run")).to_pylist()
     if len(runs) > _FEW_RUNS:
         return [RowRanges(frozenset(runs))]
@@ -192,7 +202,7 @@ def rows_at(newest: pa.Table) -> list[RowRanges]:
 
 
 def _last_attempts(rows: pa.Table) -> pa.Table:
-    """Return the rows of the highest attempt of their run; a null attempt is the lowest."""
+    """Return the rows of the newest attempt of each run. A null attempt is older than all others."""
     ranked = rows.append_column("place", pc.fill_null(rows.column("attempt"), -1))
     last = ranked.group_by("run").aggregate([("place", "max")])
     return (
@@ -216,7 +226,7 @@ _LOSS_SERIES: Final = ["run", "labels", "attempt", "rank"]
 
 @dataclass(frozen=True, slots=True)
 class LossFacts:
-    """Facts about the losses in some files, for some runs."""
+    """Facts about the rows of the loss in some files, for some runs."""
 
     are_logged_once: bool
     are_of_attempt_0: bool
@@ -226,7 +236,7 @@ NO_LOSS_FACTS: Final = LossFacts(are_logged_once=False, are_of_attempt_0=False)
 
 
 def find_loss_facts(files: Sequence[str], runs: Collection[str] | None, run_sql: RunSql) -> LossFacts:
-    """Return the facts about the losses in `files`, of `runs` or of all runs; `run_sql` executes SQL."""
+    """Return the facts about the losses of `runs` (None: all runs) in `files`; `run_sql` executes SQL."""
     facts = _LOSSES.of(files, run_sql)
     if runs is not None:
         facts = facts.filter(pc.is_in(facts.column("run"), pa.array(list(runs), pa.string())))
@@ -237,7 +247,7 @@ def find_loss_facts(files: Sequence[str], runs: Collection[str] | None, run_sql:
 
 
 def _overlap(facts: pa.Table) -> bool:
-    """Return whether two files have steps of one series in overlapping ranges, so that both may have the same step.
+    """Return whether the step ranges of one series overlap in two files, so that both may contain the same step.
 
     All micro-batches of a step are in one record and thus in one file.
     """
@@ -254,7 +264,10 @@ def _numbered(column: pa.ChunkedArray) -> npt.NDArray[Any]:
 
 
 def _loss_series(facts: pa.Table) -> pa.Table:
-    """Replace the steps of each micro-batch by the first and last step per series, and whether any step is repeated."""
+    """Return one row per file and series: its first and last step, and whether no step is repeated.
+
+    The input has the list of steps of each micro-batch.
+    """
     lists = facts.column("steps").combine_chunks()
     steps, ends = lists.flatten().to_numpy(), np.cumsum(lists.value_lengths().to_numpy())
     begins = ends - lists.value_lengths().to_numpy()

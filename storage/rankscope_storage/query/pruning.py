@@ -1,9 +1,9 @@
-"""Find the rows that a statement reads from a store, as far as its text proves it. Pure.
+"""Find the rows that a statement reads from a store, as far as its text proves it. This module does no I/O.
 
-DuckDB opens the footer of every file of a view before it skips any. With a thousand files, this is most of the time of
-a query. The files are therefore selected before, by the conditions on run, attempt and step under which a statement
-reads a view. A condition that is not clearly understood selects all rows. A statement that reads, or could read,
-anything except our views is not analysed.
+DuckDB opens the footer of every file of a view before it skips any file. With a thousand files, this is most of the
+time of a query. Files are therefore selected before DuckDB runs the query. The selection uses the conditions on run,
+attempt and step under which the statement reads a view. A condition that this module does not understand selects all
+rows. A statement that reads, or could read, anything except our views is not analysed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Node = Mapping[str, Any]
 Term = str | int | None
 
 RUN_MACROS: Final = frozenset({"scalar_curve", "top_deviations", "bucket_deviations"})
-"""Table macros that read only the run in their first parameter, `of_run`."""
+"""Table macros that read only rows of one run, which is their first parameter, `of_run`."""
 
 RELATION_MACROS: Final = frozenset({"downsample", "ema", "moving_average", "p10"})
-"""Table macros over the relation that their first argument names."""
+"""Table macros whose first argument is the name of the relation that they read."""
 
 _PURE_FUNCTIONS: Final = frozenset({"range", "generate_series", "unnest"})
 _RUN: Final = "run"
@@ -40,14 +40,14 @@ _COMPARISONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A value that is passed with the statement, by its name or its position, from 1."""
+    """A parameter of a statement, identified by its name or by its position from 1."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A comparison of `column` with one of `terms`; several terms are compared by =."""
+    """A comparison of `column` with `terms`. Several terms have the comparison =: one of them must be equal."""
 
     column: str
     comparison: str
@@ -56,22 +56,22 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class ViewReference:
-    """A view or macro that a statement reads, and conditions which all rows that it needs satisfy."""
+    """A view or macro that a statement reads, and conditions that all needed rows of the view satisfy."""
 
     name: str
     conditions: tuple[Condition, ...] = ()
 
 
 _OwnedCondition = tuple[tuple[str, ...], Condition]
-"""A condition, and the table that qualifies its column, if any."""
+"""A condition, and the name of the table that qualifies its column; the name is empty for an unqualified column."""
 
 
 class _NotUnderstoodError(Exception):
-    """The statement reads something else, or in a way that this module does not analyse."""
+    """The statement reads something other than our views, or reads in a way that this module does not analyse."""
 
 
 def view_references(statements: Sequence[Node], known: Iterable[str]) -> tuple[ViewReference, ...] | None:
-    """Return all references of the statement to views; None if it is not understood.
+    """Return all references of the statement to views; None if this module does not understand the statement.
 
     `statements` is the result of DuckDB's `json_serialize_sql`; `known` has the names of our views and macros.
     """
@@ -86,7 +86,10 @@ def view_references(statements: Sequence[Node], known: Iterable[str]) -> tuple[V
 
 
 def row_ranges(reference: ViewReference, parameters: object) -> RowRanges:
-    """Return the rows that `reference` can need with `parameters`; a range without condition is unlimited."""
+    """Return the ranges of rows that `reference` can need. `parameters` are the values passed with the statement.
+
+    A column without a condition has an unlimited range.
+    """
     runs: frozenset[str] | None = None
     ranges = dict.fromkeys(_INTEGERS, (-math.inf, math.inf))
     for condition in reference.conditions:
@@ -119,7 +122,7 @@ def _value(term: Term | Parameter, parameters: object) -> object:
 
 
 class _Reader:
-    """One traversal of a syntax tree."""
+    """One traversal of the syntax tree of a statement; `found` collects the references to views."""
 
     def __init__(self, known: frozenset[str]) -> None:
         self._known = known
@@ -213,7 +216,7 @@ class _Reader:
 
 
 def _with_names(node: Any) -> Iterator[str]:
-    """Yield every name that a WITH in the tree defines, in any scope."""
+    """Yield every name that a WITH clause in the syntax tree defines, in any scope."""
     if isinstance(node, list):
         for member in node:
             yield from _with_names(member)
@@ -226,7 +229,7 @@ def _with_names(node: Any) -> Iterator[str]:
 
 
 def _conditions(where: Any) -> Iterator[_OwnedCondition]:
-    """Yield the conditions that follow if all of `where` is true, each with the table of its column."""
+    """Yield conditions that every row must satisfy for `where` to be true, each with the table of its column."""
     if not isinstance(where, dict):
         return
     kind = where.get("type")
@@ -254,7 +257,10 @@ def _condition(column: Node, comparison: str, others: Sequence[Node]) -> Iterato
 
 
 def _term(node: Node) -> Term | Parameter:
-    """Return the text, integer or parameter of `node`, None for anything else."""
+    """Return the text, the integer or the parameter that `node` of the syntax tree represents.
+
+    None for any other node.
+    """
     if node.get("type") == "VALUE_PARAMETER":
         return Parameter(node["identifier"])
     literal = node.get("literal", {}) if node.get("type") == "VALUE_CONSTANT" else {}

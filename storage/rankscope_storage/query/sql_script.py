@@ -1,4 +1,4 @@
-"""Write `rankscope.sql`: the same views for the `duckdb` program, which reads the Delta log without an extension.
+"""Write `rankscope.sql`: the views of a store for the `duckdb` program, which needs no extension for the Delta log.
 
     duckdb -init <store>/rankscope.sql
 
@@ -65,7 +65,10 @@ QUALIFY row_number() OVER (PARTITION BY path ORDER BY version DESC) = 1 AND adde
 
 
 def emit_views(path: str | Path) -> str:
-    """Return the DuckDB script that creates the views of the store at `path`, with the files in its log at run time."""
+    """Return the text of a DuckDB script that creates the views of the store at `path`.
+
+    The script lists the files in the store's log when it runs.
+    """
     root = f"{Path(path).absolute()}/"
     lines = [
         f"-- Views over the Rankscope store {root!r}. Generated; run it again to include new files.",
@@ -81,7 +84,10 @@ def emit_views(path: str | Path) -> str:
 
 
 def write_sql_script(root: Path) -> None:
-    """Write `rankscope.sql` into the store at `root`; a reader sees the old or the new script, never a part."""
+    """Write `rankscope.sql` into the store at `root`.
+
+    A reader sees either the old or the new script, never a part of it.
+    """
     staged = root / STAGING / f"{uuid.uuid4().hex}.sql"
     try:
         staged.write_text(emit_views(root), encoding="utf-8")

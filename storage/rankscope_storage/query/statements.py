@@ -1,9 +1,10 @@
-"""Find the views and macros that a statement can need, and whether it can modify anything. Executes no statement.
+"""Find the views and macros that a statement can need, and whether the statement can modify anything.
 
-DuckDB binds a view when it is created. For all views, this takes longer than most statements. A connection therefore
-creates only views that a statement names, and views that these read; words in texts and comments count too.
+This module executes no statement. DuckDB binds a view when it is created. For all views, this takes longer than most
+statements. A connection therefore creates only views that a statement names, and the views that these read. Words in
+texts and comments of the statement count as names too.
 
-A statement that DuckDB classifies as SELECT can still write: a WITH may contain INSERT, UPDATE, DELETE, TRUNCATE or
+A statement that DuckDB classifies as SELECT can still write. A WITH may contain INSERT, UPDATE, DELETE, TRUNCATE or
 COPY TO, and a table function may change a setting of all connections of an instance.
 """
 
@@ -25,13 +26,15 @@ _WORD: Final = re.compile(r"[a-z_]\w*")
 _ALL: Final = re.compile(
     r"^\s*desc\b|\b(?:show|describe|information_schema|query|query_table|sqlite_\w+|duckdb_\w+|pg_\w+)\b|;\s*\S"
 )
-"""Matches access to views without their names, and a second statement, which must find the views of the first."""
+"""Matches a statement for which all views must exist.
+
+It accesses views without their names, as SHOW does, or it contains a second statement."""
 _EXPLAIN: Final = re.compile(r"\s*explain(\s+analyze)?\s", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A view or macro: its statement, the datasets of the raw rows that it reads, and the definitions that it reads."""
+    """A view or macro: the statement that creates it, and the raw datasets and other definitions that it reads."""
 
     statement: str
     datasets: tuple[str, ...]
@@ -39,7 +42,10 @@ class Definition:
 
 
 def definitions(*, prefix: str) -> Mapping[str, Definition]:
-    """Return all public views and macros by name, each after the ones that it reads."""
+    """Return all public views and macros by name. Each follows the views and macros that it reads.
+
+    The raw rows of a dataset are read from the relation `<prefix><dataset>`.
+    """
     found: dict[str, Definition] = {}
     for statement in view_statements(prefix=prefix):
         match = _CREATES.match(statement)
@@ -51,7 +57,7 @@ def definitions(*, prefix: str) -> Mapping[str, Definition]:
 
 
 def needed_definitions(query: str, known: Mapping[str, Definition]) -> list[str]:
-    """Return the names in `known` that `query` can need, in an order in which they can be created."""
+    """Return the names in `known` that `query` can need, in an order in which DuckDB can create them."""
     text = query.casefold()
     if _ALL.search(text):
         return list(known)
@@ -85,7 +91,10 @@ def can_change(cursor: duckdb.DuckDBPyConnection, query: str) -> bool:
 
 
 def only_selects(cursor: duckdb.DuckDBPyConnection, query: str) -> bool:
-    """Return whether `query` does not modify DuckDB; also True if DuckDB cannot parse it and so rejects it."""
+    """Return whether `query` does not modify DuckDB.
+
+    Returns True if DuckDB cannot parse the query, because DuckDB then rejects it.
+    """
     try:
         kinds = _kinds(cursor, query)
         return all(kind == duckdb.StatementType.SELECT for kind in kinds) and not can_change(cursor, query)
@@ -94,7 +103,7 @@ def only_selects(cursor: duckdb.DuckDBPyConnection, query: str) -> bool:
 
 
 def check_selects(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
-    """Raise QueryError unless `query` is one statement that only reads."""
+    """Raise QueryError if `query` is not exactly one statement, or if the statement does more than read."""
     explained = _EXPLAIN.sub("", query, count=1) if _EXPLAIN.match(query) else query
     try:
         kinds = _kinds(cursor, explained)
@@ -104,7 +113,9 @@ def check_selects(cursor: duckdb.DuckDBPyConnection, query: str) -> None:
         names = ", ".join(kind.name for kind in kinds) or "an empty text"
         raise QueryError(f"only one SELECT, or EXPLAIN of a SELECT, is permitted here, not {names}")
     if can_change(cursor, explained):
-        raise QueryError("only a SELECT without effects is permitted here: this one may write data or change a setting")
+        raise QueryError(
+            "only a SELECT that modifies nothing is permitted here: this one may write data or change a setting"
+        )
 
 
 def _kinds(cursor: duckdb.DuckDBPyConnection, query: str) -> list[duckdb.StatementType]:

@@ -1,1 +1,1 @@
-"""Edits of one run by users: tags and notes, renaming, merging and removal."""
+"""Edits of a run by users: tags and notes, renaming, joining with another run, and removal."""

@@ -1,8 +1,8 @@
-"""Remove, rename and merge runs: all rows of a run change in one commit, while no service writes the run.
+"""Remove, rename and join runs: all rows of a run change in one commit, while no service writes the run.
 
-All files that can contain the run are rewritten or removed, and one commit replaces them under the mutex of rewrites:
-readers see either all or none of the change. A process killed before the commit leaves only files that no version
-contains. Services continue to append other runs.
+All files that can contain the run are rewritten or removed, and one commit replaces them. This commit conflicts with
+all other rewrites. Readers see either all or none of the change. A process that is killed before the commit leaves only
+files that no version contains. Services continue to append rows of other runs.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from rankscope_storage.log.snapshot import FileFilter
 from rankscope_storage.log.translation import Change
 
 _RETRIES: Final = 5
-"""Largest number of consecutive refused commits."""
+"""Number of consecutive refused commits after which an edit of a run fails."""
 _ROUNDS: Final = 50
 
 RowChange = Callable[[pa.Table], pa.Table | None]
-"""Returns the new rows for some rows of the run; None removes them."""
+"""Function that returns the new rows for some rows of the run, or None to remove these rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
     """A change of the rows of `run`.
 
-    `rows` returns the change of rows for a version of the store, or raises StoreError. `part` is the new part of files
-    without other runs. With `forgets`, the watermarks of the run's processes are reset, so that its rows can be stored
-    again.
+    `rows` returns the function that changes rows, for a version of the store, or raises StoreError. `part` is the new
+    part of files that contain only this run. With `forgets`, the watermarks of the run's processes are reset, so that
+    the same rows can be stored again.
     """
 
     run: str
@@ -56,7 +56,7 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteReport:
-    """Number of changed rows and files; vacuum frees `bytes_freed` on the disk later."""
+    """Numbers of changed rows and files. `bytes_freed` is the disk space that vacuum will free."""
 
     rows: int = 0
     files_removed: int = 0
@@ -64,14 +64,15 @@ class RewriteReport:
     bytes_freed: int = 0
 
     def __add__(self, other: RewriteReport) -> RewriteReport:
-        """Return the sum of both reports."""
+        """Return a report with the sums of the numbers in both reports."""
         return RewriteReport(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
 def apply_rewrite(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
     """Commit `rewrite`, and retry if a compaction commits first. Raises ConflictError after several refusals.
 
-    Rows of the run that a service appends meanwhile, from the rings of its last ranks, are changed too.
+    A service may append rows of the run meanwhile, from the records that its last ranks still have. They are changed
+    too.
     """
     log = Log.open(root, sync)
     change: RowChange | None = None
@@ -92,13 +93,16 @@ def apply_rewrite(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
             if not report.files_removed:
                 return done
     raise StoreError(
-        f"{done.rows} rows of {rewrite.run!r} were changed; a service continues to append others with the old name. "
+        f"{done.rows} rows of run {rewrite.run!r} were changed, but a service continues to append rows with this name. "
         "Stop it, then run `rankscope runs rm` again, or `rankscope runs merge` to join the new rows"
     )
 
 
 def _try_rewrite(log: Log, rewrite: Rewrite, change: RowChange | None, sync: Sync) -> tuple[RewriteReport, RowChange]:
-    """Return the report and the change of rows; rows appended later must be changed in the same way."""
+    """Try to commit `rewrite` once. Return the report, and the function that changes rows.
+
+    The caller passes this function as `change` to later tries, so that rows appended later are changed in the same way.
+    """
     changed = change
     removed: list[DataFile] = []
     added: list[DataFile] = []
@@ -133,7 +137,7 @@ def _try_rewrite(log: Log, rewrite: Rewrite, change: RowChange | None, sync: Syn
 
 
 def _divided(root: Path, file: Mapping[str, Any], run: str) -> tuple[pa.Table, pa.Table]:
-    """Return the rows of `run` in `file`, and the rows of other runs."""
+    """Return the rows of `run` in `file`, and the rows of all other runs in it."""
     content = open_file(root / file["path"], file["dataset"], plain=("run",))
     table = conform(content.read(), file["dataset"])
     is_own = pc.equal(table.column("run"), run)
@@ -143,7 +147,7 @@ def _divided(root: Path, file: Mapping[str, Any], run: str) -> tuple[pa.Table, p
 def _rewritten(
     root: Path, file: Mapping[str, Any], rewrite: Rewrite, sync: Sync, *, changed: pa.Table | None, others: pa.Table
 ) -> list[DataFile]:
-    """Write the new rows of `file`, and return the new file; none if no rows are left."""
+    """Write the new rows of `file`, and return the new file in a list; the list is empty if no rows remain."""
     remaining = [rows for rows in (changed, others) if rows is not None and rows.num_rows]
     if not remaining:
         return []
@@ -155,14 +159,17 @@ def _rewritten(
 
 
 LONGEST_NAME: Final = 1000
-"""The limit of the service for names from ranks."""
+"""Largest number of characters of a run's name, as the service permits in names from ranks."""
 
 _LIVE: Final = (RunState.PENDING, RunState.RUNNING, RunState.STALLED)
 _IMPORTED: Final = "SELECT source_kind FROM runs WHERE run = $run AND source_kind <> 'live'"
 
 
 def remove(root: Path, run: str, sync: Sync) -> RewriteReport:
-    """Remove all rows of `run`. An import can be repeated; records that a rank still has may not be stored again."""
+    """Remove all rows of `run`.
+
+    An imported run can be imported again. Records of a live run that a rank still has are not necessarily stored again.
+    """
     with _without_services(root, run):
         with connect(root) as connection:
             was_imported = connection.query(_IMPORTED, {"run": run}).num_rows > 0
@@ -170,15 +177,15 @@ def remove(root: Path, run: str, sync: Sync) -> RewriteReport:
 
 
 def rename(root: Path, run: str, name: str, sync: Sync) -> RewriteReport:
-    """Rename `run` to `name`, which no other run has."""
+    """Rename `run` to `name`. Raises StoreError if another run has this name."""
     if not name.strip():
-        raise StoreError("a run needs a name: rows without a run are samples of other exporters")
+        raise StoreError("the name of a run must not be empty: only samples of other exporters have no run")
     if len(name) > LONGEST_NAME or not name.isprintable():
-        raise StoreError(f"a name of a run has at most {LONGEST_NAME} printable characters")
+        raise StoreError(f"the name of a run must consist of at most {LONGEST_NAME} printable characters")
 
     def rows_of_renamed(version: int) -> RowChange:
         if _highest(root, version, name) is not None:
-            raise StoreError(f"a run is called {name!r} already: `rankscope runs merge` joins two")
+            raise StoreError(f"a run named {name!r} already exists: `rankscope runs merge` joins two runs")
         return lambda rows: _named(rows, name)
 
     with _without_services(root, run):
@@ -186,14 +193,14 @@ def rename(root: Path, run: str, name: str, sync: Sync) -> RewriteReport:
 
 
 def merge(root: Path, run: str, into: str, sync: Sync) -> RewriteReport:
-    """Join `run` to `into`: its attempts are numbered after those of `into`."""
+    """Join `run` to the run `into`: all its rows get this name, and its attempts are numbered after those of `into`."""
     if run == into:
-        raise StoreError(f"{run!r} cannot be joined to itself")
+        raise StoreError(f"run {run!r} cannot be joined to itself: name two different runs")
 
     def rows_of_merged(version: int) -> RowChange:
         last = _highest(root, version, into)
         if last is None:
-            raise StoreError(f"no run is called {into!r}: `rankscope runs rename` gives {run!r} that name")
+            raise StoreError(f"there is no run named {into!r}: `rankscope runs rename` gives {run!r} this name")
         return lambda rows: _named(_shifted(rows, last), into)
 
     with _without_services(root, run, into):
@@ -202,9 +209,9 @@ def merge(root: Path, run: str, into: str, sync: Sync) -> RewriteReport:
 
 @contextlib.contextmanager
 def _without_services(root: Path, *runs: str) -> Iterator[None]:
-    """Hold all shard locks in the context if any of `runs` is still live, according to the store.
+    """Hold the locks of all shards in the context if any of `runs` is still live according to the store.
 
-    Raises ShardLockError if a service runs, because rows that it appends would keep the old name.
+    Raises ShardLockError if a service is running, because rows that it appends would keep the old name.
     """
     with connect(root) as connection:
         states = connection.query("SELECT run, state FROM runs WHERE list_contains($runs, run)", {"runs": list(runs)})
@@ -221,7 +228,10 @@ def _without_services(root: Path, *runs: str) -> Iterator[None]:
 
 
 def _highest(root: Path, version: int, run: str) -> dict[str, int] | None:
-    """Return the highest attempt and ordinal of `run`, -1 if it has none; None if it has no row."""
+    """Return the highest attempt and ordinal of `run`, each -1 if no row has one.
+
+    Returns None if the run has no rows.
+    """
     with connect(root, locked=True, version=version) as connection:
         sources = (connection.relation(name, run=run) for name in DATASETS)
         rows = " UNION ALL ".join(f"SELECT attempt, ordinal FROM {source} WHERE run = $run" for source in sources)
@@ -238,7 +248,7 @@ def _named(rows: pa.Table, name: str) -> pa.Table:
 
 
 def _shifted(rows: pa.Table, last: Mapping[str, int]) -> pa.Table:
-    """Return `rows` with the values of the columns in `last` increased, so that they continue after these values."""
+    """Return `rows` with the columns in `last` increased, so that their values continue after these last values."""
     for column, value in last.items():
         position = rows.schema.get_field_index(column)
         moved = pc.add(rows.column(column), pa.scalar(value + 1, rows.schema.field(column).type))

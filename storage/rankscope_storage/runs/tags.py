@@ -1,8 +1,8 @@
-"""Tags and notes of a run, which users set. They are stored as versions of its row in `runs`.
+"""Tags and notes of a run, which users set. They are stored as further versions of the run's row in `runs`.
 
 A service may write versions of the same run concurrently. A version with tags has no ordinal, so that it never becomes
-the newest one for state and steps, and versions of the service have null tags: the view `runs` combines both.
-Concurrent edits are serialised by the mutex of rewrites, which also protects the renaming of runs.
+the newest version for state and steps. Versions that the service writes have null tags. The view `runs` combines both.
+Concurrent edits are serialised: they conflict with each other and with the renaming of runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ FROM runs WHERE run = $run"""
 
 @dataclass(frozen=True, slots=True)
 class TagsAndNote:
-    """Tags by key, and a note; an empty note is no note. Raises StoreError for invalid text."""
+    """The tags of a run by key, and its note. An empty note means that the run has no note.
+
+    Raises StoreError if a key, a value or the note is invalid.
+    """
 
     tags: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
@@ -50,11 +53,11 @@ class TagsAndNote:
         for key, value in self.tags.items():
             _check_tag(key, value)
         if len(self.note) > LONGEST_NOTE or not all(line.isprintable() for line in self.note.splitlines()):
-            raise StoreError(f"a note has at most {LONGEST_NOTE} printable characters")
+            raise StoreError(f"a note must consist of at most {LONGEST_NOTE} printable characters")
 
     @classmethod
     def of(cls, tags: str | None, note: str | None) -> TagsAndNote:
-        """Return the tags and note in the columns of these names."""
+        """Return the tags and the note from the values of the columns `tags` and `note`."""
         return cls(parse_tags(tags), note or "")
 
 
@@ -62,29 +65,35 @@ TagsEdit = Callable[[TagsAndNote], TagsAndNote]
 
 
 def set_tags(tags: Mapping[str, str]) -> TagsEdit:
-    """Return an edit that sets `tags` and keeps other tags."""
+    """Return an edit that sets `tags` and keeps all other tags."""
     return lambda known: TagsAndNote({**known.tags, **tags}, known.note)
 
 
 def remove_tags(keys: Collection[str]) -> TagsEdit:
-    """Return an edit that removes the tags of `keys`; it raises StoreError for an unknown key."""
+    """Return an edit that removes the tags with `keys`.
+
+    The edit raises StoreError for a key that the run does not have.
+    """
 
     def remove(known: TagsAndNote) -> TagsAndNote:
         if missing := sorted(set(keys) - known.tags.keys()):
-            there = ", ".join(known.tags) or "none"
-            raise StoreError(f"the run has no tag {', '.join(missing)}: it has {there}")
+            there = f"its tags are {', '.join(known.tags)}" if known.tags else "it has no tags"
+            raise StoreError(f"the run has no tag {', '.join(missing)}: {there}")
         return TagsAndNote({key: value for key, value in known.tags.items() if key not in keys}, known.note)
 
     return remove
 
 
 def set_note(note: str) -> TagsEdit:
-    """Return an edit that sets the note; an empty text removes it."""
+    """Return an edit that sets the note of a run; an empty text removes the note."""
     return lambda known: TagsAndNote(known.tags, note.strip())
 
 
 def parse_tags(text: str | None) -> dict[str, str]:
-    """Return the tags in a column `tags`; values that are not text, as from other programs, are ignored."""
+    """Return the tags in a text of the column `tags`.
+
+    Values that are not texts, which other programs may have written, are ignored.
+    """
     try:
         found = json.loads(text or "{}")
     except ValueError:
@@ -94,7 +103,10 @@ def parse_tags(text: str | None) -> dict[str, str]:
 
 
 def edit_tags(root: Path, run: str, change: TagsEdit, sync: Sync) -> TagsAndNote:
-    """Commit the `change` of tags and note of `run`, also while a service writes the run; return the new ones."""
+    """Apply the edit `change` to the tags and the note of `run`, commit the result and return it.
+
+    A service may write the run at the same time.
+    """
     log = Log.open(root, sync)
     log.add_missing_columns()
     edited = TagsAndNote()
@@ -136,6 +148,6 @@ def _known(root: Path, run: str) -> dict[str, Any]:
 
 def _check_tag(key: str, value: str) -> None:
     if not key or len(key) > LONGEST_KEY or not key.isprintable() or key != key.strip() or "=" in key:
-        raise StoreError(f"{key!r} is no key of a tag: a key has 1 to {LONGEST_KEY} printable characters without =")
+        raise StoreError(f"{key!r} is not a valid tag key: a key has 1 to {LONGEST_KEY} printable characters without =")
     if len(value) > LONGEST_VALUE or not value.isprintable():
-        raise StoreError(f"the tag {key} has a value of at most {LONGEST_VALUE} printable characters")
+        raise StoreError(f"the value of tag {key} must consist of at most {LONGEST_VALUE} printable characters")

@@ -1,1 +1,1 @@
-"""SQL text of all views and table macros. No module here reads a file."""
+"""SQL text of all views and table macros of the store. No module of this folder reads a file."""

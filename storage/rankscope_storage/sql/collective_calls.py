@@ -1,8 +1,9 @@
-"""The view `collective_calls`: one row per collective, from the rows of all ranks of its group.
+"""The view `collective_calls`: one row per collective, from the rows of all ranks of its process group.
 
-The view classifies calls in the history as `rankscope_contract.diagnostics.collective_calls` classifies current reports
-of ranks, with the same state names. A rank without a row counts as missing only if its flight record was read after the
-call and the rank is behind: its row may have been overwritten, or not read yet.
+The view classifies stored calls into the same states as `rankscope_contract.diagnostics.collective_calls`, which
+classifies the latest reports of the ranks. A rank without a row is missing from the call only if two conditions hold.
+Its flight record was read after the call, and the rank had not reached the call. Otherwise the row may have been
+overwritten, or may not have been read yet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Views of the wall time of a run: useful steps, lost steps, and all time that is no step. SQL text only.
+"""SQL text of views that divide the wall time of a run: useful steps, lost steps, and time outside of steps.
 
 The wall time of a launch is divided along the clock of one rank, the lowest one that logs step times. A step ends at
-the time of its record, lasts as long as the record states, and steps never overlap. Time between steps is classified by
-its position. The parts therefore always add up to the wall time. A run without rows of a live rank has no parts.
+the time of its record and lasts as long as the record states; steps never overlap. Time between two steps is classified
+by the records before and after it. The parts therefore always add up to the wall time. A run without rows that a rank
+sent (such as an imported run) has no parts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PARTS: Final = (
     "idle",
     "downtime",
 )
-"""Parts of the wall time; each is a column `<part>_seconds`."""
+"""Names of the parts of the wall time; the column of a part is `<part>_seconds`."""
 
 _IN_STEPS: Final = ", ".join(sorted(sql_string(phase) for phase in (*WITHIN_A_STEP, Phase.FIRST_STEP)))
 

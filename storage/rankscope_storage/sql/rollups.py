@@ -1,8 +1,9 @@
-"""SQL text of rollups: aggregation of raw rows, combination of rollup rows, and the views over both tiers.
+"""SQL text for rollups: the aggregation of raw rows, the combination of rollup rows, and views over both.
 
-Both aggregations are sums over disjoint rows, so that neither the number of parts nor their order matters. A rollup row
-has the step of its bucket. Minima and maxima remain exact, a counter has its last value, and every other number is the
-mean of the rows: multiplied by `rows`, counts of elements are exact again.
+Both aggregations add up disjoint rows. The result therefore depends neither on how the rows are divided nor on their
+order. The step of a rollup row is the first step of its bucket. Minima and maxima remain exact, and a counter has its
+last value. Every other number is the mean of the rows. Counts of elements are means too; multiplied by `rows`, they are
+exact totals.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SERIES: Final[Mapping[str, tuple[str, ...]]] = {
     "tensor_stats": (*_IDENTITY, "kind", "tensor", "index", "placement", "shard_group", "call_seq"),
     "scalars": (*_IDENTITY, "name", "unit", "labels"),
 }
-"""Columns that identify a series of a dataset; other micro-steps and calls are other series."""
+"""Columns that identify a series, by dataset. Rows of different micro-steps or calls belong to different series."""
 
 NUMBERS: Final[Mapping[str, tuple[str, ...]]] = {"tensor_stats": VALUE_OPS, "scalars": ("value",)}
 TOTALS: Final[Mapping[str, tuple[str, ...]]] = {"tensor_stats": COUNT_OPS, "scalars": ()}
@@ -37,40 +38,46 @@ _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """Facts about all rows of an aggregation that permit cheaper sums. Missing facts cost time but change no result."""
+    """Facts about all rows of an aggregation that permit cheaper SQL.
+
+    A missing fact costs time but changes no result.
+    """
 
     absent: frozenset[str] = frozenset()
-    """Columns that are null in every row."""
+    """Names of the columns that are null in every row."""
     whole: frozenset[str] = frozenset()
-    """Columns that are null in no row."""
+    """Names of the columns that have a value in every row."""
     is_finite: bool = False
-    """True if no number is NaN or infinite, and all counts of such elements are 0 or null."""
+    """True if no number is NaN or infinite, and the counts of NaN and infinite elements are 0 or null in every row."""
 
 
 NO_FACTS: Final = RowFacts()
 
 
 def bucket(row: str = "") -> str:
-    """Return the SQL of the first step of a row's bucket; `row` is a prefix of its columns."""
+    """Return an SQL expression for the first step of the bucket that a row belongs to.
+
+    `row` is the prefix of column names, such as `t.`.
+    """
     # The modulus gives buckets of negative steps the same width. The smallest integer has no lower bucket.
     floor = f"greatest({row}step, {_LOWEST + BUCKET_STEPS})"
     return f"({floor} - ({row}step % {BUCKET_STEPS} + {BUCKET_STEPS}) % {BUCKET_STEPS})"
 
 
 def time_bucket(row: str = "") -> str:
-    """Return the SQL of the bucket, by time, of a row without a step; null for a row with a step."""
+    """Return an SQL expression for the number of a row's time bucket, for rows without a step; otherwise it is null."""
     return f"(CASE WHEN {row}step IS NULL THEN epoch_us({row}ts) // {BUCKET_SECONDS * 1_000_000} END)"
 
 
 def facts_query(dataset: str, source: str) -> str:
-    """Return a query for one row, from which `row_facts` gets the facts about `dataset` in `source`."""
+    """Return a query whose only row `row_facts` converts to the facts about the rows of `dataset` in `source`."""
     counted = (*SERIES[dataset], "step", *NUMBERS[dataset], *TOTALS[dataset])
     counts = ", ".join(f"count({sql_identifier(name)}) AS {sql_identifier(name)}" for name in counted)
     return f"SELECT count(*) AS every_row, bool_or({_is_nonfinite(dataset, '<>')}) AS is_odd, {counts} FROM {source}"
 
 
 def row_facts(found: Mapping[str, Any]) -> RowFacts:
-    """Return the facts in the row of `facts_query`."""
+    """Return the facts from the row that `facts_query` returned."""
     counts = {name: count for name, count in found.items() if name not in {"every_row", "is_odd"}}
     return RowFacts(
         absent=frozenset(name for name, count in counts.items() if not count),
@@ -80,7 +87,7 @@ def row_facts(found: Mapping[str, Any]) -> RowFacts:
 
 
 def rollup_query(dataset: str, source: str, facts: RowFacts = NO_FACTS) -> str:
-    """Return a query for the rollup rows of the rows of `dataset` in `source`, the text after FROM."""
+    """Return a query that aggregates raw rows of `dataset` to rollup rows; `source` is the text after FROM."""
     series = [name for name in SERIES[dataset] if name not in facts.absent]
     named = {
         "step": "bucket",
@@ -109,7 +116,7 @@ def rollup_query(dataset: str, source: str, facts: RowFacts = NO_FACTS) -> str:
 
 
 def combined_query(dataset: str, source: str) -> str:
-    """Return a query that combines the rollup rows of `dataset` in `source` to one row per bucket."""
+    """Return a query that combines the rollup rows of `dataset` in `source` to one row per series and bucket."""
     series = ", ".join(map(sql_identifier, SERIES[dataset]))
     named = {
         "step": "step",
@@ -142,7 +149,10 @@ def _input_columns(dataset: str, facts: RowFacts) -> Iterator[str]:
 
 
 def _is_nonfinite(dataset: str, comparison: str = ">") -> str:
-    """Return the condition that a row has a number or count that is not finite; null can mean false."""
+    """Return an SQL condition: a number of the row is not finite, or its count of NaN or infinite elements is not 0.
+
+    The condition is false or null for a finite row. `comparison` compares the counts with 0.
+    """
     odd = [f"NOT isfinite({sql_identifier(number)})" for number in NUMBERS[dataset]]
     odd += [f"{total} {comparison} 0" for total in TOTALS[dataset] if total in _NONFINITE]
     return " OR ".join(odd)
@@ -163,7 +173,10 @@ def _summary(dataset: str, number: str, facts: RowFacts) -> dict[str, str]:
 
 
 def _count(name: str, facts: RowFacts) -> str:
-    """Return the number of rows in which `name` is not null; columns without nulls share one count of all rows."""
+    """Return an SQL expression for the number of rows in which `name` is not null.
+
+    For a column without nulls it is `count(*)`, which DuckDB computes once for all such columns.
+    """
     return "count(*)" if name in facts.whole else f"count({sql_identifier(name)})"
 
 
@@ -181,20 +194,27 @@ def _combined_summary(dataset: str, number: str) -> dict[str, str]:
 
 
 def _mean(dataset: str, number: str, plain: str, scaled: str) -> str:
-    """Return a mean that is finite if only its sum overflows, which sums of float32 (in float64) cannot do."""
+    """Return an SQL expression for a mean that remains finite if only the sum overflows.
+
+    `plain` is the mean, and `scaled` is the mean of scaled values. Sums of float32 numbers are computed in float64 and
+    cannot overflow, so `plain` is returned for float32 columns.
+    """
     if dataset_schema(dataset).field(number).type != pa.float64():
         return plain
     return f"CASE WHEN isinf({plain}) THEN {scaled} ELSE {plain} END"
 
 
 def _sum(column: str) -> str:
-    """Return a sum of integers that is limited to the range of BIGINT, so that every row can be rolled up."""
+    """Return an SQL expression for a sum of integers, limited to the range of BIGINT so that no sum causes an error."""
     bounded = f"least(greatest(sum({column}), {_LOWEST}), {_HIGHEST})::BIGINT"
     return f"CASE WHEN count({column}) > 0 THEN {bounded} END"  # greatest() ignores null
 
 
 def _in_order(dataset: str, named: Mapping[str, str]) -> str:
-    """Return the columns of the rollup dataset in schema order; null for columns that do not apply to several rows."""
+    """Return the SELECT list of the rollup dataset in schema order.
+
+    `named` maps column names to SQL. Columns without an entry are null: they have no meaning for several rows.
+    """
     schema = dataset_schema(ROLLUPS[dataset])
     values = (named[field.name] if field.name in named else _NULLS[field.type] for field in schema)
     return ", ".join(f"{value} AS {sql_identifier(name)}" for value, name in zip(values, schema.names, strict=True))
@@ -207,7 +227,10 @@ _ONE: Final = 'step AS first_step, ts AS first_ts, 1::BIGINT AS "rows"'
 
 
 def raw_columns(dataset: str) -> str:
-    """Return a SELECT list that converts combined rollup rows to rows of `dataset`; other columns are null."""
+    """Return a SELECT list that converts combined rollup rows to rows of `dataset`.
+
+    Columns that rollups do not have are null.
+    """
     shown = {name: sql_identifier(name) for name in SERIES[dataset]}
     shown |= {"step": "coalesce(last_step, step)", "ts": "ts", "ordinal": "ordinal"}
     shown |= {number: _number(number) for number in NUMBERS[dataset]}
@@ -237,7 +260,10 @@ def _timeline(view: str, dataset: str, nonfinite: str) -> str:
 
 
 def rollup_view(dataset: str, raw: str) -> str:
-    """Return the view of the rollups of `dataset`, one row per bucket, over the relation `raw` of rollup rows."""
+    """Return the statement that creates the view of the rollups of `dataset`, one row per series and bucket.
+
+    `raw` is the name of the relation with the stored rollup rows.
+    """
     return f"CREATE OR REPLACE VIEW {ROLLUPS[dataset]} AS {combined_query(dataset, raw)}"
 
 
@@ -249,7 +275,7 @@ TIMELINES: Final = (
     _timeline("tensor_timeline", "tensor_stats", _NONFINITE_TENSOR),
     _timeline("scalar_timeline", "scalars", "coalesce(NOT isfinite(value), false)"),
 )
-"""Views that need only the views of the datasets."""
+"""Statements of the views over raw rows and rollups; they need only the views of the datasets."""
 
 
 ROLLED_STEPS: Final = """\
@@ -260,4 +286,6 @@ SELECT run, name, labels, coalesce(attempt, 0) AS attempt, max(last_step) AS ste
     min(value_min) AS lowest, max(value_max) AS highest
   FROM scalar_rollups WHERE step IS NOT NULL AND (value_count > 0 OR nonfinite_rows > 0)
   GROUP BY run, name, labels, coalesce(attempt, 0), scalar_rollups.step"""
-"""The mean of a bucket over finite numbers of all ranks and micro-batches; not finite if there is none."""
+"""Query for the mean of a scalar per bucket, over the finite numbers of all ranks and micro-batches.
+
+The mean is NaN or infinite if the bucket has no finite number."""

@@ -1,4 +1,4 @@
-"""`scalar_curve`: a table macro for one scalar of one run, reduced to as many points as a screen has. SQL text."""
+"""SQL text of the table macro `scalar_curve`: one scalar of one run in at most as many points as a screen shows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 from rankscope_storage.sql.scalar_history import FOLLOWS
 
 MOST_POINTS: Final = 32_767
-"""Largest number of buckets. Their 16-bit numbers let DuckDB use an array of groups."""
+"""Largest number of buckets. Their numbers fit into 16 bits, so that DuckDB uses an array instead of a hash table."""
 
 _NAMED: Final = "run = of_run AND name = of_name AND labels IS NOT DISTINCT FROM of_labels"
 _CHOSEN: Final = f"{_NAMED} AND step IS NOT NULL AND value IS NOT NULL"
@@ -72,9 +72,10 @@ _ROLLED_BUCKETS: Final = f"""\
 
 
 def _raw_buckets(number: str) -> str:
-    """Return the buckets of raw rows. Only runs with several attempts use the join, which drops superseded steps.
+    """Return the query that aggregates raw rows to buckets.
 
-    For a run with one attempt, the other side of the join is empty, and DuckDB reads nothing for it.
+    The query has two halves. The first reads runs with one attempt. The second reads runs with several attempts, and
+    its join removes superseded steps. DuckDB reads no rows for the half that does not apply to the run.
     """
     one = _BUCKETS.format(number=number, rows=_ONE_ATTEMPT, chosen=f"{_CHOSEN} AND attempts = 1")
     return f"{one}\n  UNION ALL\n{_BUCKETS.format(number=number, rows=_SEVERAL_ATTEMPTS, chosen=_CHOSEN)}"
@@ -85,10 +86,10 @@ def _known(extents: str) -> str:
 
 
 def scalar_curve(extents: str | None = None) -> str:
-    """Return the macro over raw rows and rollups.
+    """Return the statement that creates the macro `scalar_curve` over raw rows and rollups.
 
-    `extents` is a table of first and last steps of scalars, as `query.file_facts` fills it. Without it, the macro scans
-    the rows, for readers that do not use a `Connection`.
+    `extents` is a table with the first and last step of each scalar, which `query.file_facts` fills. Without this
+    table, the macro finds these steps by a scan of the rows, for readers that do not use a `Connection`.
     """
     # First extents, then buckets: both are aggregates by integer groups, which DuckDB computes while it reads.
     return f"""\
@@ -116,13 +117,18 @@ GROUP BY ALL ORDER BY step
 
 
 SCALAR_CURVE: Final = scalar_curve()
-"""Buckets of equal length from the first step on: mean and range over all steps, ranks and micro-batches of attempts
-that are not superseded. A repeated value of one rank counts each time. NaN in a bucket appears in `mean` and `highest`.
-A rollup belongs to the bucket of its first step, and counts only if none of its steps is superseded."""
+"""Macro that divides the steps of a scalar into buckets of equal length, beginning at the first step.
+
+A bucket has the mean and the range over all steps, ranks and micro-batches of attempts, without superseded steps. A
+value that one rank logged several times for a step counts each time. NaN in a bucket appears in `mean` and `highest`. A
+rollup row belongs to the bucket of its first step, and counts only if none of its steps is superseded."""
 
 
 def raw_curve(extents: str) -> str:
-    """Return the macro for stores without rollups of these scalars: it takes two thirds of the time."""
+    """Return the macro `scalar_curve` for a store without rollups of the scalar.
+
+    It takes two thirds of the time of the general macro.
+    """
     return f"""\
 {_HEAD}
 WITH extent AS MATERIALIZED (
@@ -137,9 +143,10 @@ SELECT origin + number * width AS step, mean, lowest, highest, parts FROM bucket
 
 
 def sole_attempt_curve(extents: str) -> str:
-    """Return the macro for raw rows that are all of attempt 0, which the log proves for most runs.
+    """Return the macro `scalar_curve` for a run that has only raw rows of attempt 0.
 
-    Each use of `scalars` takes about 5 ms to plan; this macro has only one.
+    The log proves this for most runs. DuckDB needs about 5 ms to plan each use of `scalars` in a macro; this macro has
+    only one use.
     """
     number = "((step - origin) // width)::SMALLINT"
     return f"""\

@@ -1,4 +1,4 @@
-"""Views of scalars over all attempts of a run: each attempt, continued step numbers, and superseded steps. SQL text."""
+"""SQL text of views of scalars over all attempts of a run; they continue step numbers and mark superseded steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAST_VALUES: Final = """\
   GROUP BY run, name, labels, coalesce(attempt, 0), step, rank, micro_step"""
 
 LOSSES: Final = "name = 'loss' AND step IS NOT NULL AND value IS NOT NULL"
-"""The condition for the rows of `scalars` in `loss_curve`."""
+"""SQL condition that selects the rows of `scalars` which are part of `loss_curve`."""
 
 _LOSSES_LOGGED_ONCE: Final = f"""\
   SELECT run, name, labels, coalesce(attempt, 0) AS attempt, step, ts, value FROM scalars WHERE {LOSSES}"""
@@ -30,10 +30,11 @@ _PLUS_ROLLUPS: Final = f"""
 
 FOLLOWS: Final = """\
 max_by({own}.last_step BETWEEN {training}.last_step / 2 AND 2 * {training}.last_step, {own}.last_step)"""
-"""SQL condition: true if a scalar counts the steps of the training.
+"""SQL condition: true if the steps of a scalar are the steps of the training.
 
-The arguments are the extents of the scalar and of the training in the same attempts. A scalar that counts epochs or
-samples has, in its longest attempt, less than half or more than twice the last step of the loss."""
+`own` and `training` are relations with the first and last step of the scalar and of the loss, per attempt. The
+condition compares the last steps in the longest attempt of the scalar. A scalar that counts epochs or samples has less
+than half or more than twice the last step of the loss."""
 
 # First and last step of the attempts of each scalar. The loss defines how far an attempt went back, also for scalars
 # that are logged seldom. Scalars that count epochs or samples use their own steps: see FOLLOWS.
@@ -75,9 +76,9 @@ span AS (
 
 
 def _history(logged: str, rollups: str, spans: str, keys: Sequence[str]) -> str:
-    """Return a query for the rows of `scalar_history` over the values that `logged` selects, plus rollups.
+    """Return a query with the columns of `scalar_history`, for values of the query `logged` and for `rollups`.
 
-    `spans` is a query for the extents of attempts, by `keys`.
+    `spans` is a query for the first and last step of each attempt. `keys` are the columns that identify a scalar in it.
     """
     listed = ", ".join(keys)
     # An attempt that begins at or before the last step of an earlier attempt has gone back: the later steps of the
@@ -111,17 +112,21 @@ FROM per_step JOIN counted ON attempt = of_attempt AND {" AND ".join(map(_same, 
 
 
 def _same(key: str) -> str:
-    """Return a condition of the join. DuckDB moves a condition of the statement to the other side only through =."""
+    """Return the join condition for column `key`.
+
+    It uses = where possible, because DuckDB applies the caller's filters to both sides of a join only through =.
+    """
     return "labels IS NOT DISTINCT FROM of_labels" if key == "labels" else f"{key} = of_{key}"
 
 
 _SCALAR_HISTORY: Final = f"""\
 CREATE OR REPLACE VIEW scalar_history AS
 {_history(_LAST_VALUES, _PLUS_ROLLUPS, _SPANS_OF_SCALARS, ("run", "name", "labels"))}"""
-"""A row per attempt and step: the mean of `parts` numbers, one per rank and micro-batch.
+"""View with one row per scalar, attempt and step: the mean of `parts` numbers, one per rank and micro-batch.
 
-`cumulative_step` counts repeated steps again. `stands` is false for superseded steps. Rollups have one row per hundred
-steps, from `first_step` to `step`, which is superseded if one of its steps is; in other rows, the two are equal."""
+`cumulative_step` continues over all attempts and counts repeated steps again. `stands` is false for superseded steps. A
+row of a rollup covers a hundred steps, from `first_step` to `step`, and is superseded if any of these steps is. In all
+other rows, `first_step` equals `step`."""
 
 _LOSS_CURVE_OF: Final = """\
 CREATE OR REPLACE VIEW loss_curve AS
@@ -129,15 +134,16 @@ SELECT run, labels, attempt, step, cumulative_step, ts, parts, value AS loss, lo
   exp(value) AS perplexity, first_step
 FROM"""
 _LOSS_CURVE: Final = f"{_LOSS_CURVE_OF} scalar_history WHERE name = 'loss' AND stands\n"
-"""The loss without superseded steps: one row per step, of the last attempt that trained it."""
+"""View of the loss without superseded steps: one row per step, from the last attempt that trained this step."""
 
 LOSS_LOGGED_ONCE: Final = f"""\
 {_LOSS_CURVE_OF} (
 {_history(_LOSSES_LOGGED_ONCE, "", _SPANS_OF_LOSSES, ("run",))}) WHERE stands
 """
-"""The same view if no rank logged the loss of a step twice within an attempt, and there are no rollups.
+"""A faster definition of the view `loss_curve`, for losses that no rank logged twice for a step of an attempt.
 
-It takes a third of the time, because rank and micro-batch of a number do not matter."""
+It also requires that the run has no rollups. It takes a third of the time, because it need not distinguish ranks and
+micro-batches."""
 
 LOSS_OF_SOLE_ATTEMPT: Final = f"""\
 CREATE OR REPLACE VIEW loss_curve AS
@@ -145,7 +151,9 @@ SELECT run, labels, 0::INTEGER AS attempt, step, step AS cumulative_step, min(ts
   avg(value) AS loss, min(value) AS lowest, max(value) AS highest, exp(avg(value)) AS perplexity, step AS first_step
 FROM scalars WHERE {LOSSES} GROUP BY run, labels, step
 """
-"""The same view if, in addition, all rows are of attempt 0. It takes a fifth of the time."""
+"""A definition of the view `loss_curve` that requires, in addition, that all rows are of attempt 0.
+
+It takes a fifth of the time of the general definition."""
 
 # A thousand years. Scripts that stop by another criterion plan 2^63 - 1 steps, for which no date exists.
 _MOST_SECONDS: Final = 31_556_952_000
@@ -176,6 +184,8 @@ SELECT run, state, newest_step AS step, planned_steps, seconds_per_step, last_se
     AS expected_end
 FROM speed LEFT JOIN runs USING (run)
 """
-"""The expected end of a run, from the pace of its last 100 steps; null without a planned number of steps."""
+"""View of the expected end of each run, computed from the time per step of its last 100 steps.
+
+The end is null for a run without a planned number of steps."""
 
 HISTORY_VIEWS: Final = (_SCALAR_HISTORY, _LOSS_CURVE, _RUN_ETA)

@@ -1,8 +1,8 @@
-"""Macros for smoothing and downsampling: moving averages, 10th percentile, perplexity, `downsample`. SQL text.
+"""SQL text of macros for curves: moving averages, 10th percentile, perplexity, and downsampling.
 
-A value that is not finite is not part of an average, as in the rules; its row has the previous average. Rows with equal
-x, such as those of a step that two attempts trained, are ordered by y. `downsample` returns at most as many points as a
-screen has, and keeps every extreme.
+Averages skip values that are not finite, as the anomaly rules do; the row of such a value has the previous average.
+Rows with equal x are ordered by y, for example rows of a step that two attempts trained. `downsample` returns at most
+as many points as a screen shows, and keeps every extreme.
 """
 
 from __future__ import annotations
@@ -111,4 +111,6 @@ kept AS (
 SELECT line AS series, place AS x, coalesce(number, 'nan'::DOUBLE) AS y FROM kept
 ORDER BY 1, 2
 """
-"""At most `points` stored points of each series. x is a number: convert times with `epoch(ts)`."""
+"""Macro `downsample`: returns at most `points` of the stored points of each series.
+
+x must be a number: convert times with `epoch(ts)`."""

@@ -1,6 +1,7 @@
-"""Views and macros over tensor statistics: latest rows, non-finite rows, largest deviations. SQL text.
+"""SQL text of views and macros over tensor statistics: latest rows, non-finite rows, and largest deviations.
 
-A deviation is relative to the baseline of the rules, or to earlier steps of the tensor.
+`top_deviations` compares a statistic with the baseline of the anomaly rules. `bucket_deviations` compares it with
+earlier steps of the same tensor.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ QUALIFY row_number() OVER (
 
 
 def tensor_latest(newest: str = _NEWEST, *, measured_once: bool = False) -> str:
-    """Return the view `tensor_latest`; `newest` is a query for the newest step of each rank and kind.
+    """Return the statement that creates the view `tensor_latest`.
 
-    `measured_once` requires that no rank measured such a step twice. It omits the search for repeated rows, which takes
-    most of the time.
+    `newest` is a query for the newest step of each rank and kind. With `measured_once`, the caller guarantees that no
+    rank measured such a step twice. The view then omits the search for repeated rows, which takes most of its time.
     """
     # The step is found first and then joined: DuckDB then reads only row groups that can contain it.
     return f"""\
@@ -44,7 +45,9 @@ SELECT tensor_stats.* FROM tensor_stats JOIN newest
 
 
 TENSOR_LATEST: Final = tensor_latest()
-"""In the newest attempt of each run: the rows of each rank's last step of each kind, and no older rows."""
+"""View of the latest tensor statistics, from the newest attempt of each run.
+
+It has the rows of the last step of each rank and kind, and no earlier rows."""
 
 NONFINITE: Final = """\
 CREATE OR REPLACE VIEW nonfinite AS
@@ -52,7 +55,9 @@ SELECT * FROM tensor_stats WHERE nans > 0
 UNION ALL
 SELECT * FROM tensor_stats WHERE infs > 0 AND (nans IS NULL OR nans <= 0)
 """
-"""Tensors with a NaN or an infinity. DuckDB skips row groups by either condition."""
+"""View of the rows of tensors with a NaN or an infinity.
+
+It is a union of two selections, so that DuckDB can skip row groups by each condition."""
 
 
 # No parameter has the name of a column, because a macro also replaces names of columns.
@@ -71,18 +76,21 @@ WITH deviation AS (
 )
 FROM deviation ORDER BY ratio DESC, attempt, step, rank LIMIT top
 """
-"""The rows with the largest ratio above the baseline that the rules used; infinite above a baseline of 0."""
+"""Macro that returns the rows with the largest ratio of a statistic to the baseline of the anomaly rules.
+
+The ratio is infinite if the baseline is 0."""
 
 OPTIONAL_KEYS: Final = ("attempt", "rank", "micro_step", "vpp_stage", "index", "call_seq")
-"""Columns that distinguish the series of one tensor, and that are null in all rows of many runs."""
+"""Columns that distinguish the series of one tensor. In many runs, some of these columns are null in all rows."""
 
 _RESULT: Final = ("attempt", "rank", "step", "micro_step", "vpp_stage", "kind", "tensor", "index")
 
 
 def bucket_deviations(absent: Collection[str] = ()) -> str:
-    """Return the macro `bucket_deviations`; the optional keys `absent` are null in all rows it will read.
+    """Return the statement that creates the macro `bucket_deviations`.
 
-    Grouping by a column of nulls takes a tenth longer and changes no group.
+    `absent` has the optional keys that are null in all rows which the macro will read. The macro does not group by
+    them: it would take a tenth longer and result in the same groups.
     """
     keys = [name for name in OPTIONAL_KEYS if name not in absent]
     grouped = ", ".join(map(sql_identifier, (*keys, "kind", "tensor")))
@@ -121,6 +129,7 @@ def _result_column(name: str, absent: Collection[str]) -> str:
 
 
 DEVIATION_MACROS: Final = (_TOP_DEVIATIONS, bucket_deviations())
-"""`top_deviations`, and `bucket_deviations`, which needs no baseline.
+"""Statements of the macros `top_deviations` and `bucket_deviations`; the second needs no baseline.
 
-The latter compares the highest norm in `width` steps with the mean of the steps before, and returns its first step."""
+`bucket_deviations` divides steps into buckets of `width` steps. It compares the highest norm of a bucket with the mean
+norm of the previous bucket, and returns the first step that has the highest norm."""

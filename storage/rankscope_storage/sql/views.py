@@ -1,6 +1,7 @@
-"""The public views and macros as SQL text, and the queries for raw rows on which they are based.
+"""SQL text of the public views and macros, and of the queries for raw rows on which they are based.
 
-Pure: the caller passes the files of a dataset. A macro reads any relation: a view, or a name from the statement's WITH.
+This module opens no file: the caller passes the paths of a dataset's files. A macro reads any relation: a view, or a
+name that the statement defines with WITH.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ SELECT run, attempt, step, vpp_stage, kind, tensor, replicas, hashes, ranks,
   norm_min, norm_max, ts
 FROM disagreement WHERE hashes > 1
 """
-"""A row per tensor and step: the ranks that differ from the majority, or all of them if there is no majority."""
+"""View of replicas with different hashes: one row per tensor and step, with the ranks that differ from the majority.
+
+If no hash has a majority, the row has all ranks."""
 
 
 MACROS: Final = (
@@ -61,7 +64,7 @@ MACROS: Final = (
     SCALAR_CURVE,
     *DEVIATION_MACROS,
 )
-"""Statements that need only the views of the datasets and each other, in a valid order."""
+"""Statements of views and macros that need only the views of the datasets and each other, in an order that is valid."""
 
 
 VERSION_KEYS: Final = {
@@ -69,7 +72,7 @@ VERSION_KEYS: Final = {
     "attempts": ("run", "attempt"),
     "tensors": ("run", "kind", "tensor", '"index"'),
 }
-"""The keys of each dimension; its view has only the newest version per key."""
+"""Key columns of each dimension table; the view of the table has only the newest version of each key."""
 
 HISTORY_SUFFIX: Final = "_history"
 
@@ -120,7 +123,10 @@ QUALIFY row_number() OVER (
 
 
 def view_statements(*, prefix: str = "") -> Iterator[str]:
-    """Yield the statements that create the public views and macros over relations `<prefix><dataset>` of raw rows."""
+    """Yield the statements that create the public views and macros.
+
+    The raw rows of a dataset are read from the relation `<prefix><dataset>`.
+    """
     for dataset in DATASETS:
         raw = f"{prefix}{dataset}"
         if dataset in DIMENSIONS:
@@ -141,20 +147,20 @@ def view_statements(*, prefix: str = "") -> Iterator[str]:
 
 @functools.cache
 def empty_select(dataset: str) -> str:
-    """Return a query with the typed columns of `dataset`, in order, and no rows."""
+    """Return a query that returns no rows, with the columns and types of `dataset` in order."""
     return f"SELECT {', '.join(map(sql_null, dataset_schema(dataset)))} WHERE false"
 
 
 def empty_view(dataset: str) -> str:
-    """Return the statement that creates the view of `dataset` without rows."""
+    """Return the statement that creates the view of `dataset` as an empty view."""
     return f"CREATE OR REPLACE VIEW {dataset} AS {empty_select(dataset)}"
 
 
 def raw_select(dataset: str, files: str, *, empty: bool, columns: str | None) -> str:
     """Return a query for the rows of `dataset` in `files`, an SQL expression for a list of paths.
 
-    If all files have the same columns, the select list `columns`, DuckDB need not open them first; otherwise (None) it
-    matches columns by name.
+    `columns` is the select list if all files have the same columns. Otherwise it is None, and DuckDB opens all files
+    first to match their columns by name. With `empty`, the query returns no rows.
     """
     if empty:
         return empty_select(dataset)
@@ -168,7 +174,7 @@ def raw_select(dataset: str, files: str, *, empty: bool, columns: str | None) ->
 
 @functools.cache
 def _usual_columns(dataset: str) -> str:
-    """Return the select list that adds the UNWRITTEN columns of `dataset` to a usual file."""
+    """Return the select list that adds null columns to a file without the UNWRITTEN columns of `dataset`."""
     unwritten = UNWRITTEN.get(dataset, ())
     if not unwritten:
         return "*"
@@ -178,13 +184,13 @@ def _usual_columns(dataset: str) -> str:
 
 
 def files_select(dataset: str, files: Sequence[str]) -> str:
-    """Return a query for the rows of `dataset` in exactly these `files`."""
+    """Return a query for the rows of `dataset` in `files`, a list of paths."""
     listed = f"[{', '.join(map(sql_string, files))}]::VARCHAR[]"
     return raw_select(dataset, listed, empty=not files, columns=common_columns(dataset, files))
 
 
 def common_columns(dataset: str, files: Sequence[str]) -> str | None:
-    """Return the select list for all current columns of `files`; None if the files have different columns."""
+    """Return the select list for all columns of `dataset` in `files`; None if the files have different columns."""
     shapes = {file_fingerprint(file) for file in files}
     if shapes <= {fingerprint(dataset)}:
         return _usual_columns(dataset)

@@ -15,8 +15,9 @@ from rankscope_storage.tensorboard.messages import Event, put_number
 from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, tensor_tag
 
 WRITER: Final = b"rankscope "
-"""Start of `source_metadata` in the first event of files that Rankscope wrote. Each event of such a file has whole
-rows."""
+"""Start of `source_metadata` in the first event of files that Rankscope wrote.
+
+An event of such a file contains complete rows of the store."""
 
 FILE_VERSION: Final = b"brain.Event:2"
 DESCRIBED: Final = {
@@ -24,10 +25,10 @@ DESCRIBED: Final = {
     "scalars": ("name", "unit", "labels", "vpp_stage", "micro_step"),
     "features": ("kind", "module", "index", "vpp_stage", "micro_step"),
 }
-"""Columns that identify a series of a dataset."""
+"""Columns that identify a series, by dataset; they are written into the description of a tag."""
 
 PLACEMENT: Final = "full"
-"""Placement of a tensor whose tag has no description."""
+"""Placement of a tensor that the reader assumes if the tag has no description."""
 
 EVENT_VALUES: Final = 2_000
 EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
@@ -36,7 +37,7 @@ _DATA_CLASS_SCALAR: Final = 1
 
 
 class EventFile:
-    """Writer of one event file, as a context manager."""
+    """Writer of one TensorBoard event file; a context manager that closes the file."""
 
     def __init__(self, path: Path, *, rank: int | None, attempt: int | None) -> None:
         self.omitted: Counter[str] = Counter()
@@ -58,7 +59,7 @@ class EventFile:
         self._file.close()
 
     def write(self, step: int, ts: dt.datetime | None, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        """Write the rows of one step and time, given by dataset."""
+        """Write the rows of one step and time; `rows` maps a dataset to its rows."""
         event = self._event(step, ts)
         for dataset, listed in rows.items():
             for row in listed:
@@ -109,7 +110,7 @@ class EventFile:
         put_number(value, number)
 
     def _new_tag(self, dataset: str, row: Mapping[str, Any], op: str) -> bytes:
-        """Return an unused tag, and keep the description that its first value must have."""
+        """Return a tag that no other series has, and store the description for the first value of the series."""
         if dataset == "tensor_stats":
             tag, plain = _tensor_tag(row, op, self._rank)
         elif dataset == "scalars":

@@ -1,7 +1,7 @@
-"""Records of an event file: length, checksum of the length, data, checksum of the data. `messages` decodes the data.
+"""Records of an event file: length, checksum of the length, data, checksum of the data.
 
-After a damaged record, reading continues at the next position where eight bytes are followed by their checksum. Random
-bytes match once in four billion positions.
+`messages` decodes the data. After a damaged record, the reader searches for the next eight bytes that are followed by
+their checksum, and continues there. Random bytes match once in four billion positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_RECORD_BYTES: Final = 4 << 20
-"""Largest record that is read, in bytes. Scalars need a few hundred; larger records contain pictures or graphs."""
+"""Size of the largest record that is read, in bytes.
+
+Scalars need a few hundred bytes; larger records contain images."""
 
 _LENGTH: Final = struct.Struct("<Q")
 _CRC: Final = struct.Struct("<I")
@@ -25,31 +27,31 @@ _HEADER_BYTES: Final = 12
 _SCAN_BYTES: Final = 1 << 20
 
 OnFault = Callable[[int, str], None]
-"""Function that receives the number of a record, from 1, and the description of its fault."""
+"""Function that receives the number of a damaged or skipped record, counted from 1, and a description of the fault."""
 
 
 def masked_crc(data: bytes) -> int:
-    """Return CRC-32C of `data`, rotated and shifted as the format requires."""
+    """Return the CRC-32C of `data`, rotated and shifted as the event file format requires."""
     crc: int = google_crc32c.value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def frame(data: bytes) -> bytes:
-    """Return `data` as one record."""
+    """Return `data` as one record of an event file, with length and checksums."""
     length = _LENGTH.pack(len(data))
     return b"".join((length, _CRC.pack(masked_crc(length)), data, _CRC.pack(masked_crc(data))))
 
 
 def is_header(head: bytes) -> bool:
-    """Return whether a file that begins with `head` begins with a record."""
+    """Return whether `head`, the first bytes of a file, is the header of a record of an event file."""
     return len(head) >= _HEADER_BYTES and _CRC.unpack_from(head, 8)[0] == masked_crc(head[:8])
 
 
 def read_frames(file: BinaryIO, size: int, on_fault: OnFault) -> Iterator[tuple[int, bytes]]:
-    """Yield number (from 1) and data of each record with correct checksums; report other records to `on_fault`.
+    """Yield number (from 1) and data of each record with correct checksums; pass other records to `on_fault`.
 
-    `size` is the size of the file in bytes. A record that is cut off at the end of the file is reported too; the writer
-    may not have finished it.
+    `size` is the size of the file in bytes. A record that is cut off at the end of the file is also passed to
+    `on_fault`; its writer may not have finished it.
     """
     number = 0
     while header := file.read(_HEADER_BYTES):
@@ -78,7 +80,7 @@ class _Fault(enum.StrEnum):
 
 
 def _data(file: BinaryIO, header: bytes, start: int, size: int) -> bytes | _Fault:
-    """Return the data of the record that begins at `start`, or its fault."""
+    """Return the data of the record that begins at byte `start`, or the fault of this record."""
     if len(header) < _HEADER_BYTES:
         return _Fault.CUT
     if not is_header(header):
@@ -95,7 +97,7 @@ def _data(file: BinaryIO, header: bytes, start: int, size: int) -> bytes | _Faul
 
 
 def _next_header(file: BinaryIO, start: int) -> int | None:
-    """Return the position of the first record header at or after `start`, or None."""
+    """Return the byte position of the first record header at or after `start`, or None if there is no other header."""
     while True:
         file.seek(start)
         chunk = file.read(_SCAN_BYTES + _HEADER_BYTES - 1)
@@ -119,7 +121,10 @@ def _next_header(file: BinaryIO, start: int) -> int | None:
 
 @functools.cache
 def _crc_tables() -> tuple[list[npt.NDArray[np.uint32]], int]:
-    """Return, for each of eight positions, the change of the CRC of eight zeros by each byte; and that CRC."""
+    """Return tables for the CRC-32C of eight bytes: per position and byte value, the change of the CRC of eight zeros.
+
+    The second result is the CRC of eight zeros.
+    """
     zero: int = google_crc32c.value(bytes(8))
     tables = [
         np.array(

@@ -1,7 +1,8 @@
 """Protobuf messages of an event file, restricted to the fields for numbers and texts; protobuf skips the other fields.
 
-They are declared here because `tensorboard` (44 MB) brings a web server and `tensorboardX` imports torch if it is
-installed. Tags are bytes, because a text that is not valid UTF-8 would otherwise make the whole record unreadable.
+The messages are declared here because the package `tensorboard` (44 MB) includes a web server, and `tensorboardX`
+imports torch if torch is installed. Tags are declared as bytes. As texts, one invalid UTF-8 tag would make a whole
+record unreadable.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _FLOAT: Final = struct.Struct("<f")
 _DT_STRING: Final = 7
 
 _EXACT_FIELD: Final = 1000
-"""Number of Rankscope's own field: the double that was rounded to the float `simple_value`. Other readers skip it."""
+"""Number of a protobuf field that only Rankscope uses: the float64 value before it was rounded to `simple_value`.
+
+Other readers skip the field."""
 
 _PACKAGE: Final = "rankscope.tensorboard"
 _Field = descriptor_pb2.FieldDescriptorProto
@@ -122,7 +125,7 @@ _HALF: Final = 19
 
 
 def scalar_value(value: Any) -> float | None:
-    """Return the number in a summary value, or None if it contains anything other than one number."""
+    """Return the number in a summary value, or None if the value contains anything other than one number."""
     which = value.WhichOneof("value")
     if which == "simple_value":
         return float(value.exact if value.WhichOneof("exactly") else value.simple_value)
@@ -138,7 +141,7 @@ def text_value(value: Any) -> str | None:
 
 
 def put_number(value: Any, number: float) -> None:
-    """Set `number` in a summary value, as a float for all readers and exactly for Rankscope."""
+    """Store `number` in a summary value: as float32 for all readers, and exactly in a field for Rankscope."""
     value.simple_value = number
     if value.simple_value != number and not math.isnan(number):
         value.exact = number

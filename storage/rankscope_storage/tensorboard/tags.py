@@ -40,7 +40,7 @@ _TREE_TAG: Final = re.compile(r"vp(-?\d{1,9}):(.*)/([a-z_]+)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTag:
-    """Columns of one statistic that its tag contains."""
+    """The columns of one statistic that its TensorBoard tag contains."""
 
     kind: str
     tensor: str
@@ -53,7 +53,7 @@ class TensorTag:
 
 
 def tensor_tag(parts: TensorTag) -> str:
-    """Return the tag of a statistic. Without a virtual stage the tag has stage 0, as in msprobe."""
+    """Return the tag of a statistic. Without a virtual stage, the tag has stage 0, as in msprobe."""
     name = parts.tensor.replace("%", "%25").replace(":", "%3A")
     side = _SIDE_OF.get(parts.kind)
     family = FAMILY_OF.get(parts.kind, "other")
@@ -65,7 +65,7 @@ def tensor_tag(parts: TensorTag) -> str:
 
 
 def parse_tensor_tag(tag: str) -> TensorTag | None:
-    """Return the parts of `tag`, or None if it does not have this form."""
+    """Return the parts of `tag`, or None if it is not a tag of a tensor in msprobe's form."""
     match = _TAG.fullmatch(tag)
     task_op = _task_and_op(match[4]) if match else None
     if match is None or task_op is None:
@@ -74,7 +74,10 @@ def parse_tensor_tag(tag: str) -> TensorTag | None:
 
 
 def parse_tree_tag(tag: str, family: str, rank: int | None) -> TensorTag | None:
-    """Return the parts of a tag of msprobe's conversion, `vp0:name:micro1/norm` in the folder `rank0/<family>`."""
+    """Return the parts of a tag from msprobe's converter, or None if the tag does not have this form.
+
+    Such a tag is `vp0:name:micro1/norm`, in the folder `rank0/<family>`.
+    """
     match = _TREE_TAG.fullmatch(tag)
     if match is None or match[3] not in OPS or (family not in _TASKS and (family, "input") not in _SIDED):
         return None

@@ -1,1 +1,1 @@
-"""The one writer of a shard: new rows by watermark, and commits that store each row exactly once."""
+"""The only writer of a shard: it selects new rows by watermarks, and its commits store each row exactly once."""

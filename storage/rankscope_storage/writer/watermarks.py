@@ -1,4 +1,4 @@
-"""Select the new rows of a batch by the watermarks of their incarnations. Pure."""
+"""Select the new rows of a batch by the watermarks of their incarnations. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rankscope_storage.base.errors import BatchError
 
 
 def incarnations(tables: Mapping[str, pa.Table]) -> set[str]:
-    """Return all incarnations of the rows of `tables`, and possibly some without rows."""
+    """Return the incarnations of all rows of `tables`. The result may also contain incarnations without rows."""
     return set().union(*(_distinct(table.column("incarnation")) for table in tables.values()))
 
 
@@ -29,7 +29,10 @@ def _distinct(column: pa.ChunkedArray) -> set[str]:
 
 
 def newer(table: pa.Table, stored: Mapping[str, int]) -> pa.Table:
-    """Return the rows above the watermark of their incarnation, and all rows without incarnation or seq."""
+    """Return the rows above the watermark of their incarnation, and all rows without incarnation or seq.
+
+    `stored` has the watermark of each incarnation.
+    """
     if not table.num_rows or all(seq == NOTHING for seq in stored.values()):
         return table
     lowest = pc.min(table.column("seq")).as_py()
@@ -40,7 +43,10 @@ def newer(table: pa.Table, stored: Mapping[str, int]) -> pa.Table:
 
 
 def check_covered(table: pa.Table, dataset: str, watermarks: Mapping[str, int]) -> None:
-    """Raise BatchError for rows above the batch's own watermark: if sent again, they would be stored twice."""
+    """Raise BatchError if rows have a seq above the watermark that the batch declares for their incarnation.
+
+    Such rows would be stored twice if the batch were sent again.
+    """
     highest, owners = pc.max(table.column("seq")).as_py(), table.column("incarnation")
     if highest is None:
         return
@@ -56,7 +62,10 @@ def check_covered(table: pa.Table, dataset: str, watermarks: Mapping[str, int]) 
 
 
 def _numbered(table: pa.Table, limits: Mapping[str, int], compare: Callable[[Any, Any], Any]) -> pa.BooleanArray:
-    """Return where `compare(seq, limit of its incarnation)` is true; False if seq or incarnation is null."""
+    """Return a mask of the rows for which `compare(seq, limit of the incarnation)` is true.
+
+    The mask is False for rows without seq or incarnation.
+    """
     column = table.column("incarnation")
     if column.null_count == len(column):
         return pa.array(np.zeros(len(column), np.bool_))

@@ -1,8 +1,9 @@
 """Append rows to one shard, exactly once.
 
-Three kinds of transaction numbers in the log ensure this. `ingest:<shard>` increases by 1 with every claim and every
-append, so that of two owners one is refused. `w:<incarnation>` is the last stored seq of a process. Rows at or below it
-are dropped, so that a restarted service can read records again. Both move in the commit that adds the rows.
+Transaction numbers in the log ensure this. `ingest:<shard>` increases by 1 with every claim and every append, so that
+the append of one of two concurrent owners is refused. `w:<incarnation>` is the last stored seq of a process. Rows at or
+below this seq are dropped, so that a restarted service can read records again. Both numbers change in the commit that
+adds the rows.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _FIRST_PAUSE_SECONDS: Final = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rows by dataset, and for each incarnation in them the last seq that they contain.
+    """Rows by dataset, and for each of their incarnations the watermark: the last seq that the batch contains.
 
-    The rows of an incarnation must include *all* its records up to that seq which were not appended before. `info`
+    The rows of an incarnation must include *all* records up to its watermark that were not appended before. `info`
     becomes part of the commit information in the log: see `Writer.commit_info`.
     """
 
@@ -55,7 +56,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """The result of an append: the first known version that contains it, and the number of new rows by dataset."""
+    """The result of an append: the first known version with the batch, and the number of new rows by dataset."""
 
     version: int
     rows: Mapping[str, int]
@@ -65,7 +66,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PendingCommit:
-    """One commit that is being written, or that has no known result."""
+    """One commit that is being written, or of which it is unknown whether it was stored."""
 
     batch: Batch
     change: Change
@@ -78,9 +79,12 @@ class _PendingCommit:
 
 
 class Writer(contextlib.AbstractContextManager["Writer"]):
-    """The owner of `shard` until it is closed or a newer claim takes the shard over. Thread-safe: calls are serialised.
+    """The owner of `shard`, until it is closed or a newer claim takes the shard over.
 
-    `number` is the shard's transaction number after the claim; `mantissa_bits` rounds statistics, None keeps all bits.
+    Thread-safe: calls are serialised.
+
+    `number` is the shard's transaction number after the claim. `mantissa_bits` is the precision to which statistics are
+    rounded; None keeps all bits.
     """
 
     def __init__(
@@ -112,8 +116,9 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
     def append(self, batch: Batch) -> Commit:
         """Store the new rows of `batch`; durable on return.
 
-        Raises ShardLostError if a newer claim exists (stop: this writer can store nothing more), BatchError for rows
-        that do not fit, and StoreError if the disk or the log fails: the same batch may then be appended again.
+        Raises ShardLostError if a newer claim exists; stop then, because this writer can store nothing more. Raises
+        BatchError for rows that do not fit the schema or the watermarks. Raises StoreError if the disk or the log
+        fails; the same batch may then be appended again.
         """
         started = time.monotonic()
         tables = {name: conform(table, name) for name, table in batch.tables.items()}
@@ -128,13 +133,18 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
                 try:
                     return self._append(batch, tables, started)
                 except ConflictError as error:
-                    _logger.info("append refused, retrying", extra={"shard": self.shard, "reason": str(error)})
+                    _logger.info(
+                        "append to the store was refused, retrying", extra={"shard": self.shard, "reason": str(error)}
+                    )
                 time.sleep(pause)
                 pause *= 2
-        raise StoreError(f"append to {self._log.root} was refused {_RETRIES} times: is its schema being changed?")
+        raise StoreError(
+            f"append to {self._log.root} was refused {_RETRIES} times, because other processes changed the store: "
+            "append the batch again later"
+        )
 
     def watermark(self, incarnation: str) -> int:
-        """Return the last stored seq of `incarnation`, -1 if it is unknown."""
+        """Return the last stored seq of `incarnation`, or -1 for an incarnation without stored rows."""
         with self._turn:
             self._refresh()
             return self._known_watermark(incarnation)
@@ -146,15 +156,15 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
             return [str(entry[key]) for entry in self._log.history(commits) if key in entry]
 
     def compact(self) -> CompactionReport:
-        """Merge small files of the store into larger ones. Rows are unchanged, and appends continue meanwhile."""
+        """Merge small files of the store into larger ones. Rows do not change, and appends continue meanwhile."""
         return compact(self._log.root, self._sync)
 
     def maintain(self) -> MaintenanceReport:
-        """Write a checkpoint, and delete old log entries, replaced files and files of dead processes."""
+        """Write a checkpoint, and delete old log entries, replaced files, and files that killed processes left."""
         return maintain(self._log.root, self._sync)
 
     def close(self) -> None:
-        """Release the shard, so that another process on this machine can claim it; idempotent."""
+        """Release the shard, so that another process on this machine can claim it. May be called repeatedly."""
         self._checkpoints.close()
         self._lock.release()
 
@@ -162,7 +172,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         self.close()
 
     def _refresh(self) -> None:
-        """Refresh the handle and the watermarks; raise ShardLostError if another service owns the shard."""
+        """Refresh the log handle and the watermarks. Raises ShardLostError if another service owns the shard."""
         self._log.refresh()
         self._resolve_unknown_commit()
         if self._log.version == self._seen_version:

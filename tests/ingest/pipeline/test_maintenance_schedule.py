@@ -137,7 +137,7 @@ def test_retention_days_are_passed_to_the_store(tmp_path):
     ("text", "said"),
     [
         ("raw_days = 0", "retention.raw_days: Input should be greater than 0"),
-        ("raw_days = 30\nrollup_days = 7", "rollup_days (7) counts from when a row was measured"),
+        ("raw_days = 30\nrollup_days = 7", "rollup_days (7) is less than the 30 days for which raw rows are kept"),
         ("rollups_days = 7", "did you mean rollup_days?"),
     ],
 )

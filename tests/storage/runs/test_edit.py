@@ -83,9 +83,9 @@ def test_merged_run_has_attempts_after_those_of_the_other(root):
 
 
 def test_existing_target_name_or_missing_run_is_refused(root):
-    with pytest.raises(StoreError, match="a run is called 'a' already"):
+    with pytest.raises(StoreError, match="a run named 'a' already exists"):
         edit.rename(root, "b", "a", sync_to_disk)
-    with pytest.raises(StoreError, match="no run is called 'nobody'"):
+    with pytest.raises(StoreError, match="there is no run named 'nobody'"):
         edit.merge(root, "b", "nobody", sync_to_disk)
     with pytest.raises(StoreError, match="cannot be joined to itself"):
         edit.merge(root, "b", "b", sync_to_disk)
@@ -179,7 +179,8 @@ def test_refusals_are_counted_from_the_last_success_and_reported(store, writer, 
         return genuine(log, change)
 
     monkeypatch.setattr(Log, "commit", commit)
-    with pytest.raises(StoreError, match=r"4 rows of 'r' were changed; a service continues .*`rankscope runs merge`"):
+    message = r"4 rows of run 'r' were changed, but a service continues .*`rankscope runs merge`"
+    with pytest.raises(StoreError, match=message):
         edit.rename(store.root, "r", "new", sync_to_disk)
 
     assert {"new": expected(0, "ir", 3), "r": [(0, "ir", 3)]} == told(store.root)
@@ -239,7 +240,9 @@ def test_unprintable_or_empty_run_names_are_refused(root, name):
     """Rows without a run are samples of exporters. A shell converts a byte that is no UTF-8 to a lone surrogate."""
     before = told(root)
 
-    with pytest.raises(StoreError, match=r"a run needs a name|a name of a run has at most 1000 printable characters"):
+    with pytest.raises(
+        StoreError, match=r"name of a run must (not be empty|consist of at most 1000 printable characters)"
+    ):
         edit.rename(root, "a", name, sync_to_disk)
 
     assert before == told(root)

@@ -1,1 +1,1 @@
-"""Parts that all boards are built from: board frame, panels, selectors."""
+"""Parts of all boards: the frame of a board, panels, and PromQL selectors."""

@@ -1,4 +1,4 @@
-"""The four panel types of the boards: time series, stat, table and gauge."""
+"""The four panel types that the boards use: time series, stat, table and gauge."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ PanelBuilder = stat.Panel | timeseries.Panel | gauge.Panel | table.Panel
 P = TypeVar("P", stat.Panel, timeseries.Panel, gauge.Panel, table.Panel)
 
 ONE_COLOUR: Final = ((None, "green"),)
-"""One colour for all values. The SDK would otherwise set red from 80, which has no meaning for these quantities."""
+"""Thresholds with one colour for all values.
+
+Otherwise the Grafana SDK would colour values from 80 on red, which has no meaning for these quantities."""
 
 ZERO_IS_GOOD: Final = ((None, "green"), (1, "red"))
-"""For counts where a single one needs attention."""
+"""Thresholds for counts of which already 1 needs attention: green for 0, red from 1 on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A PromQL expression. `legend` is the name of its lines, and may contain labels such as `{{run}}`."""
+    """A PromQL expression of a panel. `legend` is the name of its lines and may contain labels such as `{{run}}`."""
 
     expression: str
     legend: str = ""
@@ -34,7 +36,10 @@ class Query:
     as_table: bool = False
 
     def build(self, position: int) -> prometheus.Dataquery:
-        """Return the query as a target of a panel: A for position 0, B for position 1, and so on."""
+        """Return the query as a target of a panel.
+
+        The target at position 0 has the name A, at position 1 the name B, and so on.
+        """
         query = prometheus.Dataquery().expr(self.expression).ref_id(chr(ord("A") + position)).datasource(DATASOURCE)
         query = query.legend_format(self.legend) if self.legend else query
         query = query.format(prometheus_models.PromQueryFormat.TABLE) if self.as_table else query
@@ -44,7 +49,7 @@ class Query:
 def over_ranks(expression: str, *aggregations: str, by: str = "run", legend: str = "{{run}}") -> list[Query]:
     """Return one query for each aggregation (`avg`, `max`, `min`) of `expression`, which is enclosed in parentheses.
 
-    Use it instead of one line per rank, which would be unreadable. `by` are the labels to keep.
+    Use it instead of one line per rank, because many lines would be unreadable. `by` are the labels to keep.
     """
     names = {"avg": "mean", "max": "highest", "min": "lowest"}
     return [Query(f"{name} by ({by}) {expression}", f"{legend} {names[name]}") for name in aggregations]
@@ -54,8 +59,8 @@ def over_ranks(expression: str, *aggregations: str, by: str = "run", legend: str
 class PanelText:
     """Title, description, unit, range and thresholds of a panel.
 
-    `description` defines the quantity, names good values and recommends an action for bad ones. `thresholds`: pairs of
-    (lowest value, colour); the first value is None.
+    `description` defines the quantity, names good values, and recommends an action for bad values. `thresholds` are
+    pairs of (lowest value, colour), of which the first has the value None.
     """
 
     title: str
@@ -69,7 +74,7 @@ class PanelText:
 
 
 def fraction_text(title: str, description: str, *, maximum: float | None = 1) -> PanelText:
-    """Return the text of a panel for fractions, shown in percent from 0 up to `maximum`."""
+    """Return the settings of a panel for fractions, which are shown in percent from 0 up to `maximum`."""
     return PanelText(title=title, description=description, unit="percentunit", minimum=0, maximum=maximum)
 
 
@@ -80,7 +85,7 @@ def count_text(
     minimum: float | None = None,
     thresholds: Sequence[tuple[float | None, str]] = ONE_COLOUR,
 ) -> PanelText:
-    """Return the text of a panel for counts, shown without decimals."""
+    """Return the settings of a panel for counts, which are shown without decimals."""
     return PanelText(
         title=title, description=description, unit="none", minimum=minimum, decimals=0, thresholds=thresholds
     )
@@ -125,7 +130,7 @@ def gauge_panel(text: PanelText, *queries: Query) -> gauge.Panel:
 
 
 def value_texts(texts: dict[str, tuple[str, str]]) -> list[dashboard.ValueMapping]:
-    """Return a Grafana value mapping from value to (text, colour)."""
+    """Return a Grafana value mapping, which shows each value as a text with a colour."""
     options = {
         value: dashboard.ValueMappingResult(text=text, color=color, index=index)
         for index, (value, (text, color)) in enumerate(texts.items())
@@ -134,7 +139,7 @@ def value_texts(texts: dict[str, tuple[str, str]]) -> list[dashboard.ValueMappin
 
 
 def with_run_link(panel: stat.Panel, uid: str) -> stat.Panel:
-    """Add a link to each value of `panel` that opens the board `uid` with only the run of this value selected."""
+    """Add a link to each value of `panel`. The link opens the board `uid` with only the run of this value selected."""
     url = f"/d/{uid}?var-run=${{__field.labels.run}}&${{__url_time_range}}"
     return panel.data_links([dashboard_builders.DashboardLink("Only this run").url(url)])
 

@@ -1,8 +1,8 @@
-"""PromQL selectors for panels. They decide whether a query reads live data only or also the history in the store.
+"""PromQL selectors for panels. A selector determines whether a query reads only live data or also the store.
 
 With the configuration that `rankscope up` writes, Prometheus queries the store only for selectors that contain the job
-of the ranks (`required_matchers`). Selectors on metrics of ranks therefore contain it, so that boards also show steps
-from before this Prometheus started. Metrics of the service are not in the store.
+of the ranks (`required_matchers`). Selectors on metrics of ranks contain this job, so that boards also show steps from
+before the start of this Prometheus. Metrics of the service are not in the store.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ def _selector(*matchers: str) -> str:
 
 SERVICE_RUNS: Final = _selector(_RUN)
 SERVICE_RANKS: Final = _selector(_RUN, _RANK)
-"""For metrics of the service: of the selected runs, of the selected ranks. The store does not contain these metrics."""
+"""Label matchers for metrics of the service: of the selected runs, or of the selected ranks.
+
+They read only live data."""
 
 RANKS: Final = _selector(_JOB, _RUN, _RANK)
 ALL_RANKS: Final = _selector(_JOB, _RUN)
 ALL_RUNS: Final = _selector(_JOB)
-"""For metrics of ranks, live and stored: of the selected ranks, of all ranks of the selected runs, of all runs."""
+"""Label matchers for live and stored metrics of ranks: of the selected ranks, of the selected runs, or of all runs."""
 
 
 def ranks(*matchers: str) -> str:
-    """Return `RANKS` with additional matchers."""
+    """Return the matchers RANKS with additional matchers."""
     return _selector(_JOB, _RUN, _RANK, *matchers)
 
 
@@ -50,11 +52,11 @@ def increase(metric: MetricSpec, *matchers: str) -> str:
 
 
 def _of_counter(function: str, metric: MetricSpec, matchers: tuple[str, ...]) -> str:
-    """Return PromQL: `function` of the scraped samples, or of the stored samples for ranks not scraped in the window.
+    """Return PromQL that applies `function` to scraped samples, or to stored samples of ranks that were not scraped.
 
-    Both kinds of samples must not be merged, as a Prometheus started a few hours ago would do. `/metrics` shows a step
-    a few milliseconds after its timestamp in the store, so the merged counter seems to decrease. PromQL treats a
-    decrease as a counter reset and adds the full counter value to the rate.
+    The two kinds of samples must not be merged, as they would be by a Prometheus that was started a few hours ago.
+    `/metrics` shows a step a few milliseconds after its timestamp in the store, so that a merged counter seems to
+    decrease. PromQL treats a decrease as a counter reset and adds the full counter value to the rate.
     """
     scraped, stored = _selector(_RUN, _RANK, *matchers), ranks(*matchers)
     was_scraped = f"present_over_time({catalogue.STEP.name}{SERVICE_RANKS}{RATE_WINDOW})"

@@ -1,1 +1,1 @@
-"""Parts shared by the export formats: options, report, targets on disk, and the selection of rows to export."""
+"""Code shared by the export formats: options, report, target files, and the selection of rows to export."""

@@ -1,8 +1,9 @@
-"""Interface of an export format, which writes one run of a store in the format of another tool: options, report, files.
+"""Interface of an export format, which writes one run of a store in the format of another tool.
 
-A format is a module of `formats` that defines `EXPORT_FORMAT`; `rankscope export --format` offers it under its name. It
-reads through a pinned connection and streams, because a run may be larger than memory. It never leaves a partly written
-file under the requested name. Times are ISO 8601 or folder times of msprobe such as `Dec03_21-34-40`, without a year.
+A format is a module of `formats` that defines `EXPORT_FORMAT`; `rankscope export --format` offers it by name. It reads
+from one version of the store in batches, because a run may be larger than memory. It never leaves a partly written file
+under the requested name. Options accept times in ISO 8601 and the times in msprobe's folder names, such as
+`Dec03_21-34-40`, which have no year.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _MONTHS: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep",
 
 
 def parse_time(text: str, near: dt.datetime) -> dt.datetime:
-    """Return the time in `text`: without a zone in UTC, without a year the matching time closest to `near`."""
+    """Return the time in `text`. A time without a zone is in UTC.
+
+    Without a year, the result is the matching time closest to `near`.
+    """
     if match := _FOLDER_TIME.fullmatch(text):
         return _closest(text, match, near)
     try:
@@ -52,9 +56,10 @@ def _closest(text: str, match: re.Match[str], near: dt.datetime) -> dt.datetime:
 
 @contextlib.contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """Return a temporary folder. At the end its files move below `target` and replace files of equal names.
+    """Yield a temporary folder; at the end, move its files below `target` and replace files with the same names.
 
-    Raises ExportError for any error of the file system, also inside the context. The temporary folder is then removed.
+    Raises ExportError for any error of the file system, also of the code inside the context. The temporary folder is
+    then removed.
     """
     with _explained(target):
         staged = _temporary_path(target)
@@ -70,7 +75,11 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
-    """Return the name of a temporary file to write. At the end it replaces `target`. Errors as in `staged_folder`."""
+    """Yield the name of a temporary file for the caller to write; at the end, rename this file to `target`.
+
+    Raises ExportError for any error of the file system, also of the code inside the context. The temporary file is then
+    removed.
+    """
     if target.is_dir():
         raise ExportError(f"{target} is a folder: name a file")
     with _explained(target):
@@ -84,7 +93,7 @@ def staged_file(target: Path) -> Iterator[Path]:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Return the paths of all files below `folder`, relative to it, sorted."""
+    """Return the paths of all files below `folder`, sorted and relative to `folder`."""
     return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
 
 
@@ -103,15 +112,15 @@ def _explained(target: Path) -> Iterator[None]:
 MAX_STEPS_PER_RECORD: Final = 1_000_000
 
 Progress = Callable[[int, int], None]
-"""Function that receives the number of written rows and the total number of rows, several times per export."""
+"""Function that receives the number of written rows and the total number of rows; called several times per export."""
 
 
 def no_progress(_done: int, _total: int) -> None:
-    """Ignore the progress."""
+    """Do nothing: a progress function for callers that show no progress."""
 
 
 def count_progress(progress: Progress, total: int) -> Callable[[int], None]:
-    """Return a function that receives the number of new rows and calls `progress` with the sum so far."""
+    """Return a function that receives a number of new rows and calls `progress` with the sum so far and `total`."""
     done = 0
 
     def written(rows: int) -> None:
@@ -124,7 +133,7 @@ def count_progress(progress: Progress, total: int) -> Callable[[int], None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """Options of an export. The names are those of msprobe. A format may ignore some of them."""
+    """Options of an export, with the names that msprobe uses. A format may ignore some of them."""
 
     time_start: dt.datetime | None = None  # closed interval over `ts`; it includes rows without a time
     time_end: dt.datetime | None = None
@@ -139,7 +148,7 @@ class ExportOptions:
     step_partition: int = 500  # steps in one SQLite table
 
     def __post_init__(self) -> None:
-        """Raise ExportError with the option to change if an option is invalid."""
+        """Raise ExportError if an option is invalid; the message names the option to change."""
         for name in ("time_start", "time_end"):
             moment: dt.datetime | None = getattr(self, name)
             if moment is not None and moment.tzinfo is None:
@@ -161,7 +170,7 @@ class ExportOptions:
             )
 
     def kinds(self) -> frozenset[str] | None:
-        """Return the kinds that `data_type_list` selects, or None if it selects all."""
+        """Return the kinds that the option `data_type_list` selects, or None if it selects all kinds."""
         if not self.data_type_list:
             return None
         kinds: set[str] = set()
@@ -174,7 +183,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """Result of an export. `omitted` is the number of rows that the format cannot contain, by reason."""
+    """Result of an export. `omitted` has the numbers of rows that the format cannot contain, by reason."""
 
     files: tuple[Path, ...]
     rows: Mapping[str, int] = field(default_factory=dict)  # by dataset
@@ -182,22 +191,22 @@ class ExportReport:
 
 
 class ExportFormat(Protocol):
-    """Writer of one format."""
+    """Interface of an export format: its description, and the method that writes a run."""
 
     name: str
-    """Name in `rankscope export --format`."""
+    """Name of the format in `rankscope export --format`."""
 
     help: str
-    """One line that describes the written files and the programs that read them."""
+    """One line of help that describes the written files and the programs that read them."""
 
     folder: bool
-    """True if the target is a folder, false if it is one file."""
+    """True if the export target is a folder, false if it is one file."""
 
     suffix: str
-    """End of the default name of the target, such as `.db`."""
+    """End of the default file name of the target, such as `.db`."""
 
     def export(
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write `run` to `target` and return the report. Raises ExportError if the export fails, and never OSError."""
+        """Write `run` to `target` and return the report. Any failure raises ExportError, never OSError."""
         ...

@@ -1,4 +1,4 @@
-"""Selection of the rows of one run for an export: SQL predicates of the options, and windows that bound the memory."""
+"""Selection of the rows of one run for an export: SQL predicates, and ranges of steps that limit the memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WINDOW_ROWS: Final = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Rows of a run that are exported. The predicates refer to values in `parameters`."""
+    """Rows of a run that are exported. The SQL predicates refer to named values in `parameters`."""
 
     connection: Connection
     run: str
@@ -28,7 +28,7 @@ class Selection:
     parameters: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Collect the values of the predicates' parameters."""
+        """Collect the values that the SQL predicates refer to."""
         values: dict[str, Any] = {"run": self.run}
         options = self.options
         values |= {} if options.time_start is None else {"time_start": options.time_start}
@@ -38,9 +38,10 @@ class Selection:
         object.__setattr__(self, "parameters", values)
 
     def where(self, dataset: str) -> str:
-        """Return the predicate for rows of `dataset`. `data_type_list` restricts only datasets with a column `kind`.
+        """Return the SQL predicate for the exported rows of `dataset`.
 
-        Dimension tables (versions of the run, attempts, tensors) are exported completely, for any steps and ranks.
+        The option `data_type_list` restricts only datasets with a column `kind`. Dimension tables (versions of the run,
+        attempts, tensors) are exported completely, for any steps and ranks.
         """
         if dataset in DIMENSIONS:
             return "run = $run"
@@ -62,7 +63,10 @@ class Selection:
         return " AND ".join(parts)
 
     def source(self, dataset: str) -> str:
-        """Return the FROM and WHERE clauses of the exported rows of `dataset`; files without such rows are left out."""
+        """Return the FROM and WHERE clauses for the exported rows of `dataset`.
+
+        Files without such rows are not read.
+        """
         steps = None if dataset in DIMENSIONS else self.options.steps
         relation = self.connection.relation(dataset, run=self.run, steps=steps)
         return f"{relation} WHERE {self.where(dataset)}"
@@ -81,7 +85,7 @@ class Selection:
         return rows
 
     def only(self, *, attempt: int | None, rank: int | None) -> str:
-        """Return the predicate for one rank of one attempt; None selects rows with null."""
+        """Return the SQL predicate for one rank of one attempt; None selects rows in which the column is null."""
         return " AND ".join(
             f"{name} IS NULL" if value is None else f"{name} = {int(value)}"
             for name, value in (("attempt", attempt), ("rank", rank))
@@ -109,7 +113,7 @@ class Selection:
             yield first, last, held
 
     def within(self, first: int, last: int) -> Selection:
-        """Return the part of this selection in a closed range of steps; files without these steps are not opened."""
+        """Return a selection of the same rows, restricted to a closed range of steps; other files are not opened."""
         lowest, highest = self.options.steps or (first, last)
         steps = (max(first, lowest), min(last, highest))
         return dataclasses.replace(self, options=dataclasses.replace(self.options, steps=steps))

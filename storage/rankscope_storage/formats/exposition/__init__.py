@@ -1,1 +1,1 @@
-"""OpenMetrics text of stored rows, in columns: lines, families and timestamps."""
+"""Conversion of stored rows to OpenMetrics text, column by column: lines, metric families and timestamps."""

@@ -1,8 +1,8 @@
-"""Lines of OpenMetrics text, created in columns, and the timestamps of samples.
+"""Lines of OpenMetrics text, created from columns, and the timestamps of samples.
 
 Each (attempt, step, time) of a rank gets a different millisecond, which is the resolution of Prometheus. In a log with
-whole seconds, several steps have the same time. The later ones are moved by one millisecond each, so that none is lost.
-Only moved timestamps are held in memory.
+whole seconds, several steps have the same time. The times of the later steps are moved by one millisecond each, so that
+no step is lost. Only moved timestamps are held in memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ END: Final = b"# EOF\n"
 
 
 def family_head(name: str, type_: str, help_: str, unit: str | None = None) -> bytes:
-    """Return the first lines of a family: type, unit and help. `name` is without `_total` or `_info`.
+    """Return the first lines of a metric family: type, unit and help text.
 
-    OpenMetrics allows a unit only if the name ends with it.
+    `name` is the name without `_total` or `_info`. The unit is written only if the name ends with it, as OpenMetrics
+    requires.
     """
     lines = [f"# TYPE {name} {type_}"]
     if unit and name.endswith(f"_{unit}"):
@@ -42,13 +43,13 @@ def family_head(name: str, type_: str, help_: str, unit: str | None = None) -> b
 
 
 def label_text(labels: Mapping[str, str]) -> str:
-    """Return `a="x",b="y"`, escaped, without braces."""
+    """Return the labels in the form `a="x",b="y"`, with escaped values and without braces."""
     text = ",".join(f'{name}="{label_value(value)}"' for name, value in labels.items())
     return text.encode("utf-8", "replace").decode()
 
 
 def sql_label(name: str, column: str | None = None) -> str:
-    r"""Return an SQL expression for `name="<value>",` with the value escaped. It is empty for a null."""
+    r"""Return an SQL expression that results in `name="<value>",` with the value escaped; a null results in ''."""
     text = f"{sql_identifier(column or name)}::VARCHAR"
     for raw, escaped in (("\\", "\\\\"), ("\n", "\\n"), ('"', '\\"')):
         text = f"replace({text}, {sql_string(raw) if raw != chr(10) else 'chr(10)'}, {sql_string(escaped)})"
@@ -56,7 +57,7 @@ def sql_label(name: str, column: str | None = None) -> str:
 
 
 def lines(series: pa.Array, values: pa.Array, micros: npt.NDArray[np.int64]) -> bytes:
-    """Return one line per sample with series, value and time."""
+    """Return one line of text per sample: series, value and time."""
     if not len(series):
         return b""
     joined = pc.binary_join_element_wise(series, " ", number_texts(values), " ", time_texts(micros), "\n", "")
@@ -65,7 +66,7 @@ def lines(series: pa.Array, values: pa.Array, micros: npt.NDArray[np.int64]) -> 
 
 
 def number_texts(values: pa.Array) -> pa.Array:
-    """Return numbers in the form of OpenMetrics: shortest exact decimal form, NaN, +Inf, -Inf."""
+    """Return numbers as OpenMetrics text: the shortest exact decimal form, NaN, +Inf or -Inf."""
     wide = values.cast(pa.float64())
     texts = wide.cast(pa.string())
     infinite = pc.if_else(pc.greater(wide, 0.0), "+Inf", "-Inf")
@@ -75,8 +76,8 @@ def number_texts(values: pa.Array) -> pa.Array:
 def time_texts(micros: npt.NDArray[np.int64]) -> pa.Array:
     """Return times in seconds with as many digits as needed.
 
-    Prometheus multiplies the seconds by 1000 and truncates the product. With rounding errors, half of all times would
-    get the previous millisecond. Such a time gets a seventh digit, which is smaller than a microsecond.
+    Prometheus multiplies the seconds by 1000 and truncates the product. Because of rounding errors, half of all times
+    would get the previous millisecond. Such a time gets a seventh digit, which is smaller than a microsecond.
     """
     seconds, rest = np.divmod(micros, MICROS)
     cut = (micros / MICROS * 1000).astype(np.int64) != micros // _MILLI
@@ -104,7 +105,7 @@ SELECT rank, attempt, step, epoch_us(ts) AS us, moved FROM placed WHERE moved <>
 
 
 class Timeline:
-    """Exported times of the rows of a selection. Rows without a time or before 1970 have none."""
+    """Times with which the rows of a selection are exported. Rows without a time or before 1970 are not exported."""
 
     def __init__(self, selection: Selection, datasets: Sequence[str]) -> None:
         union = " UNION ".join(
@@ -116,11 +117,14 @@ class Timeline:
 
     @property
     def moved(self) -> int:
-        """Number of times that are exported later than stored."""
+        """Number of times that are exported with a later time than the stored one."""
         return len(self._moved)
 
     def micros(self, batch: pa.RecordBatch | pa.Table) -> npt.NDArray[np.int64]:
-        """Return the exported time of each row in microseconds. Needed columns: rank, attempt, step, us."""
+        """Return the exported time of each row of `batch` in microseconds since 1970.
+
+        The batch must have the columns rank, attempt, step and us.
+        """
         micros = np.asarray(batch.column("us"), np.int64)
         if not self._moved:
             return micros
@@ -131,4 +135,4 @@ class Timeline:
 
 
 SHOWN: Final = "ts >= TIMESTAMPTZ '1970-01-01 00:00:00+00'"
-"""Predicate of rows that have an exported time."""
+"""SQL predicate that selects the rows that have an exported time."""

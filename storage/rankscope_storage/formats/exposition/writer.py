@@ -1,4 +1,4 @@
-"""Writer of OpenMetrics families. Each family is one query of the store, ordered like its lines."""
+"""Writer of OpenMetrics metric families. Each family is one query of the store, in the order of its lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rankscope_storage.prometheus.names import NULL, PLACEMENT, STAGE_EXTRAS, TE
 
 BATCH_ROWS: Final = 100_000
 RANGE_ROWS: Final = 50_000
-"""Number of tensor rows that are sorted together; each row becomes one line per statistic."""
+"""Number of tensor rows that are sorted together. Each row becomes one line per statistic."""
 
 DOUBLED: Final = "samples of one series at one time: only the first is written"
 
@@ -41,7 +41,7 @@ _IN_ORDER: Final = "ts, attempt NULLS FIRST, step NULLS FIRST"
 
 
 class FamilyWriter:
-    """Writer of families to `file`. It counts the rows that cannot be written."""
+    """Writer of metric families to `file`. It also counts the rows that cannot be written."""
 
     def __init__(
         self, selection: Selection, timeline: Timeline, file: BinaryIO, written: Callable[[int], None]
@@ -56,7 +56,7 @@ class FamilyWriter:
         self._last: tuple[str, int] = ("", -1)
 
     def info(self, family: str, labels: Mapping[str, str], datasets: Sequence[str]) -> None:
-        """Write one `info` sample that describes the file, at its latest time."""
+        """Write one `info` sample that describes the exported file; its time is the latest time of the file."""
         union = " UNION ALL ".join(
             f"SELECT max(ts) AS ts FROM {self._selection.source(name)} AND {SHOWN}" for name in datasets
         )
@@ -68,7 +68,7 @@ class FamilyWriter:
         self._put(series, pa.array([1.0]), np.asarray(latest, np.int64))
 
     def moments(self, spec: MetricSpec, column: str, datasets: Sequence[str]) -> None:
-        """Write one sample of `column` for each time of each rank."""
+        """Write one sample of `column` for each rank and time."""
         union = " UNION ".join(
             f"SELECT rank, attempt, step, ts FROM {self._selection.source(name)} AND {SHOWN}" for name in datasets
         )
@@ -80,7 +80,7 @@ class FamilyWriter:
         self._write(spec.name, self._selection.stream(query, BATCH_ROWS))
 
     def kind_steps(self, spec: MetricSpec) -> None:
-        """Write the step of each kind at each time at which it was sampled."""
+        """Write one sample per rank, kind and time: the step at which the kind was sampled."""
         source = self._selection.source("tensor_stats")
         query = (
             f"SELECT {_MOMENT}, {self._identity()} || {sql_label('kind')} AS labels, step::DOUBLE AS value "
@@ -91,7 +91,7 @@ class FamilyWriter:
         self._write(spec.name, self._selection.stream(query, BATCH_ROWS))
 
     def scalar_families(self) -> Iterator[tuple[MetricSpec, list[Scalar]]]:
-        """Yield each scalar metric that has rows, with its scalars."""
+        """Yield each scalar metric that has rows, with the list of its scalars."""
         source = self._selection.source("scalars")
         rows = self._selection.query(
             f"SELECT DISTINCT name, unit, labels FROM {source} AND {SHOWN} ORDER BY ALL NULLS FIRST"
@@ -112,7 +112,7 @@ class FamilyWriter:
         yield catalogue.SCALAR, general
 
     def scalars(self, spec: MetricSpec, scalars: Iterable[Scalar]) -> None:
-        """Write the series of `scalars` as samples of `spec`."""
+        """Write the values of `scalars` as samples of the metric `spec`."""
         family = spec.name.removesuffix("_total") if spec.type == "counter" else spec.name
         self._head(family, spec.type, spec.help, spec.unit)
         source = self._selection.source("scalars")
@@ -138,7 +138,10 @@ class FamilyWriter:
             self._write(spec.name, self._selection.stream(query, BATCH_ROWS), count=True)
 
     def tensors(self, spec: MetricSpec, ops: Sequence[str], suffix: str) -> None:
-        """Write the statistics `ops` of all tensors. The name of a column is the op followed by `suffix`."""
+        """Write the statistics `ops` of all tensors as samples of the metric `spec`.
+
+        The column of a statistic is named by the op followed by `suffix`.
+        """
         self._head(spec.name, spec.type, spec.help, spec.unit)
         unusual = f"nullif(coalesce(placement, '{NULL}'), '{PLACEMENT}')"
         extras = " || ".join(sql_label(name, "shown" if name == "placement" else None) for name in TENSOR_EXTRAS)
@@ -184,7 +187,7 @@ class FamilyWriter:
         self.omitted += Counter()  # drops reasons with count 0
 
     def _identity(self) -> str:
-        """Return an SQL expression for the labels of a rank's series in Prometheus."""
+        """Return an SQL expression for the labels that identify a rank in Prometheus."""
         run = self._selection.run
         fixed = label_text({"job": names.JOB, "run": run})
         instance = label_text({"instance": f"{run}/"}).removesuffix('"')
@@ -208,7 +211,7 @@ class FamilyWriter:
                 self._written(batch.num_rows)
 
     def _put(self, series: pa.Array, values: pa.Array, micros: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
-        """Write ordered samples; of several samples at one time, write only the first."""
+        """Write ordered samples. Of several samples of one series in one millisecond, only the first is written."""
         if not len(series):
             return
         ms = micros // (MICROS // 1000)
@@ -227,7 +230,7 @@ class FamilyWriter:
         self._pending = b""
 
     def _tensor_ranges(self) -> Iterator[tuple[str, str]]:
-        """Yield ranges of tensor names with about RANGE_ROWS rows each."""
+        """Yield ranges of tensor names with about RANGE_ROWS rows each, as first and last name."""
         rows = self._selection.query(
             f"SELECT tensor, count(*) AS rows FROM {self._selection.source('tensor_stats')} AND {SHOWN} "
             "GROUP BY tensor ORDER BY tensor"

@@ -1,1 +1,1 @@
-"""msprobe's file layouts, shared by the formats `csv` and `sqlite`."""
+"""File layouts of msprobe, which the formats `csv` and `sqlite` share."""

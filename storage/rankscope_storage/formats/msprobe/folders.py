@@ -1,7 +1,7 @@
-"""msprobe's CSV folders: the folder of each rank and attempt, and the CSV files of one family in it.
+"""Folders of CSV files in msprobe's layout: one folder per rank and attempt, several files per family of statistics.
 
-A file covers a range of steps. An existing file is continued, and no row is written twice. A file is written under a
-temporary name in the same folder and then renamed, so that a reader never sees a partly written file.
+A file covers a range of steps. Rows are added to an existing file, and no row is written twice. A file is written under
+a temporary name in the same folder and then renamed, so that a reader never sees a partly written file.
 """
 
 from __future__ import annotations
@@ -37,14 +37,20 @@ _LATEST: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Rows of one folder: those of one rank, from one attempt or from the latest attempt of each step."""
+    """The rows of one rank that are written to one folder.
+
+    They are the rows of one attempt, or if `attempt` is None, the rows of the latest attempt of each step.
+    """
 
     folder: Path
     rank: int
     attempt: int | None
 
     def only(self, selection: Selection, dataset: str) -> str:
-        """Return the predicate for its rows of `dataset`. Rows without a rank belong to rank 0."""
+        """Return the SQL predicate for the rows of `dataset` that this stream writes.
+
+        Rows without a rank belong to rank 0.
+        """
         rank = f"coalesce(rank, 0) = {self.rank}"
         if self.attempt is not None:
             return f"{rank} AND coalesce(attempt, 0) = {self.attempt}"
@@ -75,13 +81,16 @@ def streams(selection: Selection, target: Path) -> list[Stream]:
 
 
 def _own_folder(run: str, began: Mapping[int, dt.datetime], *, attempt: int, rank: int) -> str:
-    """Return the constant folder name of a rank and attempt. It also sorts attempts with equal start times."""
+    """Return the folder name of a rank and attempt, which is the same for each export of the run.
+
+    Folders of attempts with equal start times are in the order of the attempts.
+    """
     digest = hashlib.sha256(run.encode("utf-8", "surrogatepass")).hexdigest()
     return folder_name(began[attempt], rank, f"{attempt & 0xFFFF:04x}{digest[:4]}")
 
 
 def _beginnings(selection: Selection, attempts: set[int]) -> dict[int, dt.datetime]:
-    """Return the known start time of each attempt, at least as late as the start time of the previous attempt."""
+    """Return the start time of each attempt. A time is never earlier than that of the previous attempt."""
     rows = selection.query(
         "SELECT coalesce(attempt, 0) AS attempt, min(began) AS began FROM ("
         "SELECT attempt, started_at AS began FROM attempts WHERE run = $run UNION ALL "
@@ -103,7 +112,7 @@ def _window(given: tuple[str, str]) -> Window:
 
 
 def _continued(target: Path, rank: int, begun: Window) -> Path | None:
-    """Return the existing folder of `rank` to continue, or None."""
+    """Return the existing folder of `rank` to which rows are added, or None."""
     names = [path.name for path in target.iterdir() if path.is_dir()] if target.is_dir() else []
     name = continued(names, rank, begun)
     return None if name is None else target / name
@@ -116,9 +125,10 @@ _MAX_CELL: Final = 1 << 20
 
 
 class FamilyFiles:
-    """Writer of the files of one family, as a context manager. Rows arrive in the order of their steps.
+    """Writer of the files of one family of statistics, as a context manager.
 
-    The files get their names at the end of the context without an error.
+    Rows must arrive in the order of their steps. The files get their final names at the end of the context, if no error
+    occurred.
     """
 
     def __init__(self, folder: Path, family: str, columns: Sequence[str], *, steps: int, micro_steps: bool) -> None:
@@ -134,7 +144,7 @@ class FamilyFiles:
         self._file: _OneFile | None = None
 
     def add(self, cells: Cells) -> None:
-        """Write the rows, except for rows that a file already contains."""
+        """Write rows of the family, except rows that a file in the folder already contains."""
         blocks = np.asarray(cells.step) // self._steps
         starts = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(blocks)]
         for start, end in itertools.pairwise(starts):
@@ -168,7 +178,7 @@ class FamilyFiles:
 
 
 class _OneFile:
-    """Writer of one new or continued file."""
+    """Writer of one CSV file that is new or that is continued."""
 
     def __init__(self, path: Path, columns: Sequence[str], *, micro_steps: bool) -> None:
         self.path = path
@@ -183,7 +193,7 @@ class _OneFile:
         self._file = self._open()
 
     def add(self, cells: Cells, start: int, end: int) -> int:
-        """Write the rows from `start` to `end` that are not in the file, and return their number."""
+        """Write the rows `start` to `end` of `rows` that are not in the file yet, and return their number."""
         length = end - start
         texts = {name: column.slice(start, length) for name, column in cells.columns.items()}
         texts |= {
@@ -202,7 +212,7 @@ class _OneFile:
         return len(lines)
 
     def close(self) -> bool:
-        """Rename the file to its final name, and return whether it contains new rows."""
+        """Rename the temporary file to its final name, and return whether the file has new rows."""
         self._file.close()
         if not self._new:
             self._partial.unlink()
@@ -211,7 +221,7 @@ class _OneFile:
         return True
 
     def discard(self) -> None:
-        """Remove the temporary file and keep the earlier file."""
+        """Remove the temporary file. An earlier file with the final name remains."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
@@ -236,7 +246,7 @@ class _OneFile:
 
 
 def _read(path: Path) -> tuple[list[str], set[int]]:
-    """Return the header of a file and the hashes of the keys of its rows."""
+    """Return the header of an existing file and the hashes of the keys of its rows."""
     limit = csv.field_size_limit(_MAX_CELL)
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
@@ -261,7 +271,7 @@ def _check_header(path: Path, header: Sequence[str], keys: Sequence[str]) -> Non
 
 
 def _quoted(column: pa.StringArray) -> pa.StringArray:
-    """Return the cells; those with a comma or a quote are enclosed in quotes."""
+    """Return the texts as cells of a CSV file; texts with a comma or a quote are enclosed in quotes."""
     needs = pc.match_substring_regex(column, '[,"]')
     if not pc.any(needs).as_py():
         return column

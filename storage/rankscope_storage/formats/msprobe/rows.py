@@ -1,7 +1,7 @@
-"""Rows of one rank in msprobe's terms, as text: msprobe's steps, its names, and statistics over *all* elements.
+"""Rows of one rank as msprobe writes them, as text: step numbers, names, and statistics over *all* elements.
 
-A value that cannot be derived from the stored numbers is `nan`, never an estimate. In a tensor with a NaN the norm is
-NaN. In a tensor with an Inf the norm is Inf, and min and max are `nan` because the sign of the Inf is not known.
+A value that cannot be derived from the stored numbers is `nan`, never an estimate. The norm of a tensor with a NaN is
+NaN. The norm of a tensor with an Inf is Inf; its min and max are `nan`, because the sign of the Inf is not known.
 """
 
 from __future__ import annotations
@@ -46,13 +46,16 @@ _LAST: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """Conversion of step numbers: msprobe's first step is 0, that of the run is `first`."""
+    """Conversion of step numbers: the first step is 0 in msprobe, and `first` in the run."""
 
     first: int
 
     @classmethod
     def of(cls, connection: Connection, run: str) -> Numbering:
-        """Return numbering with first step 0 if the run has a step 0, otherwise 1, the default of the exporter."""
+        """Return the conversion for `run`.
+
+        Its first step is 0 if the run has a step 0, otherwise 1, which is the exporter's default.
+        """
         rows = connection.query(
             f"SELECT 1 FROM {connection.relation('tensor_stats', run=run, steps=(0, 0))} "
             f"WHERE run = $run AND step = 0 AND kind NOT IN ({_MOMENTS}) LIMIT 1",
@@ -61,13 +64,16 @@ class Numbering:
         return cls(0 if rows else 1)
 
     def sql(self, *, moments: bool) -> str:
-        """Return msprobe's step as SQL over `step`. msprobe reads Adam's moments *before* its step."""
+        """Return an SQL expression over `step` for msprobe's step number.
+
+        msprobe reads Adam's moments *before* the optimizer's step, so that their step number is different.
+        """
         return f"(step - {self.first - 1 if moments else self.first})"
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Rows in the order of their steps. All columns except `step` are text."""
+    """Rows in the order of their steps, as text columns; only `step` is a column of integers."""
 
     step: pa.Int64Array
     vpp_stage: pa.StringArray
@@ -81,7 +87,7 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Shape and dtype of a tensor in msprobe's text form."""
+    """Shape and dtype of a tensor as msprobe writes them, and its number of elements."""
 
     shape: str = "nan"
     dtype: str = "nan"
@@ -100,7 +106,7 @@ def descriptions(connection: Connection, run: str) -> Descriptions:
 def tensor_cells(
     selection: Selection, family: str, only: str, numbering: Numbering, described: Descriptions
 ) -> Iterator[Cells]:
-    """Yield the rows of a family of tensor statistics that satisfy `only`, in parts of bounded size."""
+    """Yield the rows of a family of tensor statistics that satisfy the predicate `only`, in batches of limited size."""
     kinds = ", ".join(map(sql_string, TENSOR_FAMILIES[family]))
     step = numbering.sql(moments=TENSOR_FAMILIES[family][0] in MOMENTS)
     mine = f"{only} AND kind IN ({kinds}) AND {step} >= 0"
@@ -121,7 +127,7 @@ def tensor_cells(
 
 
 def feature_cells(selection: Selection, family: str, only: str, numbering: Numbering) -> Iterator[Cells]:
-    """Yield the rows of a family of features that satisfy `only`, with one column per feature."""
+    """Yield the rows of a family of features that satisfy the SQL predicate `only`, with one column per feature."""
     columns = FEATURE_COLUMNS[family]
     step = numbering.sql(moments=False)
     mine = f"{only} AND kind IN ({', '.join(map(sql_string, columns.values()))}) AND {step} >= 0"
@@ -143,7 +149,10 @@ def feature_cells(selection: Selection, family: str, only: str, numbering: Numbe
 
 
 def statistics_sql(rounding: int | None) -> dict[str, str]:
-    """Return the SQL of each statistic as text, over the columns of `tensor_stats`."""
+    """Return by op an SQL expression for the text of the statistic, over the columns of `tensor_stats`.
+
+    `rounding` is the number of decimals; None keeps all digits.
+    """
     unknown = "coalesce(nans, 0) > 0 OR coalesce(infs, 0) > 0"
     sql = {
         op: f"CASE WHEN {unknown} OR {sql_identifier(op)} IS NULL THEN 'nan' "
@@ -164,13 +173,16 @@ FEATURE_COLUMNS: Final[dict[str, dict[str, str]]] = {
     **{family: features.columns for family, features in FEATURES.items()},
     OTHER: {"norm": DIRECTION},
 }
-"""Columns of the families of features. `_direction_columns` repeats the direction in each statistic."""
+"""Columns of each family of features. `_direction_columns` writes the direction into the column of each statistic."""
 
 _KEY: Final = "coalesce(vpp_stage, 0)::VARCHAR AS vpp_text, coalesce(micro_step, 0)::VARCHAR AS micro_text"
 
 
 def _text(value: str, rounding: int | None) -> str:
-    """Return SQL for the shortest text that parses to the same number, or for `rounding` decimals."""
+    """Return an SQL expression for the number `value` as text.
+
+    The text has `rounding` decimals, or if `rounding` is None, the shortest form that results in the same number.
+    """
     return f"{value}::VARCHAR" if rounding is None else f"round({value}::DOUBLE, {rounding})::VARCHAR"
 
 
@@ -199,7 +211,7 @@ def _feature_cells(rows: pa.Table, family: str, columns: Mapping[str, str]) -> C
 
 
 def _direction_columns(value: pa.StringArray) -> dict[str, pa.StringArray]:
-    """Return msprobe's columns for one number, which msprobe handles as a tensor of one element."""
+    """Return msprobe's columns for one number per row, which msprobe writes like a tensor with one element."""
     zero = pc.equal(pc.cast(value, pa.float64()), 0.0)
     constant = {"nans": "0", "zeros": "0.0", "shape": "[]", "dtype": "torch.float32"}
     columns = {name: pa.array([constant.get(name, "")] * len(value), pa.string()) for name in TENSOR_COLUMNS}
@@ -214,7 +226,10 @@ def _keys(rows: pa.Table, names: pa.StringArray) -> tuple[pa.Array, pa.Array, pa
 def _distinct(
     kinds: pa.ChunkedArray, names: pa.ChunkedArray, indices: pa.ChunkedArray, calls: pa.ChunkedArray | None = None
 ) -> tuple[list[tuple[str, str, int | None, int | None]], Callable[[list[Any], pa.DataType], pa.Array]]:
-    """Return the distinct (kind, name, index, call), and a function that expands one value per key to one per row."""
+    """Return the distinct keys (kind, name, index, call) of rows, and a function.
+
+    The function converts a list with one value per key to an array with one value per row.
+    """
     number = pc.fill_null(pc.cast(indices, pa.string()), "")
     call = pa.scalar("") if calls is None else pc.fill_null(pc.cast(calls, pa.string()), "")
     encoded = pc.binary_join_element_wise(kinds, number, call, names, "\0").combine_chunks().dictionary_encode()

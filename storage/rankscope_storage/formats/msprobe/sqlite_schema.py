@@ -1,8 +1,8 @@
-"""SQL text of the tables of msprobe's database, in both of its layouts.
+"""SQL text of the tables of msprobe's database, in the layouts of two msprobe versions.
 
-Targets, metrics, tags and `global_stats` are those of msprobe 26.2.0. The numbers are in tables of `step_partition`
-steps each, `metric_<id>_step_<first>_<last>`, as in msprobe 8.3.0. `trend_data`, a table in 26.2.0, is a view over
-them.
+Targets, metrics, tags and `global_stats` are those of msprobe 26.2.0. As in msprobe 8.3.0, the numbers are in tables
+`metric_<id>_step_<first>_<last>` of `step_partition` steps each. `trend_data`, which is a table in 26.2.0, is a view
+over these tables.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from rankscope_contract.security.escaping import sql_identifier
 
 OPS: Final = ("norm", "min", "max", "zeros", "nans", "mean")
-"""Statistics in the order of `trend_data`."""
+"""Statistics in the order of the columns of `trend_data`."""
 
 _PART_OF_VIEW: Final = 400  # SQLite allows 500 SELECTs in one UNION
 
@@ -55,16 +55,19 @@ CREATE TABLE export_facts (
     value TEXT NOT NULL
 ) WITHOUT ROWID;
 """
-"""Tables of the database. `export_facts` is not msprobe's: run, partition size, and the meaning of numbers."""
+"""Statements that create the tables of the database.
+
+msprobe does not have the table `export_facts`; it contains the run, the partition size, and the meaning of the numbers.
+"""
 
 
 def partition_name(metric: int, first: int, last: int) -> str:
-    """Return the name of the table with the steps `first` to `last` of a metric."""
+    """Return the name of the table with the rows of `metric` from step `first` to step `last`."""
     return f"metric_{metric}_step_{first}_{last}"
 
 
 def partition_table(name: str, first: int, last: int, columns: Sequence[str]) -> str:
-    """Return the statement that creates the table `name` for these steps."""
+    """Return the statement that creates the table `name` for the steps `first` to `last`."""
     listed = ", ".join(f"{sql_identifier(column)} REAL DEFAULT NULL" for column in columns)
     return (
         f"CREATE TABLE {name} (rank INTEGER NOT NULL, step INTEGER NOT NULL CHECK(step BETWEEN {first} AND {last}), "
@@ -74,7 +77,10 @@ def partition_table(name: str, first: int, last: int, columns: Sequence[str]) ->
 
 
 def global_stats_table(metrics: Sequence[str]) -> str:
-    """Return the statement that creates `global_stats`, one row with ranges and the statistics of each metric."""
+    """Return the statement that creates the table `global_stats`.
+
+    Its only row has the ranges of steps and ranks, and the statistics of each metric.
+    """
     listed = "".join(f", {sql_identifier(metric)} TEXT DEFAULT NULL" for metric in metrics)
     return (
         "CREATE TABLE global_stats (min_step INTEGER DEFAULT 0, max_step INTEGER DEFAULT 0, "
@@ -83,7 +89,10 @@ def global_stats_table(metrics: Sequence[str]) -> str:
 
 
 def trend_views(partitions: Mapping[str, int]) -> Iterator[str]:
-    """Yield the statements that create the view `trend_data` over the tables `partitions`, which map to metric ids."""
+    """Yield the statements that create the view `trend_data`.
+
+    `partitions` maps the names of the tables with numbers to metric ids.
+    """
     selects = [
         f"SELECT rank, step, target_id, {metric} AS metric_id, {', '.join(OPS)} FROM {name}"
         for name, metric in partitions.items()
@@ -100,7 +109,7 @@ def trend_views(partitions: Mapping[str, int]) -> Iterator[str]:
 
 
 def tags(target: str) -> set[tuple[str, str]]:
-    """Return the tags of a target's name with their categories: `layers.3` is a layer, any other word is a module."""
+    """Return the tags of a target name, each with its category: `layers.3` is a layer, any other word is a module."""
     found = set()
     words = target.split(".")
     for before, word in zip(["", *words], words, strict=False):
