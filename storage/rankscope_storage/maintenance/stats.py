@@ -25,7 +25,7 @@ SAMPLES_PER_ROW: Final = {
     "tensor_rollups": 3 * _VALUES + _COUNTS,
     "scalar_rollups": 3,
 }
-"""Measured numbers per row: the default statistics without the number of elements, by dataset. Rows of other datasets have one number."""
+"""Measured numbers per row of a dataset: the default statistics without the number of elements. Others have one."""
 
 TIERS: Final = {
     **dict.fromkeys((*RAW, "scalars", "samples"), "raw"),
