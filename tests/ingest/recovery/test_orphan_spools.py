@@ -333,7 +333,7 @@ async def test_spool_that_cannot_be_deleted_is_reported_and_stored_once(
     monkeypatch.setattr(os, "unlink", refuse)
     for _ in range(2):
         async with start_service(**settings(root)):
-            await eventually(lambda: "is stored but cannot be removed" in caplog.text)
+            await eventually(lambda: "is stored in full but its folder cannot be removed" in caplog.text)
             caplog.clear()
     async with start_service() as service:
         pass
