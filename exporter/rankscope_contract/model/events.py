@@ -95,7 +95,7 @@ class Event:
 def causal_stage(kind: str | None) -> float:
     """Return the position of `kind` in the causal order of a step.
 
-    An event without a kind summarises the tensors of the step and comes after them.
+    An event without a kind summarises the tensors of the step, like a scalar, and has the position `SCALAR_STAGE`.
     """
     return SCALAR_STAGE if kind is None else CAUSAL_STAGE.get(kind, SCALAR_STAGE)
 

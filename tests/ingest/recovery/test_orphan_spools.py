@@ -283,7 +283,10 @@ async def _gone(service: Any) -> bool:
 
 
 SPOILED = {
-    "torn": (lambda folder: (folder / "identity.json").write_text("{"), "torn or foreign (JSONDecodeError"),
+    "torn": (
+        lambda folder: (folder / "identity.json").write_text("{"),
+        "is incomplete or no spool file (JSONDecodeError",
+    ),
     "missing": (lambda folder: (folder / "identity.json").unlink(), "cannot be read"),
     "future": (
         lambda folder: (folder / "identity.json").write_text('{"format": 9, "registration": {"schema_version": 1}}'),
