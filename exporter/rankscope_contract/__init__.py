@@ -1,9 +1,12 @@
-"""Definitions that all packages of Rankscope share: names, labels, record fields, rules. Standard library only.
+"""Definitions that all packages of Rankscope share: names, labels, record fields and rules.
 
-All other packages import this package. It imports none of them.
+This package uses only the standard library. All other packages import it; it imports none of them.
 """
 
 __version__ = "0.1.0"
 
 SCHEMA_VERSION = 1
-"""Version of the record stream and of the tables. A change may only add nullable fields; readers accept older data."""
+"""Version of the record stream and of the tables.
+
+A new version may only add nullable fields. Readers accept data of older versions.
+"""

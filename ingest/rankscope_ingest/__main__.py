@@ -1,4 +1,4 @@
-"""`python -m rankscope_ingest rankscope.toml`: run the service without the `rankscope` command."""
+"""Implement `python -m rankscope_ingest rankscope.toml`: run the service without the `rankscope` command."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from rankscope_storage.base.errors import ShardLostError, StoreError
 
 
 def main() -> int:
-    """Run the service with the configuration file of the only argument; return the exit status.
+    """Run the service with the configuration file that is the only command line argument; return the exit status.
 
-    0: stopped. 1: error. 2: wrong usage. 3: another service has taken over the shard.
+    0: the service was stopped. 1: an error occurred. 2: wrong command line. 3: another service has taken over the
+    shard.
     """
     if len(sys.argv) != 2:
         sys.stderr.write("usage: python -m rankscope_ingest CONFIG.toml\n")

@@ -53,11 +53,13 @@ def serving(log: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[by
 
 def test_log_lines_contain_the_known_context():
     said = []
-    record = logging.makeLogRecord({"levelname": "INFO", "msg": "run is %s", "args": ("running",), "run": "r"})
+    record = logging.makeLogRecord(
+        {"levelname": "INFO", "msg": "state of the run changed to %s", "args": ("running",), "run": "r"}
+    )
     record.reason = None
     _ViewHandler(SimpleNamespace(print_line=said.append)).emit(record)
 
-    assert ["info: run is running, run r"] == said
+    assert ["info: state of the run changed to running, run r"] == said
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
@@ -125,7 +127,7 @@ def test_options_override_the_file(tmp_path):
         ('[store]\npath = "h"\n[service]\nlisten = "0.0.0.0:9470"\n', "set token"),
         ('[store]\npath = "h"\n[notify]\nurls = ["nonsense"]\n', "notify.urls[0]"),
         ("", "store: is missing"),
-        ("not toml", "not TOML"),
+        ("not toml", "not valid TOML"),
     ],
 )
 def test_configuration_errors_name_the_remedy(tmp_path, toml, message):

@@ -1,1 +1,1 @@
-"""Diagnosis of hangs: stacks, flight records, and the rank that holds up the others."""
+"""Diagnosis of hangs: stacks, flight records, and the rank that blocks the others."""

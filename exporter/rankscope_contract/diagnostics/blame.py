@@ -1,7 +1,8 @@
-"""Find the rank that blocks the others, with evidence. Without sufficient evidence, name no rank. Pure.
+"""Find the rank that blocks the others in a hang, and return the evidence. Pure.
 
-Each of three sources can be sufficient: flight records, stacks, and the reported steps. A source that is missing, or
-shows several ranks in the same state, is no evidence. If two sources name different ranks, no rank is named.
+Three sources are used: flight records, stacks, and the last steps of the ranks. One source can be sufficient. A source
+that is missing, or that shows several ranks in the same state, is no evidence. If the evidence is not sufficient, or
+two sources name different ranks, no rank is named.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ A difference of one step is normal for waiting ranks.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """Data about one active rank. A rank that closed its monitor may still enter collectives; it has no data."""
+    """Data about one active rank.
+
+    A rank that closed its monitor may still enter collectives, but it provides no data.
+    """
 
     rank: int
     stacks: StackDump | None = None
@@ -35,7 +39,7 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The rank that blocks the others, or None if unknown, and the evidence."""
+    """The rank that blocks the others, or None if unknown, and the evidence as text."""
 
     rank: int | None
     evidence: str
@@ -45,7 +49,10 @@ class Verdict:
 
 
 def single_out(facts: Iterable[RankFacts], world_size: int) -> Verdict:
-    """Return which of `world_size` ranks blocks the others. A rank without data may be the cause as well."""
+    """Return which of `world_size` ranks blocks the others.
+
+    A rank that is not in `facts` may also be the cause, so that the result can be unknown.
+    """
     known = {fact.rank: fact for fact in facts}
     if world_size == 1 and len(known) == 1:
         return Verdict(rank=next(iter(known)), evidence="it is the only rank")
@@ -65,7 +72,7 @@ def single_out(facts: Iterable[RankFacts], world_size: int) -> Verdict:
 
 
 def _by_steps(known: Mapping[int, RankFacts], world_size: int) -> Verdict | None:
-    """Return a verdict if the steps show that some ranks progress and others do not; else None."""
+    """Return a verdict if the last steps show that some ranks progress and others do not; else None."""
     steps = {rank: fact.last_step for rank, fact in known.items() if fact.last_step is not None}
     if len(steps) < 2 or max(steps.values()) - min(steps.values()) < STEPS_BEHIND:
         return None
@@ -84,7 +91,10 @@ def _by_steps(known: Mapping[int, RankFacts], world_size: int) -> Verdict | None
 def _by_stacks(
     flights: Mapping[int, FlightRecord], places: Mapping[int, Place], waits: Waits, world_size: int
 ) -> int | None:
-    """Return the only rank outside of any collective, if every other rank is or may be in a collective; else None."""
+    """Return the only rank that is not in a collective, or None.
+
+    The result is None unless every other rank is, or may be, in a collective.
+    """
     pending = {rank: flight.pending for rank, flight in flights.items() if flight.pending is not None}
     outside = []
     for rank in range(world_size):

@@ -1,8 +1,8 @@
-"""Find the rank for which all ranks in collectives wait, according to the flight records. Pure.
+"""Find the rank that blocks all ranks in collectives, according to the flight records. Pure.
 
-A rank in a collective waits for every rank of its group that has not entered it. If the chain of waits of all ranks
-ends at the same rank, this rank is the suspect. There is no suspect if a record is missing, a call is recent, or
-ranks made different calls.
+A rank in a collective waits for every rank of its group that has not entered the collective. If the chains of waits of
+all ranks end at the same rank, this rank is the suspect. There is no suspect if a flight record is missing, a call
+began less than SETTLED_SECONDS ago, or ranks made different calls.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from rankscope_contract.diagnostics.rank_groups import ranks_text
 from rankscope_contract.diagnostics.wait_places import Place
 
 SETTLED_SECONDS: Final = 1.0
-"""A more recent call may belong to a running training: the other ranks may enter it at any moment."""
+"""Minimum age in seconds of a call that is evidence.
+
+A more recent call may belong to training that still runs, because the other ranks may enter the call at any time.
+"""
 
 MOST_CALLS: Final = 3
-"""Maximum number of calls in the evidence."""
+"""Maximum number of calls that the evidence lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """For each rank, the ranks for which it waits, directly or indirectly.
+    """For each rank, the ranks for which it waits, directly or through other ranks.
 
-    `suspect`: the rank for which all of them wait.
+    `suspect` is the rank for which all other ranks wait, or None. `evidence` is a text for users.
     """
 
     reached: Mapping[int, frozenset[int]] = field(default_factory=dict)
@@ -35,7 +38,10 @@ class Waits:
 
 
 def waits_of(records: Records, places: Mapping[int, Place], world: Collection[int]) -> Waits:
-    """Return the waits in `records`. `places` has the places of ranks with stacks; `world` is the set of all ranks."""
+    """Return the waits that the flight records show.
+
+    `places` maps ranks with stacks to their place in the code. `world` contains all ranks of the job.
+    """
     calls = calls_of_note(records)
     mismatches = _mismatches(calls)
     if mismatches:
@@ -65,7 +71,7 @@ def _mismatches(calls: Sequence[Call]) -> list[Call]:
 
 
 def _odd_one_out(mismatches: Sequence[Call]) -> Waits:
-    """Return the one rank whose call differs from the common call of two or more other ranks."""
+    """Return the one rank whose call differs from the common call of two or more other ranks, as the suspect."""
     found: dict[int, str] = {}
     for call in mismatches:
         lone = [(form, ranks) for form, ranks in call.forms if len(ranks) == 1]
@@ -81,9 +87,9 @@ def _odd_one_out(mismatches: Sequence[Call]) -> Waits:
 
 
 def _oldest(calls: Sequence[Call]) -> dict[tuple[int, str], Call]:
-    """Return the oldest call in which each rank waits, by rank and group.
+    """Return the oldest unfinished call of each rank in each group. The keys are (rank, group id).
 
-    Later calls of a group cannot begin before its end.
+    The calls of a group run in order, so a later call cannot begin before the oldest one has ended.
     """
     oldest: dict[tuple[int, str], Call] = {}
     for call in sorted(calls, key=lambda call: call.seq):
@@ -93,7 +99,10 @@ def _oldest(calls: Sequence[Call]) -> dict[tuple[int, str], Call]:
 
 
 def _members(records: Records) -> dict[str, set[str]]:
-    """Return the ranks of each group as text: every version that the records contain."""
+    """Return the different lists of ranks that the records contain for each group.
+
+    The keys are group ids; a list of ranks is text such as `0-7`.
+    """
     found: dict[str, set[str]] = {}
     for record in records.values():
         for group in record.groups:
@@ -105,7 +114,10 @@ def _members(records: Records) -> dict[str, set[str]]:
 def _awaited(
     call: Call, members: Collection[str], places: Mapping[int, Place], *, has_all: bool
 ) -> frozenset[int] | None:
-    """Return the ranks for which `call` waits; None if not all of them are known."""
+    """Return the ranks for which the ranks in `call` wait, or None if some of them are unknown.
+
+    `members` contains the reported lists of ranks of the group. `has_all` states that every rank has a flight record.
+    """
     if len(members) > 1 or (not members and not has_all):
         return None  # one name for several groups, or a group without reported ranks
     outside = {rank for rank in call.unknown if places.get(rank) is Place.OUTSIDE}
@@ -127,7 +139,10 @@ def _reachable(rank: int, edges: Mapping[int, Collection[int]]) -> frozenset[int
 
 
 def _suspect(edges: Mapping[int, Collection[int]], reached: Mapping[int, Collection[int]]) -> int | None:
-    """Return the only rank that waits for no other rank, if all others wait for it."""
+    """Return the only rank that waits for no other rank, or None.
+
+    The result is None unless all other ranks wait for this rank, directly or through other ranks.
+    """
     ranks = {*edges, *(rank for awaited in edges.values() for rank in awaited)}
     ends = [rank for rank in ranks if not edges.get(rank)]
     if len(ends) != 1 or len(ranks) < 2:
@@ -138,7 +153,7 @@ def _suspect(edges: Mapping[int, Collection[int]], reached: Mapping[int, Collect
 def _is_cause(
     suspect: int, oldest: Mapping[tuple[int, str], Call], records: Records, places: Mapping[int, Place]
 ) -> bool:
-    """Return whether no record or stack shows that the suspect itself waits for another rank."""
+    """Return whether no flight record or stack shows that the suspect itself waits for another rank."""
     waited = [call for (rank, _), call in oldest.items() if rank == suspect]
     if waited:
         return all(call.waiting == (suspect,) and call.left for call in waited)

@@ -1,8 +1,8 @@
-"""One collective as seen by all ranks of its group: ranks that never entered it, ranks that never left it, mismatches.
+"""Compare the flight records of all ranks to find collectives that some ranks never entered or never left. Pure.
 
-Pure. The input is the flight record of each rank; the output is calls and sentences. All ranks of a group make its
-calls in the same order. The `seq` that the group counts therefore means the same call on every rank. If ranks differ at
-one `seq`, a rank called the wrong collective.
+The input is the flight record of each rank; the output is calls and sentences. All ranks of a group make the calls of
+the group in the same order. Therefore the sequence number `seq` of the group identifies the same call on every rank. If
+the calls with one `seq` differ between ranks, a rank called the wrong collective (a mismatch).
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from rankscope_contract.diagnostics.rank_groups import Standing, is_library, own
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord
 
 MOST_SENTENCES: Final = 5
-"""Maximum number of sentences. A hang of a job with many groups can involve hundreds of collectives."""
+"""Maximum number of sentences about calls. A hang of a job with many groups can involve hundreds of collectives."""
 
 Records = Mapping[int, FlightRecord]
-"""Flight record of each rank, by rank."""
+"""Flight records by rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Collective number `seq` of a group. Each member is in exactly one of the four tuples, in ascending order."""
+    """The collective with sequence number `seq` of a group, as seen by all ranks of the group.
+
+    Each member is in exactly one of the tuples `missing`, `waiting`, `left` and `unknown`, which are in ascending
+    order.
+    """
 
     group: str
     group_id: str
@@ -34,22 +38,25 @@ class Call:
     left: tuple[int, ...] = ()  # completed it
     unknown: tuple[int, ...] = ()  # no record
     forms: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """(call, ranks that made it) for each different call at this `seq`. More than one entry is a mismatch."""
+    """Each different call at this `seq`, with the ranks that made it. More than one entry is a mismatch."""
     seconds: float = 0.0  # since the first waiting rank entered it
 
     @property
     def name(self) -> str:
-        """Return a name such as `all_reduce 41 (4.0 MiB float32) of dp`, from the call of the first rank."""
+        """Return the name of the call, such as `all_reduce 41 (4.0 MiB float32) of dp`.
+
+        If ranks made different calls, the call of the lowest rank is used.
+        """
         return _numbered(f"{self.forms[0][0]} of {self.group}" if self.forms else "", self.seq)
 
     @property
     def is_mismatch(self) -> bool:
-        """Return whether ranks made different calls."""
+        """Return whether ranks made different calls with this sequence number."""
         return len(self.forms) > 1
 
     @property
     def state(self) -> CallState:
-        """Return the progress of the ranks."""
+        """Return the combined progress of all ranks of the group."""
         if self.missing:
             return CallState.NEVER_ENTERED
         if self.waiting and self.left:
@@ -59,9 +66,9 @@ class Call:
         return CallState.UNKNOWN if self.unknown else CallState.ALL_IN
 
     def sentence(self, sites: Mapping[int, str] | None = None) -> str:
-        """Return a sentence about the state of the call.
+        """Return a sentence for users about the state of the call.
 
-        `sites` maps ranks to their current place in the training code.
+        `sites` maps ranks to their current place in the training code, such as `train.py[88]`.
         """
         no_record = f"; {ranks_text(self.unknown)} {_verb(self.unknown, 'have')} no record" if self.unknown else ""
         return self._progress(_called_at(self.waiting, sites or {})) + no_record
@@ -85,7 +92,7 @@ class Call:
 
 
 def calls_of_note(records: Records) -> list[Call]:
-    """Return the calls in which ranks wait, and the first mismatch of each group. Probable causes come first."""
+    """Return the calls in which ranks wait, and the first mismatch of each group. The probable causes come first."""
     entries: dict[tuple[str, int], dict[int, Collective]] = {}
     for rank, record in sorted(records.items()):
         for entry in record.collectives:
@@ -107,9 +114,9 @@ def calls_of_note(records: Records) -> list[Call]:
 
 
 def sentences(records: Records, sites: Mapping[int, str] | None = None) -> list[str]:
-    """Return one sentence for each call of `calls_of_note`, causes first.
+    """Return one sentence for each call of `calls_of_note`, the probable causes first.
 
-    Above a limit, only the number of further calls.
+    After MOST_SENTENCES sentences, one more sentence contains the number of further calls.
     """
     calls = calls_of_note(records)
     more = [f"and {len(calls) - MOST_SENTENCES} more collectives in which ranks wait"] * (len(calls) > MOST_SENTENCES)
@@ -154,7 +161,10 @@ def _progress_of(
 
 
 def _members(records: Records) -> dict[str, set[int]]:
-    """Return the ranks of each group: as a flight record reports them, else the ranks that used the group."""
+    """Return the ranks of each group, by group id.
+
+    The ranks are those that a flight record reports for the group, or else the ranks that used the group.
+    """
     reported: dict[str, set[int]] = {}
     seen: dict[str, set[int]] = {}
     for name, ranks in {(group.id, group.ranks) for record in records.values() for group in record.groups}:
@@ -166,7 +176,7 @@ def _members(records: Records) -> dict[str, set[int]]:
 
 
 def _latest(record: FlightRecord) -> dict[str, int]:
-    """Return the latest call of each group that a rank entered."""
+    """Return the sequence number of the last call of each group that the rank entered, by group id."""
     latest = {group.id: group.latest_seq for group in record.groups}
     for entry in record.collectives:
         if not entry.is_p2p:
@@ -175,10 +185,10 @@ def _latest(record: FlightRecord) -> dict[str, int]:
 
 
 def _forms(entries: Mapping[int, Collective]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return the different calls that ranks made, each described by its first rank.
+    """Return the different calls that ranks made with one sequence number, each with its ranks.
 
-    A different size is no mismatch if sizes may differ between ranks. Neither is an entry without tensors: in a scatter
-    only the source has tensors.
+    A call is described by the entry of its first rank. Different sizes are no mismatch if the sizes of this op may
+    differ between ranks. An entry without tensors is no mismatch either: in a scatter, only the source has tensors.
     """
     found: dict[tuple[object, ...], list[int]] = {}
     for rank, entry in sorted(entries.items(), key=lambda item: (not item[1].dtypes, item[0])):
@@ -214,6 +224,6 @@ def _verb(ranks: Sequence[int], plural: str) -> str:
 
 
 def _order(call: Call, stuck: set[int]) -> tuple[object, ...]:
-    """Return a sort key: mismatches first, then calls that miss a rank outside of any collective."""
+    """Return a sort key: mismatches first, then calls that wait for a rank which is not in any collective."""
     is_cause = call.is_mismatch or any(rank not in stuck for rank in call.missing)
     return not is_cause, not call.is_mismatch, not call.missing, -call.seconds, call.group, call.seq

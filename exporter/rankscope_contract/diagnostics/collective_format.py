@@ -1,6 +1,6 @@
-"""Collectives as text: dtype names, message bytes, spans of ranks, state of a call. Pure.
+"""Format collectives as text: dtype names, message sizes, lists of ranks, progress of a call. Pure.
 
-Torch's flight recorder reports dtypes by their C++ names, and sizes of inputs and outputs.
+Torch's flight recorder reports dtypes by their C++ names, and the sizes of inputs and outputs.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _TYPES: Final[dict[str, tuple[str, int]]] = {
     "Float8_e5m2fnuz": ("float8_e5m2fnuz", 1),
     "Float8_e8m0fnu": ("float8_e8m0fnu", 1),
 }
-"""dtype name in torch's flight recorder -> name in Python, bytes per element."""
+"""Python name and bytes per element of each dtype, by its name in torch's flight recorder."""
 
 EVEN: Final = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 """Collectives in which every rank of the group transfers the same number of bytes."""
 
 MOST_RANKS: Final = 1 << 20
-"""Upper limit of ranks in a group. A text that names more ranks is invalid; its ranks are not listed."""
+"""Maximum number of ranks in a group. A text that contains more ranks is invalid."""
 
 _SPAN: Final = re.compile(r"(\d{1,9})-(\d{1,9})(?::(\d{1,9}))?")
 _LIST: Final = re.compile(r"\d{1,9}(,\d{1,9})*")
@@ -62,17 +62,16 @@ Sizes = Sequence[Sequence[int]]
 
 
 def dtype_text(names: Iterable[str]) -> str | None:
-    """Return dtypes by their Python names, each once; None for no dtype."""
+    """Return the Python names of dtypes, each name once, separated by commas; None for an empty list."""
     known = dict.fromkeys(_TYPES.get(name, (name.lower(), 0))[0] for name in names)
     return ", ".join(known) or None
 
 
 def message_bytes(inputs: Sizes, input_types: Sequence[str], outputs: Sizes, output_types: Sequence[str]) -> int | None:
-    """Return the message size of a collective on this rank, in bytes: the larger of its input and its output.
+    """Return the message size of a collective on this rank in bytes: the larger of its input and its output.
 
-    For all-gather this is the gathered tensor; for reduce-scatter it is the tensor before scattering. This is equal on
-    all
-    ranks. Return None if the collective has no tensors (barrier) or a dtype is unknown.
+    For all-gather this is the gathered tensor; for reduce-scatter it is the tensor before scattering. The size is equal
+    on all ranks. Return None if the collective has no tensors (barrier) or a dtype is unknown.
     """
     sent, received = _bytes(inputs, input_types), _bytes(outputs, output_types)
     if (sent is None and inputs) or (received is None and outputs):
@@ -81,9 +80,9 @@ def message_bytes(inputs: Sizes, input_types: Sequence[str], outputs: Sizes, out
 
 
 def is_even(op: str) -> bool:
-    """Return whether all ranks of one call of `op` transfer equal numbers of bytes.
+    """Return whether all ranks transfer equal numbers of bytes in a collective `op`.
 
-    Accepts the op names of any backend.
+    `op` may be the name that any backend uses.
     """
     return any(op.strip("_").startswith(name) for name in EVEN)
 
@@ -95,7 +94,7 @@ def bytes_text(count: int) -> str:
 
 
 def spans(ranks: Iterable[int]) -> str:
-    """Return ranks in any order as text such as `0-2,5`; `ranks_in` is the inverse."""
+    """Return ranks as text such as `0-2,5`. The ranks may be in any order; `ranks_in` is the inverse function."""
     found: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if found and rank == found[-1][1] + 1:
@@ -106,9 +105,9 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 def ranks_in(text: str) -> tuple[int, ...]:
-    """Return the ranks in a text such as `0-2,5`, ascending.
+    """Return the ranks in a text such as `0-2,5`, in ascending order.
 
-    Raises ValueError for other text and for too many ranks.
+    Raises ValueError if the text has another form or contains more than MOST_RANKS ranks.
     """
     ends = [span.partition("-") for span in text.split(",")] if text else []
     ranges = [range(int(first), int(last if dash else first) + 1) for first, dash, last in ends]
@@ -118,7 +117,10 @@ def ranks_in(text: str) -> tuple[int, ...]:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks in `0-7`, `0-24:8` (every eighth) or `0,3,5`, ascending. Raises ValueError on other text."""
+    """Return the ranks in `0-7`, `0-24:8` (every eighth) or `0,3,5`, in ascending order.
+
+    Raises ValueError if the text has another form.
+    """
     if span := _SPAN.fullmatch(text):
         first, last, step = int(span[1]), int(span[2]), int(span[3] or 1)
         if first <= last and step >= 1 and (last - first) // step < MOST_RANKS:

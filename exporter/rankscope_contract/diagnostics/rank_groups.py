@@ -1,7 +1,8 @@
-"""Groups of ranks at the same place, in the order of the probable cause. Pure: stacks and flight records to text.
+"""Group ranks that are at the same place in the code, and sort the groups by probable cause. Pure.
 
-A rank in a collective waits for the ranks outside of it. Ranks in no collective therefore come first, then ranks with
-lower sequence numbers, then the smaller group. The first line shows the cause.
+The input is stacks and flight records; the output is text. A rank in a collective waits for the ranks that are not in
+it. Therefore ranks in no collective come first, then ranks with lower sequence numbers, then smaller groups. The first
+line shows the probable cause.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rankscope_contract.diagnostics.collective_format import ranks_in, spans
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, StackDump
 
 MOST_SPANS: Final = 16
-"""Maximum number of spans in one text. In a job of 1,000 ranks, every second rank may be at the same place."""
+"""Maximum number of spans of ranks in one text. In a job of 1,000 ranks, every second rank may be at the same place."""
 
 _LIBRARIES: Final = ("site-packages", "dist-packages")
 _NO_SEQ: Final = -1
@@ -24,7 +25,11 @@ _NO_SEQ: Final = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Place of one rank. `frames` and `calls` are those of its training thread, the innermost call first."""
+    """Place in the code of one rank.
+
+    `frames` and `calls` are those of its training thread, the innermost call first. `pending` and `latest` are
+    collectives of its flight record.
+    """
 
     rank: int
     frames: tuple[Frame, ...] = ()
@@ -34,7 +39,7 @@ class Standing:
 
     @classmethod
     def of(cls, rank: int, stacks: StackDump | None, flight: FlightRecord | None) -> Standing:
-        """Return the place of `rank` from its stacks and its flight record. Either may be None."""
+        """Return the place of `rank`, as shown by its stacks and its flight record. Either of them may be None."""
         thread = stacks.training_thread if stacks else None
         return cls(
             rank=rank,
@@ -46,7 +51,7 @@ class Standing:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return a key that is equal for ranks at the same place."""
+        """Return a key that is equal for ranks at the same place in the code."""
         pending = None if self.pending is None else (self.pending.op, self.pending.group, self.pending.seq)
         return pending, self.calls, tuple(frame.short for frame in self.frames)
 
@@ -68,13 +73,13 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks at the same place."""
+    """Ranks that are at the same place in the code."""
 
     standings: tuple[Standing, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks, ascending."""
+        """Return the ranks of the group in ascending order."""
         return tuple(standing.rank for standing in self.standings)
 
     def __str__(self) -> str:
@@ -82,7 +87,7 @@ class Group:
 
 
 def grouped(standings: Iterable[Standing]) -> list[Group]:
-    """Return the groups of ranks. Groups for which other ranks wait come first."""
+    """Return the ranks in groups at the same place. Groups that block other ranks come first."""
     found: dict[tuple[object, ...], list[Standing]] = {}
     for standing in sorted(standings, key=lambda item: item.rank):
         found.setdefault(standing.key, []).append(standing)
@@ -90,12 +95,15 @@ def grouped(standings: Iterable[Standing]) -> list[Group]:
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame outside of libraries and of Python itself; without one, the innermost frame."""
+    """Return the innermost frame that is outside of libraries and Python.
+
+    If all frames are in libraries, return the innermost frame; None without frames.
+    """
     return next((frame for frame in frames if not is_library(frame.file)), frames[0] if frames else None)
 
 
 def is_library(file: str) -> bool:
-    """Return whether `file` belongs to an installed package or to Python, not to the training code."""
+    """Return whether `file` belongs to an installed package or to Python, and not to the training code."""
     return any(part in _LIBRARIES for part in PurePath(file).parts) or is_standard_library(file)
 
 
@@ -110,9 +118,9 @@ def is_standard_library(file: str) -> bool:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as `rank 3` or `ranks 0-2, 5`.
+    """Return ranks as text such as `rank 3` or `ranks 0-2, 5`.
 
-    Of many spans, return the first ones and the number of other ranks.
+    After MOST_SPANS spans, the text ends with the number of further ranks.
     """
     found = spans(ranks).split(",")
     text = ", ".join(found[:MOST_SPANS])

@@ -1,6 +1,6 @@
-"""Stacks of a rank's threads and its active collectives, as stored in the details of an event.
+"""Stacks of a rank's threads and its flight record, and their JSON form in the details of an event.
 
-Contains the values and their JSON form. The exporter takes the stacks; `rank_groups` and `blame` interpret them.
+The exporter takes the stacks; `rank_groups` and `blame` interpret them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any, Final, Self
 from rankscope_contract.diagnostics.collective_format import ranks_in, spans
 
 MAX_DETAILS_BYTES: Final = 65_536
-"""Maximum size of one event's details. The ring can hold about 100 such events in addition to the steps."""
+"""Maximum size in bytes of the details of one event.
+
+The ring can hold about 100 such events in addition to the records of the steps.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One call: file, line and function."""
+    """One frame of a stack: file, line and function."""
 
     file: str
     line: int
@@ -30,13 +33,13 @@ class Frame:
 
     @property
     def short(self) -> tuple[str, int, str]:
-        """Return a key that is equal on ranks with different installation folders."""
+        """Return a key without the path of the installation folder, so that it is equal on all ranks."""
         return PurePath(self.file).name, self.line, self.function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadStack:
-    """One thread, the innermost call first. Threads that Python did not start have no name."""
+    """Stack of one thread, the innermost call first. Threads that Python did not start have no name."""
 
     ident: int
     frames: tuple[Frame, ...]
@@ -44,15 +47,18 @@ class ThreadStack:
     is_training: bool = False
     is_ours: bool = False
     calls: str | None = None
-    """The C function that the innermost frame is executing: `time.sleep`, or `.wait` for a method of an object.
+    """Name of the C function that the innermost frame is executing: `time.sleep`, or `.wait` for a method of an object.
 
-    Empty if the frame executes Python code; None if unknown.
+    The name is empty if the frame executes Python code, and None if it is unknown.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackDump:
-    """All threads of one process at one moment: the training thread first, Rankscope's threads last."""
+    """Stacks of all threads of one process at one time.
+
+    The training thread comes first; the threads of Rankscope come last.
+    """
 
     reason: str  # hang, request, call or signal
     threads: tuple[ThreadStack, ...]
@@ -60,17 +66,17 @@ class StackDump:
 
     @property
     def training_thread(self) -> ThreadStack | None:
-        """Return the training thread; None if it is not among the threads."""
+        """Return the training thread, or None if the dump does not contain it."""
         return next((thread for thread in self.threads if thread.is_training), None)
 
     @property
     def training(self) -> tuple[Frame, ...]:
-        """Return the frames of the training thread; empty if it is not among the threads."""
+        """Return the frames of the training thread, or an empty tuple if the dump does not contain it."""
         thread = self.training_thread
         return () if thread is None else thread.frames
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON document. A frame is [file, line, function]; false flags are omitted."""
+        """Return the stacks as a JSON document. A frame is [file, line, function]; flags that are false are omitted."""
         threads = []
         for thread in self.threads:
             entry: dict[str, Any] = {"ident": thread.ident, "name": thread.name}
@@ -80,12 +86,15 @@ class StackDump:
         return {"reason": self.reason, "threads": threads, "left_out": self.left_out}
 
     def to_json(self) -> str:
-        """Return the details of the event."""
+        """Return the stacks as JSON text for the details of an event."""
         return json.dumps(self.document(), ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
-        """Return the dump in parsed details. Raises ValueError for anything else."""
+        """Return the stacks in `document`, the parsed details of an event.
+
+        Raises ValueError if it is not such a document.
+        """
         try:
             threads = tuple(
                 ThreadStack(
@@ -105,7 +114,7 @@ class StackDump:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One entry of torch's flight recorder."""
+    """One collective in torch's flight recorder."""
 
     op: str
     backend: str
@@ -121,7 +130,7 @@ class Collective:
 
     @property
     def group_key(self) -> str:
-        """Return a key of the group that is unique within the job."""
+        """Return a key that identifies the process group within the job."""
         return self.group if self.group_id is None else self.group_id
 
     def __str__(self) -> str:
@@ -132,7 +141,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """Progress of a rank in one of its groups."""
+    """Progress of a rank in one of its process groups."""
 
     id: str
     ranks: str  # such as 0-2,5
@@ -141,7 +150,7 @@ class GroupProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightRecord:
-    """The latest collectives of a rank, oldest first. Active collectives are always included."""
+    """Flight record of a rank: its latest collectives, oldest first. Active collectives are always included."""
 
     reason: str
     collectives: tuple[Collective, ...]
@@ -150,25 +159,28 @@ class FlightRecord:
 
     @property
     def pending(self) -> Collective | None:
-        """Return the collective that has been active for the longest time; None if the rank waits in none."""
+        """Return the collective that has been active for the longest time, or None if no collective is active."""
         return next((entry for entry in self.collectives if entry.is_pending), None)
 
     @property
     def latest(self) -> Collective | None:
-        """Return the last collective that the rank entered."""
+        """Return the last collective that the rank entered, or None without collectives."""
         return self.collectives[-1] if self.collectives else None
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON document."""
+        """Return the flight record as a JSON document."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """Return the details of the event."""
+        """Return the flight record as JSON text for the details of an event."""
         return json.dumps(self.document(), ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
-        """Return the record in parsed details. Raises ValueError for anything else."""
+        """Return the flight record in `document`, the parsed details of an event.
+
+        Raises ValueError if it is not such a document.
+        """
         try:
             entries = tuple(
                 Collective(
@@ -199,7 +211,7 @@ class FlightRecord:
 
 
 def stacks_text(dump: StackDump) -> str:
-    """Return `dump` as text for users, the innermost call of each thread first."""
+    """Return the stacks in `dump` as text for users, the innermost call of each thread first."""
     parts = []
     for thread in dump.threads:
         role = " (training)" if thread.is_training else " (Rankscope)" if thread.is_ours else ""

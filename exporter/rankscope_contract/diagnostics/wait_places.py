@@ -1,7 +1,8 @@
 """Detect from the stack of the training thread whether a rank waits for other ranks. Pure.
 
-A Python stack shows the current call of a thread, but not the event for which C code below this call waits. A place is
-certain only if the innermost call identifies it. Otherwise it is `Place.UNKNOWN`, which is no evidence.
+A Python stack shows the current call of a thread. It does not show the event for which C code in this call waits. The
+place of a rank is certain only if the innermost call identifies it. Otherwise it is `Place.UNKNOWN`, which is no
+evidence.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rankscope_contract.diagnostics.stacks import Frame, StackDump, ThreadStack
 
 
 class Place(enum.Enum):
-    """Result of the check whether a rank waits for other ranks."""
+    """Result of the check whether the training thread of a rank waits for other ranks."""
 
     IN_COLLECTIVE = "in a collective"  # certain: the innermost call is a function of torch.distributed
     MAY_WAIT = "in a call that may wait for other ranks"  # backward pass, .wait() of a torch.distributed Work
@@ -37,20 +38,26 @@ _COLLECTIVE_NAMES: Final = re.compile(
 _BACKWARD: Final = frozenset({"_engine_run_backward", "backward", "grad"})
 
 _WAITING_METHOD: Final = ".wait"
-"""Method of the Work object of torch.distributed. Methods such as `.item` wait for the device only."""
+"""Name of the method of torch.distributed's Work object that waits for other ranks.
+
+Methods such as `.item` wait for the device only.
+"""
 
 _SYSTEM_CALLS: Final = frozenset({"sleep", "read", "readinto", "readline", "write", "select", "poll", "accept"})
-"""Methods of objects that block only in the operating system."""
+"""Names of methods that block only in the operating system."""
 
 _DISPATCHING: Final = frozenset(
     {"builtins", "operator", "_operator", "math", "functools", "_functools", "itertools", "copy", "pickle", "_pickle"}
     | {"ctypes", "_ctypes", "statistics"}
 )
-"""Standard-library modules whose functions call methods of their arguments: `float(loss)` waits for the device."""
+"""Standard-library modules whose functions call methods of their arguments.
+
+Such a function is no proof that a rank does not wait: `float(loss)` waits for the device.
+"""
 
 
 def place_of(dump: StackDump | None) -> Place:
-    """Return the place of the training thread of `dump`."""
+    """Return whether the training thread of `dump` waits for other ranks; UNKNOWN for None or an empty stack."""
     thread = None if dump is None else dump.training_thread
     if dump is None or thread is None or not thread.frames:
         return Place.UNKNOWN
@@ -98,7 +105,7 @@ def _waits_for_ranks(thread: ThreadStack) -> bool:
 
 
 def _innermost_libraries(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """Return the frames of libraries above the innermost frame of the training code."""
+    """Return the frames of libraries that the innermost frame of the training code called."""
     own = next((place for place, frame in enumerate(frames) if not is_library(frame.file)), len(frames))
     return frames[:own]
 

@@ -1,1 +1,1 @@
-"""Catalogue of the metrics that a rank, a node page and the service export."""
+"""Catalogue of the metrics that ranks, node pages and the service export."""

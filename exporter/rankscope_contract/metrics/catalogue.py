@@ -1,6 +1,6 @@
-"""Every metric on a rank's page and on the service's page: name, type, unit, labels and column of the store.
+"""Every metric that a rank or the service exports: name, type, unit, labels and column of the store.
 
-A metric exists if and only if it is defined here or in `hardware`. Pages, documentation and queries are generated
+A metric exists if and only if it is defined here or in `hardware`. Exporters, documentation and queries are generated
 from these values; tests check that they agree.
 """
 
@@ -151,7 +151,7 @@ LOST_RECORDS = service_counter(
     "run",
 )
 UNKNOWN_RANK: Final = "unknown"
-"""Value of the label `rank` for events that concern no single rank, such as divergence without a majority."""
+"""Value of the label `rank` for events that concern no single rank, such as a divergence without a majority."""
 
 ANOMALIES_INGESTED = service_counter(
     "rankscope_ingest_anomaly_events_total",
@@ -233,11 +233,14 @@ RUN_GOODPUT = service_gauge(
 CATALOG: Final[dict[str, MetricSpec]] = {
     spec.name: spec for spec in (*globals().values(), *vars(hardware).values()) if isinstance(spec, MetricSpec)
 }
-"""Every metric by name."""
+"""Every metric family by name."""
 
 SCALARS_WITH_OWN_METRIC: Final[dict[str, MetricSpec]] = {
     spec.stored_as.removeprefix("scalars:"): spec
     for spec in CATALOG.values()
     if spec.stored_as and spec.stored_as.startswith("scalars:")
 }
-"""Names of scalars that have a metric of the same meaning. All other scalars are samples of rankscope_scalar."""
+"""Metrics of scalars that have a metric of the same meaning, by name of the scalar.
+
+All other scalars are exported as samples of rankscope_scalar.
+"""

@@ -1,4 +1,4 @@
-"""Metrics of the hardware under a rank: device memory, throughput, GPU, process and host."""
+"""Metrics of the hardware that a rank uses: device memory, throughput, GPU, process and host."""
 
 from __future__ import annotations
 

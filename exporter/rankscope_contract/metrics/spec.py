@@ -10,15 +10,16 @@ from rankscope_contract.model.identity import IDENTITY_LABELS
 
 MetricType = Literal["gauge", "counter"]
 _UNITS: Final = ("bytes", "seconds", "joules", "watts", "celsius", "hertz")
-"""Units that Prometheus wants as the last word of a metric's name, before `_total`."""
+"""Units that Prometheus requires as the last word of a metric's name, before `_total`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSpec:
     """One metric family.
 
-    `labels` does not contain the identity labels that every series of a rank's page has. `stored_as` is
-    `dataset.column`, or `scalars:<name>` for rows of `scalars`; None: the metric exists on the page only.
+    `labels` does not contain the identity labels that every series of a rank has. `stored_as` is the column of the
+    store with the history of the metric: `dataset.column`, or `scalars:<name>` for rows of `scalars`. It is None if the
+    history is not stored.
     """
 
     name: str
@@ -31,7 +32,7 @@ class MetricSpec:
 
     @property
     def all_labels(self) -> tuple[str, ...]:
-        """Return the labels of a sample. On a rank's page the identity labels come first."""
+        """Return the names of all labels of a sample. For a metric of a rank, the identity labels come first."""
         return (*IDENTITY_LABELS, *self.labels) if self.page == "rank" else self.labels
 
 
@@ -46,9 +47,10 @@ def metric(
     stored_as: str | None = None,
     scalar: str | None = None,
 ) -> MetricSpec:
-    """Return a metric. `labels` are separated by blanks. `scalar` names the rows of `scalars` that hold its history.
+    """Return a metric family.
 
-    Without `unit`, the unit is the last word of the name if this word is one of Prometheus' base units.
+    `labels` are separated by blanks. `scalar` names the rows of `scalars` that contain the history of the metric.
+    Without `unit`, the unit is the last word of the name, if this word is one of Prometheus' base units.
     """
     word = name.removesuffix("_total").rpartition("_")[2]
     unit = unit or (word if word in _UNITS else None)

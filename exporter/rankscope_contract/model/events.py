@@ -45,7 +45,7 @@ class Severity(enum.StrEnum):
 
 
 class ExitReason(enum.StrEnum):
-    """Reason of an exit, as the process reported it."""
+    """Reason of the exit of a process, as the process reported it."""
 
     COMPLETED = "completed"
     EXCEPTION = "exception"
@@ -54,7 +54,7 @@ class ExitReason(enum.StrEnum):
 
 
 class RunState(enum.StrEnum):
-    """State of a run. The service derives it from registrations, records, exit events and missing responses."""
+    """State of a run. The service derives the state from registrations, records, exit events and missing responses."""
 
     PENDING = "pending"  # registered, no step seen
     RUNNING = "running"
@@ -65,12 +65,15 @@ class RunState(enum.StrEnum):
 
 
 REPLICA_DESYNC: Final = "ReplicaDesync"
-"""Rule name of replica divergence: ranks differ in a tensor that must be bit-identical. Only the service detects it."""
+"""Rule name of replica divergence: a tensor that must be bit-identical differs between ranks.
+
+Only the service detects it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One event on one rank. `step` and `ts` are those of the record that contains it."""
+    """One event of a rank. Its step and time are those of the record that contains the event."""
 
     type: str
     severity: str = Severity.INFO
@@ -90,18 +93,21 @@ class Event:
 
 
 def causal_stage(kind: str | None) -> float:
-    """Return the position of `kind` within a step. An event without a kind summarises the tensors of the step."""
+    """Return the position of `kind` in the causal order of a step.
+
+    An event without a kind summarises the tensors of the step, like a scalar, and has the position `SCALAR_STAGE`.
+    """
     return SCALAR_STAGE if kind is None else CAUSAL_STAGE.get(kind, SCALAR_STAGE)
 
 
 NO_CALL: Final = 1 << 62
-"""Sort position of an event whose step, micro-batch or call order is unknown: after all known ones."""
+"""Sort position of an event whose step, micro-batch or call order is unknown. It is after all known positions."""
 
 
 def causal_micro_step(micro_step: int | None, stage: float) -> int:
-    """Return the sort position among micro-batches.
+    """Return the sort position of an event among the micro-batches of a step.
 
-    Without a micro-batch, parameters sort before all micro-batches; sums and updates sort after them.
+    Events without a micro-batch: parameters sort before all micro-batches; sums and updates sort after them.
     """
     if micro_step is not None:
         return micro_step
@@ -119,9 +125,9 @@ def causal_key(
 ) -> tuple[float, ...]:
     """Return a sort key that puts the first cause first.
 
-    Order: step, micro-batch, stage within the step, virtual and real pipeline stage, call order. Pipeline stages ascend
-    before the backward pass and descend after it, because gradients flow from the last stage to the first. Missing
-    parts sort last.
+    The order is: step, micro-batch, stage within the step, virtual and real pipeline stage, call order. Pipeline stages
+    ascend before the backward pass and descend after it, because gradients flow from the last stage to the first.
+    Missing elements sort last.
     """
     stage = causal_stage(kind)
     forward = stage < CAUSAL_STAGE["act_grad_in"]

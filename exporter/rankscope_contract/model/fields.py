@@ -1,6 +1,6 @@
 """Types of record fields, and their conversion to Arrow.
 
-The contract imports only the standard library. Callers pass the pyarrow module.
+The contract imports only the standard library. Therefore callers pass the pyarrow module as an argument.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ ScalarName = Literal["bool", "int32", "int64", "float32", "float64", "string", "
 
 @dataclass(frozen=True, slots=True)
 class ListOf:
-    """A list of values of one type."""
+    """Field type: a list of values of one type."""
 
     item: FieldType
 
 
 @dataclass(frozen=True, slots=True)
 class StructOf:
-    """A group of named fields."""
+    """Field type: a struct of named fields."""
 
     fields: tuple[Field, ...]
 
@@ -31,7 +31,7 @@ FieldType = ScalarName | ListOf | StructOf
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One named column: type, documentation, unit if it has one, and whether it may be null."""
+    """One column: name, type, documentation, unit if it has one, and whether it may be null."""
 
     name: str
     type: FieldType
@@ -46,7 +46,7 @@ def required(name: str, type: FieldType, doc: str = "", unit: str | None = None)
 
 
 def arrow_type(pa: ModuleType, type: FieldType) -> Any:  # noqa: A002 - field word
-    """Return the Arrow type of `type`; `pa` is the pyarrow module. Timestamps are UTC microseconds."""
+    """Return the Arrow type of the field type `type`; `pa` is the pyarrow module. Timestamps are UTC microseconds."""
     if isinstance(type, ListOf):
         return pa.list_(pa.field("item", arrow_type(pa, type.item)))
     if isinstance(type, StructOf):
@@ -55,10 +55,10 @@ def arrow_type(pa: ModuleType, type: FieldType) -> Any:  # noqa: A002 - field wo
 
 
 def arrow_field(pa: ModuleType, field: Field) -> Any:
-    """Return the Arrow field of `field`."""
+    """Return the Arrow field of `field`; `pa` is the pyarrow module."""
     return pa.field(field.name, arrow_type(pa, field.type), nullable=field.nullable)
 
 
 def arrow_schema(pa: ModuleType, fields: tuple[Field, ...], metadata: dict[str, str] | None = None) -> Any:
-    """Return the Arrow schema of `fields`, with `metadata` attached."""
+    """Return the Arrow schema of `fields` with `metadata`; `pa` is the pyarrow module."""
     return pa.schema([arrow_field(pa, field) for field in fields], metadata=metadata)

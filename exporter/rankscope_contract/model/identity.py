@@ -1,4 +1,7 @@
-"""Identity of a process: run, launch, rank, host, incarnation. Read from the environment, without a collective."""
+"""Identity of a process: run, launch, rank, host, incarnation.
+
+The identity is read from the environment, without a collective.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 IDENTITY_LABELS: Final = ("run", "rank")
-"""Labels of every series on a rank's page. Host, attempt and GPU are labels of rankscope_run_info only."""
+"""Labels of every series that a rank exports. Host, attempt and GPU are labels of rankscope_run_info only."""
 
 RUN_VARIABLE: Final = "RANKSCOPE_RUN"
 
@@ -36,7 +39,10 @@ class Identity:
 
 
 def run_from_environment(environment: Mapping[str, str]) -> str | None:
-    """Return the run that the environment names, else None: RANKSCOPE_RUN, SLURM_JOB_ID, then TORCHELASTIC_RUN_ID."""
+    """Return the run name from the environment, or None.
+
+    The variables are RANKSCOPE_RUN, SLURM_JOB_ID and TORCHELASTIC_RUN_ID, in this order.
+    """
     for variable in (RUN_VARIABLE, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         value = environment.get(variable, "")
         if value and not (variable == "TORCHELASTIC_RUN_ID" and value == _UNSET_ELASTIC_ID):
@@ -45,21 +51,22 @@ def run_from_environment(environment: Mapping[str, str]) -> str | None:
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """Return (rank, local rank, world size); (0, 0, 1) without a launcher."""
+    """Return (rank, local rank, world size) from the environment; (0, 0, 1) without a launcher."""
     rank = _first_integer(environment, _RANK_VARIABLES, 0)
     world_size = _first_integer(environment, _WORLD_SIZE_VARIABLES, 1)
     return rank, _first_integer(environment, _LOCAL_RANK_VARIABLES, 0), max(world_size, rank + 1)
 
 
 def new_incarnation() -> str:
-    """Return a new unique id for one exporter process."""
+    """Return a new unique incarnation id for one exporter process."""
     return uuid.uuid4().hex
 
 
 def new_launch_id(environment: Mapping[str, str]) -> str:
-    """Return a new unique launch id, which rank 0 shares with all ranks. It starts with the launcher's job id, if any.
+    """Return a new unique launch id, which rank 0 shares with all ranks.
 
-    Job id and restart count are not unique: a requeued job keeps its job id, and torchrun then counts restarts from 0.
+    The launch id starts with the job id of the launcher, if there is one. Job id and restart count alone are not
+    unique: a requeued job keeps its job id, and torchrun then counts restarts from 0.
     """
     job = environment.get("SLURM_JOB_ID") or environment.get("TORCHELASTIC_RUN_ID", _UNSET_ELASTIC_ID)
     requeued = environment.get("SLURM_RESTART_COUNT", "")
@@ -68,7 +75,7 @@ def new_launch_id(environment: Mapping[str, str]) -> str:
 
 
 def restart_count(environment: Mapping[str, str]) -> str:
-    """Return the number of worker restarts by torchrun's elastic agent, as text; "0" without the agent."""
+    """Return how often torchrun's elastic agent has restarted the workers, as text; "0" without the agent."""
     return environment.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 

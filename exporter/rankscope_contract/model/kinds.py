@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 
 class Kind(enum.StrEnum):
-    """Quantity, and the moment of the step at which it is measured."""
+    """Quantity, and the stage of the step at which it is measured."""
 
     PARAM_BEFORE = "param_before"  # just before the optimizer's update
     PARAM_AFTER = "param_after"  # just after it
@@ -46,10 +46,10 @@ CAUSAL_STAGE: Final[dict[str, int]] = {
     Kind.MOMENTUM: 8,
     Kind.PARAM_AFTER: 9,
 }
-"""Position of a kind within one step. A fault appears first at the lowest position."""
+"""Position of each kind in the causal order of a step. A fault appears first at the kind with the lowest position."""
 
 SCALAR_STAGE: Final = 5.5
-"""Position of scalars, such as the gradient norm. They summarise tensors of the same step."""
+"""Position of scalars, such as the gradient norm, in the causal order. They summarise the tensors of the same step."""
 
 GRADIENT_KINDS: Final = (Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPPED)
 
@@ -58,9 +58,10 @@ GRADIENT_KINDS: Final = (Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPP
 class Op:
     """One statistic of a tensor.
 
-    Its column in `tensor_stats`, its rollups, documentation, boards and wire format derive from this value.
-    `accumulators` names the sums and counts of one pass over the elements. `finish` maps them to the statistic, with
-    operators only: its argument has a numpy array for each accumulator and for `finite`, the number of finite elements.
+    The column in `tensor_stats`, rollups, documentation, dashboards and wire format of the statistic derive from this
+    value. `accumulators` names the sums and counts that one pass over the elements computes. `finish` maps them to the
+    statistic and uses operators only. Its argument has a numpy array for each accumulator and for `finite`, the number
+    of finite elements.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Op:
 
     @property
     def rollup(self) -> Literal["summary", "total"]:
-        """Return the form of its rollup: min, max, mean and counts of a float; the sum of a count."""
+        """Return how rows of this op are rolled up: min, max, mean and counts of a float, or the sum of a count."""
         return "summary" if self.dtype == "float32" else "total"
 
 
@@ -123,16 +124,16 @@ OPS: Final[dict[str, Op]] = {op.name: op for op in _OPS}
 """Every op by name. To add an op, add a value to `_OPS`."""
 
 VALUE_OPS: Final = tuple(op.name for op in OPS.values() if op.dtype == "float32")
-"""Float statistics, float32, over *finite* elements; null if a tensor has none."""
+"""Names of float statistics: float32, over *finite* elements; null if a tensor has no finite element."""
 
 COUNT_OPS: Final = tuple(op.name for op in OPS.values() if op.dtype == "int64")
-"""Element counts, int64, over *all* elements."""
+"""Names of element counts: int64, over *all* elements."""
 
 DEFAULT_OPS: Final = tuple(op.name for op in OPS.values() if op.is_default)
-"""Ops that are published unless the configuration selects others."""
+"""Names of the ops that are published unless the configuration selects others."""
 
 JUDGED_OPS: Final = tuple(op.name for op in OPS.values() if op.has_baseline)
-"""Statistics that have a baseline."""
+"""Names of the statistics that have a baseline."""
 
 BASELINE_OPS: Final = tuple(f"{name}_baseline" for name in JUDGED_OPS)
-"""Baselines with which a rule compared the statistics, float32; null before the first finite value."""
+"""Columns of the baselines with which rules compared the statistics: float32, null before the first finite value."""

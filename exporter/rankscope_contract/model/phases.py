@@ -1,6 +1,6 @@
 """Phases of training time, and the names under which they are published.
 
-Phases do not overlap. Together they cover the whole time. A script may announce further phases by name.
+Phases do not overlap, and together they cover the whole time of a run. A script may announce further phases by name.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ class Phase(enum.StrEnum):
 WITHIN_A_STEP: Final = frozenset(
     {Phase.DATA_WAIT, Phase.FORWARD, Phase.BACKWARD, Phase.COLLECTIVE, Phase.OPTIMIZER, Phase.OTHER, Phase.MONITOR}
 )
-"""Phases of the work on a step. An announcement of one only corrects what the monitor inferred; it writes no event."""
+"""Phases that are part of the work on a step.
+
+If a script announces such a phase, the announcement only corrects the phase that the monitor inferred; no event is
+written.
+"""
 
 COMPUTING: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER})
-"""Phases of computation before a rank waits for other ranks."""
+"""Phases in which a rank computes before it waits for other ranks."""
 
 LABEL: Final = "phase"
 
@@ -38,4 +42,7 @@ STEP_PHASE_SECONDS: Final = "step_phase_seconds"
 PHASE_SECONDS: Final = "phase_seconds"
 PRE_COLLECTIVE_SECONDS: Final = "pre_collective_seconds"
 PRE_COLLECTIVE_TOTAL: Final = "pre_collective_seconds_total"
-"""Names of the scalars. `PHASE_SECONDS` and `PRE_COLLECTIVE_TOTAL` are totals since the monitor was attached."""
+"""Names of the scalars of phase times.
+
+`PHASE_SECONDS` and `PRE_COLLECTIVE_TOTAL` are totals since the monitor was attached.
+"""

@@ -1,7 +1,7 @@
 """Columns and buckets of the rollup datasets, which replace rows that are older than the retention period.
 
-A rollup row summarises all rows of one series in one bucket of steps. Rows that arrive late may form a second rollup
-row for the same bucket. All columns can be merged; the views merge them.
+A rollup row summarises all rows of one series in one bucket of steps. Rows that arrive late may cause a second rollup
+row for the same bucket. The values of all columns can be merged, and the views of the store merge them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from rankscope_contract.model.fields import Field, ScalarName
 from rankscope_contract.model.kinds import OPS
 
 BUCKET_STEPS: Final = 100
-"""Steps per bucket: 0 to 99, 100 to 199, …"""
+"""Number of steps in one bucket: 0 to 99, 100 to 199, …"""
 
 BUCKET_SECONDS: Final = 600
-"""Seconds per bucket for rows without a step."""
+"""Number of seconds in one bucket, for rows without a step."""
 
 ROLLUPS: Final = {"tensor_stats": "tensor_rollups", "scalars": "scalar_rollups"}
-"""Dataset -> dataset of its rollups."""
+"""Name of the rollup dataset, by name of the dataset."""
 
 _SPAN: Final = (
     Field("step", "int64", "First step of the bucket, a multiple of 100. Rows without a step have 10-minute buckets."),
@@ -32,7 +32,10 @@ _SPAN: Final = (
 
 
 def _summary(name: str, type: ScalarName) -> Iterator[Field]:  # noqa: A002 - field word
-    """Yield the columns that summarise one number. A row in none of the three counts has a null there."""
+    """Yield the rollup columns that summarise one numeric column.
+
+    A row that is in none of the three counts has a null in the numeric column.
+    """
     yield Field(f"{name}_min", type, "Lowest finite value.")
     yield Field(f"{name}_max", type, "Highest finite value.")
     yield Field(f"{name}_avg", "float64", "Mean of the finite values.")

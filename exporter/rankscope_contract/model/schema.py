@@ -1,7 +1,8 @@
 """Fields of every dataset, and of the record that a rank sends.
 
-A dataset is one table of the store. A wire record is one `StepRecord`: it carries rows of all datasets, and refers to
-tensors by their position in a plan. All three forms are defined here because they describe the same data.
+A dataset is one table of the store. A wire record is one `StepRecord`: it contains rows of several datasets, and refers
+to tensors by their position in a plan. The fields of datasets, records and plans are defined here together because they
+describe the same data.
 """
 
 from __future__ import annotations
@@ -181,7 +182,10 @@ TENSOR_DIMENSION_FIELDS: Final = (
 
 
 def _dataset(*fields: Field) -> tuple[Field, ...]:
-    """Return the common fields and `fields`. A field replaces the common field of the same name."""
+    """Return the fields of a dataset: the common fields, then `fields`.
+
+    A field replaces the common field of the same name.
+    """
     own = {field.name for field in fields}
     return (*(field for field in COMMON_FIELDS if field.name not in own), *fields)
 
@@ -202,10 +206,10 @@ DATASETS: Final[dict[str, tuple[Field, ...]]] = {
     "tensor_rollups": _dataset(*TENSOR_FIELDS, *TENSOR_ROLLUP_FIELDS),
     "scalar_rollups": _dataset(*(field for field in SCALAR_FIELDS if field.name != "value"), *SCALAR_ROLLUP_FIELDS),
 }
-"""Columns of each dataset, in the order of the table."""
+"""Columns of each dataset, in the order of the columns in the table."""
 
 DIMENSIONS: Final = ("runs", "attempts", "tensors")
-"""Datasets with one row per version of an object. Rows are only appended; a view shows the latest version."""
+"""Datasets that contain one row per version of an object. Rows are only appended; a view shows the latest version."""
 
 TENSOR_ROW_KEY: Final = ("incarnation", "seq", "vpp_stage", "kind", "tensor", "index", "micro_step", "call_seq")
 """Columns that together identify a row of `tensor_stats`."""
@@ -219,11 +223,17 @@ NESTED: Final[dict[str, tuple[Field, ...]]] = {
     "modules": (*MODULE_FIELDS, _VPP_STAGE),
     "events": (*EVENT_FIELDS, _MICRO_STEP),
 }
-"""Datasets whose rows are sent inside a wire record, as a list of structs. A null field has the value of the record."""
+"""Datasets whose rows are sent inside a wire record, as a list of structs.
+
+If a field of the struct is null, the value of the record's field with the same name is used.
+"""
 
 WIRE_VALUE_OPS: Final = ("norm", "min", "max", "mean", "norm_baseline", "mean_baseline")
 WIRE_COUNT_OPS: Final = ("nans", "infs", "zeros", "numel")
-"""Statistics of a plan that does not name them, as in records of the first release. These lists must never change."""
+"""Statistics of a plan that does not name its ops.
+
+The first release wrote such plans, so these lists must never change.
+"""
 
 WIRE_FIELDS: Final = (
     required("seq", "int64"),
@@ -239,14 +249,17 @@ WIRE_FIELDS: Final = (
     Field("counts", ListOf("int64"), "The same for the plan's count ops. A tensor with null counts has no row."),
     *(Field(name, ListOf(StructOf(fields))) for name, fields in NESTED.items()),
 )
-"""One row per StepRecord. With T entries and V value ops in the plan, `values` has V * T elements."""
+"""Fields of a wire record, one row per StepRecord.
+
+With T entries and V value ops in the plan, `values` has V * T elements.
+"""
 
 WIRE_METADATA: Final = {"rankscope_schema": str(SCHEMA_VERSION)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEntry:
-    """The tensor at one position of a record's statistics."""
+    """Description of the tensor at one position of the statistics in a record."""
 
     kind: str
     tensor: str
@@ -263,31 +276,37 @@ class PlanEntry:
 
     @property
     def label(self) -> str:
-        """Return the name for users and pages. Parts of a tensor have their number in brackets."""
+        """Return the name of the tensor for users. A part of a tensor has its index in brackets."""
         return self.tensor if self.index is None else f"{self.tensor}[{self.index}]"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Names for the numbers of a record. A rank sends a plan once; records refer to it by the hash of its content."""
+    """Descriptions of the tensors whose statistics a record contains.
+
+    A rank sends a plan once; records refer to the plan by the hash of its content.
+    """
 
     entries: tuple[PlanEntry, ...]
     value_ops: tuple[str, ...] = WIRE_VALUE_OPS
     count_ops: tuple[str, ...] = WIRE_COUNT_OPS
 
     def to_json(self) -> str:
-        """Return the canonical JSON text, as served at `/plan/<hash>`."""
+        """Return the plan as canonical JSON text, as served at `/plan/<hash>`."""
         document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
     @property
     def hash(self) -> str:
-        """Return the first 32 hex digits of the SHA-256 of the canonical JSON."""
+        """Return the hash of the plan: the first 32 hex digits of the SHA-256 of its canonical JSON."""
         return plan_hash(self.to_json())
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Return the plan in `text`. Keys of a newer release are ignored. Raises ValueError if `text` is not a plan."""
+        """Return the plan in the JSON `text`. Keys of a newer release are ignored.
+
+        Raises ValueError if `text` is not a plan.
+        """
         try:
             document = json.loads(text)
             entries = tuple(_plan_entry(entry) for entry in document["entries"])
@@ -299,7 +318,7 @@ class Plan:
 
 
 def plan_hash(text: str) -> str:
-    """Return the hash under which a rank serves the plan with the canonical JSON `text`."""
+    """Return the hash of the plan whose canonical JSON is `text`. A rank serves the plan under this hash."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -318,7 +337,7 @@ def _plan_entry(entry: dict[str, Any]) -> PlanEntry:
 
 
 def canonical_labels(labels: dict[str, str] | None) -> str | None:
-    """Return `labels` as the text of a `labels` column: sorted JSON, or None without labels."""
+    """Return `labels` as text for a column `labels`: JSON with sorted keys, or None without labels."""
     if not labels:
         return None
     return json.dumps(labels, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

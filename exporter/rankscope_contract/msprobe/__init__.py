@@ -1,1 +1,1 @@
-"""Format of msprobe's output on disk: names and layout, for the code that writes it and the code that reads it."""
+"""Format of msprobe's output files: names and layout, shared by the code that writes and the code that reads them."""

@@ -23,12 +23,12 @@ SHANGHAI: Final = dt.timezone(dt.timedelta(hours=8))  # no daylight saving time 
 
 FLOAT_OPS: Final = ("norm", "min", "max", "mean")
 OPS: Final = (*FLOAT_OPS, "nans", "zeros")
-"""Columns of statistics, in our order. In msprobe the order is that of its configuration."""
+"""Columns of statistics, in the order of Rankscope. In msprobe, the order is that of its configuration."""
 
 TENSOR_COLUMNS: Final = (*OPS, "shape", "dtype")
 
 MOMENTS: Final = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-"""Kinds that msprobe measures before the step."""
+"""Kinds that msprobe measures before the optimizer step."""
 
 SLOTS: Final[dict[str, dict[str, Kind]]] = {
     "actv": {"input": Kind.ACT_IN, "output": Kind.ACT_OUT},
@@ -37,10 +37,16 @@ SLOTS: Final[dict[str, dict[str, Kind]]] = {
 """Families whose row names end in a slot of the module, such as `.input` or `.output_1`."""
 
 CALLS: Final = (Kind.COMM_IN, Kind.COMM_OUT)
-"""Kinds whose row names are calls, such as `all_reduce@train.py[23]`. msprobe writes no readable name for them."""
+"""Kinds whose row names are calls, such as `all_reduce@train.py[23]`.
+
+msprobe itself writes no readable names for these rows.
+"""
 
 MICRO_STEP_FAMILIES: Final = ("actv", "actv_grad", "attention_hook", "moe_router_logit_hook")
-"""Families that always have the column `micro_step`. `grad_unreduced` has it if measured per micro-batch."""
+"""Families that always have the column `micro_step`.
+
+`grad_unreduced` has this column only if it is measured for each micro-batch.
+"""
 
 OTHER: Final = "other"
 (DIRECTION,) = FEATURE_FAMILIES[OTHER]
@@ -48,7 +54,10 @@ OTHER: Final = "other"
 
 @dataclass(frozen=True, slots=True)
 class FeatureFamily:
-    """A family of numbers that are not tensor statistics: column -> kind of Rankscope, and the suffix of row names."""
+    """An msprobe family of numbers that are not tensor statistics.
+
+    It maps each column to a kind of Rankscope, and contains the suffix of row names.
+    """
 
     columns: dict[str, str]
     suffix: str
@@ -68,13 +77,16 @@ FEATURES: Final[dict[str, FeatureFamily]] = {
 """Feature families by name. msprobe's `stable_rank` is the Frobenius norm divided by the spectral norm, not squared."""
 
 OWN_FAMILIES: Final = tuple(kind for kind, family in FAMILY_OF.items() if family == OTHER)
-"""Kinds without a family in msprobe. Their family has the name of the kind, which makes the files readable again."""
+"""Kinds that have no family in msprobe.
+
+Rankscope writes them to a family with the name of the kind, so that it can read the files again.
+"""
 
 TENSOR_FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     **{family: kinds for family, kinds in FAMILIES.items() if family != OTHER},
     **{kind: (kind,) for kind in OWN_FAMILIES},
 }
-"""Families of tensor statistics, and the kinds in each."""
+"""Families of tensor statistics, with the kinds in each family."""
 
 KIND_OF_FAMILY: Final = {family: kinds[0] for family, kinds in TENSOR_FAMILIES.items() if family not in SLOTS}
 
@@ -99,7 +111,10 @@ _SLOT_OF: Final[dict[str, str]] = {kind: slot for slots in SLOTS.values() for sl
 
 @dataclass(frozen=True, slots=True)
 class RankFolder:
-    """Parsed name of a rank's folder. The name has no year: the year of `time` is an arbitrary leap year."""
+    """Parsed name of the output folder of a rank.
+
+    The name contains no year, so the year of `time` is an arbitrary leap year.
+    """
 
     rank: int
     time: dt.datetime | None
@@ -108,7 +123,7 @@ class RankFolder:
 
 @dataclass(frozen=True, slots=True, order=True)
 class FamilyFile:
-    """Parsed name of a file. Files of a family sort by their steps."""
+    """Parsed name of a CSV file. The files of a family sort by their first steps."""
 
     family: str
     first: int
@@ -117,7 +132,7 @@ class FamilyFile:
 
 
 def parse_folder(name: str) -> RankFolder | None:
-    """Return the parsed name of a rank's folder, or None for another name."""
+    """Return the parsed name of the output folder of a rank, or None if `name` has another form."""
     match = _FOLDER.fullmatch(name)
     if not match:
         return None
@@ -125,7 +140,10 @@ def parse_folder(name: str) -> RankFolder | None:
 
 
 def parse_time(text: str) -> dt.datetime | None:
-    """Return a time such as `Dec03_21-34-40`, in an arbitrary leap year, or None if `text` is not such a time."""
+    """Return the time in a text such as `Dec03_21-34-40`, in an arbitrary leap year.
+
+    Return None if `text` has another form.
+    """
     try:
         return dt.datetime.strptime(f"{_LEAP_YEAR}{text}", _TIME_FORMAT).replace(tzinfo=SHANGHAI)
     except ValueError:
@@ -133,13 +151,16 @@ def parse_time(text: str) -> dt.datetime | None:
 
 
 def time_text(moment: dt.datetime) -> str:
-    """Return `moment` as the first part of a folder name, independent of the locale."""
+    """Return `moment` as the first part of a folder name, such as `Dec03_21-34-40`.
+
+    The text does not depend on the locale.
+    """
     local = moment.astimezone(SHANGHAI)
     return f"{_MONTHS[local.month - 1]}{local:%d_%H-%M-%S}"
 
 
 def parse_file(name: str) -> FamilyFile | None:
-    """Return the parsed name of a family's file, or None for another name."""
+    """Return the parsed name of the file of a family, or None if `name` has another form."""
     match = _FILE.fullmatch(name)
     if not match:
         return None
@@ -147,20 +168,21 @@ def parse_file(name: str) -> FamilyFile | None:
 
 
 def folder_name(began: dt.datetime, rank: int, tail: str) -> str:
-    """Return the name of a rank's folder; `tail` is eight hexadecimal digits."""
+    """Return the name of the output folder of a rank. `tail` is eight hexadecimal digits."""
     return f"{time_text(began)}-rank{rank}-{tail}"
 
 
 def file_name(family: str, block: int, steps: int, part: int = 0) -> str:
-    """Return the name of the file that contains block number `block` of `steps` steps each."""
+    """Return the name of the file for block number `block`, where each block contains `steps` steps."""
     first = block * steps
     return f"{family}_{first}-{first + steps - 1}{f'_part_{part}' if part else ''}.csv"
 
 
 def row_name(kind: str, tensor: str, index: int | None, call_seq: int | None = None) -> str:
-    """Return the name of a tensor's row. It ends in the module slot (activations) or in the call number (collectives).
+    """Return the row name of a tensor.
 
-    The first call of a step has no number. msprobe has only one call per activation.
+    The name ends in the slot of the module (activations) or in the call number (collectives). The first call of a step
+    has no number. msprobe has only one call per activation.
     """
     if kind in CALLS and call_seq:
         tensor = f"{tensor}.call_{call_seq}"
@@ -168,7 +190,10 @@ def row_name(kind: str, tensor: str, index: int | None, call_seq: int | None = N
 
 
 def parse_call(name: str) -> tuple[str, int | None, int | None]:
-    """Return tensor, call number and index of a row of a kind in CALLS. For another name, return (name, None, None)."""
+    """Return (tensor, call number, index) of a row whose kind is in CALLS.
+
+    If the name contains no call number, return (name, None, None).
+    """
     match = _CALL.fullmatch(name)
     if not match:
         return name, None, None
@@ -177,38 +202,44 @@ def parse_call(name: str) -> tuple[str, int | None, int | None]:
 
 
 def feature_name(family: str, module: str, index: int | None) -> str:
-    """Return the name of a feature's row."""
+    """Return the row name of a feature."""
     return numbered(module + (FEATURES[family].suffix if family in FEATURES else ""), index)
 
 
 def numbered(name: str, index: int | None) -> str:
-    """Return the name of element `index`, or `name` for the whole tensor."""
+    """Return the row name of element `index` of a tensor, or `name` for the whole tensor."""
     return name if index is None else f"{name}_{index}"
 
 
 def dtype_text(dtype: str) -> str:
-    """Return a dtype as msprobe writes it, such as `torch.float32`."""
+    """Return a dtype in the form that msprobe writes, such as `torch.float32`."""
     return neutral(dtype if "." in dtype else f"torch.{dtype}")
 
 
 def their_step(kind: str | None, step: int, first: int) -> int:
-    """Return msprobe's number of our step `step`, in a run whose first step is `first`. The result may be negative."""
+    """Return the msprobe step number of Rankscope's step `step`, in a run whose first step is `first`.
+
+    The result may be negative.
+    """
     return step - first + 1 if kind in MOMENTS else step - first
 
 
 def our_step(kind: str | None, step: int) -> int:
-    """Return our number of msprobe's step `step`."""
+    """Return the Rankscope step number of msprobe's step `step`."""
     return step if kind in MOMENTS else step + 1
 
 
 def neutral(text: str) -> str:
-    """Return `text` as a one-line cell that a spreadsheet does not treat as a formula. `plain` is the inverse."""
+    """Return `text` as a CSV cell on one line that a spreadsheet does not interpret as a formula.
+
+    `plain` is the inverse function.
+    """
     clean = _CONTROL.sub("�", text)
     return f"'{clean}" if _FORMULA.match(clean) else clean
 
 
 def plain(cell: str) -> str:
-    """Return the text from which `neutral` made `cell`."""
+    """Return the text from which `neutral` made the CSV cell `cell`."""
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
 
 
@@ -216,7 +247,10 @@ Window = tuple[dt.datetime, dt.datetime]
 
 
 def window(times: Sequence[str]) -> Window:
-    """Return the two moments of `append_output`, such as `Dec03_21-34-40`. Raises ValueError."""
+    """Return the two times of msprobe's option `append_output`, such as `Dec03_21-34-40`.
+
+    Raises ValueError if the option has another form.
+    """
     if len(times) != 2:
         raise ValueError(f"append_output must be two folder times, such as Dec03_21-34-40, not {list(times)!r}")
     return _moment(times[0]), _moment(times[1])
@@ -230,9 +264,10 @@ def _moment(text: str) -> dt.datetime:
 
 
 def continued(names: Iterable[str], rank: int, begun: Window) -> str | None:
-    """Return the folder in `names` that `append_output` continues: the latest of `rank` in the closed window `begun`.
+    """Return the output folder that the option `append_output` continues, or None if there is none.
 
-    Names have no year. A window whose end is before its start spans the turn of the year.
+    It is the latest folder of `rank` in `names` whose time is in the closed window `begun`. Folder names contain no
+    year. A window whose end is before its start extends over the end of a year.
     """
     first, last = begun
     fitting = []

@@ -1,8 +1,8 @@
-"""Names and formats of msprobe's files other than the statistics: call stacks, module structure and anomaly records.
+"""Names and formats of msprobe's files other than statistics: call stacks, module structure, anomaly records.
 
-`csv_layout` describes the files of statistics. An anomaly record has a tag such as `0:layers.0.input_1:0/rank3/actv`:
-the model chunk, the name of the tensor, the micro-batch; then the rank; then the task, which is msprobe's word for the
-kind.
+`csv_layout` describes the files of statistics. An anomaly record has a tag such as `0:layers.0.input_1:0/rank3/actv`.
+Its elements are the model chunk, the name of the tensor, and the micro-batch; then the rank; then the task, which is
+msprobe's term for the kind.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ STRUCTURE_FILE: Final = "module_struct.json"
 ANOMALY_FOLDER: Final = "anomaly_detected"
 ANOMALY_FILE: Final = "anomaly.json"
 RANKED_ANOMALY_FILE: Final = "anomaly_analyse.json"
-"""The most important anomalies of all ranks. It repeats entries of the ranks' own files."""
+"""File with the most important anomalies of all ranks. It repeats records of the anomaly files of the ranks."""
 
 NOT_KNOWN: Final = -1
-"""An unknown stage or call in an anomaly record."""
+"""Text for an unknown stage or call in an anomaly record."""
 
 ANOMALY_TASKS: Final[dict[str, str]] = {
     Kind.GRAD_UNREDUCED: "acc_grad",
@@ -38,7 +38,11 @@ ANOMALY_TASKS: Final[dict[str, str]] = {
     Kind.ACT_GRAD_IN: "actv_grad",
     Kind.ACT_GRAD_OUT: "actv_grad",
 }
-"""The task of each kind. A kind without a task in msprobe has its own name; the moments have the same name in both."""
+"""The msprobe task of each kind.
+
+For a kind without a task in msprobe, the task has the name of the kind. The moments have the same name in msprobe and
+Rankscope.
+"""
 
 KINDS_OF_TASKS: Final[dict[str, str]] = {
     "acc_grad": Kind.GRAD_UNREDUCED,
@@ -54,7 +58,10 @@ KINDS_OF_TASKS: Final[dict[str, str]] = {
     "input_grad": Kind.ACT_GRAD_IN,
     "output_grad": Kind.ACT_GRAD_OUT,
 }
-"""The kind of each task, except `actv` and `actv_grad`: there the name of the tensor contains the slot."""
+"""The kind of each msprobe task, except `actv` and `actv_grad`.
+
+For these two tasks, the kind depends on the slot in the name of the tensor.
+"""
 
 _TAG: Final = re.compile(r"(?P<name>.*)/rank(?P<rank>\d+)/(?P<task>\w+)", re.DOTALL)
 _NAME: Final = re.compile(r"(?:(?P<vpp>\d{1,9}):)?(?P<name>.*?)(?::(?P<micro>\d{1,9}))?", re.DOTALL)
@@ -66,7 +73,10 @@ _MESSAGE: Final = re.compile(
 
 
 class AnomalyTag(NamedTuple):
-    """The parts of a tag. `task` is empty for a text that is no tag; `name` is then the whole text."""
+    """The elements of the tag of an anomaly record.
+
+    If a text is not a tag, `task` is empty and `name` is the whole text.
+    """
 
     name: str
     task: str = ""
@@ -74,7 +84,7 @@ class AnomalyTag(NamedTuple):
 
 
 class AnomalyMessage(NamedTuple):
-    """The parts of the message of an anomaly record."""
+    """The elements of the message of an anomaly record."""
 
     rule: str
     op: str
@@ -91,13 +101,13 @@ def anomaly_tag(
     micro_step: int | None = None,
     vpp_stage: int | None = None,
 ) -> str:
-    """Return the tag of a tensor."""
+    """Return the tag of the anomaly record of a tensor."""
     micro = "" if micro_step is None else f":{micro_step}"
     return f"{vpp_stage or 0}:{row_name(kind, tensor, index)}{micro}/rank{rank}/{ANOMALY_TASKS.get(kind, kind)}"
 
 
 def parse_anomaly_tag(tag: str) -> AnomalyTag:
-    """Return the parts of `tag`."""
+    """Return the elements of `tag`."""
     parts = _TAG.fullmatch(tag)
     name = _NAME.fullmatch(parts["name"] if parts else tag)
     assert name is not None  # the expression matches any text
@@ -113,6 +123,6 @@ def anomaly_message(*, rule: str | None, tag: str, op: str | None, step: int, va
 
 
 def parse_anomaly_message(message: str) -> AnomalyMessage | None:
-    """Return the parts of `message`, None for other text."""
+    """Return the elements of `message`, or None if the text has another form."""
     found = _MESSAGE.search(message)
     return None if found is None else AnomalyMessage(*found.group("rule", "op", "value", "baseline"))

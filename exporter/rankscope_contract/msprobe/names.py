@@ -1,6 +1,6 @@
-"""Names in msprobe's output: families of quantities with the kinds of Rankscope in each, and shortened tensor names.
+"""Names in msprobe's output: the families with the kinds of Rankscope in each family, and shortened tensor names.
 
-A family is the first word of a file name (`grad_reduced_0-4.csv`), of a TensorBoard task and of an SQLite metric.
+A family is the first word of a file name (`grad_reduced_0-4.csv`), of a TensorBoard task, or of an SQLite metric.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ FAMILY_OF: Final[dict[str, str]] = {kind: family for family, kinds in FAMILIES.i
 _TAILS: Final = tuple(
     re.compile(rf"(?s:.*)\.({word}(?s:.*))") for word in (r"layers?\.", r"embeddings?\.", "final", "output", "norm")
 )
-"""Beginnings of a shortened name, in msprobe's order. The first that occurs after a dot wins, at its last position."""
+"""Substrings at which a shortened name begins, in msprobe's order.
+
+The first of them that occurs in the name after a dot is used, at its last position in the name.
+"""
 
 
 def family_names() -> frozenset[str]:
-    """Return every name that `data_type_list` may contain: families, and kinds of Rankscope."""
+    """Return every value that the option `data_type_list` may contain: msprobe families and kinds of Rankscope."""
     features = {kind for kinds in FEATURE_FAMILIES.values() for kind in kinds}
     return frozenset(FAMILIES) | frozenset(FEATURE_FAMILIES) | frozenset(map(str, FAMILY_OF)) | features
 
 
 def squashed(name: str) -> str:
-    """Return the name that msprobe's `squash_name` makes of `name`: without the modules that wrap the model.
+    """Return `name` in the short form of msprobe's function `squash_name`: without the modules that wrap the model.
 
     Example: `layers.0.weight` for `module.decoder.layers.0.weight`.
     """
@@ -55,9 +58,9 @@ def squashed(name: str) -> str:
 
 
 class Squash:
-    """Shortens names as msprobe's `squash_name` does.
+    """Shortens names as msprobe's function `squash_name` does.
 
-    If two names have the same short form, the later name is kept whole.
+    If two names have the same short form, the later name is not shortened.
     """
 
     def __init__(self) -> None:
@@ -65,7 +68,7 @@ class Squash:
         self._taken: set[str] = set()
 
     def __call__(self, name: str) -> str:
-        """Return the short form of `name`, the same at every call."""
+        """Return the short form of `name`. Each call with the same name returns the same result."""
         known = self._given.get(name)
         if known is None:
             short = squashed(name)

@@ -1,1 +1,1 @@
-"""HTTP protocol between a rank and the service: paths, headers, registration."""
+"""HTTP protocol between a rank and the service: paths, headers, and the registration."""

@@ -1,4 +1,7 @@
-"""Paths, headers and JSON bodies of the two HTTP interfaces: record channel of a rank, registration at the service."""
+"""Paths, headers and JSON bodies of the HTTP interfaces between ranks and the service.
+
+One interface is the record channel of a rank; the other one is the registration at the service.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +54,15 @@ STATE_DRAINING: Final = "draining"
 
 DEFAULT_MAX_BYTES: Final = 8_388_608
 NOTHING: Final = -1
-"""Cursor before the first record: `after=-1` requests all records."""
+"""Value of a cursor before the first record: `after=-1` requests all records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """Identity and state of a rank. The rank sends it to the service at start, and again as its heartbeat."""
+    """Identity and state of a rank.
+
+    The rank sends it to the service when it starts, and then repeatedly as its heartbeat.
+    """
 
     run: str
     rank: int
@@ -80,18 +86,24 @@ class Registration:
     versions: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the JSON body of the POST request."""
+        """Return the registration as the JSON body of a POST request."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the registration in `text`. Keys of a newer release are ignored. Raises ValueError if invalid."""
+        """Return the registration in the JSON `text`. Keys of a newer release are ignored.
+
+        Raises ValueError if the text is invalid.
+        """
         return _from_json(cls, text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistrationReply:
-    """Response to a registration: the lease that may advance `committed`, and the interval of heartbeats."""
+    """Response of the service to a registration.
+
+    It contains the lease that a reader must send to advance `committed`, and the heartbeat interval.
+    """
 
     lease: str
     attempt: int
@@ -99,12 +111,12 @@ class RegistrationReply:
     committed: int = NOTHING
 
     def to_json(self) -> str:
-        """Return the JSON body of the response."""
+        """Return the reply as the JSON body of the response."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the reply in `text`. Raises ValueError if it is invalid."""
+        """Return the reply in the JSON `text`. Raises ValueError if the text is invalid."""
         return _from_json(cls, text)
 
 

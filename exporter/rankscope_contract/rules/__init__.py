@@ -1,7 +1,8 @@
-"""Anomaly rules as values. To add a rule, add a module here: each `AnomalyRule` subclass in this folder is registered.
+"""Anomaly rules as classes.
 
-A rule has the same meaning in every language to which it is translated. Its Python form uses operators only. The same
-expression therefore works for a float, a torch tensor and a numpy array.
+To add a rule, add a module to this folder: each `AnomalyRule` subclass in it is registered. A rule is translated into
+several languages and has the same meaning in each of them. Its Python form uses operators only, so the same expression
+works for a float, a torch tensor and a numpy array.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["AnomalyRule", "rule_classes", "rule_from_config"]
 
 
 def rule_classes() -> dict[str, type[AnomalyRule]]:
-    """Return every rule class in the modules of this package, by name."""
+    """Return every rule class that is defined in the modules of this package, by name."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return {cls.__name__: cls for cls in AnomalyRule.__subclasses__()}
@@ -26,7 +27,7 @@ def rule_classes() -> dict[str, type[AnomalyRule]]:
 def rule_from_config(entry: dict[str, Any]) -> AnomalyRule:
     """Return the rule of a configuration entry `{"rule_name": …, "args": {…}}`.
 
-    Raises ValueError for an unknown rule or argument; the text lists the known ones.
+    Raises ValueError for an unknown rule or argument; the text lists the known rules or arguments.
     """
     classes = rule_classes()
     name = entry.get("rule_name", "")

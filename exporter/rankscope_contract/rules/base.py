@@ -1,4 +1,4 @@
-"""Base class of the anomaly rules: name, kinds to evaluate, and one predicate."""
+"""Base class of the anomaly rules. A rule has a name, kinds that it evaluates, and one condition."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ class AnomalyRule:
             object.__setattr__(self, "kinds", tuple(self.kinds))
 
     def judges(self, kind: str | None, op: str) -> bool:
-        """Return whether the rule evaluates op `op` of tensors of `kind`. `kind` is None for a scalar."""
+        """Return whether the rule evaluates the op `op` of tensors of `kind`. `kind` is None for a scalar."""
         raise NotImplementedError
 
     def fires(self, op: str, value: Any, baseline: Any) -> Any:
-        """Return whether the rule fires for `value` of op `op`: a bool for floats, an array of bool for arrays.
+        """Return whether the rule fires for `value` of op `op`: a bool for a float, an array of bool for an array.
 
-        `baseline` is the baseline before `value`. NaN means that no baseline exists yet; comparisons with NaN are
-        false.
+        `baseline` is the baseline before `value`. A NaN baseline means that no baseline exists yet; comparisons with
+        NaN are false.
         """
         raise NotImplementedError
 
     def limit(self) -> float | None:
-        """Return the configured threshold, as exported in `rankscope_rule_threshold`; None without a threshold."""
+        """Return the configured threshold, or None if the rule has no threshold.
+
+        The metric `rankscope_rule_threshold` exports this value.
+        """
         raise NotImplementedError
 
     def check_threshold(self, threshold: Any) -> None:

@@ -30,7 +30,10 @@ class AnomalyNan(AnomalyRule):
             self.check_threshold(self.threshold)
 
     def judges(self, kind: str | None, op: str) -> bool:
-        """Return whether the rule evaluates `op`: a non-finite count, a scalar, or (with a threshold) a statistic."""
+        """Return whether the rule evaluates `op`.
+
+        It evaluates non-finite counts and scalars and, if it has a threshold, also statistics.
+        """
         if not self.covers(kind):
             return False
         if op == "infs":
@@ -38,7 +41,10 @@ class AnomalyNan(AnomalyRule):
         return op in ("nans", "value") or (op in VALUE_OPS and self.threshold is not None)
 
     def fires(self, op: str, value: Any, baseline: Any) -> Any:  # noqa: ARG002 - the signature of every rule
-        """Return whether a count is above 0, or a float is non-finite or has a magnitude above the threshold."""
+        """Return whether the rule fires.
+
+        It fires for a count above 0, and for a float that is non-finite or whose magnitude is above the threshold.
+        """
         if op in ("nans", "infs"):
             return value > 0
         verdict = value != value  # noqa: PLR0124 - true only for NaN, for floats and for arrays
@@ -49,5 +55,5 @@ class AnomalyNan(AnomalyRule):
         return verdict
 
     def limit(self) -> float | None:
-        """Return the limit of the magnitude; None without a limit."""
+        """Return the maximum allowed magnitude, or None if the rule has no threshold."""
         return self.threshold

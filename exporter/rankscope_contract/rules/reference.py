@@ -1,7 +1,7 @@
-"""Reference implementation of the rules: one series, one value at a time. Tests compare every faster evaluator with it.
+"""Reference implementation of the rules: one series, one value at a time.
 
-Tensor statistics and stored baselines are float32 and scalars are float64, as in the store. The baseline's recursion
-and the comparisons are computed in float64.
+Tests compare every faster implementation with it. Tensor statistics and stored baselines are float32 and scalars are
+float64, as in the store. The recursion of the baseline and the comparisons are computed in float64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from rankscope_contract.rules.base import AnomalyRule
 
 EMA_KEEP: Final = 0.99
 EMA_TAKE: Final = 0.01
-"""baseline ← 0.99 · baseline + 0.01 · |x|. Both factors are literals, because 1 - 0.99 is not 0.01 in binary."""
+"""Factors of the recursion baseline ← 0.99 · baseline + 0.01 · |x|.
+
+Both factors are literals, because 1 - 0.99 is not equal to 0.01 in binary floating point.
+"""
 
 _FLOAT32: Final = struct.Struct("<f")
 
@@ -30,7 +33,10 @@ def to_float32(value: float) -> float:
 
 
 def next_baseline(baseline: float, value: float) -> float:
-    """Return the float32 baseline after `value`. NaN means "no baseline yet". Non-finite values do not change it."""
+    """Return the float32 baseline after `value`.
+
+    A NaN baseline means that no baseline exists yet. Non-finite values do not change the baseline.
+    """
     if not math.isfinite(value):
         return baseline
     if math.isnan(baseline):
@@ -40,7 +46,7 @@ def next_baseline(baseline: float, value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Firing:
-    """The first rule that fired for one value of a series."""
+    """A firing: the first rule that fired for one value of a series."""
 
     position: int
     rule: AnomalyRule
@@ -49,7 +55,10 @@ class Firing:
 
 
 class SeriesEvaluator:
-    """Evaluates rules along one series, with its baseline. Rules that do not evaluate `op` are skipped."""
+    """Evaluates rules for the successive values of one series, and updates the baseline of the series.
+
+    Rules that do not evaluate `op` are skipped.
+    """
 
     def __init__(self, rules: Sequence[AnomalyRule], kind: str | None, op: str) -> None:
         self._judging = [rule for rule in rules if rule.judges(kind, op)]
@@ -60,11 +69,11 @@ class SeriesEvaluator:
 
     @property
     def baseline(self) -> float:
-        """Return the baseline for the next value; NaN before the first finite value."""
+        """Return the baseline with which the next value is compared; NaN before the first finite value."""
         return self._baseline
 
     def observe(self, raw: float) -> Firing | None:
-        """Return the first rule, in configured order, that fires for `raw`, else None; then update the baseline."""
+        """Return the first rule in configured order that fires for `raw`, or None; then update the baseline."""
         self._position += 1
         value = raw if self._stored_as_float64 else to_float32(raw)
         before = self._baseline
@@ -78,7 +87,7 @@ class SeriesEvaluator:
 
 
 def evaluate(rules: Sequence[AnomalyRule], kind: str | None, op: str, series: Iterable[float]) -> Iterator[Firing]:
-    """Yield the firings along `series`."""
+    """Yield the firings for the values in `series`, in order."""
     evaluator = SeriesEvaluator(rules, kind, op)
     for raw in series:
         firing = evaluator.observe(raw)

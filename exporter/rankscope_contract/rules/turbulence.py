@@ -35,16 +35,22 @@ class AnomalyTurbulence(AnomalyRule):
         object.__setattr__(self, "ops", tuple(self.ops))
 
     def judges(self, kind: str | None, op: str) -> bool:
-        """Return whether `op` has a baseline, is one of the rule's ops, and `kind` is one of the rule's kinds."""
+        """Return whether the rule evaluates the op `op` of `kind`.
+
+        The op must have a baseline and be one of the rule's ops, and `kind` must be one of the rule's kinds.
+        """
         return kind is not None and op in self.ops and self.covers(kind)
 
     def fires(self, op: str, value: Any, baseline: Any) -> Any:  # noqa: ARG002 - the signature of every rule
-        """Return whether the magnitude is outside of its band. False if the value or the baseline is NaN."""
+        """Return whether the magnitude of `value` is outside of the allowed range around the baseline.
+
+        The result is False if the value or the baseline is NaN.
+        """
         high = abs(value) > baseline * (1 + self.threshold)
         if self.direction == "up":
             return high
         return high | (abs(value) < baseline / (1 + self.threshold))
 
     def limit(self) -> float | None:
-        """Return the threshold: the allowed relative increase above the baseline."""
+        """Return the threshold, which is the allowed relative increase above the baseline."""
         return self.threshold

@@ -1,1 +1,1 @@
-"""TLS, web configuration files, masking of secrets, and escaping of names."""
+"""TLS, web configuration files, masking of secrets, and escaping of user-defined names."""

@@ -10,10 +10,11 @@ import urllib.parse
 
 
 def path_segment(name: str) -> str:
-    """Return `name` as one safe path segment (percent-encoded UTF-8). `from_path_segment` is the inverse.
+    """Return `name` as one safe path segment (percent-encoded UTF-8). `from_path_segment` is the inverse function.
 
-    Only ASCII letters, digits, `_`, `-` and inner `.` are kept. Therefore no name can leave its folder, become two
-    segments or look like `key=value`. The empty name becomes `%`, which no encoding produces.
+    Only ASCII letters, digits, `_`, `-` and inner `.` are not encoded. Therefore no name can point outside of its
+    folder, become two segments or look like `key=value`. The empty name becomes `%`, which is not the encoding of any
+    other name.
     """
     if not name:
         return "%"
@@ -29,7 +30,7 @@ def from_path_segment(segment: str) -> str:
 
 
 def html_text(name: str) -> str:
-    """Return `name` for an HTML text node or a quoted attribute."""
+    """Return `name` escaped for an HTML text node or a quoted HTML attribute."""
     return html.escape(name, quote=True)
 
 
@@ -44,5 +45,5 @@ def sql_identifier(name: str) -> str:
 
 
 def label_value(value: str) -> str:
-    """Return `value` escaped for the quotes of a Prometheus label, in an exposition and in PromQL."""
+    """Return `value` escaped for a quoted label value in the Prometheus text format and in PromQL."""
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

@@ -1,8 +1,9 @@
-"""Mask secrets in the command line and configuration of a training, before they are shown or stored. Pure.
+"""Mask secrets in the command line and configuration of a training before they are shown or stored. Pure.
 
-A rank masks before it sends. The service and the importers mask before they store, because a rank may run another
-release, and a log may contain anything. A secret is detected by its name (`--hf-token`, `password`), its place
-(`https://user:pw@host`) or its form (`ghp_…`, a JWT, a private key). A password in a plain argument is not detected.
+A rank masks secrets before it sends them. The service and the importers mask them again before they store them, because
+a rank may run another release, and a log may contain any text. A secret is detected by its name (`--hf-token`,
+`password`), its place (`https://user:pw@host`) or its form (`ghp_…`, a JWT, a private key). A password in an argument
+without such a name is not detected.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _VOCABULARY: Final = frozenset(
     | {"start", "unk", "video", "vision"}
 )
 _SHOWN_LAST_WORDS: Final = frozenset(["dir", "file", "folder", "mode", "name", "path", "type"])
-"""Names that end in such a word describe the location or type of a secret, not the secret itself."""
+"""Last words of names whose value is the location or type of a secret, and not the secret itself."""
 
 _LOOKS: Final = re.compile(
     r"(?<=://)[^/?#\s]+(?=@)"  # credentials in a URL
@@ -48,7 +49,10 @@ _OPTION: Final = re.compile(r"-{1,2}([A-Za-z][\w.-]*)$")
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether the words of `name` show that its value is a secret: `hf_token` is one, `pad_token` is not."""
+    """Return whether a value with this name is a secret, according to the words of the name.
+
+    For example, `hf_token` is the name of a secret and `pad_token` is not.
+    """
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or words[-1] in _SHOWN_LAST_WORDS:
         return False
@@ -63,7 +67,10 @@ def is_secret_name(name: str) -> bool:
 
 
 def redacted_text(text: str) -> str:
-    """Return `text` with secrets masked: credentials in URLs, values of secret names, texts in the form of a secret."""
+    """Return `text` with secrets masked.
+
+    Secrets are credentials in URLs, values of secret names, and text in the form of a secret.
+    """
     text = _SCHEME.sub(rf"\1\2{MASK}", _LOOKS.sub(MASK, text))
     return _PAIR.sub(lambda found: f"{found[1]}{found[2]}{MASK}" if is_secret_name(found[1]) else found[0], text)
 
@@ -87,7 +94,7 @@ def redacted_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def redacted(value: Any, *, depth: int = 0) -> Any:
-    """Return a JSON value with secrets masked, detected by the names of keys and by the form of texts."""
+    """Return a JSON value with secrets masked. Secrets are detected by the names of keys and by the form of texts."""
     if depth > _DEEPEST:
         return MASK  # deeper nesting would exceed the recursion limit
     if isinstance(value, str):
@@ -100,9 +107,9 @@ def redacted(value: Any, *, depth: int = 0) -> Any:
 
 
 def redacted_json(text: str | None) -> str | None:
-    """Return a JSON text with secrets masked. A text without secrets is unchanged.
+    """Return a JSON text with secrets masked.
 
-    Text that is not JSON is masked as text.
+    A text without secrets is returned unchanged. A text that is not JSON is masked as plain text.
     """
     try:
         document = json.loads(text or "null", object_pairs_hook=_without_doubles)
@@ -113,9 +120,10 @@ def redacted_json(text: str | None) -> str | None:
 
 
 def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object. Raise ValueError for a repeated name.
+    """Return the pairs of a JSON object as a dict. Raises ValueError if a name is repeated.
 
-    Readers use its last value, but the text contains both.
+    Readers use only the last value of a repeated name, but the JSON text also contains the first value, which may be a
+    secret.
     """
     found = dict(pairs)
     if len(found) < len(pairs):

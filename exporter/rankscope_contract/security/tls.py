@@ -1,6 +1,7 @@
-"""TLS contexts for servers and clients, on ranks and in the service. They are reloaded when their files change.
+"""TLS contexts for servers and clients, on ranks and in the service.
 
-Also explains TLS errors: the texts of OpenSSL name neither the side that caused the error nor the fix.
+The contexts are reloaded when their files change. This module also explains TLS errors, because the error texts of
+OpenSSL name neither the side that caused the error nor the fix.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _VERIFY: Final = {
 
 MakeContext = Callable[[], ssl.SSLContext]
 MakeFromFiles = Callable[[], tuple[ssl.SSLContext, tuple[Path, ...]]]
-"""Makes a context, and returns it with the files from which it was made."""
+"""Callable that creates a TLS context, and returns it with the files from which it was created."""
 
 
 def server_context(tls: TlsServer) -> ssl.SSLContext:
-    """Return a TLS context for a server. Raises WebConfigError that names an unusable file."""
+    """Return a TLS context for a server. Raises WebConfigError if a file cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version, context.maximum_version = _VERSIONS[tls.min_version], _VERSIONS[tls.max_version]
     context.set_alpn_protocols(["http/1.1"])
@@ -43,8 +44,8 @@ def server_context(tls: TlsServer) -> ssl.SSLContext:
 def client_context(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> ssl.SSLContext:
     """Return a TLS context for a client.
 
-    It trusts only the CA in `ca_file`, or the CAs of the system without `ca_file`. Raises WebConfigError that names an
-    unusable file.
+    The context trusts only the CA in `ca_file`, or the CAs of the system if `ca_file` is None. Raises WebConfigError if
+    a file cannot be used.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -58,13 +59,19 @@ def client_context(ca_file: Path | None, cert_file: Path | None, key_file: Path 
 
 
 def reloading_client(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> Reloading:
-    """Return client contexts that are reloaded when their files change. Raises WebConfigError."""
+    """Return client contexts that are reloaded when their files change.
+
+    Raises WebConfigError if a file cannot be used.
+    """
     files = tuple(path for path in (ca_file, cert_file, key_file) if path is not None)
     return Reloading(lambda: (client_context(ca_file, cert_file, key_file), files))
 
 
 def load_own(context: ssl.SSLContext, cert_file: Path, key_file: Path) -> None:
-    """Load the certificate that `context` presents; `context` may already be in use. Raises WebConfigError."""
+    """Load the certificate that `context` presents; `context` may already be in use.
+
+    Raises WebConfigError if the certificate or the key cannot be used.
+    """
     _check_readable("cert_file", cert_file)
     _check_readable("key_file", key_file)
     try:
@@ -76,7 +83,10 @@ def load_own(context: ssl.SSLContext, cert_file: Path, key_file: Path) -> None:
 
 
 def load_trusted(context: ssl.SSLContext, ca_file: Path, option: str) -> None:
-    """Make `context` trust certificates signed by the CA in `ca_file`, the value of `option`. Raises WebConfigError."""
+    """Make `context` trust certificates signed by the CA in `ca_file`.
+
+    `option` is the name of the configuration key for error texts. Raises WebConfigError if the file cannot be used.
+    """
     _check_readable(option, ca_file)
     try:
         context.load_verify_locations(ca_file)
@@ -85,17 +95,20 @@ def load_trusted(context: ssl.SSLContext, ca_file: Path, option: str) -> None:
 
 
 class Reloading:
-    """A TLS context that is made again when one of its files changes. If the new files are unusable, it is kept."""
+    """A TLS context that is created again when one of its files changes.
+
+    If the new files cannot be used, the previous context remains in use.
+    """
 
     def __init__(self, make: MakeFromFiles) -> None:
-        """Make the first context. Raises WebConfigError."""
+        """Create the first context. Raises WebConfigError if a file cannot be used."""
         self._make = make
         self._lock = threading.Lock()
         self._context, self._files = make()
         self._stamps = tuple(map(_stamp, self._files))
 
     def __call__(self) -> ssl.SSLContext:
-        """Return the context for the current content of the files."""
+        """Return the context for the current content of the files, which is created again if a file has changed."""
         with self._lock:
             stamps = tuple(map(_stamp, self._files))
             if stamps != self._stamps:
@@ -120,7 +133,10 @@ HUNG_UP: Final = (
     "it closed the connection: it may require a client certificate (cert_file, key_file), not trust the one it "
     "received, or not use TLS; its log has the reason"
 )
-"""The explanation if a server's refusal was lost. In TLS 1.3 the refusal comes after the handshake and may be lost."""
+"""Explanation for a TLS connection that the server closed without a reason.
+
+In TLS 1.3 the server rejects a client certificate after the handshake, and the rejection may be lost.
+"""
 
 _OF_SERVERS: Final = {  # OpenSSL's reason on the client -> explanation about the server
     "WRONG_VERSION_NUMBER": "it does not use TLS: use an http:// address, or give the server a web_config",

@@ -1,7 +1,8 @@
-"""Prometheus' web configuration file: certificate, client certificates, users. Both HTTP servers of Rankscope read it.
+"""Read Prometheus' web configuration file: certificate, client certificates, users.
 
-node_exporter, Prometheus and Rankscope can share one file. An option that Rankscope does not support is an error: a
-server with less protection than its configuration requires would be dangerous. `tls` makes the TLS contexts.
+Both HTTP servers of Rankscope read it. node_exporter, Prometheus and Rankscope can use the same file. An option that
+Rankscope does not support is an error, because a server must not have less protection than its configuration requires.
+`tls` creates the TLS contexts.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ LoadYaml = Callable[[str], Any]
 
 
 class WebConfigError(ValueError):
-    """An unusable web configuration. The text names the file, the option and the fix."""
+    """The web configuration cannot be used. The text names the file, the option and the fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsServer:
-    """The section `tls_server_config`: certificate of the server, and the client certificates that it requires."""
+    """The section `tls_server_config` of a web configuration file.
+
+    It contains the certificate of the server, and whether and how clients must present certificates.
+    """
 
     cert_file: Path
     key_file: Path
@@ -51,7 +55,7 @@ class TlsServer:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the files whose change requires a new context."""
+        """Return the files from which the TLS context is created. If one of them changes, a new context is required."""
         return (self.cert_file, self.key_file, *(() if self.client_ca_file is None else (self.client_ca_file,)))
 
     @property
@@ -62,7 +66,7 @@ class TlsServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebConfig:
-    """The whole file. Without TLS it contains only users."""
+    """The content of a web configuration file. Without TLS it contains only users."""
 
     tls: TlsServer | None = None
     users: Mapping[str, str] = field(default_factory=dict, repr=False)  # name -> bcrypt hash
@@ -74,9 +78,10 @@ class WebConfig:
 
 
 def read_web_config(path: Path, load_yaml: LoadYaml | None) -> WebConfig:
-    """Return the configuration in a YAML, JSON or TOML file. File names in it are relative to its folder.
+    """Return the configuration in a YAML, JSON or TOML file.
 
-    `load_yaml` is None if no YAML reader is installed. Raises WebConfigError.
+    File names in it are relative to its folder. `load_yaml` parses YAML; it is None if no YAML reader is installed.
+    Raises WebConfigError if the configuration cannot be used.
     """
     try:
         text = path.read_text(encoding="utf-8")

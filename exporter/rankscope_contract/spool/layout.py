@@ -1,4 +1,7 @@
-"""File names and JSON documents of a spool folder. Does not read records and does not lock."""
+"""File names and JSON documents of a spool folder.
+
+This module neither reads records nor locks folders.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ FORMAT: Final = 1
 IDENTITY_NAME: Final = "identity.json"
 LOCK_NAME: Final = "lock"
 UNFINISHED_PREFIX: Final = "."
-"""Prefix of a folder's name until the folder is complete and locked; then it is renamed."""
+"""Prefix of the name of a new spool folder.
+
+When the folder is complete and locked, it is renamed to a name without the prefix.
+"""
 
 _SEGMENT: Final = re.compile(r"(\d{12,18})\.arrows")
 _PLAN: Final = re.compile(r"plan-[0-9a-f]{8,64}\.json")
@@ -32,7 +38,10 @@ class SpoolError(Exception):
 
 
 def segment_name(first: int) -> str:
-    """Return the name of the file whose first record has seq `first`. Names sort in the order of their seqs."""
+    """Return the name of the file whose first record has sequence number `first`.
+
+    The names sort in the order of the sequence numbers.
+    """
     return f"{first:012d}.arrows"
 
 
@@ -42,24 +51,27 @@ def plan_name(plan_hash: str) -> str:
 
 
 def segments(folder: Path) -> list[tuple[int, Path]]:
-    """Return (first seq, path) of each file of records, by seq. Other files are ignored."""
+    """Return (first sequence number, path) of each file of records, in ascending order. Other files are ignored."""
     named = ((_SEGMENT.fullmatch(path.name), path) for path in folder.iterdir())
     return sorted((int(match[1]), path) for match, path in named if match is not None)
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a file with this name belongs to a spool and is deleted with it."""
+    """Return whether a file with this name belongs to a spool and is therefore deleted together with the spool."""
     known = name in (IDENTITY_NAME, LOCK_NAME) or _SEGMENT.fullmatch(name) or _PLAN.fullmatch(name)
     return bool(known) or name.endswith(".tmp")
 
 
 def folders(root: Path) -> list[Path]:
-    """Return the spools below `root`, the oldest first. Raises OSError if `root` cannot be read."""
+    """Return the spool folders below `root`, the oldest first. Raises OSError if `root` cannot be read."""
     return sorted((path for path in root.iterdir() if _is_spool(path)), key=lambda path: (_began(path), path))
 
 
 def _began(folder: Path) -> float:
-    """Return the creation time of the spool, by the clock of the file system: the identity is written only once."""
+    """Return the creation time of a spool, by the clock of the file system.
+
+    It is the modification time of the identity file, which is written only once.
+    """
     try:
         return (folder / IDENTITY_NAME).stat().st_mtime
     except OSError:
@@ -76,9 +88,10 @@ def _is_spool(path: Path) -> bool:
 
 
 def write_whole(path: Path, text: str, *, sync: bool = False) -> None:
-    """Write `text` to `path` atomically: `path` contains the whole text or does not exist. Only the owner can read it.
+    """Write `text` to `path` atomically: after a crash, `path` contains the whole text or does not exist.
 
-    With `sync` the content survives a power failure, provided that `sync_folder` is called afterwards.
+    Only the owner can read the file. With `sync`, the content survives a power failure, provided that `sync_folder` is
+    called afterwards.
     """
     temporary = path.with_name(path.name + ".tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -91,7 +104,10 @@ def write_whole(path: Path, text: str, *, sync: bool = False) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Call fsync on `folder`. Without it, a power failure can remove the names of files whose content is on disk."""
+    """Call fsync on `folder`.
+
+    Without this call, a power failure can remove the names of files whose content is on disk.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -100,9 +116,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def service_name(url: str) -> str:
-    """Return the normal form of the service address `url`, for spool folders: scheme, host, port, path, no credentials.
+    """Return the normal form of the service address `url` for spool folders: scheme, host, port and path.
 
-    Host names are not resolved: localhost and 127.0.0.1 are different services.
+    Credentials are removed. Host names are not resolved: localhost and 127.0.0.1 are considered different services.
     """
     parts = urlsplit(url)
     host = f"[{parts.hostname}]" if parts.hostname and ":" in parts.hostname else parts.hostname
@@ -111,13 +127,19 @@ def service_name(url: str) -> str:
 
 
 def write_identity(folder: Path, registration: Registration, *, service: str | None = None, sync: bool = False) -> None:
-    """Write the identity of the process and the service, in the form of `service_name`, to which its records belong."""
+    """Write the identity of the process to its spool folder, with the service that is to receive the records.
+
+    The service is given in the form that `service_name` returns.
+    """
     text = json.dumps({"format": FORMAT, "service": service, "registration": asdict(registration)})
     write_whole(folder / IDENTITY_NAME, text, sync=sync)
 
 
 def read_service(folder: Path) -> str | None:
-    """Return the service to which the records belong; None if the file does not name one or cannot be read."""
+    """Return the service that is to receive the records of a spool.
+
+    Return None if the identity file names no service or cannot be read.
+    """
     try:
         service = json.loads((folder / IDENTITY_NAME).read_bytes())["service"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -126,7 +148,10 @@ def read_service(folder: Path) -> str | None:
 
 
 def read_identity(folder: Path) -> Registration:
-    """Return the identity of the process. Raises SpoolError if it cannot be read or has a newer format."""
+    """Return the identity of the process that wrote a spool.
+
+    Raises SpoolError if the identity cannot be read or has a newer format.
+    """
     path = folder / IDENTITY_NAME
     try:
         document = json.loads(path.read_bytes())

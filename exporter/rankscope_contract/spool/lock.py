@@ -1,4 +1,4 @@
-"""Lock of a spool folder, which shows that its process is alive. The system releases it when the process ends."""
+"""Lock of a spool folder. A held lock shows that the process is alive; the system releases it when the process ends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _HELD: Final = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 class FolderLock:
-    """A held lock.
+    """A lock that this process holds.
 
-    It belongs to the open file: a forked child must call `forget`, or the lock would outlive the parent.
+    The lock belongs to the open file. A forked child must call `forget`; otherwise the lock would remain held after the
+    parent has ended.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -23,7 +24,10 @@ class FolderLock:
 
     @classmethod
     def create(cls, folder: Path) -> Self:
-        """Create and hold the lock of a folder that no other process knows yet. Raises OSError or SpoolError."""
+        """Create and acquire the lock of a folder that no other process knows yet.
+
+        Raises OSError if the file cannot be created, or SpoolError if it cannot be locked.
+        """
         descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         if not _lock(descriptor, folder):
             os.close(descriptor)
@@ -32,7 +36,10 @@ class FolderLock:
 
     @classmethod
     def take(cls, folder: Path) -> Self | None:
-        """Return the lock, or None if another process holds it or removed the folder. Raises OSError or SpoolError."""
+        """Acquire the lock and return it, or None if another process holds the lock or removed the folder.
+
+        Raises OSError or SpoolError if the file cannot be opened or locked.
+        """
         path = folder / LOCK_NAME
         try:
             descriptor = os.open(path, os.O_RDWR)
@@ -58,7 +65,7 @@ class FolderLock:
             os.close(descriptor)
 
     forget = release
-    """For a forked child: the file is closed, but the lock remains held while the parent has the file open."""
+    """Close the file in a forked child. The parent continues to hold the lock, because it has the file open."""
 
 
 def _lock(descriptor: int, folder: Path) -> bool:

@@ -1,4 +1,7 @@
-"""A spool of a dead process. The process that holds its lock reads all records and then removes the spool."""
+"""Read the spool of a dead process.
+
+The process that holds the lock of the spool reads all records and then removes the spool.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class Orphan:
-    """Spool of a dead process, locked by this process. Files are deleted when their records are committed."""
+    """The spool of a dead process, locked by this process.
+
+    A file is deleted when all its records are committed.
+    """
 
     def __init__(self, reader: SpoolReader, lock: FolderLock, registration: Registration) -> None:
         self.reader = reader
@@ -28,9 +34,10 @@ class Orphan:
 
     @classmethod
     def take(cls, folder: Path, needed_plans: NeededPlans) -> Self | None:
-        """Lock and return the spool in `folder`; None if its process is alive or another process reads it.
+        """Lock and return the spool in `folder`.
 
-        Raises SpoolError or OSError if no process holds the spool and it cannot be read.
+        Return None if the process of the spool is alive or another process reads the spool. Raises SpoolError or
+        OSError if the spool cannot be read.
         """
         lock = FolderLock.take(folder)
         if lock is None:
@@ -47,28 +54,28 @@ class Orphan:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the spool."""
+        """Return the path of the spool folder."""
         return self.reader.folder
 
     @property
     def incarnation(self) -> str:
-        """Return the id of the dead process."""
+        """Return the incarnation id of the dead process."""
         return self.registration.incarnation
 
     @property
     def is_done(self) -> bool:
-        """Return whether a store has committed all records."""
+        """Return whether a store has committed all records of the spool."""
         return self.committed >= self.head
 
     def after(self, cursor: int, max_bytes: int) -> Stretch | None:
-        """Return the next records above `cursor`, or None if there are no more. Raises OSError."""
+        """Return the next records after sequence number `cursor`, or None if there are no more. Raises OSError."""
         stretch = self.reader.after(cursor, max_bytes)
         if stretch is None and cursor < self.head:
             self.head = max(cursor, self.committed)  # the remaining records are damaged: no further record will come
         return stretch
 
     def commit(self, seq: int) -> None:
-        """Record that a store has committed everything up to `seq`, and delete files without any later record."""
+        """Record that a store has committed all records up to `seq`, and delete files that contain no later record."""
         if seq <= self.committed:
             return
         self.committed = seq
@@ -85,12 +92,15 @@ class Orphan:
             self._lock.release()
 
     def release(self) -> None:
-        """Release the lock and keep the files for another reader."""
+        """Release the lock and leave the files for another reader."""
         self._lock.release()
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a spool, records first. If the process is killed, the rest is still readable. Raises OSError."""
+    """Delete the folder of a spool, the files of records first.
+
+    If this process is killed meanwhile, the remaining records are still readable. Raises OSError.
+    """
     last = {IDENTITY_NAME: 1, LOCK_NAME: 2}
     ours = [path for path in folder.iterdir() if is_ours(path.name)]
     for path in sorted(ours, key=lambda path: (last.get(path.name, 0), not path.name.endswith(".arrows"), path.name)):

@@ -1,8 +1,9 @@
-"""Read complete messages from files that may end in the middle of one. Does not import Arrow: a message is bytes.
+"""Read complete messages from spool files, which may end in the middle of a message.
 
-Record i of a file has seq `first + i`, because the writer starts a new file wherever a record is missing. The reader
-therefore finds a record without decompression. The caller's `needed_plans` checks the content: it returns the plans
-that a stream uses, or None if the stream cannot be read.
+The module does not import Arrow: a message is bytes. Record i of a file has sequence number `first + i`, because the
+writer starts a new file wherever a record is missing. The reader therefore finds a record without decompression. The
+caller passes `needed_plans`, which checks the content: it returns the plans that a stream uses, or None if the stream
+cannot be read.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ log = logging.getLogger(__name__)
 
 END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 MAX_FILE_BYTES: Final = 1 << 29
-"""Larger files are skipped: no rank writes them, and reading one could exhaust the memory of the rank or service."""
+"""Maximum size in bytes of a file that is read.
+
+No rank writes larger files, and reading one could exhaust the memory of the rank or service.
+"""
 _CONTINUES: Final = 0xFFFFFFFF
 _BODY_LENGTH_SLOT: Final = 4 + 2 * 3  # bodyLength is the fourth field of Message (Arrow format, Message.fbs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Consecutive records as a complete stream."""
+    """Consecutive records of a spool as a complete Arrow IPC stream."""
 
     data: bytes
     first: int
@@ -37,12 +41,12 @@ class Stretch:
 
     @property
     def rows(self) -> int:
-        """Return the number of records."""
+        """Return the number of records in the stream."""
         return self.last - self.first + 1
 
 
 def message_ends(data: bytes) -> list[int]:
-    """Return the end offset of each complete message in `data`. The first message is the schema."""
+    """Return the end offset in bytes of each complete message in `data`. The first message is the schema."""
     ends: list[int] = []
     position = 0
     while position + 8 <= len(data):
@@ -57,7 +61,10 @@ def message_ends(data: bytes) -> list[int]:
 
 
 def _body_length(data: bytes, start: int, length: int) -> int:
-    """Return `bodyLength` of the message whose metadata start at `start`. For invalid metadata, return len(data)."""
+    """Return the `bodyLength` in bytes of the message whose metadata starts at `start`.
+
+    For invalid metadata, return len(data).
+    """
     try:
         table = start + int(struct.unpack_from("<I", data, start)[0])
         vtable = table - int(struct.unpack_from("<i", data, table)[0])
@@ -75,7 +82,10 @@ NeededPlans = Callable[[bytes], Iterable[str] | None]
 
 
 class SpoolReader:
-    """Reads the files of one folder. Each call reads them again, because their writer may still be active."""
+    """Reads the files of one spool folder.
+
+    Each call reads the files again, because their writer may still be active.
+    """
 
     def __init__(self, folder: Path, needed_plans: NeededPlans) -> None:
         self.folder = folder
@@ -84,7 +94,7 @@ class SpoolReader:
         self._reported: set[tuple[str, int]] = set()
 
     def head(self) -> int:
-        """Return the highest seq of a complete record, or NOTHING. Raises OSError."""
+        """Return the highest sequence number of a complete record, or NOTHING without records. Raises OSError."""
         for first, path in reversed(segments(self.folder)):
             records = len(message_ends(self._bytes(path))) - 1
             if records > 0:
@@ -92,9 +102,9 @@ class SpoolReader:
         return NOTHING
 
     def after(self, cursor: int, max_bytes: int) -> Stretch | None:
-        """Return the next records above `cursor` from one file, or None at the end.
+        """Return the next records after sequence number `cursor` from one file, or None at the end.
 
-        Up to `max_bytes`, but at least one record.
+        The result has at most `max_bytes`, but always at least one record.
         """
         files = segments(self.folder)
         for place, (first, path) in enumerate(files):
@@ -110,7 +120,7 @@ class SpoolReader:
         return None
 
     def plan(self, plan_id: str) -> str | None:
-        """Return the text of a plan; None if the spool has no plan with this hash."""
+        """Return the JSON text of the plan with this hash, or None if the spool does not contain the plan."""
         if not plan_id.isalnum():
             return None
         try:
@@ -154,7 +164,10 @@ class SpoolReader:
         return None
 
     def _report(self, path: Path, at: int, size: int, problem: str) -> None:
-        """Log `problem` once per file and position, unless `at` is the end of the file."""
+        """Log `problem` once for each file and position.
+
+        Do not log it if `at` is the end of the file, because the writer may still be active.
+        """
         if at != size and (path.name, at) not in self._reported:
             self._reported.add((path.name, at))
             log.warning("%s %s", path, problem)

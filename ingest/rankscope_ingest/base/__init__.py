@@ -1,1 +1,1 @@
-"""Modules that do not depend on runs: errors, configuration, TLS, table schemas, memory, background tasks, protobuf."""
+"""Basic modules that do not depend on runs: errors, configuration, TLS, tables, memory, background tasks, protobuf."""

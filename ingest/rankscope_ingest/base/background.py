@@ -1,6 +1,6 @@
-"""Background work on the event loop: a wait that can be ended early, periodic jobs, reported faults, a read budget.
+"""Background work on the event loop: periodic jobs, their faults, interruptible waits, and a budget for reads.
 
-A fault in a job ends neither the other jobs nor the service.
+A fault in a job stops neither the other jobs nor the service.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from typing import Any, Final
 log = logging.getLogger(__name__)
 
 RECENT_SECONDS: Final = 30.0
-"""Time for which /healthz reports a fault of a background task."""
+"""Time in seconds for which /healthz reports a fault of a background task."""
 
 READ_SHARE: Final = 0.02
-"""Largest share of one core's time that repeated reads of the store may take, however long the history is."""
+"""Maximum share of the time of one CPU core that repeated reads of the store may take, for stores of any size."""
 
 _MAX_TEXT: Final = 300
 _MAX_LOGGED: Final = 100
-"""Faults that are remembered as logged. A limit is needed because texts of faults can contain changing numbers."""
+"""Maximum number of logged faults that are remembered.
+
+A limit is needed because the texts of faults can contain changing numbers.
+"""
 
 
 class WakeUp:
-    """A wait with a timeout that other code on the event loop can end early. One task waits.
+    """A wait with a timeout that other code on the event loop can end early. At most one task may wait at a time.
 
-    It uses a timer of the event loop because `asyncio.timeout` is slower: on timeout, that function cancels the task
-    and catches the exception.
+    The implementation uses a timer of the event loop, because `asyncio.timeout` is slower: on timeout, that function
+    cancels the task and catches the exception.
     """
 
     def __init__(self) -> None:
@@ -46,12 +49,15 @@ class WakeUp:
         self._over.set()
 
     def clear(self) -> None:
-        """Undo a `set` that has not ended a wait yet."""
+        """Cancel a call of `set` that has not ended a wait yet."""
         self._is_set = False
         self._over.clear()
 
     async def wait(self, seconds: float) -> bool:
-        """Return after `seconds`, which may be infinite, or after `set`; return whether `set` was called."""
+        """Wait until `seconds` have passed or `set` is called; return whether `set` was called.
+
+        `seconds` may be infinite.
+        """
         timer = asyncio.get_running_loop().call_later(max(seconds, 0.0), self._over.set)
         try:
             await self._over.wait()
@@ -63,9 +69,9 @@ class WakeUp:
 
 
 class BackgroundFaults:
-    """Faults of background tasks. Each distinct fault is logged once; /healthz reports the recent ones.
+    """Faults of background tasks. Each distinct fault is logged once; /healthz reports the recent faults.
 
-    A task that fails at every start makes no progress, which an operator must be able to see.
+    An operator must see these faults, because a task that fails at every start makes no progress.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,14 +90,14 @@ class BackgroundFaults:
             self._logged.add((task, text))
 
     def attempt(self, task: str, function: Callable[[], object]) -> None:
-        """Call `function`. Report an exception instead of raising it, so that the caller can continue."""
+        """Call `function`. If it raises an exception, report the exception as a fault of `task` and return."""
         try:
             function()
         except Exception as error:  # noqa: BLE001 - it is logged and reported
             self.report(task, error)
 
     def recent(self) -> str | None:
-        """Return the faults of the last `RECENT_SECONDS` as one text, or None."""
+        """Return the faults of the last `RECENT_SECONDS` as one text, or None if there were none."""
         now = self._clock()
         recent = [f"{task}: {text}" for task, (at, text) in self._latest.items() if now - at < RECENT_SECONDS]
         return f"background tasks failed, see the service's log: {'; '.join(recent)}" if recent else None
@@ -101,9 +107,10 @@ class BackgroundFaults:
 class Job:
     """A function that `run_jobs` calls repeatedly.
 
-    `interval`: seconds from the end of one call to the start of the next one. A callable is evaluated whenever a job
-    ends or the loop is woken up. A coroutine function runs as a separate task, so that the other jobs do not wait for
-    it. It may run until it is cancelled; then `interval` is the pause before it is restarted after a fault.
+    `interval` is the number of seconds from the end of one call to the start of the next call. If `interval` is a
+    callable, it is called whenever a job ends or the loop is woken up. A coroutine function runs as a separate task, so
+    that other jobs do not wait for it. It may run until it is cancelled; `interval` is then the pause before it is
+    restarted after a fault.
     """
 
     name: str
@@ -114,7 +121,7 @@ class Job:
     task: asyncio.Future[None] | None = field(default=None, init=False)
 
     def due_at(self) -> float:
-        """Return the time of the next call, infinite while the job runs."""
+        """Return the time of the next call in monotonic seconds; infinite while the job runs."""
         if self.task is not None:
             return math.inf
         return self.ended_at + (self.interval() if callable(self.interval) else self.interval)
@@ -123,7 +130,7 @@ class Job:
 async def run_jobs(
     jobs: Sequence[Job], faults: BackgroundFaults, wake_up: WakeUp, *, clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Call each job at its interval until cancelled. Report exceptions to `faults`.
+    """Call each job at its interval until this coroutine is cancelled. Report exceptions to `faults`.
 
     `wake_up` makes the loop evaluate the intervals again before the next job is due.
     """
@@ -155,10 +162,10 @@ async def run_jobs(
 
 
 class ReadBudget:
-    """Schedules repeated reads of the store so that they take at most `READ_SHARE` of one core's time.
+    """Schedules repeated reads of the store so that they take at most `READ_SHARE` of the time of one CPU core.
 
     The pause after a read is at least `interval_seconds`. It grows by one interval with each successful read, up to
-    `max_intervals` of them. A failed read is retried after one interval.
+    `max_intervals` intervals. A failed read is retried after one interval.
     """
 
     def __init__(self, interval_seconds: float, *, clock: Callable[[], float], max_intervals: int = 1) -> None:
@@ -170,12 +177,12 @@ class ReadBudget:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the next read may start."""
+        """Return whether the time of the next read has come."""
         return self._clock() >= self._next_at
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Measure the read that happens inside, and schedule the next one."""
+        """Return a context manager that measures the duration of the read in its body and schedules the next read."""
         began, intervals = self._clock(), 1
         self._next_at = began + self._interval_seconds
         try:
@@ -187,7 +194,7 @@ class ReadBudget:
 
 
 async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait until they have ended. Their results and exceptions are dropped."""
+    """Cancel `tasks` and wait until they have ended. Their results and exceptions are discarded."""
     listed = list(tasks)
     for task in listed:
         task.cancel()

@@ -1,4 +1,7 @@
-"""Sections, keys and limits of the service's TOML file. `config_file` loads the file and writes the error texts."""
+"""Sections, keys and limits of the service's TOML file.
+
+`config_file` reads the file and produces the error texts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ LabelName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_]*$")]
 
 
 def _unmapped(network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
-    """Return an IPv4 network that is written in IPv6 form as an IPv4 network: addresses are compared as IPv4."""
+    """Convert an IPv4 network in IPv4-mapped IPv6 form to an IPv4 network. Addresses are compared in IPv4 form."""
     mapped = ipaddress.IPv6Network("::ffff:0:0/96")
     if not isinstance(network, ipaddress.IPv6Network) or not network.subnet_of(mapped):
         return network
@@ -32,7 +35,10 @@ Network = Annotated[ipaddress.IPv4Network | ipaddress.IPv6Network, AfterValidato
 
 
 def _http_url(example: str) -> AfterValidator:
-    """Return a validator for HTTP and HTTPS URLs. Its error contains `example`."""
+    """Return a validator for HTTP and HTTPS URLs.
+
+    The validator raises ValueError for other values. `example` is a valid URL that the error text shows.
+    """
 
     def check(url: str) -> str:
         try:
@@ -48,7 +54,10 @@ def _http_url(example: str) -> AfterValidator:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of `host:port` or `[v6]:port`. Raises ValueError, whose text shows the expected form."""
+    """Return (host, port) of an address such as `host:9470` or `[::1]:9470`.
+
+    Raises ValueError for other values; the text shows the expected form.
+    """
     host, colon, port = address.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if is_bracketed else host
@@ -65,7 +74,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address or `localhost`. Other names are not resolved; the result is False."""
+    """Return whether `host` is a loopback address or `localhost`.
+
+    Other host names are not resolved; the result for them is False.
+    """
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -78,7 +90,7 @@ class _Section(BaseModel):
 
 
 class ServiceSection(_Section):
-    """[service]: listening address, authentication, TLS and allowed networks."""
+    """Configuration section [service]: listening address, authentication, TLS and allowed networks."""
 
     listen: str = "127.0.0.1:9470"
     advertise: str | None = None
@@ -106,17 +118,22 @@ class ServiceSection(_Section):
     @classmethod
     def _check_advertise(cls, advertise: str | None) -> str | None:
         if advertise is not None and split_address(advertise)[0] in {"0.0.0.0", "::"}:  # noqa: S104 - refused here
-            raise ValueError(f'"{advertise}" cannot be dialed: give a name or address of this machine')
+            raise ValueError(
+                f'"{advertise}" is not an address that clients can connect to: use a name or address of this machine'
+            )
         return advertise
 
     @model_validator(mode="before")
     @classmethod
     def _read_token(cls, section: Any) -> Any:
-        """Read `token_file` and use its content as `token`."""
+        """Read the file `token_file` and return the section with its content as `token`.
+
+        Raises ValueError if both keys are set or the file cannot be read.
+        """
         if not isinstance(section, dict) or not isinstance(section.get("token_file"), str):
             return section
         if section.get("token") is not None:
-            raise ValueError("token and token_file are both set: leave one of them out")
+            raise ValueError("token and token_file are both set: remove one of them")
         path = Path(section["token_file"]).expanduser()
         try:
             return {**section, "token": path.read_text(encoding="utf-8").strip()}
@@ -130,9 +147,9 @@ class ServiceSection(_Section):
             return None
         text = token.get_secret_value()
         if not text:
-            raise ValueError("is empty: leave the key out or give a token")
+            raise ValueError("the token is empty: set a token or remove the key")
         if not text.isascii() or not text.isprintable() or " " in text:
-            raise ValueError("must be printable ASCII without spaces: it is sent in an HTTP header")
+            raise ValueError("the token must be printable ASCII without spaces, because it is sent in an HTTP header")
         return token
 
     @property
@@ -158,12 +175,12 @@ class ServiceSection(_Section):
 
 def _local(path: str) -> str:
     if is_url(path):
-        raise ValueError("a store is a local folder, not a URL; name a folder")
+        raise ValueError("a store is a local folder, not a URL: set path to a folder")
     return path
 
 
 class StoreSection(_Section):
-    """[store]: the folder of the store, and the shard that this service writes."""
+    """Configuration section [store]: the folder of the store, and the shard that this service writes."""
 
     path: Annotated[str, AfterValidator(_local)]
     shard: Annotated[str, Field(pattern=r"^\d+/[1-9]\d*$")] = "0/1"
@@ -171,7 +188,10 @@ class StoreSection(_Section):
 
 
 class RetentionSection(_Section):
-    """[retention]: days for which rows are kept, by their own time. Rows without a limit are kept forever."""
+    """Configuration section [retention]: number of days for which rows are kept.
+
+    The age of a row is measured by its time column. Rows of a dataset without a limit are kept forever.
+    """
 
     raw_days: Days | None = None
     scalars_days: Days | None = None
@@ -186,12 +206,12 @@ class RetentionSection(_Section):
 
     @property
     def policy(self) -> Retention:
-        """Return this section as the policy of the storage package."""
+        """Return this section as the retention policy that the storage package uses."""
         return Retention(**self.model_dump(exclude={"every_seconds"}))
 
 
 class IngestSection(_Section):
-    """[ingest]: intervals and limits for polling ranks and for committing rows."""
+    """Configuration section [ingest]: intervals and limits for polling ranks and for committing rows."""
 
     poll_seconds: Seconds = 2.0
     timeout_seconds: Seconds = 10.0
@@ -213,7 +233,10 @@ class IngestSection(_Section):
 
 
 class RunsSection(_Section):
-    """[runs]: heartbeat interval, and timeouts after which a rank counts as dead or a run as stalled."""
+    """Configuration section [runs]: heartbeat interval and timeouts.
+
+    After a timeout, a rank is considered dead or a run is considered stalled.
+    """
 
     heartbeat_seconds: Seconds = 5.0
     refused_after_seconds: Seconds = 10.0  # the rank's port is closed, and no heartbeat has arrived since
@@ -232,16 +255,16 @@ class RunsSection(_Section):
 
 
 class SpoolSection(_Section):
-    """[spool]: folders with spools of ranks that this service can read."""
+    """Configuration section [spool]: folders with spools of ranks that this service can read."""
 
     folders: tuple[str, ...] = ()
     scan_seconds: Seconds = 2.0
 
 
 class NotifySection(_Section):
-    """[notify]: sender of notifications. The service sends them only in mode `embedded`.
+    """Configuration section [notify]: which program sends notifications, and to which URLs.
 
-    In the other modes, Alertmanager or Grafana sends them.
+    The service sends notifications only in mode `embedded`. In the other modes, Alertmanager or Grafana sends them.
     """
 
     mode: Literal["embedded", "alertmanager", "grafana", "off"] = "embedded"
@@ -252,7 +275,7 @@ class NotifySection(_Section):
 
 
 class StaticTarget(_Section):
-    """[[targets]]: a rank that does not register and is polled at a fixed address."""
+    """Configuration section [[targets]]: a rank that does not register and is polled at a fixed address."""
 
     url: Annotated[str, _http_url("http://127.0.0.1:9400"), AfterValidator(lambda url: url.rstrip("/"))]
     run: str
@@ -262,7 +285,7 @@ class StaticTarget(_Section):
 
 
 class RemoteReadSection(_Section):
-    """[remote_read]: limits of one remote-read response, and the external labels of Prometheus."""
+    """Configuration section [remote_read]: limits of a remote-read response, and the external labels of Prometheus."""
 
     max_series: Annotated[int, Field(gt=0)] = 20_000
     max_samples: Annotated[int, Field(gt=0)] = 5_000_000
@@ -272,12 +295,12 @@ class RemoteReadSection(_Section):
     @classmethod
     def _check_labels(cls, labels: dict[str, str]) -> dict[str, str]:
         if taken := sorted({"run", "rank", "job", "instance"} & labels.keys()):
-            raise ValueError(f"{', '.join(taken)} is a label of the series and cannot be an external label")
+            raise ValueError(f"{', '.join(taken)} is a label of the series and cannot be an external label: remove it")
         return labels
 
 
 class RemoteWriteSection(_Section):
-    """[remote_write]: limits for samples that Prometheus sends."""
+    """Configuration section [remote_write]: limits for samples that Prometheus sends."""
 
     hold_seconds: Annotated[float, Field(ge=0, le=15, allow_inf_nan=False)] = 2.0
     max_pending_samples: Annotated[int, Field(gt=0)] = 1_000_000
@@ -285,7 +308,7 @@ class RemoteWriteSection(_Section):
 
 
 class _Scraping(_Section):
-    """Keys that are common to single exporters and exporter lists."""
+    """Configuration keys that [[exporters]] and [[exporter_lists]] have in common."""
 
     every_seconds: Seconds = 15.0
     timeout_seconds: Seconds = 10.0
@@ -294,14 +317,17 @@ class _Scraping(_Section):
 
 
 class ExporterSection(_Scraping):
-    """[[exporters]]: one metrics page of another program, such as node_exporter."""
+    """Configuration section [[exporters]]: the URL of the metrics of another program, such as node_exporter."""
 
     url: Annotated[str, _http_url("http://127.0.0.1:9100/metrics")]
     name: str | None = None
 
 
 class ExporterListSection(_Scraping):
-    """[[exporter_lists]]: exporters in Prometheus' service discovery format, in files or at a URL."""
+    """Configuration section [[exporter_lists]]: exporters in Prometheus' service discovery format.
+
+    The list is in files or at a URL.
+    """
 
     file: str | None = None
     url: Annotated[str, _http_url("http://127.0.0.1:8080/targets")] | None = None
@@ -310,12 +336,12 @@ class ExporterListSection(_Scraping):
     @model_validator(mode="after")
     def _check_source(self) -> Self:
         if (self.file is None) == (self.url is None):
-            raise ValueError('give either file = "targets/*.json" or url = "http://…"')
+            raise ValueError('set either file = "targets/*.json" or url = "http://…", not both')
         return self
 
 
 class ServiceConfig(_Section):
-    """The complete configuration file."""
+    """The complete configuration of the service."""
 
     service: ServiceSection = ServiceSection()
     store: StoreSection
@@ -332,6 +358,6 @@ class ServiceConfig(_Section):
 
     @property
     def token(self) -> str | None:
-        """Return the bearer token that ranks and service send to each other, or None."""
+        """Return the bearer token that ranks and the service use for each other, or None if no token is set."""
         token = self.service.token
         return None if token is None else token.get_secret_value()

@@ -24,7 +24,10 @@ _PATH_KEYS: Final = {
     "spool": ("folders",),
     "exporter_lists": ("file",),
 }
-"""Keys with file names by section. A URL in their place is left to the validation."""
+"""Keys whose values are file names, by section.
+
+A value that is a URL is not changed here; the validation rejects it if necessary.
+"""
 
 
 def load_config(
@@ -33,10 +36,11 @@ def load_config(
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> ServiceConfig:
-    """Return the configuration in `path`, with `overrides` ("store.path": …) applied to it.
+    """Return the configuration in the file `path`, with `overrides` applied.
 
-    Relative paths are relative to the folder of the file. Without a file, `overrides` must contain the keys that have
-    no default. If the file has no token, the token of `environment` is used. Raises ConfigError with all faults.
+    `overrides` maps dotted keys such as "store.path" to values. Relative paths in the file are relative to its folder.
+    Without a file, `overrides` must contain the keys that have no default. If the file sets no token, the token in
+    `environment` is used. Raises ConfigError whose text lists all faults.
     """
     document = {} if path is None else _read(Path(path))
     base = Path.cwd() if path is None else Path(path).resolve().parent
@@ -56,15 +60,18 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file; name an existing TOML file") from error
+        raise ConfigError(f"{path}: no such file: give the path of an existing TOML file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
+        raise ConfigError(f"{path}: the file is not valid TOML: {error}") from error
 
 
 def _resolve_paths(document: dict[str, Any], base: Path) -> None:
-    """Make the relative paths in `document` relative to `base`. Values of a wrong type are left to the validation."""
+    """Make the relative paths in `document` relative to `base`.
+
+    Values of a wrong type are not changed; the validation rejects them.
+    """
     for section_name, keys in _PATH_KEYS.items():
         sections = document.get(section_name)
         for section in sections if isinstance(sections, list) else [sections]:
@@ -86,13 +93,14 @@ def _take_token(document: dict[str, Any], environment: Mapping[str, str]) -> Non
 
 
 def token_of(environment: Mapping[str, str]) -> str | None:
-    """Return the token of `environment`, either its value or that of a token file, or None. An empty token is None.
+    """Return the service token from the environment variables `environment`, or None if it is missing or empty.
 
-    Raises ConfigError if both variables are set or the file cannot be read.
+    One variable contains the token, another one the name of a token file. Raises ConfigError if both variables are set
+    or the file cannot be read.
     """
     path, token = environment.get(TOKEN_FILE), environment.get(TOKEN)
     if path and token:
-        raise ConfigError(f"{TOKEN} and {TOKEN_FILE} are both set: leave one of them out")
+        raise ConfigError(f"{TOKEN} and {TOKEN_FILE} are both set: remove one of them")
     if not path:
         return token or None
     try:
@@ -132,7 +140,10 @@ def _is_secret(key: str) -> bool:
 
 
 def _allowed(location: tuple[int | str, ...]) -> str:
-    """Return the keys that are allowed at `location`, and the nearest one to the unknown key."""
+    """Return a text with the keys that are allowed at `location`.
+
+    The text also contains the allowed key that is most similar to the unknown key.
+    """
     model: type[BaseModel] = ServiceConfig
     for part in location[:-1]:
         if isinstance(part, str):

@@ -1,10 +1,10 @@
-"""Exceptions of the ingest service, as one small hierarchy. Each text names the fault for the user."""
+"""Exceptions of the ingest service. All texts are written for users and describe the fault."""
 
 from __future__ import annotations
 
 
 class IngestError(Exception):
-    """Base class of all errors that the service raises on purpose. The text names the fix."""
+    """Base class of all errors that the service raises intentionally. The text describes the fix."""
 
 
 class ConfigError(IngestError):
@@ -12,11 +12,14 @@ class ConfigError(IngestError):
 
 
 class DecodeError(IngestError):
-    """A request or response body is malformed. The service takes no part of it."""
+    """A request or response body is malformed. The service discards the whole body."""
 
 
 class FetchError(IngestError):
-    """A poll failed. `reason` is one of a few fixed words; it is the label of the failure counter."""
+    """A poll failed.
+
+    `reason` is one of a fixed set of words; it is the value of the label `reason` of the counter of failed polls.
+    """
 
     def __init__(self, reason: str, text: str, *, retry_after_seconds: float | None = None) -> None:
         super().__init__(text)
@@ -33,8 +36,8 @@ class RegistrationError(IngestError):
 
 
 class BusyError(IngestError):
-    """The service has no capacity at the moment. The client may send the same request again later."""
+    """The service has no capacity at present. The client may send the same request again later."""
 
 
 class ServiceError(IngestError):
-    """The service cannot start or cannot continue."""
+    """The service cannot start, or must stop because of an error."""

@@ -1,13 +1,15 @@
 """Allocator and garbage collector settings of a service process.
 
-A flush allocates some hundred megabytes of columns and frees them. The kernel clears each page that it hands out again:
-this took half of the time in which bodies become rows, and a sixth of the service's CPU time. Therefore the
+A flush allocates some hundred megabytes of columns and frees them. The kernel clears each memory page that it allocates
+to the process again. This took half of the time of decoding bodies and a sixth of the service's CPU time. Therefore the
 process keeps free memory, up to a limit. One heap serves all threads, because memory that one thread frees in a heap is
-not available to the others. `share_allocator` must run before threads are started, and before Arrow is imported.
+not available to threads with other heaps. `share_allocator` must be called before threads are started and before Arrow
+is imported.
 
-The limit concerns only the end of the heap. Free memory between used blocks grows for hours as the heap fragments.
-The service returns it every ten minutes, and after each maintenance task that used much; this costs the next flush
-80 ms of CPU time. The garbage collector skips the hundred thousand objects that imports create.
+The limit applies only to free memory at the end of the heap. Free memory between used blocks grows for hours as the
+heap fragments. The service returns this memory to the system every ten minutes, and after each maintenance task that
+used much memory; this costs the next flush 80 ms of CPU time. The garbage collector skips the hundred thousand objects
+that imports create.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ from pathlib import Path
 from typing import Final
 
 KEPT_BYTES: Final = 256 << 20
-"""Free memory that is kept at the end of the heap. Memory above it is returned to the system."""
+"""Maximum free memory in bytes at the end of the heap. The allocator returns memory above this limit to the system."""
 
 TRIM_SECONDS: Final = 600.0
 MUCH_BYTES: Final = 32 << 20
-"""Growth that shows a large task: checking for work on the store never uses so much memory, merging files does."""
+"""Growth of the memory in bytes from which a maintenance task is considered large.
+
+Merging files exceeds this growth; checking whether maintenance is due never does.
+"""
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # options of glibc's mallopt
 _MALLOC_OPTIONS: Final = (
@@ -37,7 +42,10 @@ _YOUNG_OBJECTS: Final = 20_000
 
 
 def tune_allocator() -> None:
-    """Configure allocator and garbage collector of this process. No effect on memory if glibc is not the allocator."""
+    """Configure the allocator and the garbage collector of this process.
+
+    The allocator is not changed if it is not that of glibc.
+    """
     share_allocator()
     import pyarrow as pa  # noqa: PLC0415 - share_allocator must run before Arrow is loaded
 
@@ -51,7 +59,10 @@ def tune_allocator() -> None:
 
 
 def unfreeze_gc() -> None:
-    """Make the garbage collector see the frozen objects again: some libraries search for leaks when a process exits."""
+    """Make the garbage collector include the objects again that were excluded as frozen.
+
+    Some libraries search for leaked objects when a process exits and need these objects.
+    """
     gc.unfreeze()
 
 
@@ -62,7 +73,10 @@ def trim() -> None:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process, or 0 if the system has no /proc; there, `trim` has no effect."""
+    """Return the resident memory of this process in bytes, or 0 on a system without /proc.
+
+    With 0, `trim` has no effect.
+    """
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:
@@ -73,7 +87,7 @@ def resident_bytes() -> int:
 def share_allocator() -> None:
     """Make all threads and Arrow use one heap, unless the user has chosen another allocator for Arrow.
 
-    Call this before importing anything that starts threads. No effect without glibc.
+    Call this function before importing any module that starts threads. It has no effect without glibc.
     """
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     if (mallopt := of_glibc("mallopt")) is not None:

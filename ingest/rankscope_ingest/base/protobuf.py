@@ -1,9 +1,10 @@
-"""Prometheus' remote read and remote write messages, parsed by google.protobuf, and snappy's block format.
+"""Messages of Prometheus remote read and remote write, parsed by google.protobuf, and snappy's block format.
 
-The schema follows prompb/remote.proto and prompb/types.proto. Fields that one caller only counts, copies or caches are
-declared as `bytes`: the wire format of `bytes` and of a nested message is the same. TimeSeries is divided for remote
-write: `TimeSeries` has the samples, and `SeriesHead` the other fields, which are unknown fields of `TimeSeries`. What a
-message means is left to `remote_read` and `remote_write`.
+The schema follows prompb/remote.proto and prompb/types.proto. Fields that a caller only counts, copies or caches are
+declared as `bytes`, which is possible because `bytes` and a nested message have the same wire format. TimeSeries is
+divided for remote write: the message `TimeSeries` contains the samples, and `SeriesHead` contains the other fields,
+which are unknown fields of `TimeSeries`. The meaning of the messages is implemented in `remote_read` and
+`remote_write`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from rankscope_ingest.base.errors import DecodeError
 
 _SNAPPY: Final = "snappy"
 _MAX_COMPRESSION: Final = 64
-"""Largest ratio of a snappy block: its longest copy is 64 bytes, written in three."""
+"""Maximum compression ratio of a snappy block: the longest copy element produces 64 bytes from three."""
 
 _SCALARS: Final = {"double": 1, "int64": 3, "int32": 5, "string": 9, "bytes": 12}
-"""FieldDescriptorProto.Type by name; any other type is a message of this schema (type 11)."""
+"""Numbers of FieldDescriptorProto.Type by name. Any other type name is a message of this schema (type number 11)."""
 
 _MESSAGES: Final = {
     "WriteRequest": ("repeated TimeSeries timeseries = 1", "repeated bytes metadata = 3"),
@@ -62,11 +63,11 @@ def _message_classes() -> dict[str, Any]:
 
 
 MESSAGES: Final = _message_classes()
-"""Message classes by name."""
+"""Message classes of the schema by name."""
 
 
 def parse(name: str, data: bytes) -> Any:
-    """Return the message `name` that is serialized in `data`. Raises DecodeError if `data` is malformed."""
+    """Return the message of class `name` that is serialized in `data`. Raises DecodeError if `data` is malformed."""
     try:
         return MESSAGES[name].FromString(data)
     except message.DecodeError as error:
@@ -76,16 +77,16 @@ def parse(name: str, data: bytes) -> Any:
 
 
 def label_bytes(name: str, value: str) -> bytes:
-    """Return one serialized Label."""
+    """Return a serialized Prometheus Label message."""
     data: bytes = MESSAGES["Label"](name=name, value=value).SerializeToString()
     return data
 
 
 def unpacked(body: bytes, max_bytes: int) -> bytes:
-    """Return the content of a snappy block.
+    """Return the uncompressed content of a snappy block.
 
     Raises DecodeError if the block is malformed or its content has more than `max_bytes`. The declared size is checked
-    before anything is decompressed.
+    before decompression starts.
     """
     size, place = _varint(body)
     if size > max_bytes:
@@ -100,7 +101,7 @@ def unpacked(body: bytes, max_bytes: int) -> bytes:
 
 
 def packed(data: bytes) -> bytes:
-    """Return `data` as a snappy block."""
+    """Return `data` compressed as a snappy block."""
     block: bytes = pa.Codec(_SNAPPY).compress(data, asbytes=True)
     return block
 
@@ -116,7 +117,7 @@ def _varint(data: bytes) -> tuple[int, int]:
 
 
 def as_varint(value: int) -> bytes:
-    """Return a non-negative integer as a varint."""
+    """Return a non-negative integer encoded as a varint."""
     written = bytearray()
     while value > 0x7F:
         written.append(value & 0x7F | 0x80)

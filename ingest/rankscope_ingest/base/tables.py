@@ -1,4 +1,4 @@
-"""Arrow schemas of tables that go to the store, and small tables of rows that the service creates."""
+"""Arrow schemas of the tables that are written to the store, and small tables of rows that the service creates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from rankscope_contract.model.schema import DATASETS
 FROM_RANK: Final = "rank"
 FROM_INGEST: Final = "ingest"
 NO_RUN: Final = ""
-"""Column `run` of samples: an exporter of another program measures a machine, not a run."""
+"""Value of the column `run` of samples from an exporter of another program.
+
+Such an exporter measures a machine, not a run.
+"""
 TIME: Final = pa.timestamp("us", "UTC")
 
 
@@ -36,13 +39,16 @@ def coded_schema(dataset: str) -> pa.Schema:
 
 @functools.cache
 def samples_schema() -> pa.Schema:
-    """Return the schema of scraped samples: the columns of `samples` that they fill, dictionary-encoded."""
+    """Return the schema of scraped samples: the columns of `samples` that a scrape fills, dictionary-encoded."""
     names = ("run", "ts", "ts_origin", "target", "metric", "labels", "value")
     return pa.schema([coded_schema("samples").field(name) for name in names])
 
 
 def rows_table(dataset: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
-    """Return `rows` as a table of `dataset`. A missing column is null; an unknown one raises KeyError."""
+    """Return `rows` as an Arrow table of `dataset`.
+
+    A column that is missing in a row is null. A column that the dataset does not have raises KeyError.
+    """
     listed = list(rows)
     schema = table_schema(dataset)
     for row in listed:

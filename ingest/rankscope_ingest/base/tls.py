@@ -1,4 +1,4 @@
-"""TLS of the service: its own certificate, connections to ranks, and reloading of certificates without a restart."""
+"""TLS of the service: its certificate, connections to ranks, and reloading of certificates without a restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ RELOAD_SECONDS: Final = 5.0
 
 
 def read_service_web_config(path: Path) -> WebConfig:
-    """Return the parsed web configuration file. Raises WebConfigError if the service does not support a setting."""
+    """Return the parsed web configuration file.
+
+    Raises WebConfigError if it contains a setting that the service does not support.
+    """
     config = read_web_config(path, yaml.safe_load)
     if config.users:
         raise WebConfigError(
@@ -39,7 +42,10 @@ def read_service_web_config(path: Path) -> WebConfig:
 
 
 def server_tls(path: str | None) -> Reloading | None:
-    """Return the TLS context of the service's own server. A reload keeps the context object. Raises ConfigError."""
+    """Return the TLS context of the HTTPS server of the service.
+
+    When certificates are reloaded, the context object is not replaced. Raises ConfigError if the files cannot be used.
+    """
     if path is None:
         return None
     try:
@@ -49,7 +55,7 @@ def server_tls(path: str | None) -> Reloading | None:
 
 
 def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None) -> Reloading:
-    """Return the TLS contexts for connections to ranks. Raises ConfigError."""
+    """Return the TLS contexts for connections to ranks. Raises ConfigError if the files cannot be used."""
     ca, cert, key = (None if name is None else Path(name) for name in (ca_file, cert_file, key_file))
     try:
         return reloading_client(ca, cert, key)
@@ -60,7 +66,7 @@ def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None)
 def tls_trouble(error: BaseException | None) -> str | None:
     """Return an explanation of a TLS error of a connection to a rank, or None if TLS is not the cause.
 
-    aiohttp wraps TLS errors in several ways, so that several attributes are searched.
+    aiohttp wraps TLS errors in several ways, so this function searches several attributes of `error`.
     """
     wrapped = (getattr(error, name, None) for name in ("os_error", "certificate_error", "__cause__", "__context__"))
     found = next((cause for cause in (*wrapped, error) if isinstance(cause, ssl.SSLError)), None)
@@ -68,12 +74,12 @@ def tls_trouble(error: BaseException | None) -> str | None:
 
 
 class _Handshake(ssl.SSLObject):
-    """A server connection that logs a failed handshake, once for each reason. asyncio does not report it."""
+    """A server connection that logs a failed TLS handshake, once for each reason, because asyncio does not log it."""
 
     _logged: ClassVar[set[str]] = set()
 
     def do_handshake(self) -> None:
-        """Continue the handshake with the data received so far."""
+        """Continue the TLS handshake with the received data. Log a failure once for each reason."""
         try:
             super().do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -87,7 +93,10 @@ class _Handshake(ssl.SSLObject):
 
 
 class _ServerContext:
-    """Loads renewed certificates into the context of the listening server: asyncio cannot replace that context."""
+    """Loads renewed certificates into the TLS context of the listening server.
+
+    The context object is not replaced, because asyncio cannot replace it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,1 +1,1 @@
-"""Detection from records and from the clock: incidents, failed runs, stalls, replica divergence."""
+"""Detect incidents, failed runs, stalls and replica divergence from polled records and from timeouts."""

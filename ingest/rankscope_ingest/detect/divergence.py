@@ -1,9 +1,13 @@
-"""Compare the hashes of replicas step by step and report tensors that differ. Pure: the caller passes the time.
+"""Compare the hashes of replicas step by step and report tensors that differ.
 
-Replicas that are equal by construction have equal hashes, so that any two different hashes are reported. The wrong rank
-is known when the hashes of the other ranks have arrived. Ranks can be late: a step is judged when all ranks of its
-group have delivered it, or WAIT_SECONDS after the first difference, and again when a late rank delivers it. A tensor
-that remains different is reported once, until it is equal again.
+Pure: the caller passes the time. Replicas that must be equal have equal hashes, so every difference between two hashes
+is reported.
+
+The service can name the wrong rank only when it has the hashes of the other ranks, and ranks can deliver a step late. A
+step is therefore compared when all ranks of its group have delivered it, or WAIT_SECONDS after the first difference. It
+is compared again when a late rank delivers it.
+
+A tensor that continues to differ is reported once. It can be reported again after it was equal on all ranks.
 """
 
 from __future__ import annotations
@@ -26,26 +30,32 @@ from rankscope_ingest.runs.models import AttemptKey
 from rankscope_ingest.runs.text import divergence_text
 
 WAIT_SECONDS: Final = 10.0
-"""Longest wait for the other ranks after two ranks differ."""
+"""Maximum time to wait for the hashes of the other ranks after two ranks differ."""
 
 KEPT_STEPS: Final = 16
-"""Steps of a group that wait for ranks. A rank that is further behind is judged by later steps."""
+"""Maximum number of steps per group that are kept while ranks have not delivered them.
+
+If a rank is further behind, the oldest steps are dropped, and the rank is compared at later steps.
+"""
 
 MAX_EVENTS: Final = 200
-"""Events of one attempt per check: in a model that was never synchronised, every tensor differs."""
+"""Maximum number of events per attempt and check.
+
+Without a limit, a model that was never synchronised would cause one event per tensor.
+"""
 
 _COLUMNS: Final = ("run", "attempt", "rank", "step", "replicas", "kind", "tensor", "vpp_stage", "hash")
 
 Name = tuple[str, str, int | None]
-"""Kind, tensor and virtual pipeline stage."""
+"""Kind, tensor name and virtual pipeline stage of a replicated tensor."""
 GroupKey = tuple[AttemptKey, str]
-"""Attempt and the ranks of the group, as text."""
+"""Key of an attempt, and the ranks of a replica group as text such as `0-3`."""
 RanksByHash = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicatedTensor:
-    """A tensor that is replicated on the ranks `replicas`, at one step."""
+    """A tensor that is replicated on the ranks `replicas` (text such as `0-3`), at one step."""
 
     attempt_key: AttemptKey
     step: int
@@ -57,35 +67,38 @@ class ReplicatedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diverged(ReplicatedTensor):
-    """A tensor that differs between replicas. `ranks_by_hash`: each hash with its ranks, the largest group first."""
+    """A tensor that differs between its replicas at one step.
+
+    `ranks_by_hash` contains each hash with the ranks that have it, the largest group of ranks first.
+    """
 
     ranks_by_hash: RanksByHash
 
     @property
     def has_majority(self) -> bool:
-        """Return whether one group of ranks is larger than each other group."""
+        """Return whether the largest group of ranks with equal hashes is larger than every other group."""
         return len(self.ranks_by_hash[0][1]) > len(self.ranks_by_hash[1][1])
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that differ from the largest group, or all ranks if there is no largest group."""
+        """Return the ranks whose hash differs from that of the majority; all ranks of the group without a majority."""
         wrong = self.ranks_by_hash[1:] if self.has_majority else self.ranks_by_hash
         return tuple(sorted(rank for _, ranks in wrong for rank in ranks))
 
     @property
     def rank(self) -> int | None:
-        """Return the rank that differs from all others, or None if several ranks differ."""
+        """Return the rank whose hash differs from the majority, or None if more than one rank differs."""
         return self.ranks[0] if len(self.ranks) == 1 else None
 
     @property
     def text(self) -> str:
-        """Return a sentence about the ranks that differ."""
+        """Return a sentence for users that names the ranks that differ."""
         groups = [ranks for _, ranks in self.ranks_by_hash]
         return divergence_text(groups, self.ranks if self.has_majority else None)
 
     @property
     def causal(self) -> tuple[float, ...]:
-        """Return the position in the causal order of events."""
+        """Return the sort key of this difference in the causal order of events; the probable cause sorts first."""
         return causal_key(
             step=self.step, micro_step=None, kind=self.kind, vpp_stage=self.vpp_stage, pp_stage=None, call_id=None
         )
@@ -93,14 +106,17 @@ class Diverged(ReplicatedTensor):
 
 @dataclass(slots=True)
 class DivergenceChanges:
-    """Result of one check. `opened`: attempts without a reported divergence before this check."""
+    """Result of one check: tensors that differ, and tensors that are equal again.
+
+    `opened` contains the attempts that had no reported divergence before this check.
+    """
 
     diverged: list[Diverged] = field(default_factory=list)
     converged: list[ReplicatedTensor] = field(default_factory=list)
     opened: set[AttemptKey] = field(default_factory=set)
 
     def by_attempt(self) -> dict[AttemptKey, list[Diverged]]:
-        """Return the diverged tensors of each attempt in causal order."""
+        """Return the diverged tensors of each attempt, by attempt key and in causal order."""
         found: dict[AttemptKey, list[Diverged]] = defaultdict(list)
         for item in sorted(self.diverged, key=lambda item: item.causal):
             found[item.attempt_key].append(item)
@@ -109,7 +125,7 @@ class DivergenceChanges:
 
 @dataclass(slots=True)
 class _Reported:
-    """A reported divergence of a tensor that has not ended."""
+    """A reported divergence of a tensor that is not yet equal on all ranks again."""
 
     step: int
     ranks: set[int]
@@ -117,7 +133,7 @@ class _Reported:
 
 @dataclass(slots=True)
 class _Step:
-    """Hashes that the ranks of one group have at one step. Ranks with equal contents share one entry."""
+    """Hashes of one replica group at one step. Ranks whose hashes are all equal share one entry."""
 
     members: dict[bytes, list[int]] = field(default_factory=dict)
     contents: dict[bytes, dict[Name, int]] = field(default_factory=dict)
@@ -140,7 +156,7 @@ class _Step:
             self.differs_since = now
 
     def differences(self) -> Iterator[tuple[Name, RanksByHash]]:
-        """Yield each tensor that differs, with the ranks of each hash."""
+        """Yield the name of each tensor that differs, with the ranks that have each hash."""
         for name in dict.fromkeys(name for content in self.contents.values() for name in content):
             found: dict[int, list[int]] = defaultdict(list)
             for digest, ranks in self.members.items():
@@ -151,15 +167,24 @@ class _Step:
 
 
 def largest_first(groups: Iterable[tuple[int, tuple[int, ...]]]) -> RanksByHash:
-    """Return (hash, ranks) pairs with the largest group of ranks first, equal sizes in order of the ranks."""
+    """Return (hash, ranks) pairs, the largest group of ranks first.
+
+    Groups of equal size are in ascending order of their ranks.
+    """
     return tuple(sorted(groups, key=lambda group: (-len(group[1]), group[1])))
 
 
 class DivergenceTracker:
-    """Steps that wait for ranks, and reported divergences."""
+    """Finds replicas that diverge.
+
+    Stores the steps that some ranks have not delivered yet, and the reported divergences.
+    """
 
     def __init__(self, reported: Iterable[Diverged] = ()) -> None:
-        """Restore the divergences that an earlier service has reported."""
+        """Create the tracker.
+
+        `reported` contains divergences that an earlier service reported and that have not ended.
+        """
         self._steps: dict[GroupKey, dict[int, _Step]] = defaultdict(dict)
         self._reported: dict[GroupKey, dict[Name, _Reported]] = defaultdict(dict)
         for item in reported:
@@ -167,7 +192,10 @@ class DivergenceTracker:
             self._reported[item.attempt_key, item.replicas][name] = _Reported(item.step, set(item.ranks))
 
     def add(self, hashes: pa.Table | None, now: float) -> None:
-        """Add the hashes of one body, or those of incomplete steps in the store."""
+        """Add a table of tensor hashes at time `now`; None is ignored.
+
+        The hashes are those of one poll response, or those that a starting service reads from the store.
+        """
         if hashes is None or hashes.num_rows == 0:
             return
         known = hashes.select(_COLUMNS)
@@ -180,7 +208,10 @@ class DivergenceTracker:
             self._add(key, known.filter(mask), now)
 
     def check(self, attempts: Iterable[AttemptKey], now: float) -> DivergenceChanges:
-        """Return the changes since the last check. `attempts`: all active attempts; others are forgotten."""
+        """Return the tensors that diverged or became equal since the last check.
+
+        `attempts` contains the keys of all active attempts. The state of every other attempt is removed.
+        """
         changes, active = DivergenceChanges(), set(attempts)
         for group in [group for group in (*self._steps, *self._reported) if group[0] not in active]:
             self._steps.pop(group, None)
@@ -214,7 +245,10 @@ class DivergenceTracker:
         return any(reported for (attempt, _), reported in self._reported.items() if attempt == key)
 
     def _judge(self, group: GroupKey, number: int, step: _Step, changes: DivergenceChanges, now: float) -> bool:
-        """Judge one step if possible; return False if it waits for ranks that may show which rank is wrong."""
+        """Compare the replicas of one step if possible, and add the differences to `changes`.
+
+        Return False if the step must wait for late ranks, whose hashes may show which rank is wrong.
+        """
         delivered = step.ranks
         is_complete = delivered >= set(parse_ranks(group[1]))
         if step.differs_since is not None and not is_complete and now - step.differs_since < WAIT_SECONDS:
@@ -247,7 +281,7 @@ def _tensor(group: GroupKey, step: int, name: Name) -> dict[str, Any]:
 
 
 def diverged_row(item: Diverged, stamp: Stamp) -> Row:
-    """Return the event that a tensor differs between its replicas."""
+    """Return the row of `events` which reports that a tensor differs between its replicas."""
     details = {
         "state": "apart",
         "replicas": item.replicas,
@@ -261,7 +295,7 @@ def diverged_row(item: Diverged, stamp: Stamp) -> Row:
 
 
 def converged_row(item: ReplicatedTensor, stamp: Stamp) -> Row:
-    """Return the event that a tensor is equal on all its replicas again."""
+    """Return the row of `events` which reports that a tensor is equal on all its replicas again."""
     message = f"{item.kind} of {item.tensor} is equal on ranks {item.replicas} again"
     details = {"state": "equal", "replicas": item.replicas}
     return event_row(stamp, EventType.NOTE, Severity.INFO, message, details, **_columns(item))
@@ -274,7 +308,10 @@ def _columns(item: ReplicatedTensor) -> Row:
 
 
 def divergence_symptom(found: Sequence[Diverged]) -> Symptom:
-    """Return the symptom of diverged tensors of one attempt, which are in causal order."""
+    """Return one symptom that summarises the diverged tensors `found` of one attempt.
+
+    `found` must be in causal order: the first tensor names the symptom.
+    """
     first = found[0]
     run, attempt = first.attempt_key
     return Symptom(

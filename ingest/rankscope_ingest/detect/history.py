@@ -1,6 +1,7 @@
-"""State that a starting service reads from the store: attempt numbers, open attempts, and open incidents.
+"""Read the earlier state from the store when the service starts.
 
-The service keeps no other local state.
+The state consists of attempt numbers, active attempts, open incidents and similar facts. The service stores no other
+local state.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 class History:
     """State of earlier services, read from the store.
 
-    `run_starts`: start of the first attempt of each run in UTC µs. `last_ordinal`: highest arrival number of any row;
-    new numbers must be above it even if the clock was set back.
+    `run_starts` contains the start of the first attempt of each run in UTC µs. `last_ordinal` is the highest arrival
+    number of any row; new numbers must be higher even if the system clock was set back.
     """
 
     attempts: tuple[Attempt, ...] = ()
@@ -95,11 +96,11 @@ class History:
 
     @property
     def launches(self) -> list[tuple[str, str, int]]:
-        """Return run, launch id and attempt of each known launch."""
+        """Return the attempt number of each known launch, with its run and launch id."""
         return [(attempt.run, attempt.launch_id, attempt.number) for attempt in self.attempts if attempt.launch_id]
 
     def restore(self, runs: RunTracker, incidents: IncidentTracker) -> None:
-        """Restore attempts and incidents that had not ended, and remember the others."""
+        """Restore active attempts and open incidents to `runs` and `incidents`, and register ended ones as past."""
         for attempt in self.attempts:
             if not attempt.has_ended:
                 runs.restore(attempt, self.read_at)
@@ -115,7 +116,10 @@ class History:
 
 
 def read_history(store: Connection, now: float) -> History:
-    """Return the history in the store. For ranks of active attempts, silence is measured from `now`."""
+    """Return the history in the store.
+
+    The timeouts of ranks of active attempts start at `now`, because the store does not contain the times of heartbeats.
+    """
     rows = store.query(_ATTEMPTS).to_pylist()
     attempts = {(row["run"], row["attempt"]): _attempt(row) for row in rows}
     unfinished = {key: attempt for key, attempt in attempts.items() if not attempt.has_ended}
@@ -146,7 +150,7 @@ def read_history(store: Connection, now: float) -> History:
 
 
 def _given_up(store: Connection) -> dict[str, GivenUp]:
-    """Return the records that were lost with vanished processes and have not arrived since, by incarnation."""
+    """Return the records that were lost with dead processes and have not arrived since, by incarnation id."""
     found: dict[str, GivenUp] = {}
     for row in store.query(_GIVEN_UP).to_pylist():
         details = parse_details(row["details"])
@@ -208,7 +212,7 @@ def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
 
 
 def _incidents(store: Connection, now: float) -> list[tuple[Incident, str]]:
-    """Return each incident with its last state."""
+    """Return each incident of the store with its latest state."""
     latest: dict[str, tuple[Incident, str]] = {}
     for row in store.query(_INCIDENTS).to_pylist():
         details = parse_details(row["details"])
@@ -243,7 +247,7 @@ def _micros(moment: dt.datetime | None) -> int:
 
 
 def read_diverged(store: Connection) -> list[Diverged]:
-    """Return the tensors that were reported as diverged and not as equal since."""
+    """Return the tensors that were reported as diverged and that have not been reported as equal since."""
     found: dict[tuple[Any, ...], Diverged] = {}
     for row in store.query(_DIVERGENCES).to_pylist():
         details = parse_details(row["details"])

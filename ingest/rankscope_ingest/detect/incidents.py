@@ -1,19 +1,21 @@
-"""Group thousands of anomaly events into one incident per cause, and failed attempts into incidents. Pure.
+"""Group anomaly events into one incident per cause, and convert failed attempts into incidents.
 
-All anomalies of an attempt whose steps are within `quiet_steps` of each other belong to one incident, whatever their
-rule, tensor or rank: one bad gradient affects each reduced gradient and moment after it. Another incident is opened
-after a pause of more than `quiet_steps`, and by a later step with a higher severity than the announced one.
+Pure. One cause can produce thousands of events: a bad gradient affects each reduced gradient and moment after it. All
+anomalies of an attempt whose steps are within `quiet_steps` of each other therefore belong to one incident, for every
+rule, tensor and rank. Another incident is opened after a pause of more than `quiet_steps`, or by a later step whose
+severity is higher than the announced severity.
 
-The causally first event names the incident. The incident settles when all live ranks have passed its first step, or
-after `group_wait_seconds`, and is announced once. After a restart of the service it also waits for ranks that have not
-been polled yet, because they may have the first cause. An incident that is over is remembered: late records of a rank
-that belong to it open no new one.
+The causally first event names the incident. The incident settles when all live ranks have delivered its first step, or
+after `group_wait_seconds`. It is then announced once. After a restart of the service, the incident also waits for ranks
+that have not been polled yet, because these ranks may have the first cause. A resolved incident is remembered, so that
+late records which belong to it do not open another incident.
 
-**No message twice.** When an incident settles, a row (`incident`, state `opened`) is committed together with the
-records that caused it. Then the message is sent, and then a row with state `notified` is added. A starting service
-reads these rows. Records up to the watermark are never polled again, so that they cannot open the incident again; later
-records join the restored incident. A message is repeated only if the service was killed between its delivery and the
-commit of `notified` (about 10 ms). The repeated message contains a note about it and has the same key.
+**Each message is sent once.** When an incident settles, a row (`incident`, state `opened`) is committed together with
+the records that caused it. Then the message is sent, and then a row with state `notified` is added. A starting service
+reads these rows. Records up to the watermark are never polled again and cannot open the incident again; later records
+join the restored incident. A message is repeated only if the service was killed between the delivery of the message and
+the commit of `notified` (about 10 ms). The repeated message has the same key and contains a note that it may be a
+repetition.
 """
 
 from __future__ import annotations
@@ -37,15 +39,19 @@ from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS
 from rankscope_ingest.runs.text import last_reports
 
 ANNOUNCED_PER_HOUR: Final = 30
-"""Messages per run: a rule with a bad threshold must not send hundreds. Muted incidents are stored and counted."""
+"""Maximum number of messages per run and hour.
+
+A rule with a bad threshold could otherwise send hundreds of messages. Incidents above the limit are stored and counted,
+but not sent.
+"""
 
 _HOUR_SECONDS: Final = 3600.0
 _REMEMBERED: Final = 256
-"""Number of past incidents that are remembered, of all runs together."""
+"""Maximum number of past incidents that the service remembers, over all runs."""
 
 
 class IncidentTracker:
-    """Open and past incidents of all attempts."""
+    """Open and past incidents of all attempts. Decides when an incident is announced and when it is resolved."""
 
     def __init__(self, *, group_wait_seconds: float, quiet_steps: int) -> None:
         self._group_wait_seconds = group_wait_seconds
@@ -55,7 +61,7 @@ class IncidentTracker:
         self._announced_at: dict[str, deque[float]] = defaultdict(deque)
 
     def observe(self, symptom: Symptom, now: float) -> Incident | None:
-        """Add a symptom; return the incident that it opened, or None if it belongs to a known one."""
+        """Add a symptom; return the incident that the symptom opened, or None if it belongs to a known incident."""
         key = symptom.run, symptom.attempt
         incidents = self._open[key]
         for incident in reversed(incidents):
@@ -80,12 +86,12 @@ class IncidentTracker:
         self._open[incident.attempt_key].append(incident)
 
     def remember(self, incident: Incident) -> None:
-        """Remember a past incident. All live ranks have passed it, so that only a late rank has records of it."""
+        """Remember a past incident, so that late records of a rank do not open it again."""
         if incident.last_step is not None:
             self._over.append(incident)
 
     def unsettled(self) -> list[Incident]:
-        """Return the incidents that wait for other ranks."""
+        """Return the incidents that are not announced yet because they wait for records of other ranks."""
         return [incident for incidents in self._open.values() for incident in incidents if not incident.is_settled]
 
     def settle(
@@ -94,10 +100,10 @@ class IncidentTracker:
         steps: Mapping[AttemptKey, Mapping[int, int | None]],
         arriving: Collection[AttemptKey] = (),
     ) -> list[Incident]:
-        """Settle and return the incidents to announce now.
+        """Settle and return the incidents that must be announced now.
 
-        `steps`: last step of each live rank by attempt. `arriving`: attempts with ranks that are registered but have
-        not been polled yet.
+        `now` is in monotonic seconds. `steps` contains, for each attempt, the last step of each live rank. `arriving`
+        contains the attempts that have registered ranks which have not been polled yet.
         """
         settled = []
         for incident in self.unsettled():
@@ -110,7 +116,11 @@ class IncidentTracker:
         return settled
 
     def resolve(self, steps: Mapping[AttemptKey, Mapping[int, int | None]]) -> list[Incident]:
-        """Remove and return the settled incidents that are over: all live ranks are past them, or no rank is alive."""
+        """Remove and return the settled incidents that are resolved.
+
+        An incident is resolved when all live ranks are more than `quiet_steps` past its last step, or when no rank is
+        alive. `steps` contains, for each attempt, the last step of each live rank.
+        """
         resolved = []
         for key, incidents in list(self._open.items()):
             live = steps.get(key, {})
@@ -139,7 +149,7 @@ class IncidentTracker:
         return _all_passed(live, incident.last_step + self._quiet_steps + 1)
 
     def _apply_rate_limit(self, incident: Incident, now: float) -> None:
-        """Mute the incident if ANNOUNCED_PER_HOUR messages about its run were sent within the last hour."""
+        """Mute the incident if the service sent ANNOUNCED_PER_HOUR messages about its run within the last hour."""
         times = self._announced_at[incident.first.run]
         while times and now - times[0] >= _HOUR_SECONDS:
             times.popleft()
@@ -166,29 +176,31 @@ def _join(incident: Incident, symptom: Symptom) -> None:
 
 
 def _all_passed(live: Mapping[int, int | None], step: int | None) -> bool:
-    """Return whether every live rank has delivered `step`. True if no rank is alive."""
+    """Return whether every live rank has delivered `step`. Return True if no rank is alive."""
     if step is None:
         return not live
     return all(last is not None and last >= step for last in live.values())
 
 
 CLEAR_SECONDS: Final = CLOCKS_DIFFER_MICROSECONDS / 1e6
-"""A rank with a sign of life this long after the failure was found did not fail at the same time."""
+"""A rank that was alive this many seconds after the failure was found did not fail at the same time as the first rank.
+"""
 
 
 class FailureAlerts:
-    """Decides when failed attempts are announced, each once."""
+    """Decides when the failure of an attempt is announced. Each failure is announced once."""
 
     def __init__(self, announced: Iterable[str], *, wait_seconds: float) -> None:
-        """Restore the keys of `announced` failures.
+        """Restore the keys of failures that an earlier service has `announced`.
 
-        Wait at most `wait_seconds` for ranks that may have failed first or at the same time.
+        An announcement waits at most `wait_seconds` for reports of ranks that may have failed earlier or at the same
+        time.
         """
         self._announced = set(announced)
         self._wait_seconds = wait_seconds
 
     def due(self, attempts: Iterable[Attempt], now: float) -> list[Incident]:
-        """Return the incidents of failed attempts to announce now. `now` is in monotonic seconds."""
+        """Return the incidents of failed attempts that must be announced now. `now` is in monotonic seconds."""
         due = []
         for attempt in attempts:
             key = failure_key(*attempt.key)
@@ -208,7 +220,7 @@ class FailureAlerts:
         return due
 
     def _is_clear(self, attempt: Attempt, now: float) -> bool:
-        """Return whether no further report can change which rank failed first."""
+        """Return whether the first failed rank of `attempt` is final: no further report of a rank can change it."""
         since, live = attempt.settled_at, attempt.live_ranks
         if since is None or not live or now - since >= self._wait_seconds:
             return True

@@ -1,6 +1,7 @@
-"""Add polled records to the service: rows to the batch, facts to run states, stalls, divergences and incidents.
+"""Add polled records to the service.
 
-Runs on the event loop, once for each poll. Implements the `Sink` of the target loops.
+The rows are added to the batch. Their events, hashes and steps update run states, stalls, divergences and incidents.
+`RecordSink` runs on the event loop, once for each poll. It implements the protocol `Sink` of the polling loops.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ log = logging.getLogger(__name__)
 
 
 class RecordSink:
-    """Changes the state of `monitor` by polled records and by results of polls."""
+    """Updates the state in `monitor` with polled records and with the results of polls."""
 
     def __init__(self, monitor: RunMonitor) -> None:
         self._monitor = monitor
 
     @property
     def poll_budget(self) -> PollBudget:
-        """Return the limit of the bytes that all loops together may request."""
+        """Return the shared limit on the bytes that all polling loops together may request at the same time."""
         return self._monitor.poll_budget
 
     def ordinals(self, count: int) -> int:
-        """Return the first of `count` new arrival numbers."""
+        """Reserve `count` new arrival numbers; return the first one."""
         return self._monitor.ordinals(count)
 
     @property
     def is_full(self) -> bool:
-        """Return whether polling must wait for a commit."""
+        """Return whether polling must wait because too many rows are not committed yet."""
         return self._monitor.batcher.is_full
 
     def on_answer(self, target: Target) -> None:
-        """Record a usable response. A draining rank with uncommitted records causes an early flush."""
+        """Record a successful poll of a target. If a draining rank has uncommitted records, request an early flush."""
         target.liveness.note_sign(self._monitor.clock())
         target.gone_at = None
         if not target.is_dead:
@@ -53,14 +54,14 @@ class RecordSink:
             self._monitor.batcher.want_flush()
 
     def on_failure(self, target: Target, error: FetchError) -> None:
-        """Record a failed poll."""
+        """Record and log a failed poll of a target."""
         self._monitor.metrics.count(SCRAPE_FAILURES, 1, error.reason)
         if error.reason == "refused":
             target.liveness.note_refusal(self._monitor.clock())
         log.info("poll failed: %s", error, extra={"target": target.name, "reason": error.reason})
 
     def on_drained(self, target: Target) -> None:
-        """Record that all records of a rank, or of the spool of a dead process, are committed, and that it ends."""
+        """Record that a rank, or the spool of a dead process, has no uncommitted records, and stop polling it."""
         now = self._monitor.clock()
         target.leave(now)
         if not target.is_dead:
@@ -71,16 +72,22 @@ class RecordSink:
             self._monitor.add_event(row)
 
     def on_replaced(self, target: Target, incarnation: str) -> None:
-        """Record that another process answers at the address of the target, so that this one cannot run there."""
+        """Record that another process responds at the address of `target`.
+
+        The process of `target` can therefore not be running there.
+        """
         target.liveness.note_refusal(self._monitor.clock())
-        log.info("another process answers", extra={"target": target.name, "incarnation": incarnation})
+        log.info(
+            "another process responds at the address of the target",
+            extra={"target": target.name, "incarnation": incarnation},
+        )
 
     def on_body(
         self, target: Target, body: ValidBody, plans: Mapping[str, PlanColumns], *, size: int, inflated: int
     ) -> None:
-        """Add the rows of one body to the batch, advance the cursor, and evaluate events, hashes and steps.
+        """Add the rows of one poll response to the batch, advance the cursor, and evaluate events, hashes and steps.
 
-        `size`: bytes received. `inflated`: bytes after decompression.
+        `size` is the number of bytes received, `inflated` the number of bytes after decompression.
         """
         monitor = self._monitor
         now, key, rank = monitor.clock(), target.attempt_key, target.registration.rank

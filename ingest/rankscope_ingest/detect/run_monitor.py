@@ -43,17 +43,20 @@ from rankscope_ingest.targets.registry import Accepted, AttemptNumbers, Registry
 log = logging.getLogger(__name__)
 
 PollNow = Callable[[str, int | None], None]
-"""`poll_now(run, rank)` polls this rank immediately; without a rank, all ranks of the run."""
+"""Callable `poll_now(run, rank)` that polls a rank immediately. If `rank` is None, it polls all ranks of the run."""
 
 REMEMBER_SECONDS: Final = 600.0
 REMEMBER_ATTEMPT_SECONDS: Final = 3600.0
 
 PAUSE_SECONDS: Final = 5.0
-"""Time between two updates, due once a second, that shows that the service itself was stopped or starved."""
+"""Time between two updates from which the service concludes that it was suspended or had no CPU time.
+
+Updates are due once a second.
+"""
 
 
 class RunMonitor:
-    """State of all runs, ranks and incidents."""
+    """State of all runs, ranks and incidents. Converts registrations and polled records into rows."""
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class RunMonitor:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
-        """Restore the state in `history`. `clock` returns monotonic seconds, `wall` UTC µs."""
+        """Restore the state in `history`. `clock` returns monotonic seconds; `wall` returns UTC µs."""
         heartbeat_seconds = config.runs.heartbeat_seconds
         self.registry = Registry(
             networks=config.service.allowed_networks,
@@ -99,7 +102,11 @@ class RunMonitor:
         self._updated_at: float | None = None
 
     def ordinals(self, count: int) -> int:
-        """Return the first of `count` new arrival numbers: the time in µs, but always above those in the store."""
+        """Reserve `count` new arrival numbers; return the first one.
+
+        An arrival number is the present time in UTC µs, increased if necessary so that it is above all numbers in the
+        store.
+        """
         first = max(self.wall(), self._last_ordinal + 1)
         self._last_ordinal = first + count - 1
         return first
@@ -109,21 +116,21 @@ class RunMonitor:
         return Stamp(self.wall(), self.ordinals(1))
 
     def meter(self, key: AttemptKey) -> RunMeter:
-        """Return the counters of an attempt."""
+        """Return the progress counters of an attempt. They are created at the first call."""
         return self._meters.setdefault(key, RunMeter())
 
     def add_event(self, row: Row) -> None:
-        """Add a row of `events` to the batch."""
+        """Add one row of the dataset `events` to the current batch."""
         self.batcher.add({"events": rows_table("events", [row])}, self.clock())
 
     def record_incident(self, incident: Incident, state: str) -> None:
-        """Add the state of an incident to the batch."""
+        """Add an event to the current batch which records that the incident reached `state`."""
         self.add_event(incident_row(incident, state, self.stamp()))
 
     # Calls by HTTP handlers and by the flusher.
 
     def accept(self, registration: Registration, addresses: Iterable[Address]) -> Accepted:
-        """Take a registration or heartbeat. Raises RegistrationError."""
+        """Accept a registration or heartbeat of a rank. Raises RegistrationError if it is rejected."""
         now = self.clock()
         accepted = self.registry.register(registration, addresses, now, is_over=self.runs.is_over)
         target = accepted.target
@@ -139,7 +146,10 @@ class RunMonitor:
         return accepted
 
     def committed(self, batch: PendingBatch, rows: Mapping[str, int], seconds: float) -> list[Target]:
-        """Record a commit; return the draining ranks that wait for it."""
+        """Record a commit of `batch`; return the draining ranks that wait for the commit.
+
+        `rows` contains the number of rows by dataset, `seconds` the duration of the commit.
+        """
         self.metrics.committed(rows, seconds, self.wall())
         waiting = []
         for incarnation, seq in batch.watermarks.items():
@@ -162,7 +172,7 @@ class RunMonitor:
     # Decisions that depend on time.
 
     def update_runs(self) -> list[Incident]:
-        """Update the states of all runs, and stop polling dead ranks; return the failures to announce."""
+        """Return the progress of the latest attempt of each run."""
         now, wall = self.clock(), self.wall()
         self._exclude_pause(now)
         changes = self.runs.tick(now, wall)
@@ -173,7 +183,9 @@ class RunMonitor:
             if target.liveness.has_vanished(now, self.runs.limits):
                 self._abandon(target, now)
         for attempt in changes.changed:
-            log.info("run is %s", attempt.state, extra={"run": attempt.run, "reason": attempt.reason})
+            log.info(
+                "state of the run changed to %s", attempt.state, extra={"run": attempt.run, "reason": attempt.reason}
+            )
             self._write_state(attempt)
             if attempt.has_ended:
                 self.batcher.want_flush()
@@ -185,7 +197,10 @@ class RunMonitor:
         return failures
 
     def check_replicas(self) -> None:
-        """Add events of replicas that differ or are equal again, and open an incident for a first divergence."""
+        """Add events for replicas that diverged or are equal again.
+
+        The first divergence of an attempt opens an incident.
+        """
         now = self.clock()
         changes = self.replicas.check([attempt.key for attempt in self.runs.attempts()], now)
         for converged in changes.converged:
@@ -198,7 +213,10 @@ class RunMonitor:
                 self.poll_now(key[0], None)
 
     def due_incidents(self) -> list[Incident]:
-        """Return the incidents to announce now; poll the ranks for which the other incidents wait."""
+        """Return the incidents that must be announced now.
+
+        Other incidents wait for ranks; poll these ranks immediately.
+        """
         if not self.incidents.unsettled():
             return []
         now, steps = self.clock(), self._live_steps()
@@ -210,7 +228,7 @@ class RunMonitor:
         return settled
 
     def resolve_incidents(self) -> None:
-        """Add the end of incidents that are over to the batch."""
+        """Add an event with state `resolved` to the current batch for each incident that is over."""
         for incident in self.incidents.resolve(self._live_steps()):
             self.record_incident(incident, RESOLVED)
 
@@ -221,24 +239,32 @@ class RunMonitor:
         }
 
     def _exclude_pause(self, now: float) -> None:
-        """Exclude a time in which this process did not run from the silence of the ranks: it received nothing."""
+        """Exclude a pause of this process from the timeouts of the ranks.
+
+        During a pause the service could not receive heartbeats or responses.
+        """
         pause = 0.0 if self._updated_at is None else now - self._updated_at
         self._updated_at = now
         if pause > PAUSE_SECONDS:
-            log.warning("the service did not run for %.0f s: this time does not count as silence of ranks", pause)
+            log.warning(
+                "the service did not run for %.0f s; this time does not count toward the timeouts of ranks", pause
+            )
             self.runs.exclude(pause, now)
             for target in self._unattended_targets():
                 target.liveness.exclude(pause, now)
 
     def _unattended_targets(self) -> Iterable[Target]:
-        """Yield targets that `RunTracker.tick` does not check: processes with an exit report or a successor."""
+        """Yield the targets that `RunTracker.tick` does not check for timeouts.
+
+        These are processes that have sent an exit report or that a newer process has replaced.
+        """
         for target in self.registry.targets:
             rank = target.registration.rank
             if not target.is_gone and not self.runs.is_live(target.attempt_key, rank, target.incarnation):
                 yield target
 
     def _abandon(self, target: Target, now: float) -> None:
-        """Stop polling a vanished rank. Its published records that were not polled are lost."""
+        """Stop polling a dead rank. Published records of the rank that were not polled are counted as lost."""
         target.leave(now)
         for row in self.losses.of_unread(target, "the process vanished before they were polled"):
             self.add_event(row)
@@ -248,7 +274,7 @@ class RunMonitor:
         self.batcher.add(version, self.clock())
 
     def _forget(self, now: float) -> None:
-        """Remove targets and attempts that ended long ago."""
+        """Remove targets and attempts that ended long ago, to bound the memory of the service."""
         for target in list(self.registry.targets):
             if target.gone_at is not None and now - target.gone_at >= REMEMBER_SECONDS and not target.uncommitted:
                 self.losses.forget(target)

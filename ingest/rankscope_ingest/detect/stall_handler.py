@@ -1,4 +1,7 @@
-"""Request stacks from ranks, all at the same time, and act on stalls. A rank that does not respond delays no other."""
+"""Request stacks from ranks concurrently, and act on stalls.
+
+A rank that does not respond does not delay the other requests.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from rankscope_ingest.runs.models import AttemptKey
 from rankscope_ingest.runs.target import Target
 
 MAX_REQUESTS: Final = 64
-"""Ranks whose stacks are requested at the same time."""
+"""Maximum number of ranks whose stacks are requested at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAnswer:
-    """Response of one rank to a request for its stacks, or the reason why there is none."""
+    """Response of one rank to a request for its stacks, or the reason why there is no response."""
 
     rank: int
     host: str
@@ -29,13 +32,16 @@ class RankAnswer:
     error: str | None = None
 
     def to_document(self) -> dict[str, Any]:
-        """Return the entry of this rank in the response to POST /api/v1/stacks."""
+        """Return the entry of this rank in the JSON response to POST /api/v1/stacks."""
         process = {"rank": self.rank, "host": self.host, "pid": self.pid}
         return process | ({"error": self.error} if self.document is None else self.document)
 
 
 def parse_stacks_request(body: bytes) -> tuple[str, list[int] | None]:
-    """Return the run and the requested ranks, None for all. Raises RegistrationError that shows the valid form."""
+    """Return the run and the requested ranks of a POST /api/v1/stacks body. The ranks are None if all are requested.
+
+    Raises RegistrationError with an example of a valid body if `body` is malformed.
+    """
     try:
         document = json.loads(body)
         run, ranks = document["run"], document.get("ranks")
@@ -50,9 +56,10 @@ def parse_stacks_request(body: bytes) -> tuple[str, list[int] | None]:
 async def request_stacks(
     fetch: Callable[[str], Awaitable[dict[str, Any]]], targets: Iterable[Target], ranks: Collection[int] | None = None
 ) -> list[RankAnswer]:
-    """Request the stacks of the live targets, or of those among them in `ranks`; return the responses by rank.
+    """Request the stacks of the live targets concurrently; return the responses in ascending order of the ranks.
 
-    `fetch` sends POST /stacks to a URL. It raises FetchError.
+    `ranks` limits the request to these ranks; None requests all. `fetch` sends POST /stacks to a URL. It raises
+    FetchError.
     """
     limit = asyncio.Semaphore(MAX_REQUESTS)
 
@@ -75,7 +82,7 @@ _NO_RESPONSE: Final = "no response: C code may hold its interpreter (docs/hangs.
 
 
 class StallHandler:
-    """Acts on stalls: requests stacks and sends notifications. It runs on the event loop."""
+    """Acts on stalls: requests stacks and sends notifications. Runs on the event loop."""
 
     def __init__(
         self,
@@ -85,7 +92,10 @@ class StallHandler:
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        """Set the dependencies. `fetch` requests the stacks of a URL, `spawn` starts a background task."""
+        """Set the dependencies.
+
+        `fetch` requests the stacks from the rank at a URL. `spawn` starts a background task.
+        """
         self._monitor = monitor
         self._announcer = announcer
         self._fetch = fetch
@@ -102,7 +112,10 @@ class StallHandler:
             self._spawn(self._announcer.resolve(incident, resolved_message(incident) if has_continued else None))
 
     async def request(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
-        """Request the stacks of the live ranks of an attempt, or of those among them in `ranks`."""
+        """Request the stacks of the live ranks of an attempt; return one answer per rank.
+
+        `ranks` limits the request to these ranks; None requests all.
+        """
         targets = [target for target in self._monitor.registry.targets if target.attempt_key == (run, attempt)]
         return await request_stacks(self._fetch, targets, ranks)
 

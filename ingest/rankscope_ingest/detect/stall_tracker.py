@@ -1,7 +1,8 @@
-"""Find stalled attempts, the rank that the others wait for if reports single it out, and the place of each rank.
+"""Find stalled attempts, the rank that blocks the others, and the place in the code at which each rank waits.
 
-An attempt stalls when its state is `stalled`, or when a rank reports that its training hangs. The reports are events in
-the records of the ranks, sent because of a hang or on request. Pure: the caller passes the time.
+An attempt is stalled when its state is `stalled`, or when a rank reports that its training hangs. Ranks send stacks,
+flight records and hang events in their records, because of a hang or on request. No blocking rank is named unless these
+reports identify one. Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -23,17 +24,23 @@ from rankscope_ingest.runs.models import Attempt, AttemptKey
 from rankscope_ingest.runs.text import hang_reason, last_reports, wait_places
 
 WAIT_SECONDS: Final = 10.0
-"""Longest wait of a notification for stacks: C code can hold the interpreter of a rank."""
+"""Maximum time in seconds for which a notification waits for stacks.
+
+A rank cannot send stacks while C code holds the lock of the interpreter.
+"""
 
 QUIET_SECONDS: Final = 2.0
-"""Wait after the last report: ranks with a flight recorder send the flight record shortly after the stacks."""
+"""Seconds to wait after the last report.
+
+Ranks with a flight recorder send the flight record shortly after the stacks.
+"""
 
 _TYPES: Final = pa.array([EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD])
 
 
 @dataclass(slots=True)
 class Report:
-    """The latest reports of one rank about its position. Times are those of arrival, in monotonic seconds."""
+    """The latest stacks, flight record and hang of one rank. Times are arrival times in monotonic seconds."""
 
     at: float  # of the last report
     stacks: StackDump | None = None
@@ -45,7 +52,10 @@ class Report:
     refusal: str | None = None  # reason why it sent no stacks on request
 
     def since(self, start: float) -> Report:
-        """Return the report without stacks and flight record from before `start`, or before the rank's own hang."""
+        """Return a copy of the report that contains only current stacks and flight records.
+
+        They are current if they arrived after `start`, or after the start of the hang of this rank if that is earlier.
+        """
         earliest = min(start, self.hangs_since) if self.hang else start
         stacks = self.stacks if self.stacks_at >= earliest else None
         return replace(self, stacks=stacks, flight=self.flight if self.flight_at >= earliest else None)
@@ -63,7 +73,7 @@ class Stall:
 
 @dataclass(slots=True, kw_only=True)
 class StallActions:
-    """Result of one check: ranks whose stacks are to be requested, incidents to announce, and stalls that are over."""
+    """Result of one check: ranks whose stacks must be requested, incidents to announce, and stalls that have ended."""
 
     to_request: list[tuple[AttemptKey, tuple[int, ...]]] = field(default_factory=list)
     due: list[Incident] = field(default_factory=list)
@@ -71,10 +81,13 @@ class StallActions:
 
 
 class StallTracker:
-    """Reports of all ranks and stalls of all attempts."""
+    """Latest reports of all ranks, and stalls of all attempts."""
 
     def __init__(self, open_stalls: Iterable[Incident] = ()) -> None:
-        """Restore the stalls that an earlier service has reported."""
+        """Create the tracker.
+
+        `open_stalls` contains the stalls that an earlier service reported and that have not ended.
+        """
         self._reports: dict[AttemptKey, dict[int, Report]] = {}
         self._stalls: dict[AttemptKey, Stall] = {
             incident.attempt_key: Stall(incident.opened_at, incident.opened_at, True, incident)
@@ -82,7 +95,10 @@ class StallTracker:
         }
 
     def add(self, key: AttemptKey, rank: int, events: pa.Table | None, now: float) -> None:
-        """Add the stacks, flight records and hangs among the events of one body of one rank."""
+        """Add the stacks, flight records and hangs that `events` contains.
+
+        `events` are those of one poll response of one rank.
+        """
         if events is None:
             return
         for row in events.filter(pc.is_in(events["type"], _TYPES)).select(["type", "message", "details"]).to_pylist():
@@ -91,11 +107,14 @@ class StallTracker:
             _update(report, row, now)
 
     def add_refusal(self, key: AttemptKey, rank: int, reason: str, now: float) -> None:
-        """Record that a rank sent no stacks on request."""
+        """Record the reason why a rank sent no stacks when the service requested them."""
         self._report(key, rank, now).refusal = reason
 
     def check(self, attempts: Iterable[Attempt], now: float) -> StallActions:
-        """Return the actions that are due. `attempts`: all active attempts; others are forgotten."""
+        """Return the actions that are due at `now`.
+
+        `attempts` contains all active attempts. The state of every other attempt is removed.
+        """
         actions = StallActions()
         known = {attempt.key: attempt for attempt in attempts}
         for key in [key for key in (*self._stalls, *self._reports) if key not in known]:
@@ -115,7 +134,10 @@ class StallTracker:
         return self._reports.setdefault(key, {}).setdefault(rank, Report(now))
 
     def _forget_replaced_processes(self, attempt: Attempt) -> None:
-        """Remove reports of processes that another process has replaced: they cannot report the end of their hang."""
+        """Remove the reports of replaced processes.
+
+        A replaced process has ended and cannot report the end of its hang.
+        """
         reports = self._reports.get(attempt.key, {})
         for number in [number for number in reports if number in attempt.ranks]:
             if reports[number].at < attempt.ranks[number].known_since:

@@ -1,4 +1,7 @@
-"""Reduce the anomaly events of one body to the first cause of each step. Vectorised: a NaN causes thousands."""
+"""Reduce the anomaly events of one poll response to one symptom per step, the first cause.
+
+The computation is vectorised with Arrow, because one NaN can cause thousands of events.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from rankscope_ingest.runs.incident import SEVERITIES, Symptom, urgency
 
 
 def parse_details(text: str | None) -> dict[str, Any]:
-    """Return the JSON object in `text`, or {} if there is none. All its texts are valid Unicode."""
+    """Return the JSON object in `text`, or {} if `text` contains none. All strings of the result are valid Unicode."""
     try:
         value = json.loads(text or "{}")
         # "\\ud800" is legal in JSON but not valid Unicode: neither Arrow nor a socket accepts it.
@@ -29,13 +32,19 @@ def parse_details(text: str | None) -> dict[str, Any]:
 
 
 def exit_report(details: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return reason and error of the details of an exit event. A missing reason is the empty text."""
+    """Return the reason and the error message in the JSON `details` of an exit event.
+
+    A missing reason is returned as an empty string.
+    """
     reason, error = details.get("reason"), details.get("error")
     return str(reason or ""), None if error is None else str(error)
 
 
 def exit_reports(events: pa.Table | None) -> list[tuple[str, str | None, int | None]]:
-    """Return reason, error and time (UTC µs) of the exit events of one body. There is at most one."""
+    """Return (reason, error, time in UTC µs) of the exit event among `events`.
+
+    The list has at most one element, because a process exits once.
+    """
     if events is None:
         return []
     exits = events.filter(pc.equal(events["type"], EventType.EXIT))
@@ -46,7 +55,7 @@ def exit_reports(events: pa.Table | None) -> list[tuple[str, str | None, int | N
 
 
 def symptoms(events: pa.Table | None) -> list[Symptom]:
-    """Return one symptom for each step of `events` of one rank, in order of the steps."""
+    """Return one symptom for each step in `events`, ordered by step. All events are from one rank."""
     if events is None:
         return []
     anomalies = events.filter(pc.equal(events["type"], EventType.ANOMALY))
@@ -63,7 +72,7 @@ def symptoms(events: pa.Table | None) -> list[Symptom]:
 
 
 def firings(events: pa.Table | None) -> dict[tuple[str, str], int]:
-    """Return the number of firings in `events` by rule and kind. The kind of a scalar is ""."""
+    """Return the number of firings in `events` by (rule, kind). The kind of a scalar is the empty string."""
     if events is None:
         return {}
     chosen = pc.and_(pc.equal(events["type"], EventType.ANOMALY), pc.is_valid(events["rule"]))
@@ -93,7 +102,7 @@ def _symptom(row: dict[str, Any], level: int, count: int) -> Symptom:
 
 
 def _causal_columns(events: pa.Table) -> list[npt.NDArray[Any]]:
-    """Return the elements of `causal_key` as columns, the most significant first."""
+    """Return the elements of the sort key `causal_key` as columns, the most significant column first."""
     stages = _by_word(events["kind"], causal_stage)
     sign = np.where(stages < CAUSAL_STAGE["act_grad_in"], 1, -1)
     micro_steps = _integers(events["micro_step"], NO_CALL)
@@ -109,7 +118,10 @@ def _causal_columns(events: pa.Table) -> list[npt.NDArray[Any]]:
 
 
 def _by_word(column: pa.ChunkedArray, number: Any) -> npt.NDArray[Any]:
-    """Return `number(word)` for each word of the column. It is called once for each distinct word."""
+    """Return a column with `number(word)` for each word of the input column.
+
+    `number` is called once for each distinct word.
+    """
     encoded = column.combine_chunks().dictionary_encode(null_encoding="encode")
     numbers = np.array([number(word) for word in encoded.dictionary.to_pylist()], dtype=np.float64)
     positions: npt.NDArray[np.int32] = encoded.indices.to_numpy(zero_copy_only=False)

@@ -1,1 +1,1 @@
-"""Notifications: delivery of the texts about incidents."""
+"""Deliver notifications about incidents to the configured URLs."""

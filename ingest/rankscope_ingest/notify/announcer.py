@@ -1,6 +1,7 @@
-"""Send one notification for each incident: commit the incident, send the message, and store that it was sent.
+"""Send one notification for each incident.
 
-The docstring of `detect.incidents` contains the reason for this order.
+The order is: commit the incident, send the message, and store that the message was sent. The docstring of
+`detect.incidents` explains this order.
 """
 
 from __future__ import annotations
@@ -19,24 +20,29 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = (0.5, 2.0, 8.0, 30.0, 60.0, 120.0)
 COMMIT_WAIT_SECONDS: Final = 0.5
-"""Longest wait for the commit before a message is sent. With 1 s of grouping, a message is sent within 2 s even if the
-store is slow."""
+"""Maximum time in seconds to wait for the commit of an incident before its message is sent.
+
+Incidents are grouped for 1 s, so a message is sent within 2 s even if the store is slow.
+"""
 
 
 def message(incident: Incident, *, is_repeated: bool = False) -> Message:
-    """Return the notification of `incident`. `is_repeated`: it may have been delivered before."""
+    """Return the notification of `incident`.
+
+    If `is_repeated`, the text states that it may have been delivered before.
+    """
     body = text.body(incident, is_repeated=is_repeated)
     return Message(key=incident.key, title=text.title(incident), body=body, severity=incident.severity)
 
 
 def resolved_message(incident: Incident) -> Message:
-    """Return the notification that a stalled run makes steps again."""
+    """Return the notification that a stalled run has continued."""
     title, body = text.resolved_title(incident), text.resolved_body(incident)
     return Message(key=f"{incident.key}:resolved", title=title, body=body, severity=Severity.INFO)
 
 
 class Announcer:
-    """Sends incidents to all notifiers and stores their states."""
+    """Sends incidents to all notifiers, and stores whether each incident was sent."""
 
     def __init__(
         self,
@@ -47,7 +53,11 @@ class Announcer:
         count: Callable[[str], None],
         retry_seconds: Sequence[float] = RETRY_SECONDS,
     ) -> None:
-        """Set the callbacks: `record` adds a state to the batch, `commit` makes it durable, `count` counts outcomes."""
+        """Set the dependencies.
+
+        `record` adds a state of an incident to the batch, `commit` commits the batch, and `count` counts the outcome of
+        a notification: `sent`, `failed` or `muted`.
+        """
         self._notifiers = notifiers
         self._record = record
         self._commit = commit
@@ -55,7 +65,11 @@ class Announcer:
         self._retry_seconds = retry_seconds
 
     async def announce(self, incident: Incident, *, is_repeated: bool = False) -> None:
-        """Store and send `incident`. A muted incident is only stored; a repeated one is stored already."""
+        """Store and send `incident`.
+
+        A muted incident is stored but not sent. With `is_repeated`, the incident is already in the store and is only
+        sent.
+        """
         if not is_repeated:
             self._record(incident, MUTED if incident.is_muted else OPENED)
             await self._commit_soon()
@@ -69,7 +83,7 @@ class Announcer:
             await self._commit_soon()
 
     async def resolve(self, incident: Incident, notice: Message | None) -> None:
-        """Store that `incident` is over, and send `notice` unless it is None."""
+        """Store that `incident` is resolved, and send `notice` unless it is None."""
         self._record(incident, RESOLVED)
         if notice is not None:
             await self._send(notice)
@@ -79,10 +93,13 @@ class Announcer:
             async with asyncio.timeout(COMMIT_WAIT_SECONDS):
                 await self._commit()
         except TimeoutError:
-            log.warning("commit of an incident timed out after %g s, sending the notification", COMMIT_WAIT_SECONDS)
+            log.warning(
+                "commit of an incident timed out after %g s; the notification is sent before the commit",
+                COMMIT_WAIT_SECONDS,
+            )
 
     async def _send(self, notice: Message) -> bool:
-        """Send `notice` to all notifiers at the same time; return whether all of them delivered it."""
+        """Send `notice` to all notifiers concurrently; return whether all of them delivered it."""
         return all(await asyncio.gather(*(self._deliver(notifier, notice) for notifier in self._notifiers)))
 
     async def _deliver(self, notifier: Notifier, notice: Message) -> bool:

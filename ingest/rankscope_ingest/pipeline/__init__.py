@@ -1,1 +1,1 @@
-"""From received rows to commits: batches, flushes, quarantine, and scheduled maintenance of the store."""
+"""Process received rows until they are committed: batches, flushes, quarantine, and maintenance of the store."""

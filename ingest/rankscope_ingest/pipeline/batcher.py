@@ -1,8 +1,8 @@
-"""Gather checked bodies, scrapes and rows into batches, and decide when to flush. Pure, no I/O.
+"""Collect poll responses, scrapes and rows in batches, and decide when to flush a batch.
 
-The clock is an argument. The rows of a taken batch count as pending until its commit. The flusher retries it unchanged
-and before the next batch, so that rows are never reordered within an incarnation, and the watermark is always the end
-of a sequence of records without a gap.
+Pure: no I/O; the time is an argument. The rows of a batch count as pending until the commit of the batch. The flusher
+retries a failed batch unchanged and before the next batch. Rows of an incarnation are therefore never reordered, and
+the watermark is always the end of a sequence of records without gaps.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from rankscope_ingest.record_channel.validate import ValidBody
 from rankscope_ingest.scrape.sample_table import Grid, Scrape
 
 SAMPLES_A_ROW: Final = 3
-"""Samples of exporters that count as one row for a flush: each flush stores the names of all their series again.
+"""Number of samples of exporters that count as one row for the decision to flush.
 
-A sample in a flush of five scrapes costs two thirds of a sample in a flush of three."""
+Each flush stores the names of all series again, so larger flushes are cheaper: a sample in a flush of five scrapes
+costs two thirds of a sample in a flush of three.
+"""
 
 SOON_SECONDS: Final = 2.0
-"""Maximum delay of a requested flush if the batch is nearly full. If ranks start and exit often, each would otherwise
-cause a small file, and compaction would write every row again."""
+"""Maximum delay in seconds of a requested flush if the batch is nearly full.
+
+If ranks start and exit often, each of them would otherwise cause a small file, and compaction would write every row
+again.
+"""
 
 _CHECK_SECONDS: Final = 0.25  # interval of checks during such a delay
 _MIN_FILL_SECONDS: Final = 1e-3
@@ -34,7 +39,7 @@ _MIN_FILL_SECONDS: Final = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingBatch:
-    """The content of one commit, as received. The flush thread decodes the bodies and builds the tables."""
+    """The content of one commit, as received. The flush thread decodes the poll responses and builds the tables."""
 
     pieces: Mapping[str, tuple[pa.Table, ...]]
     bodies: tuple[ValidBody, ...] = ()
@@ -45,11 +50,11 @@ class PendingBatch:
     info: Mapping[str, str] = field(default_factory=dict)  # stored in the information of the commit
 
     def as_it_came(self) -> object:
-        """Return the content to keep in quarantine if `tables` fails."""
+        """Return the content that is written to quarantine if `tables` fails."""
         return self
 
     def tables(self) -> dict[str, pa.Table]:
-        """Return one table per dataset."""
+        """Decode the content; return one table per dataset."""
         tables = decode(self.bodies) if self.bodies else {}
         for dataset, pieces in self.pieces.items():
             decoded = [plain_text(tables[dataset])] if dataset in tables else []
@@ -62,10 +67,10 @@ class PendingBatch:
 
 @dataclass(slots=True, kw_only=True)
 class FlushClock:
-    """Number of pending rows, and the time of the next flush. Rows are pending until their commit.
+    """Counts pending rows and decides when the next flush is due. Rows are pending until their commit.
 
-    A batch is due by its age after `rest_seconds`. The flusher is notified of everything that can make it due earlier:
-    a batch starts, is full, or a flush is requested.
+    A batch is due after `rest_seconds` because of its age. The flusher is notified of every event that can make a batch
+    due earlier: a batch starts, a batch is full, or a flush is requested.
     """
 
     flush_rows: int
@@ -83,36 +88,36 @@ class FlushClock:
 
     @property
     def pending_rows(self) -> int:
-        """Return the number of rows that are received and not committed."""
+        """Return the number of rows that are received but not committed yet."""
         return self._rows + self._rows_in_flight
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the current batch is empty; an earlier batch may still be in flight."""
+        """Return whether the current batch is empty. An earlier batch may still be waiting for its commit."""
         return self._opened_at is None
 
     @property
     def is_full(self) -> bool:
-        """Return whether polls and scrapes must wait for a commit."""
+        """Return whether polls and scrapes must wait because too many rows are pending."""
         return self.pending_rows >= self.max_pending_rows
 
     @property
     def free_rows(self) -> int:
-        """Return the number of rows up to the limit of pending rows."""
+        """Return how many more rows may become pending before polls and scrapes must wait."""
         return self.max_pending_rows - self.pending_rows
 
     def notify(self, flusher: Callable[[], None]) -> None:
-        """Call `flusher` whenever a batch may be due before the end of `rest_seconds`."""
+        """Set the function that is called whenever a batch may be due earlier than after `rest_seconds`."""
         self._notify = flusher
 
     def want_flush(self) -> None:
-        """Request a flush: immediately, or up to 2 s later if the batch is nearly full."""
+        """Request a flush. It happens immediately, or up to SOON_SECONDS later if the batch will soon be full."""
         if not self.is_empty:
             self._wanted = True
             self._notify()
 
     def due(self, now: float) -> str | None:
-        """Return the reason why the batch is due ("rows", "age", "wanted"), or None."""
+        """Return the reason why the batch is due ("rows", "age" or "wanted"), or None if it is not due."""
         if self._opened_at is None:
             return None
         if self._is_filled:
@@ -122,7 +127,7 @@ class FlushClock:
         return "age" if now - self._opened_at >= self.flush_after_seconds else None
 
     def rest_seconds(self, now: float) -> float:
-        """Return the time until the batch can be due, unless a notification comes first. Infinite without a batch."""
+        """Return the seconds until the batch can be due without a notification; infinite without a batch."""
         if self._opened_at is None:
             return math.inf
         if self._is_filled:
@@ -130,11 +135,14 @@ class FlushClock:
         return _CHECK_SECONDS if self._wanted else self._opened_at + self.flush_after_seconds - now
 
     def take(self) -> PendingBatch:
-        """Return the current batch; its rows count as pending until `release`."""
+        """Return the current batch and start an empty one.
+
+        The rows of the returned batch count as pending until `release`.
+        """
         raise NotImplementedError
 
     def release(self, batch: PendingBatch) -> None:
-        """Remove the rows of a committed batch from the pending ones."""
+        """Subtract the rows of a committed batch from the pending rows."""
         self._rows_in_flight -= batch.rows
 
     @property
@@ -146,13 +154,13 @@ class FlushClock:
         return self._weight >= self.flush_rows or self._rows >= self.max_pending_rows
 
     def _is_worth_waiting(self, now: float) -> bool:
-        """Return whether the batch will soon be full, if it fills as fast as the previous one."""
+        """Return whether the batch will be full within SOON_SECONDS if it fills at the rate of the previous batch."""
         if self._wanted_at is None:
             self._wanted_at = now
         return now - self._wanted_at < SOON_SECONDS and self.flush_rows - self._weight <= self._rate * SOON_SECONDS
 
     def _opened(self, now: float) -> None:
-        """Start a batch if there is none; notify the flusher if this starts or fills a batch."""
+        """Start a batch if there is none; notify the flusher if a batch starts or is full."""
         is_first = self._opened_at is None
         if is_first:
             self._opened_at = now
@@ -163,7 +171,7 @@ class FlushClock:
             self._notify()
 
     def _taken(self) -> None:
-        """Count the gathered rows as in flight; the next rows start another batch."""
+        """Count the collected rows as part of the batch in flight. Later rows start another batch."""
         self._rows_in_flight += self._rows
         if self._opened_at is not None:
             self._filled = self._opened_at, self._weight
@@ -172,7 +180,7 @@ class FlushClock:
 
 @dataclass(slots=True, kw_only=True)
 class Batcher(FlushClock):
-    """The current batch: bodies of ranks, scrapes of exporters, and rows of the service."""
+    """The current batch: poll responses of ranks, scrapes of exporters, and rows that the service creates."""
 
     _pieces: dict[str, list[pa.Table]] = field(default_factory=lambda: defaultdict(list))
     _bodies: list[ValidBody] = field(default_factory=list)
@@ -181,20 +189,20 @@ class Batcher(FlushClock):
     _watermarks: dict[str, int] = field(default_factory=dict)
 
     def add_body(self, body: ValidBody, now: float) -> None:
-        """Add a body, whose last seq becomes the watermark of its incarnation."""
+        """Add a poll response. Its last seq becomes the watermark of its incarnation with the commit."""
         self._bodies.append(body)
         self._rows += body.rows
         self.add({}, now, watermarks={body.context.incarnation: body.last})
 
     def add_scrape(self, scrape: Scrape, now: float) -> None:
-        """Add the samples of one scrape."""
+        """Add the samples of one scrape to the batch."""
         self._scrapes.append(scrape)
         self._rows += scrape.rows
         self._samples += scrape.rows
         self.add({}, now)
 
     def add(self, tables: Mapping[str, pa.Table], now: float, *, watermarks: Mapping[str, int] | None = None) -> None:
-        """Add rows by dataset, and the watermarks that they reach."""
+        """Add tables of rows by dataset, and the watermarks that the commit of these rows reaches."""
         for dataset, table in tables.items():
             if table.num_rows:
                 self._pieces[dataset].append(table)
@@ -205,7 +213,10 @@ class Batcher(FlushClock):
             self._opened(now)
 
     def take(self) -> PendingBatch:
-        """Return the current batch; its rows count as pending until `release`."""
+        """Return the current batch and start an empty one.
+
+        The rows of the returned batch count as pending until `release`.
+        """
         batch = PendingBatch(
             pieces={dataset: tuple(pieces) for dataset, pieces in self._pieces.items()},
             bodies=tuple(self._bodies),

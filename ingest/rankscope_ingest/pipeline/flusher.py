@@ -1,8 +1,9 @@
-"""Commit batches one at a time in a thread. A failed batch is kept and retried.
+"""Commit batches one at a time in a thread. Keep and retry a failed batch.
 
-A commit that failed may have reached the store. The store detects this when the same batch is appended again, so a
-failed batch is never merged with later rows: rows without a seq would be stored twice. Rows that the store rejects as
-invalid would be rejected forever. They are moved to quarantine, and all others are stored (`quarantine`).
+A commit that failed may have reached the store. The store detects this when the same batch is appended again. A failed
+batch is therefore never merged with later rows: rows without a seq would be stored twice. Rows that the store rejects
+as invalid would be rejected at every retry. They are moved to quarantine, and all other rows are stored (see
+`quarantine`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ Committed = Commit
 
 @dataclass(slots=True, kw_only=True)
 class _PendingCommit:
-    """A batch in flight, and the callers that wait for it. `batch` is built once: the store detects it by identity."""
+    """A batch that is being committed, and the callers that wait for the commit.
+
+    `batch` is built once, because the store recognises a repeated batch by its identity.
+    """
 
     pending: PendingBatch
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
@@ -42,7 +46,10 @@ class _PendingCommit:
 
 
 class Flusher:
-    """Commits the batches of a batcher. Runs on the event loop; a thread builds the tables and appends them."""
+    """Commits the batches of a batcher.
+
+    Runs on the event loop; a thread builds the tables and appends them to the store.
+    """
 
     def __init__(
         self,
@@ -72,11 +79,17 @@ class Flusher:
         self.trouble: str | None = None
 
     async def watermark(self, incarnation: str) -> int:
-        """Return the last stored seq of a process. Runs in the flush thread, which holds the lock of the store."""
+        """Return the seq of the last committed record of a process.
+
+        The query runs in the flush thread, which holds the lock of the store.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._appender.watermark, incarnation)
 
     async def commit_now(self) -> None:
-        """Return after all rows that are gathered now are committed, with any number of retries."""
+        """Return when all rows that the batcher contains at the call are committed.
+
+        Failed commits are retried without a limit.
+        """
         if self._batcher.is_empty and not self._pending_commits:
             return
         waiter = asyncio.get_running_loop().create_future()
@@ -86,7 +99,10 @@ class Flusher:
         await waiter
 
     async def run(self) -> None:
-        """Flush due batches until cancelled. Raises ShardLostError if another service took over the shard."""
+        """Flush due batches until this coroutine is cancelled.
+
+        Raises ShardLostError if another service took over the shard.
+        """
         try:
             while True:
                 await self._wake_up.wait(self._rest_seconds(self._clock()))
@@ -99,7 +115,7 @@ class Flusher:
         return self._retry_at - now if self._pending_commits else self._batcher.rest_seconds(now)
 
     async def _flush_due(self) -> None:
-        """Flush a due batch: first a failed one, then the current one."""
+        """Flush the next batch if one is due: a failed batch first, then the current batch."""
         now = self._clock()
         if self._pending_commits:
             if now >= self._retry_at:
@@ -139,7 +155,10 @@ class Flusher:
         return self._appender.append(flight.batch)
 
     async def _split_or_quarantine(self, flight: _PendingCommit, why: str) -> None:
-        """Divide a rejected batch; move it to quarantine if it cannot be divided, and store an event about it."""
+        """Divide a rejected batch into two.
+
+        If it cannot be divided, move it to quarantine and store an event about it.
+        """
         if self._aside is None or flight.is_quarantined:
             self._retry_later(flight.pending, why)
             return
@@ -169,7 +188,10 @@ class Flusher:
 
 
 def _tables(pending: PendingBatch) -> dict[str, pa.Table]:
-    """Build the tables. Raises BatchError: the input is always the same, so that a retry would fail again."""
+    """Build the tables of a batch.
+
+    Raises BatchError if the batch cannot be decoded, because a retry would fail again with the same input.
+    """
     try:
         return pending.tables()
     except MemoryError:

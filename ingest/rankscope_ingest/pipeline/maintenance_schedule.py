@@ -1,9 +1,9 @@
-"""Schedule maintenance of the store next to the flushes: compaction by commits, vacuum and retention by the clock.
+"""Schedule maintenance of the store next to the flushes.
 
-All jobs run one after another in one thread, and share no lock with appends. The thread has a lower priority, so that
-maintenance does not delay the receiving of records when processors are busy. Compaction uses hundreds of megabytes,
-which are returned to the system after each job. A job that used little memory returns nothing: the flushes would only
-have to request it again.
+Compaction runs after a number of commits; vacuum and retention run at intervals. All jobs run one after another in one
+thread, and share no lock with appends. The thread has a lower priority, so that maintenance does not delay the
+receiving of records on a busy machine. Compaction uses hundreds of megabytes, which are returned to the system after
+each job. After a job that used little memory, no memory is returned, because the next flush would request it again.
 """
 
 from __future__ import annotations
@@ -33,17 +33,23 @@ log = logging.getLogger(__name__)
 COMPACT_EVERY_COMMITS: Final = 50
 MAINTAIN_SECONDS: Final = 1800.0
 FIRST_RETENTION_SECONDS: Final = 60.0
-"""Delay of the first retention after the start, when the service reads the backlog of all ranks."""
+"""Delay in seconds of the first retention after the start.
+
+Directly after the start, the service reads the backlog of all ranks.
+"""
 CHECK_SECONDS: Final = 1.0
 _NICER: Final = 10
-"""Nice value, about a tenth of a busy processor. It is not the maximum, because the thread holds the GIL at times."""
+"""Nice value of the maintenance thread, about a tenth of a busy processor.
+
+It is not the maximum, because the thread sometimes holds the GIL.
+"""
 
 Retain = Callable[[], RetentionReport]
-"""Performs one commit of retention, and reports the number of remaining ones."""
+"""Callable that performs one commit of retention and reports how many commits remain."""
 
 
 class MaintenanceSchedule:
-    """The times of maintenance jobs. The clock, in seconds, is an argument."""
+    """Decides when maintenance jobs are due. The time, in monotonic seconds, is an argument."""
 
     def __init__(
         self,
@@ -62,7 +68,10 @@ class MaintenanceSchedule:
         self._retain_at = now + first_retention_seconds
 
     def due(self, now: float, commits: int) -> Iterator[Callable[[], object]]:
-        """Yield the jobs that are due at `now` after `commits`. A failed job is due again at its next time."""
+        """Yield the jobs that are due at `now` after `commits` commits.
+
+        A failed job is due again at its next regular time.
+        """
         maintained = now - self._maintained_at >= MAINTAIN_SECONDS
         # Also by the clock: a completed run and a past day cause no more commits, but have files to compact.
         if maintained or commits - self._compacted_at >= COMPACT_EVERY_COMMITS:
@@ -76,12 +85,12 @@ class MaintenanceSchedule:
             yield self._retain_some
 
     def _compact(self) -> None:
-        """Compact, unless another process compacts the store."""
+        """Run compaction, unless another process compacts the store."""
         if self._store.compact().refused:
             log.info("compaction skipped: another process compacts the store")
 
     def _retain_some(self) -> None:
-        """Perform one commit of retention; the next one is due after the other jobs."""
+        """Perform one commit of retention. If commits remain, the next one is due after the other jobs."""
         assert self._retain is not None
         report = self._retain()
         for text in report.failed:
@@ -96,7 +105,7 @@ class MaintenanceSchedule:
 
 
 def retention_job(config: ServiceConfig) -> Retain | None:
-    """Return the job of [retention], or None if it is off or done by another service."""
+    """Return the job for the section [retention]; None if retention is off or another service performs it."""
     policy = config.retention.policy
     if not policy.is_on or not config.store.shard.startswith("0/"):
         return None
@@ -113,7 +122,10 @@ async def run_maintenance(
     first_retention_seconds: float = FIRST_RETENTION_SECONDS,
     check_seconds: float = CHECK_SECONDS,
 ) -> None:
-    """Run due maintenance jobs of `store` until cancelled; `commits` returns the number of commits so far."""
+    """Run due maintenance jobs of `store` until this coroutine is cancelled.
+
+    `commits` returns the number of commits so far.
+    """
     schedule = MaintenanceSchedule(
         store,
         time.monotonic(),
@@ -145,7 +157,7 @@ async def run_maintenance(
 
 
 def _lower_priority() -> None:
-    """Raise the nice value of this thread, on systems where each thread has one."""
+    """Raise the nice value of the present thread, on systems where each thread has a nice value."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             own = threading.get_native_id()

@@ -1,8 +1,8 @@
-"""Move rows that the store rejects at every attempt into separate files, so that all others are stored.
+"""Move rows that the store rejects at every attempt into separate files, so that all other rows are stored.
 
-A rejected batch is divided until the rejected part is one body of one rank, or one table of the service. This part is
-written to a folder next to the data, which no query reads, before the watermark moves past it. An event in the store, a
-counter and a log message report it.
+A rejected batch is divided until the rejected part is one poll response of one rank, or one table of the service. This
+part is written to a folder next to the data that no query reads, before the watermark advances past the part. An event
+in the store, a counter and a log message report the quarantine.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ from rankscope_storage.base.fsync import make_folders, sync_to_disk
 log = logging.getLogger(__name__)
 
 FOLDER: Final = "_quarantine"
-"""Readers of Delta tables, vacuum and retention ignore names that start with an underscore."""
+"""Name of the quarantine folder.
+
+Readers of Delta tables, vacuum and retention ignore names that start with an underscore.
+"""
 
 
 class Quarantine:
-    """Quarantine folder of a store. The flush thread calls `keep`, and the event loop `report`."""
+    """Quarantine folder of a store. The flush thread calls `keep`, and the event loop calls `report`."""
 
     def __init__(self, store: Path, *, stamp: Callable[[], Stamp], count: Callable[[int], None]) -> None:
         self._store = store
@@ -42,7 +45,10 @@ class Quarantine:
         self._count = count
 
     def keep(self, batch: PendingBatch, why: str) -> Path:
-        """Write the rows durably and return their folder, which is the same for the same rows."""
+        """Write the rejected rows to disk and return their folder.
+
+        The name of the folder is the same each time the same rows are written.
+        """
         folder = self._store / FOLDER / _name(batch)
         make_folders(folder, self._store, sync_to_disk)
         for name, write in _files(batch):
@@ -55,7 +61,10 @@ class Quarantine:
         return folder
 
     def report(self, batch: PendingBatch, why: str, folder: Path) -> dict[str, pa.Table]:
-        """Count and log rows that were kept; return the event for the store, if the rows belong to a run."""
+        """Count and log rows that were moved to quarantine.
+
+        Return a row of `events` for the store, if the rows belong to a run.
+        """
         self._count(batch.rows)
         message = f"{batch.rows} rows cannot be stored and were moved to quarantine in {folder}: {why}"
         log.error(
@@ -74,10 +83,11 @@ class Quarantine:
 
 
 def parts(batch: PendingBatch) -> list[PendingBatch]:
-    """Return the smallest batches that can be stored one after another: each body with the rows that refer to it.
+    """Return the smallest batches that can be stored one after another.
 
-    Rows of the service with the seq of a record, such as gap events, remain with the body. After it, the store would
-    treat them as already stored.
+    Each batch is one poll response with the rows of the service that refer to its records. Rows with the seq of a
+    record, such as gap events, must remain with that response, because the store would drop them as already stored if
+    they came later.
     """
     found, pieces = [], [(dataset, table) for dataset, tables in batch.pieces.items() for table in tables]
     pieces += [("samples", scrape.table()) for scrape in batch.scrapes]
@@ -102,7 +112,7 @@ def parts(batch: PendingBatch) -> list[PendingBatch]:
 
 
 def halves(batch: PendingBatch) -> tuple[PendingBatch, PendingBatch] | None:
-    """Return two batches that together have the content of `batch`, or None if it cannot be divided."""
+    """Divide `batch` into two batches that together have the same content. Return None if it cannot be divided."""
     listed = parts(batch)
     if len(listed) < 2:
         return None
@@ -129,7 +139,7 @@ def _part(batch: PendingBatch, pieces: list[tuple[str, pa.Table]], bodies: Any, 
 
 
 def _numbered(table: pa.Table) -> pa.ChunkedArray:
-    """Return which rows have a seq of a process."""
+    """Return a boolean mask of the rows that have a seq of a process."""
     if "seq" not in table.column_names or "incarnation" not in table.column_names:
         return pa.chunked_array([pa.repeat(pa.scalar(False), table.num_rows)])
     return pc.and_(pc.is_valid(table["seq"]), pc.is_valid(table["incarnation"]))
@@ -144,7 +154,10 @@ def _of(table: pa.Table, incarnation: str, last: int) -> pa.ChunkedArray:
 
 
 def _name(batch: PendingBatch) -> str:
-    """Return the folder name, which is the same if the same records are received again after a restart."""
+    """Return the name of the quarantine folder.
+
+    It is the same if the same records are received again after a restart.
+    """
     for incarnation, last in batch.watermarks.items():
         return f"{path_segment(incarnation)}-{last}"
     for receipts in batch.info.values():  # of remote write requests
@@ -153,11 +166,11 @@ def _name(batch: PendingBatch) -> str:
 
 
 def _files(batch: PendingBatch) -> Iterator[tuple[str, Callable[[Path], object]]]:
-    """Return each file name with the function that writes the file."""
+    """Return the files to write: each file name with the function that writes the file."""
     try:
         tables: Mapping[str, pa.Table] = batch.tables()
     except Exception:  # the reason for quarantine: keep the batch as received
-        log.exception("unexpected error in decoding a batch; it is kept as received")
+        log.exception("unexpected error in decoding a batch; its undecoded content is written to the quarantine folder")
         yield "as_it_came.pickle", lambda path: path.write_bytes(pickle.dumps(batch.as_it_came()))
         return
     for dataset, table in tables.items():
@@ -170,7 +183,7 @@ def _write(table: pa.Table, path: Path) -> None:
 
 
 def _owner(batch: PendingBatch) -> dict[str, Any] | None:
-    """Return run, attempt, rank and incarnation of the rows, as far as known, as columns of an event."""
+    """Return run, attempt, rank and incarnation of the rows, as far as they are known, as columns of an event."""
     for body in batch.bodies:
         where = body.context
         return {"run": where.run, "attempt": where.attempt, "rank": where.rank, "incarnation": where.incarnation}

@@ -1,1 +1,1 @@
-"""Recovery of records of dead processes from their spools, and the count of records that are lost."""
+"""Recover records of dead processes from their spools, and count the records that are lost."""

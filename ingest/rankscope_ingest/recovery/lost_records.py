@@ -1,7 +1,8 @@
-"""Count lost records once, and undo the count for records that arrive later. The caller adds the rows to the batch.
+"""Count lost records once, and reverse the count for records that arrive later.
 
-`Target.given_up` is the last seq that was counted as lost with its process. Records up to it can still arrive: from a
-process that was only out of reach, or from its spool, possibly after a restart of this service.
+This module returns rows; the caller adds them to the batch. `Target.given_up` is the seq of the last record that was
+counted as lost when the process was found dead. Records up to this seq can still arrive: from a process that was only
+temporarily unreachable, or from the spool of the process, possibly after a restart of this service.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """Records that were counted as lost with a process: the last seq, and their number."""
+    """The records of a dead process that were counted as lost: the last seq, and the number of records."""
 
     last: int
     records: int
 
 
 class LostRecords:
-    """Lost records of all targets of one service."""
+    """Counts the lost records of all targets of one service."""
 
     def __init__(
         self,
@@ -37,9 +38,10 @@ class LostRecords:
         stamp: Callable[[], Stamp],
         given_up: Mapping[str, GivenUp],
     ) -> None:
-        """Set the dependencies. `meter` returns the counters of a target's attempt, `stamp` the time of a new row.
+        """Set the dependencies.
 
-        `given_up`: records counted as lost by earlier services, by incarnation.
+        `meter` returns the progress counters of a target's attempt. `stamp` returns the time and arrival number of a
+        new row. `given_up` contains the records that earlier services counted as lost, by incarnation id.
         """
         self._metrics = metrics
         self._meter = meter
@@ -48,7 +50,7 @@ class LostRecords:
         self._accounts: dict[str, RunMeter] = {}  # meters that already include the lost records, by incarnation
 
     def recall(self, target: Target) -> None:
-        """Add to a new target the records that were counted as lost with its process before."""
+        """Restore on a new target the records that were counted as lost when its process was found dead earlier."""
         if known := self._given_up.get(target.incarnation):
             target.given_up = known.last
             target.records_lost += known.records
@@ -57,7 +59,10 @@ class LostRecords:
                 meter.records_lost += known.records
 
     def forget(self, target: Target) -> None:
-        """Keep only the count of lost records of a removed target: its host may come back after hours."""
+        """Remove a target, but keep the number of its lost records.
+
+        Its process may become reachable again after hours.
+        """
         if target.given_up > target.cursor:
             self._given_up[target.incarnation] = GivenUp(last=target.given_up, records=target.given_up - target.cursor)
             self._accounts[target.incarnation] = self._meter(target)
@@ -65,7 +70,10 @@ class LostRecords:
             self._given_up.pop(target.incarnation, None)
 
     def of_body(self, target: Target, body: ValidBody) -> list[Row]:
-        """Return events for the records that are missing before or in `body`, and for those that have arrived late."""
+        """Return rows of `events` for missing records and for lost records that have arrived.
+
+        Missing records are those with a sequence number before or in `body` that `body` does not contain.
+        """
         reason = "neither the spool nor a store has them" if target.is_dead else "the ring had overwritten them"
         rows = [self._lost(target, first, last, reason) for first, last in body.missing]
         if target.given_up > target.cursor:
@@ -73,7 +81,10 @@ class LostRecords:
         return rows
 
     def of_unread(self, target: Target, reason: str) -> list[Row]:
-        """Return the event for published records of a dead process that were not polled; [] if there are none."""
+        """Return a row of `events` for the published records of a dead process that were not polled.
+
+        The list is empty if the service has polled all published records.
+        """
         first = max(target.cursor, target.given_up) + 1
         if target.head < first:
             return []

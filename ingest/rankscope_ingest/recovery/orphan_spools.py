@@ -1,7 +1,8 @@
-"""Spools of dead processes in folders that this service can read. A free lock shows that the process is dead.
+"""Read the spools of dead processes in folders that this service can access.
 
-A claimed spool is polled under the URL of its folder like a draining rank, so that cursor, watermark and batches are
-those of any other target. File operations run in threads.
+If the lock of a spool is free, its process is dead. The service claims such a spool and polls it under the URL of its
+folder like a draining rank. Cursor, watermark and batches are therefore the same as for other targets. File operations
+run in threads.
 """
 
 from __future__ import annotations
@@ -34,17 +35,26 @@ from rankscope_ingest.targets.registry import Accepted, Registry, check_registra
 log = logging.getLogger(__name__)
 
 SERVICE: Final = "service"
-"""Value of `served_by` for a spool that the service reads. Another rank would put its incarnation there."""
+"""Value of `served_by` for a spool that the service reads.
+
+If a rank reads the spool, the value is the incarnation id of that rank.
+"""
 
 MAX_CLAIMED: Final = 64
-"""Spools that are claimed at the same time. Each costs an open file and a target; there can be thousands of spools."""
+"""Maximum number of spools that are claimed at the same time.
+
+Each claimed spool needs an open file and a target, and there can be thousands of spools.
+"""
 
 START_SECONDS: Final = 10.0
-"""Longest delay of the start of the service by the first scan."""
+"""Maximum time in seconds for which the first scan delays the start of the service."""
 
 
 class Spools:
-    """The claimed spools as a source of records; requests for other targets go to `http`. Implements `Source`."""
+    """Reads records from claimed spools, and passes requests for other targets to `http`.
+
+    Implements the protocol `Source`.
+    """
 
     def __init__(self, roots: Iterable[str], http: Source) -> None:
         self._roots = [Path(root) for root in roots]
@@ -64,7 +74,7 @@ class Spools:
         return [_draining(orphan) for orphan in oldest_first]
 
     def claimed(self) -> list[tuple[str, str]]:
-        """Return incarnation and URL of each claimed spool."""
+        """Return (incarnation id, URL) of each claimed spool."""
         return [(orphan.incarnation, url) for url, orphan in self._claimed.items()]
 
     def release(self, url: str, reason: str) -> None:
@@ -72,15 +82,15 @@ class Spools:
         if orphan := self._claimed.pop(url, None):
             orphan.release()
             self._released.add(orphan.incarnation)
-            self._warn_once(f"spool {orphan.folder} is not read now: {reason}")
+            self._warn_once(f"spool {orphan.folder} is skipped in this scan: {reason}")
 
     async def remove(self, url: str) -> None:
-        """Delete a claimed spool. The store must have all its records."""
+        """Delete a claimed spool. The caller must ensure that the store has all its records."""
         if orphan := self._claimed.pop(url, None):
             await asyncio.to_thread(self._remove, orphan)
 
     def close(self) -> None:
-        """Release the spools that are not drained yet."""
+        """Release all claimed spools, so that another service or a rank can read them."""
         for orphan in self._claimed.values():
             orphan.release()
         self._claimed.clear()
@@ -88,7 +98,10 @@ class Spools:
     async def records(
         self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int
     ) -> Answer:
-        """Return records of a claimed spool or of a rank. Raises FetchError."""
+        """Return the next records of a claimed spool, or of a rank over HTTP.
+
+        Raises FetchError if they cannot be read.
+        """
         orphan = self._claimed.get(url)
         if orphan is None:
             return await self._http.records(
@@ -104,7 +117,10 @@ class Spools:
         return answer
 
     async def plan(self, url: str, plan_id: str) -> str:
-        """Return the text of a plan. Raises FetchError."""
+        """Return the JSON text of a plan from a claimed spool, or from a rank over HTTP.
+
+        Raises FetchError if it is not available.
+        """
         orphan = self._claimed.get(url)
         if orphan is None:
             return await self._http.plan(url, plan_id)
@@ -140,7 +156,9 @@ class Spools:
             orphan.remove()
         except OSError as error:
             self._done.add(orphan.incarnation)
-            self._warn_once(f"spool {orphan.folder} is stored but cannot be removed: {error.strerror or error}")
+            self._warn_once(
+                f"spool {orphan.folder} is stored in full but its folder cannot be removed: {error.strerror or error}"
+            )
 
     def _warn_once(self, text: str) -> None:
         if text not in self._logged:
@@ -180,7 +198,10 @@ def _needed_plans(stream: bytes) -> tuple[str, ...] | None:
 
 
 class SpoolScanner:
-    """Searches for spools of dead processes, registers the processes as targets, and releases spools it cannot read."""
+    """Finds the spools of dead processes, and registers the processes as targets.
+
+    Spools that this service cannot read are released.
+    """
 
     def __init__(
         self,
@@ -191,9 +212,10 @@ class SpoolScanner:
         watermark: Callable[[str], Awaitable[int]],
         follow: Callable[[Target], None],
     ) -> None:
-        """Set the dependencies. `accept` registers a process, `follow` starts polling a target immediately.
+        """Set the dependencies.
 
-        `watermark` returns the last committed seq of a process.
+        `accept` registers a process. `follow` starts polling a target immediately. `watermark` returns the seq of the
+        last committed record of a process.
         """
         self._spools = spools
         self._registry = registry
@@ -203,14 +225,20 @@ class SpoolScanner:
         self._first: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Run the first scan. A disk that does not respond delays the start of the service by at most START_SECONDS."""
+        """Run the first scan.
+
+        If a disk does not respond, the method returns after START_SECONDS, and the scan continues in the background.
+        """
         self._first = asyncio.create_task(self._scan_safely())
         done, _ = await asyncio.wait([self._first], timeout=START_SECONDS)
         if not done:
             log.warning("[spool] folders: scan timed out after %g s, starting without the spools", START_SECONDS)
 
     async def scan(self) -> None:
-        """Register new orphan spools, delete those that the store has, and release those of live processes."""
+        """Register new spools of dead processes, delete spools that the store has, and release others.
+
+        A claimed spool is released if its process is alive or reading it failed. A later scan can claim it again.
+        """
         if self._first is not None:
             await self._first
         await self._scan_safely()
@@ -226,13 +254,13 @@ class SpoolScanner:
             try:
                 await self._adopt(registration)
             except Exception as error:  # one spool must not prevent the adoption of the others
-                log.exception("unexpected error in adopting the spool %s, retrying", registration.url)
+                log.exception("unexpected error in registering the process of spool %s, retrying", registration.url)
                 self._spools.release(registration.url, repr(error))
         for incarnation, url in self._spools.claimed():
             if (target := self._registry.get(incarnation)) is None:
                 continue
             if target.registration.url != url:
-                self._spools.release(url, "its process lives. Does the file system support locks between hosts?")
+                self._spools.release(url, "its process is alive. Does the file system support locks between hosts?")
             elif target.is_gone:
                 self._spools.release(url, f"reading failed, retrying ({target.last_error})")
             elif target.health is not Health.FAILING:
@@ -258,10 +286,11 @@ class SpoolScanner:
 
 
 def register_orphan(runs: RunTracker, target: Target, now: float, wall: int) -> Attempt:
-    """Record that records of a dead process are available; return its attempt.
+    """Record that the spool of a dead process is available; return the attempt of the process.
 
-    This is no sign of life: a process that was found dead remains dead, another one until its spool is drained. A
-    process that has replaced the dead one is not changed. `now` is in monotonic seconds, `wall` in UTC µs.
+    The spool is no sign of life. A process that was already considered dead remains dead; another process is considered
+    dead when its spool is drained. If a newer process has replaced the dead one as this rank, nothing changes. `now` is
+    in monotonic seconds, `wall` in UTC µs.
     """
     attempt = runs.get(target.attempt_key)
     known = None if attempt is None else attempt.ranks.get(target.registration.rank)
@@ -281,7 +310,11 @@ def register_orphan(runs: RunTracker, target: Target, now: float, wall: int) -> 
 
 
 def drain_orphan(runs: RunTracker, target: Target, now: float, wall: int) -> None:
-    """Record that all records of a dead process are read. Without an exit report, it vanished after the last one."""
+    """Record that all records of a dead process are read.
+
+    If they contain no exit report, the process is recorded as vanished after its last record. `now` is in monotonic
+    seconds, `wall` in UTC µs.
+    """
     attempt = runs.get(target.attempt_key)
     rank = None if attempt is None else attempt.ranks.get(target.registration.rank)
     if attempt is None or rank is None or rank.incarnation != target.incarnation:

@@ -1,1 +1,1 @@
-"""Reports about runs and about the service: metrics, progress, goodput, rows of events and dimensions."""
+"""Reports about runs and about the service: metrics, progress, goodput, and rows for events, runs and tensors."""

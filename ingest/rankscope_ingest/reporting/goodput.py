@@ -1,7 +1,8 @@
-"""Read the goodput of all runs from the store while runs continue: the share of the time spent in steps that count.
+"""Read the goodput of all runs from the store while the runs continue.
 
-The store contains all launches of a run and survives a restart of the service, so that no sums are kept here. Rows that
-are not committed are not included: the ratio is as old as the last commit, and as the last read.
+Goodput is the share of the run time that was spent in steps that count. The store contains all launches of a run and
+survives a restart of the service, so this module keeps no sums. Rows that are not committed are not included: the ratio
+is as old as the last commit and the last read.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
 
 WITHOUT_TIME: Final = frozenset({"tensor_stats", "tensors", "samples"})
-"""Datasets that goodput is not computed from. A commit of these only changes no ratio."""
+"""Datasets that do not influence goodput. A commit that contains only these datasets causes no read."""
 
 READ_SECONDS: Final = 20.0
 _MAX_INTERVALS: Final = 15
-"""The ratio of a long run changes slowly: the pause between reads grows up to this many intervals."""
+"""Maximum pause between two reads, in intervals.
+
+The ratio of a long run changes slowly, so the pause grows with each read.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +33,14 @@ Ratios = Mapping[str, float]
 
 
 def read_goodput(path: str) -> Ratios:
-    """Return the goodput of each run in the store at `path` that has one."""
+    """Return the goodput by run, from 0 to 1, as read from the store at `path`. Runs without a goodput are left out."""
     with connect(path, single_threaded=True) as connection:
         rows = connection.query("SELECT run, goodput FROM goodput WHERE goodput IS NOT NULL").to_pylist()
     return {row["run"]: row["goodput"] for row in rows}
 
 
 class GoodputReader:
-    """The latest goodput of each run. It is read again after a commit, within the limits of a `ReadBudget`."""
+    """The latest goodput of each run. It is read again after a commit, as often as a `ReadBudget` allows."""
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class GoodputReader:
         self.ratios: Ratios = {}
 
     async def read_if_due(self) -> None:
-        """Read in a thread if a read is due. A failed read is logged and retried."""
+        """Read the ratios in a thread if a read is due. A failed read is logged and retried."""
         if self.is_due:
             try:
                 await asyncio.to_thread(self.read)
@@ -62,11 +66,11 @@ class GoodputReader:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the budget allows a read and rows were committed since the last one."""
+        """Return whether the budget allows a read and rows were committed since the last read."""
         return self._budget.is_due and self._commits() > self._commits_seen
 
     def read(self) -> None:
-        """Read the ratios. Blocks until the store has answered."""
+        """Read the ratios from the store. This call blocks until the query has finished."""
         commits = self._commits()
         with self._budget.reading():
             self.ratios = self._read()

@@ -19,7 +19,7 @@ _WINDOW_SECONDS: Final = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """Progress of one run at one time. None: unknown."""
+    """Progress of one run at one time. A value of None is unknown."""
 
     run: str
     attempt: int
@@ -56,7 +56,7 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class RunMeter:
-    """Loss, rates and counts of one attempt, collected from the polled bodies of its ranks."""
+    """Loss, rates and counts of one attempt, collected from the poll responses of its ranks."""
 
     loss: float | None = None
     rows_stored: int = 0
@@ -66,9 +66,10 @@ class RunMeter:
     _steps: deque[tuple[float, float]] = field(default_factory=deque)
 
     def observe(self, rank: int, scalars: Mapping[str, pa.Array] | pa.Table | None, ts: int, step: int | None) -> None:
-        """Take the figures of one body. `step`: its last step.
+        """Update the values from the scalars of one poll response of a rank.
 
-        `ts`: time in µs by the clock of the rank, so that a backlog does not look like a high rate.
+        `step` is the last step in the response. `ts` is the time of that step in UTC µs by the clock of the rank; with
+        the arrival time, a backlog would look like a high rate.
         """
         seconds = ts / 1e6
         newest = self._steps[-1][1] if self._steps else None
@@ -85,16 +86,19 @@ class RunMeter:
             _remember(self._tokens.setdefault(rank, deque()), seconds, tokens)
 
     def tokens_per_second(self) -> float | None:
-        """Return the rate over the last 30 s, summed over the ranks."""
+        """Return the tokens per second over the last 30 s, summed over the ranks, or None if unknown."""
         rates = [rate for series in self._tokens.values() if (rate := _rate(series)) is not None]
         return sum(rates) if rates else None
 
     def steps_per_second(self) -> float | None:
-        """Return the rate over the last 30 s, by the clock of the rank with the highest step."""
+        """Return the steps per second over the last 30 s, or None if unknown.
+
+        The times are those of the clock of the rank with the highest step.
+        """
         return _rate(self._steps)
 
     def eta_seconds(self, planned_steps: int | None, step: int | None) -> float | None:
-        """Return the time for the remaining steps at the present rate, or None if it is unknown."""
+        """Return the time in seconds that the remaining steps need at the present rate, or None if it is unknown."""
         rate = _rate(self._steps)
         if planned_steps is None or step is None or not rate:
             return None
@@ -102,7 +106,7 @@ class RunMeter:
 
 
 def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -> RunProgress:
-    """Return the progress of `attempt`. `targets` are its ranks."""
+    """Return the progress of `attempt`. `meter` contains its rates, `targets` its ranks."""
     return RunProgress(
         run=attempt.run,
         attempt=attempt.number,
@@ -127,7 +131,10 @@ def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -
 
 
 def last_value(scalars: Mapping[str, pa.Array] | pa.Table, name: str) -> float | None:
-    """Return the newest value of the scalar `name`, or None. A value with labels is used only if all have labels."""
+    """Return the newest value of the scalar `name`, or None if there is none.
+
+    Values without labels are preferred. A value with labels is used only if all values have labels.
+    """
     # A body has a few dozen scalars: a Python loop over them is faster than one call of an Arrow kernel.
     found = [position for position, known in enumerate(scalars["name"].to_pylist()) if known == name]
     if not found:

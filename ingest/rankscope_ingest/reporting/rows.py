@@ -1,7 +1,8 @@
 """Rows that the service adds to the store: launches, gaps, incidents, and versions of runs and attempts. Pure.
 
-Their `ts_origin` is "ingest". A gap in a body has the seq of the last lost record, so that it is dropped together with
-the records around it if these are stored already. Other rows have no seq; a repeated version of a run does no harm.
+The column `ts_origin` of these rows is "ingest". A gap row has the seq of the last lost record. If the store already
+has the surrounding records, it therefore drops the gap row together with them. Other rows have no seq. A repeated
+version of a run does not change any query result.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from rankscope_ingest.runs.text import headline
 LIVE: Final = "live"
 
 SYMPTOM_COLUMNS: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold")
-"""Columns of `events` that a symptom has under the same names."""
+"""Columns of `events` that have the same names as fields of `Symptom`."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Creation of a row: wall clock time in UTC µs, and arrival number."""
+    """Time at which a row was created, in UTC µs, and arrival number of the row."""
 
     ts: int
     ordinal: int
 
     def columns(self) -> Row:
-        """Return the columns of time and order."""
+        """Return the columns `ts`, `ordinal` and `ts_origin` of the row."""
         return {"ts": self.ts, "ordinal": self.ordinal, "ts_origin": FROM_INGEST}
 
 
 def event_row(stamp: Stamp, kind: EventType, severity: str, message: str, details: object, /, **columns: Any) -> Row:
-    """Return an event of the service. `details` becomes JSON; `columns` are further columns."""
+    """Return a row of `events` that the service creates. `details` is stored as JSON; `columns` are further columns."""
     event = {"type": kind, "severity": severity, "message": message, "details": compact_json(details)}
     return {**stamp.columns(), **event, **columns}
 
@@ -53,7 +54,7 @@ def compact_json(value: object) -> str:
 
 
 def launch_row(target: Target, stamp: Stamp) -> Row:
-    """Return the event that a process has registered."""
+    """Return the row of `events` which reports that a process has registered."""
     process = target.registration
     details = {name: getattr(process, name) for name in ("launch_id", "host", "pid", "world_size", "versions")}
     message = f"rank {process.rank} of {process.world_size} registered from {process.host}, process {process.pid}"
@@ -61,7 +62,7 @@ def launch_row(target: Target, stamp: Stamp) -> Row:
 
 
 def gap_row(target: Target, first: int, last: int, reason: str, stamp: Stamp) -> Row:
-    """Return the event that records with seq `first` to `last` are lost."""
+    """Return the row of `events` which reports that the records with seq `first` to `last` are lost."""
     records = last - first + 1
     details = {"first": first, "last": last, "records": records, "reason": reason}
     message = f"{records} records lost (seq {first} to {last}): {reason}"
@@ -70,7 +71,10 @@ def gap_row(target: Target, first: int, last: int, reason: str, stamp: Stamp) ->
 
 
 def found_row(target: Target, first: int, last: int, stamp: Stamp) -> Row:
-    """Return the event that undoes a gap: the records arrived. Its count is negative, so that sums remain correct."""
+    """Return the row of `events` which reports that lost records with seq `first` to `last` have arrived.
+
+    Its record count is negative, so that the sum over all gap events is correct.
+    """
     records = last - first + 1
     details = {"first": first, "last": last, "records": -records, "reason": "the process was only out of reach"}
     message = f"{records} records that were counted as lost (seq {first} to {last}) have arrived"
@@ -79,9 +83,10 @@ def found_row(target: Target, first: int, last: int, stamp: Stamp) -> Row:
 
 
 def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
-    """Return the event that an incident reached `state`: opened, notified, undelivered, muted or resolved.
+    """Return the row of `events` which reports that an incident reached `state`.
 
-    The rank is null if the incident names no single rank.
+    The states are opened, notified, undelivered, muted and resolved. The column `rank` is null if the incident names no
+    single rank.
     """
     first = incident.first
     evidence = {"cause": incident.cause, "reports": incident.reports, "where": incident.places}
@@ -98,12 +103,15 @@ def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
 
 
 def run_row(attempt: Attempt, started_at: int, stamp: Stamp) -> Row:
-    """Return a version of a run after its latest attempt. `started_at`: start of its first attempt in UTC µs."""
+    """Return a row of `runs`: a version of the run with the state of its latest attempt.
+
+    `started_at` is the start of the first attempt of the run in UTC µs.
+    """
     return _state_columns(attempt, stamp) | {"started_at": started_at}
 
 
 def attempt_row(attempt: Attempt, stamp: Stamp) -> Row:
-    """Return a version of an attempt."""
+    """Return a row of `attempts`: a version of the attempt with its present state."""
     return _state_columns(attempt, stamp) | {"started_at": attempt.started_at, "launch_id": attempt.launch_id}
 
 
@@ -129,11 +137,17 @@ def _rank_columns(target: Target) -> Row:
 
 
 REFRESH_MICROSECONDS: Final = 60_000_000
-"""Interval of new versions of an active run, so that its last step is nearly correct after a crash."""
+"""Interval at which a new version of an active run is stored.
+
+After a crash, the stored last step is at most this old.
+"""
 
 
 class Versions:
-    """Versions of runs and attempts, and rows of tensors, that were not written yet. `stamp` numbers the rows."""
+    """Creates versions of runs and attempts, and rows of `tensors`.
+
+    `stamp` returns the time and arrival number of a row.
+    """
 
     def __init__(self, stamp: Callable[[], Stamp], run_starts: Mapping[str, int]) -> None:
         self._stamp = stamp
@@ -142,7 +156,7 @@ class Versions:
         self._known_plans: set[tuple[str, int, str]] = set()
 
     def of_attempt(self, attempt: Attempt, *, is_latest: bool) -> dict[str, pa.Table]:
-        """Return a version of the attempt, and also of its run if the attempt is the latest one."""
+        """Return a table for `attempts`, and also one for `runs` if the attempt is the latest one of its run."""
         stamp = self._stamp()
         self._written_at[attempt.key] = stamp.ts
         start = self._run_starts.setdefault(attempt.run, attempt.started_at)
@@ -152,7 +166,10 @@ class Versions:
         return tables
 
     def due(self, attempts: Iterable[Attempt], wall: int) -> list[Attempt]:
-        """Return the active attempts whose last version is older than REFRESH_MICROSECONDS. `wall` is in UTC µs."""
+        """Return the active attempts whose last stored version is older than REFRESH_MICROSECONDS.
+
+        `wall` is the present time in UTC µs.
+        """
         return [
             attempt
             for attempt in attempts
@@ -160,7 +177,10 @@ class Versions:
         ]
 
     def of_tensors(self, target: Target, plans: Mapping[str, PlanColumns]) -> pa.Table | None:
-        """Return rows for the tensors of plans that are new in this attempt. Ranks of a launch usually share plans."""
+        """Return rows of `tensors` for the plans that are new in the attempt of `target`, or None if no plan is new.
+
+        The ranks of a launch usually share plans, so most calls return None.
+        """
         tables = []
         for plan_id, plan in plans.items():
             known = (target.registration.run, target.attempt, plan_id)

@@ -1,4 +1,7 @@
-"""Metrics page of the service: the families of the contract, in a registry of its own."""
+"""Metrics that the service exports on its `/metrics` page.
+
+The metrics are those of the contract's catalogue, in a separate Prometheus registry.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ FAILURE_REASONS: Final = (
     "status",
     "spool",
 )
-"""All values of the label `reason` of failed polls."""
+"""All values of the label `reason` of the counter of failed polls."""
 
 _INITIAL_LABELS: Final = {
     catalogue.SCRAPE_FAILURES: FAILURE_REASONS,
@@ -44,7 +47,7 @@ _INITIAL_LABELS: Final = {
     catalogue.REMOTE_WRITE_REQUESTS: ("ok", "repeated", "busy", "malformed", "too_large", "unsupported"),
     catalogue.REMOTE_WRITE_DROPPED: ("exemplar", "histogram", "metadata", "oversized", "repeated"),
 }
-"""Label values for which counters exist at 0 from the start, so that Prometheus sees the first increase."""
+"""Label values of counters that exist from the start with value 0, so that Prometheus sees the first increase."""
 
 
 _RUN_GAUGES: Final[Mapping[MetricSpec, Callable[[RunProgress], float | None]]] = {
@@ -60,7 +63,7 @@ _RUN_GAUGES: Final[Mapping[MetricSpec, Callable[[RunProgress], float | None]]] =
     catalogue.RANKS_EXPECTED: lambda run: run.world_size,
     catalogue.RANKS_UP: lambda run: run.ranks_alive,
 }
-"""Gauges of a run. An unknown value (None) is absent from the page, not 0."""
+"""Gauges of a run, with the function that returns each value. If a value is unknown (None), the gauge has no sample."""
 
 
 def _seconds(microseconds: int | None) -> float | None:
@@ -68,7 +71,10 @@ def _seconds(microseconds: int | None) -> float | None:
 
 
 class ServiceMetrics:
-    """Counters that are increased when events happen, and gauges that are set when the page is requested."""
+    """Metrics of the service.
+
+    Counters are increased when events happen; gauges are set when the metrics are scraped.
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -84,20 +90,23 @@ class ServiceMetrics:
                 self._series(spec, value)
 
     def page(self) -> bytes:
-        """Return the page in Prometheus' text format."""
+        """Return the metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
     def total(self, spec: MetricSpec) -> float:
-        """Return the sum over all series of a family."""
+        """Return the sum of the values of all series of the metric `spec`."""
         samples = (sample for family in self._families[spec.name].collect() for sample in family.samples)
         return float(sum(sample.value for sample in samples if sample.name == spec.name))
 
     def count(self, spec: MetricSpec, amount: float, *labels: str) -> None:
-        """Increase the counter `spec` with these label values by `amount`."""
+        """Increase the counter `spec` by `amount`. `labels` are the values of its labels."""
         self._series(spec, *labels).inc(amount)
 
     def committed(self, rows: Mapping[str, int], seconds: float, wall: int) -> None:
-        """Count one commit that took `seconds` and ended at `wall` (UTC µs). `rows`: rows by dataset."""
+        """Count one commit that took `seconds` and ended at `wall` (UTC µs).
+
+        `rows` contains the number of rows by dataset.
+        """
         self.count(catalogue.COMMITS, 1)
         self._series(catalogue.LAST_COMMIT).set(wall / 1e6)
         self._series(catalogue.COMMIT_SECONDS).set(seconds)
@@ -105,14 +114,15 @@ class ServiceMetrics:
             self.count(catalogue.ROWS_COMMITTED, count, dataset)
 
     def lost(self, run: str, records: int) -> None:
-        """Count lost records."""
+        """Count lost `records` of a run."""
         self.count(catalogue.LOST_RECORDS, records, run)
         self._lost_runs.add(run)
 
     def fired(self, run: str, rank: int | None, firings: Mapping[tuple[str, str], int]) -> None:
-        """Count firings by rule and kind. They remain visible to Prometheus when the page of the rank is gone.
+        """Count firings by rule and kind.
 
-        The label `rank` is `UNKNOWN_RANK` if no single rank is meant: boards and alerts require a rank label.
+        These counters remain available to Prometheus after the process of the rank has ended. The label `rank` is
+        `UNKNOWN_RANK` if the firing concerns no single rank, because dashboards and alerts require a rank label.
         """
         for (rule, kind), count in firings.items():
             labels = (run, catalogue.UNKNOWN_RANK if rank is None else str(rank), rule, kind)
@@ -120,31 +130,31 @@ class ServiceMetrics:
             self._fired[run].add(labels)
 
     def scraped(self, outcome: str) -> None:
-        """Count a scrape of an external exporter: ok, failed or skipped."""
+        """Count a scrape of an external exporter. `outcome` is ok, failed or skipped."""
         self.count(catalogue.EXPORTER_SCRAPES, 1, outcome)
 
     def read(self, parser: str, samples: int) -> None:
-        """Count the samples of a scrape by the parser that read them: layout or exact."""
+        """Count the samples of a scrape by the parser that read them. `parser` is layout or exact."""
         self.count(catalogue.EXPORTER_SAMPLES, samples, parser)
 
     def dropped(self, reason: str, samples: int) -> None:
-        """Count the samples of a scrape that are not stored."""
+        """Count the samples of a scrape that were not stored, by reason."""
         self.count(catalogue.EXPORTER_SAMPLES_DROPPED, samples, reason)
 
     def write_answered(self, outcome: str) -> None:
-        """Count a remote-write request."""
+        """Count a remote-write request by its outcome, such as ok or busy."""
         self.count(catalogue.REMOTE_WRITE_REQUESTS, 1, outcome)
 
     def written(self, samples: int) -> None:
-        """Count the samples of a remote-write request."""
+        """Count the samples of a remote-write request that were stored."""
         self.count(catalogue.REMOTE_WRITE_SAMPLES, samples)
 
     def write_dropped(self, reason: str, count: int) -> None:
-        """Count items of a remote-write request that are not stored."""
+        """Count the items of a remote-write request that were not stored, by reason."""
         self.count(catalogue.REMOTE_WRITE_DROPPED, count, reason)
 
     def show_exporters(self, up: Iterable[bool | None]) -> None:
-        """Set the number of external exporters that are up, down, or not scraped yet (None)."""
+        """Set the numbers of external exporters that are up (True), down (False), or not scraped yet (None)."""
         tally = Tally(up)
         for health, state in (("up", True), ("down", False), ("pending", None)):
             self._series(catalogue.EXPORTERS, health).set(tally[state])
@@ -152,9 +162,9 @@ class ServiceMetrics:
     def show(
         self, targets: Iterable[Target], attempts: Sequence[Attempt], progress: Iterable[RunProgress], rows_pending: int
     ) -> None:
-        """Set the gauges. `attempts` and `progress` belong to the latest launch of each run.
+        """Set the gauges of targets, runs and ranks.
 
-        All series of a run that is not among them are removed from the page.
+        `attempts` and `progress` describe the latest launch of each run. The series of all other runs are removed.
         """
         known = list(targets)
         health = Tally(target.health for target in known)
@@ -178,13 +188,13 @@ class ServiceMetrics:
                     families[spec].labels(run.run).set(value)
 
     def show_goodput(self, ratios: Mapping[str, float], runs: Collection[str]) -> None:
-        """Set the goodput of those of `runs` that have one."""
+        """Set the goodput of each of `runs` that has a ratio in `ratios`."""
         family = self._cleared(catalogue.RUN_GOODPUT)
         for run in ratios.keys() & runs:
             family.labels(run).set(ratios[run])
 
     def _keep_counters_of(self, runs: set[str]) -> None:
-        """Remove the counters of all other runs."""
+        """Remove the counters of all runs that are not in `runs`."""
         for run in runs:
             self._series(catalogue.LOST_RECORDS, run)  # at 0, so that increase() sees the first loss
         for run in self._lost_runs - runs:
@@ -195,7 +205,10 @@ class ServiceMetrics:
                 self._families[catalogue.ANOMALIES_INGESTED.name].remove(*labels)
 
     def _show_ranks(self, spec: MetricSpec, values: Mapping[tuple[str, str], float]) -> None:
-        """Set a gauge by run and rank. Series are reused: creating one takes 20 times as long as setting it."""
+        """Set a gauge for each (run, rank), and remove its other series.
+
+        Series are reused, because creating a series takes 20 times as long as setting its value.
+        """
         children = self._children[spec.name]
         for labels in children.keys() - values.keys():
             self._families[spec.name].remove(*labels)
@@ -206,12 +219,12 @@ class ServiceMetrics:
             child.set(value)
 
     def _series(self, spec: MetricSpec, *labels: str) -> Any:
-        """Return the series with these label values. A series that does not exist is created with value 0."""
+        """Return the series of `spec` with these label values. A series that does not exist is created with value 0."""
         family = self._families[spec.name]
         return family.labels(*labels) if labels else family
 
     def _cleared(self, spec: MetricSpec) -> Gauge:
-        """Return the family without its series, so that series of earlier runs are removed from the page."""
+        """Remove all series of the gauge and return it, so that series of earlier runs are no longer exported."""
         family: Gauge = self._families[spec.name]
         family.clear()
         return family

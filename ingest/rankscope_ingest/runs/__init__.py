@@ -1,1 +1,1 @@
-"""Runs, attempts and ranks: their states, liveness, root causes and incidents, and all texts about them."""
+"""Runs, attempts, ranks and incidents: their states, timeouts, root causes, and the texts that describe them."""

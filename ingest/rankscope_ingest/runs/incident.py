@@ -1,4 +1,4 @@
-"""Symptoms and incidents: the results of detection, from which rows and notifications are made."""
+"""Symptoms and incidents: the results of detection. Rows of `events` and notifications are made from them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rankscope_contract.model.events import Severity
 from rankscope_ingest.runs.models import Attempt, AttemptKey
 
 RUN_FAILED: Final = "RunFailed"
-"""Rule name of the incident of a failed run. No rule on a rank has this name."""
+"""Rule name of the incident that reports a failed run. Rules that ranks evaluate do not use this name."""
 
 RUN_STALLED: Final = "RunStalled"
-"""Rule name of the incident of a stalled run."""
+"""Rule name of the incident that reports a stalled run."""
 
 OPENED: Final = "opened"
 NOTIFIED: Final = "notified"
@@ -23,12 +23,12 @@ MUTED: Final = "muted"
 RESOLVED: Final = "resolved"
 
 SEVERITIES: Final = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
-"""Ascending. An unknown severity of a newer release counts as the lowest."""
+"""Severities in ascending order. An unknown severity of a newer release counts as the lowest one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symptom:
-    """The causally first anomaly of one rank at one step, and the number of anomalies there."""
+    """The causally first anomaly of one rank at one step, and the number of anomalies of that rank at that step."""
 
     run: str
     attempt: int
@@ -49,23 +49,23 @@ class Symptom:
 
     @property
     def ranks_named(self) -> str:
-        """Return the ranks as text: `rank 3`, `ranks 0-1`, or `rank unknown`."""
+        """Return the affected ranks as text: `rank 3`, `ranks 0-1`, or `rank unknown`."""
         return self.ranks or f"rank {'unknown' if self.rank is None else self.rank}"
 
     @property
     def urgency(self) -> int:
-        """Return the position of the severity in SEVERITIES."""
+        """Return the index of the severity in SEVERITIES; a higher number is more severe."""
         return urgency(self.severity)
 
 
 def urgency(severity: str | None) -> int:
-    """Return a number that increases with the severity."""
+    """Return the index of `severity` in SEVERITIES, or 0 if it is unknown; a higher number is more severe."""
     return SEVERITIES.index(Severity(severity)) if severity in SEVERITIES else 0
 
 
 @dataclass(slots=True, kw_only=True)
 class Incident:
-    """Anomalies with one cause, or the failure or stall of one attempt."""
+    """A group of anomalies with one cause, or the failure or stall of one attempt."""
 
     first: Symptom
     severity: str
@@ -83,28 +83,34 @@ class Incident:
 
     @property
     def attempt_key(self) -> AttemptKey:
-        """Return run and attempt number."""
+        """Return (run, attempt number) of the incident."""
         return self.first.run, self.first.attempt
 
     @property
     def key(self) -> str:
-        """Return the identity of the incident. It is equal each time the same records are evaluated."""
+        """Return the unique key of the incident. The key is the same each time the same records are evaluated."""
         return self.fixed_key or incident_key(self.first)
 
     def awaited(self, live: Mapping[int, int | None]) -> list[int]:
-        """Return the live ranks that have not delivered the first step yet. `live` maps ranks to last steps."""
+        """Return the live ranks that have not yet delivered the first step of the incident.
+
+        `live` maps each live rank to its last step, or to None if it has delivered none.
+        """
         step = self.first.step
         return [] if step is None else [rank for rank, last in live.items() if last is None or last < step]
 
 
 def incident_key(first: Symptom) -> str:
-    """Return a short text that is equal for equal first causes."""
+    """Return a hash of the first cause as 16 hexadecimal digits. Equal causes have equal hashes."""
     parts = (first.run, first.attempt, first.step, first.rank, first.kind, first.tensor, first.rule)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def failure_key(run: str, attempt: int) -> str:
-    """Return the key of the incident of a failed attempt. It does not depend on the time or kind of detection."""
+    """Return the incident key of the failure of an attempt.
+
+    The key does not depend on when or how the failure was detected.
+    """
     return f"{RUN_FAILED}:{attempt}:{run}"
 
 
@@ -121,7 +127,8 @@ def run_incident(
 ) -> Incident:
     """Return the settled incident of a failed (RUN_FAILED) or stalled (RUN_STALLED) attempt.
 
-    `rank` is the rank that failed first, or that the others wait for; None if it is unknown. `cause` is the evidence.
+    `rank` is the rank that failed first or that blocks the others, or None if it is unknown. `cause` is the evidence
+    for that rank.
     """
     first = Symptom(
         run=attempt.run,

@@ -12,41 +12,52 @@ from rankscope_ingest.base.config import RunsSection
 ENDED: Final = frozenset({RunState.COMPLETED, RunState.STOPPED, RunState.FAILED})
 
 ARRIVAL_SECONDS: Final = 6.0
-"""Longest time from a restart of the service, or from the registration of a rank, to the rank's first response."""
+"""Maximum time in seconds until the first successful poll of a rank.
+
+The time starts at the restart of the service or at the registration of the rank.
+"""
 
 AttemptKey = tuple[str, int]
-"""Run and attempt number."""
+"""(run, attempt number), the key of an attempt."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Liveness:
-    """Latest signs that a process runs or does not run. Times are seconds of the service's monotonic clock."""
+    """Latest evidence that a process is alive or not. Times are seconds of the service's monotonic clock."""
 
     last_sign: float
     last_refused: float = -math.inf
 
     def note_sign(self, now: float) -> None:
-        """Record a heartbeat or a response."""
+        """Record a sign of life of the process at `now`: a heartbeat or a response."""
         self.last_sign = max(self.last_sign, now)
 
     def note_refusal(self, now: float) -> None:
-        """Record that the port of the process is closed, or that another process uses it."""
+        """Record a refused connection at `now`: the port of the process is closed, or another process uses it."""
         self.last_refused = max(self.last_refused, now)
 
     def exclude(self, seconds: float, now: float) -> None:
-        """Exclude a time in which the service received nothing from the silence of the process."""
+        """Do not count `seconds` toward the timeouts of the process.
+
+        The caller uses this after a time in which the service could not receive anything.
+        """
         shift = min(seconds, now - self.last_sign)
         self.last_sign += shift
         self.last_refused += shift
 
     def is_alive(self, now: float, ttl_seconds: float) -> bool:
-        """Return whether the last sign of life is younger than `ttl_seconds`, without a refused connection since."""
+        """Return whether the process is considered alive at `now`.
+
+        Its last heartbeat or response must be less than `ttl_seconds` old, and no connection may have been refused
+        since then.
+        """
         return self.last_refused <= self.last_sign and now - self.last_sign < ttl_seconds
 
     def has_vanished(self, now: float, limits: RunsSection) -> bool:
-        """Return whether the process must be considered dead.
+        """Return whether the process must be considered dead at `now`.
 
-        A closed port is not sufficient: while heartbeats arrive, only the rank's HTTP server may have failed.
+        A refused connection alone is not sufficient: while heartbeats arrive, only the HTTP server of the rank may have
+        failed. A refused connection shortens the timeout.
         """
         is_refused = self.last_refused > self.last_sign
         limit = limits.refused_after_seconds if is_refused else limits.failed_after_seconds
@@ -55,7 +66,7 @@ class Liveness:
 
 @dataclass(slots=True, kw_only=True)
 class Rank:
-    """One rank of one attempt. Times with a µs comment are wall clock time, the others monotonic seconds."""
+    """One rank of one attempt. Times with a µs comment are wall clock time; other times are monotonic seconds."""
 
     number: int
     incarnation: str
@@ -77,28 +88,35 @@ class Rank:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the process has ended, as far as the service knows."""
+        """Return whether the process has ended as far as the service knows.
+
+        It has ended if it sent an exit report, was drained, or vanished.
+        """
         return self.exit_reason is not None or self.is_closed or self.is_vanished
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the process vanished for an unknown reason."""
+        """Return whether the process vanished without an exit report and before it was drained."""
         return self.is_vanished and self.exit_reason is None and not self.is_closed
 
     def revive(self) -> bool:
-        """Record a sign of life; return whether the rank was considered dead."""
+        """Record a sign of life of the process; return whether the process was considered dead before."""
         was_vanished, self.is_vanished, self.never_answered = self.is_vanished, False, False
         return was_vanished
 
     def vanish(self, now: float, wall: int) -> None:
-        """Record that the process is considered dead. For a rank read from the store, the last sign is unknown."""
+        """Record that the process is considered dead since `now`, or `wall` in UTC µs.
+
+        If the rank was read from the store and never responded to this service, the time of its last sign of life is
+        unknown.
+        """
         self.is_vanished, self.never_answered, self.silent_until = True, self.is_restored, wall
         self.silent_from = None if self.is_restored else wall - round((now - self.liveness.last_sign) * 1e6)
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One launch of a run. Times with a µs comment are wall clock time, the others monotonic seconds."""
+    """One launch of a run. Times with a µs comment are wall clock time; other times are monotonic seconds."""
 
     run: str
     number: int
@@ -122,7 +140,7 @@ class Attempt:
 
     @property
     def key(self) -> AttemptKey:
-        """Return run and number."""
+        """Return (run, attempt number) as the key of the attempt."""
         return self.run, self.number
 
     @property
@@ -132,16 +150,19 @@ class Attempt:
 
     @property
     def live_ranks(self) -> list[Rank]:
-        """Return the ranks that still run, as far as the service knows."""
+        """Return the ranks that have not ended, as far as the service knows."""
         return [rank for rank in self.ranks.values() if not rank.has_ended]
 
     def is_arriving(self, now: float) -> bool:
-        """Return whether a rank became known less than ARRIVAL_SECONDS ago and has not been polled successfully."""
+        """Return whether the attempt has a live rank that is new and has not been polled successfully yet.
+
+        A rank is new if it registered, or was restored from the store, less than ARRIVAL_SECONDS before `now`.
+        """
         return any(not rank.is_read and now - rank.known_since < ARRIVAL_SECONDS for rank in self.live_ranks)
 
     @property
     def ranks_missing(self) -> int:
-        """Return the number of ranks of the world that are not alive; 0 for a completed or stopped attempt."""
+        """Return the world size minus the number of live ranks; 0 for a completed or stopped attempt."""
         if self.state in {RunState.COMPLETED, RunState.STOPPED}:
             return 0
         return max(0, self.world_size - len(self.live_ranks))
@@ -151,7 +172,10 @@ class Attempt:
         return self.has_ended and not self.live_ranks and (self.settled_at is None or now - self.settled_at >= seconds)
 
     def note_activity(self, *, of_work: bool = False) -> None:
-        """Record activity of a rank. After the end of the attempt, its state is then decided again."""
+        """Record that a rank was active. If the attempt had ended, its state is evaluated again.
+
+        `of_work` states that the rank trained, which can reopen a completed or stopped attempt.
+        """
         if self.has_ended:
             self.has_activity = True
             self.is_reopened |= of_work

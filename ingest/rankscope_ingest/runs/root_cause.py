@@ -1,8 +1,8 @@
-"""Find the rank of an attempt that failed first, from the last reports of the ranks and the time of their silence.
+"""Find the rank of an attempt that failed first, from the last reports and responses of all ranks.
 
-When one rank fails, the others fail within moments: they lose their peer, or the launcher ends them. Their reports may
-arrive earlier, so that the order of arrival proves nothing. If no evidence shows which rank was first, none is named.
-Pure: the caller passes the time.
+When one rank fails, the others usually fail within seconds, because they lose the connection to their peer or the
+launcher ends them. Their reports may arrive earlier than the report of the first rank, so the order of arrival is no
+evidence. If the evidence does not identify the first rank, the result names no rank. Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from rankscope_contract.model.events import ExitReason
 from rankscope_ingest.runs.models import Attempt, Rank
 
 CLOCKS_DIFFER_MICROSECONDS: Final = 2_000_000
-"""Two times on different hosts that are closer than this have no known order."""
+"""Maximum difference between the clocks of two hosts. The order of two events that are closer in time is unknown."""
 
 SIGNS_DIFFER_MICROSECONDS: Final = 30_000_000
-"""A rank that trains gives a sign of life more often than this: a heartbeat, a response, or a record in its spool."""
+"""Maximum interval between two signs of life of a rank that trains.
+
+A sign of life is a heartbeat, a response to a poll, or a record in the spool of the rank.
+"""
 
 _PEER_LOST: Final = re.compile(
     r"closed by peer|reset by peer|connection (was )?(closed|reset|refused|aborted|lost)|broken pipe|gloo|nccl"
@@ -30,7 +33,10 @@ _PEER_LOST: Final = re.compile(
 
 
 class EndKind(enum.IntEnum):
-    """Kind of failure of a rank. If the order in time is unknown, the smaller one is the cause."""
+    """Kind of failure of a rank.
+
+    If the order in time is unknown, the kind with the lower number is considered the cause.
+    """
 
     RAISED = 0
     VANISHED = 1
@@ -40,7 +46,7 @@ class EndKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """The failure of one rank. It happened between `earliest` and `latest`, in UTC µs."""
+    """The failure of one rank. It happened between the times `earliest` and `latest`, in UTC µs."""
 
     kind: EndKind
     rank: Rank
@@ -50,22 +56,25 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """The ranks that may have failed first. All `ends` have one kind, and none is known to precede another."""
+    """The ranks that may have failed first.
+
+    All `ends` are of the same kind, and none of them is known to be earlier than another one.
+    """
 
     ends: tuple[RankEnd, ...]
     unregistered: int  # number of ranks of the attempt that never registered
 
     @property
     def kind(self) -> EndKind:
-        """Return the kind of failure of all these ranks."""
+        """Return the kind of failure, which is the same for all these ranks."""
         return self.ends[0].kind
 
     @property
     def culprit(self) -> int | None:
-        """Return the rank that failed first; None if the reports do not single it out.
+        """Return the rank that failed first, or None if the reports do not identify it.
 
-        A rank that lost its peer points to another rank. A rank that vanished may have been killed because of a rank
-        that never registered.
+        If the rank lost a peer, another rank failed earlier. If the rank vanished, it may have been killed because of a
+        rank that never registered.
         """
         if (
             len(self.ends) > 1
@@ -77,12 +86,15 @@ class Cause:
 
     @property
     def moment(self) -> int:
-        """Return the time of the first failure in UTC µs, as exactly as it is known."""
+        """Return the time of the first failure in UTC µs.
+
+        This is the earliest possible time if it is known, else the time at which the service found the failure.
+        """
         return min(end.latest if end.earliest is None else end.earliest for end in self.ends)
 
 
 def first_cause(attempt: Attempt, wall: int) -> Cause | None:
-    """Return the ranks that may have failed first, or None if no rank failed. `wall`: present time in UTC µs."""
+    """Return the ranks that may have failed first, or None if no rank failed. `wall` is the present time in UTC µs."""
     ends = [end for rank in attempt.ranks.values() if (end := _end(rank, wall)) is not None]
     candidates = [end for end in ends if not any(_precedes(other, end) for other in ends)]
     if not candidates:
@@ -115,9 +127,11 @@ def _precedes(one: RankEnd, other: RankEnd) -> bool:
 
 
 def _fell_silent_before(one: RankEnd, other: RankEnd) -> bool:
-    """Return whether `one` was silent while `other` made steps, although both were found dead much later.
+    """Return whether rank `one` stopped responding while rank `other` continued to train.
 
-    One step is no proof: of two ranks that died together, one may have recorded the end of a long step just before.
+    The service finds both ranks dead much later, so the steps and the last signs of life are compared. A difference of
+    one step is not sufficient: of two ranks that died together, one may have recorded the end of a long step just
+    before.
     """
     if one.earliest is None or other.earliest is None:
         return False

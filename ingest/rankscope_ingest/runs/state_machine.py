@@ -1,4 +1,7 @@
-"""The state machine of an attempt: decides its state from its facts. Pure; docs/runs.md shows it as a table."""
+"""The state machine of an attempt: decide the state from the facts about its ranks. Pure.
+
+docs/runs.md shows the state machine as a table.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ CALM_ENDS: Final = frozenset({RunState.COMPLETED, RunState.STOPPED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDecision:
-    """The state of an attempt. `moment`: end in UTC µs. `culprit`: the rank that failed first, if it is known."""
+    """The state of an attempt at one evaluation.
+
+    `moment` is the end of the attempt in UTC µs. `culprit` is the rank that failed first, or None if it is unknown.
+    """
 
     state: RunState
     reason: str | None = None
@@ -33,11 +39,11 @@ class StateDecision:
 
 
 def judge(attempt: Attempt, now: float, wall: int, limits: RunsSection) -> StateDecision | None:
-    """Return the state of `attempt`, or None if it has ended and its state does not change.
+    """Return the state of `attempt`, or None if the attempt has ended and its state does not change.
 
-    `now` is in monotonic seconds, `wall` in UTC µs. After its end, an attempt is judged again only when one of its
-    ranks is active: a restarted service has less information than the previous process. A completed or stopped attempt
-    is not reopened by a rank that only delivers records that the store already has.
+    `now` is in monotonic seconds, `wall` in UTC µs. The state of an ended attempt is evaluated again only when one of
+    its ranks is active, because a restarted service has less information than the previous process. If a rank only
+    delivers records that the store already has, a completed or stopped attempt is not reopened.
     """
     if attempt.has_ended and not attempt.has_activity:
         return None
@@ -62,7 +68,10 @@ def judge(attempt: Attempt, now: float, wall: int, limits: RunsSection) -> State
 
 
 def _ended(attempt: Attempt, signal: Cause | None, wall: int) -> StateDecision:
-    """Return how an attempt ended that has no live and no failed rank."""
+    """Return the final state of an attempt that has no live and no failed ranks: stopped or completed.
+
+    `signal` describes the ranks that a signal ended, or is None. `wall` is the present time in UTC µs.
+    """
     ranks = attempt.ranks.values()
     moment = max((rank.exited_at for rank in ranks if rank.exited_at is not None), default=wall)
     if signal is not None:

@@ -1,4 +1,4 @@
-"""One polled process as the service sees it: identity, position of reading and committing, and health."""
+"""One polled process: its identity, the positions up to which its records were read and committed, and its health."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rankscope_ingest.runs.models import AttemptKey, Liveness
 
 
 class Health(enum.StrEnum):
-    """Result of the latest polls of a target."""
+    """Health of a target according to its latest polls."""
 
     PENDING = "pending"  # registered, not polled yet
     UP = "up"
@@ -22,7 +22,10 @@ class Health(enum.StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Target:
-    """A registered incarnation and its cursor. Changed only on the event loop of the service."""
+    """A process of a rank that the service polls, and the sequence numbers of its records that were read and committed.
+
+    A target is changed only on the event loop of the service.
+    """
 
     registration: Registration
     attempt: int
@@ -45,17 +48,17 @@ class Target:
 
     @property
     def incarnation(self) -> str:
-        """Return the id of the process."""
+        """Return the incarnation id, which identifies the process."""
         return self.registration.incarnation
 
     @property
     def attempt_key(self) -> AttemptKey:
-        """Return run and attempt number."""
+        """Return (run, attempt number) of the process."""
         return self.registration.run, self.attempt
 
     @property
     def identity(self) -> tuple[str, str, int]:
-        """Return run, launch and rank, which at most one live process has."""
+        """Return (run, launch id, rank). At most one live process has this identity."""
         return self.registration.run, self.registration.launch_id, self.registration.rank
 
     @property
@@ -65,25 +68,25 @@ class Target:
 
     @property
     def is_dead(self) -> bool:
-        """Return whether another process serves the records of this one from its spool."""
+        """Return whether the process is dead and another process serves its records from its spool."""
         return self.registration.served_by is not None
 
     @property
     def name(self) -> str:
-        """Return run and rank for logs and for the `instance` label."""
+        """Return `<run>/<rank>` for log messages and for the label `instance`."""
         return f"{self.registration.run}/{self.registration.rank}"
 
     @property
     def lag_records(self) -> int:
-        """Return the number of published records that are not durable yet."""
+        """Return the number of published records that are not committed yet."""
         return max(0, self.head - self.committed)
 
     def leave(self, now: float) -> None:
-        """Stop polling the process: it ended, or it is considered dead."""
+        """Stop polling the process at `now`, because it has ended or is considered dead."""
         self.health, self.gone_at = Health.GONE, now
 
     def commit(self, seq: int) -> int:
-        """Record that everything up to `seq` is durable; return the number of rows that became durable."""
+        """Record that all records up to `seq` are committed; return the number of rows that this commit added."""
         self.committed = max(self.committed, seq)
         rows = 0
         while self.uncommitted and self.uncommitted[0][0] <= seq:

@@ -1,4 +1,8 @@
-"""All texts about runs and incidents: reasons of states, evidence, reports of ranks, and notifications. Pure."""
+"""All texts for users about runs and incidents. Pure.
+
+They are the reasons of run states, the evidence for the first failed rank, the last reports of ranks, and
+notifications.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,19 @@ from rankscope_ingest.runs.models import Attempt, Rank
 from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS, Cause, EndKind
 
 MAX_GROUPS: Final = 3
-"""Groups of ranks with equal ends that a reason names: 1,000 ranks may end in as many ways."""
+"""Maximum number of groups of ranks that a reason lists.
+
+Without a limit, 1,000 ranks could end in 1,000 different ways.
+"""
 
 MAX_LINES: Final = 12
-"""Lines of one section of a notification. Ranks that others may wait for come first."""
+"""Maximum number of lines in one section of a notification. The ranks that may block other ranks are listed first."""
 
 _AGES: Final = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 21_600.0, 86_400.0)
-"""Limits between ages, in seconds. Ranks are polled at different times; ages between the same limits share a line."""
+"""Limits of age classes, in seconds.
+
+Ranks are polled at different times. Reports whose ages are in the same class share a line.
+"""
 
 _SILENT: Final = "stopped responding without an exit report"
 _UNSEEN: Final = "did not respond after the service restarted (ended or killed while it was down)"
@@ -33,7 +43,7 @@ MUTE_FOLLOWS: Final = "(This run has many incidents: further ones are stored but
 
 
 def failure_reason(cause: Cause) -> str:
-    """Return the ranks that may have failed first and their errors."""
+    """Return the reason of state `failed`: the ranks that may have failed first, with their errors."""
     ranks = [end.rank for end in cause.ends]
     if cause.kind is EndKind.VANISHED:
         parts = []
@@ -48,7 +58,7 @@ def failure_reason(cause: Cause) -> str:
 
 
 def failure_evidence(cause: Cause) -> str:
-    """Return the reason why a rank is named as the first to fail, or why none is."""
+    """Return the evidence for the rank that failed first, or the reason why that rank is unknown."""
     names = ranks_text([end.rank.number for end in cause.ends])
     if cause.culprit is not None:
         return f"{names}: first rank to " + {
@@ -67,19 +77,19 @@ def failure_evidence(cause: Cause) -> str:
 
 
 def exit_reports(ranks: Iterable[Rank], default: str = "ended") -> str:
-    """Return text such as `ranks 0-1: ValueError: no; rank 3: …`. `default` is for ranks without an error."""
+    """Return text such as `ranks 0-1: ValueError: no; rank 3: …`. `default` is the text for ranks without an error."""
     return _listing(ranks, "{ranks}: {text}", lambda rank: rank.error or default, separator="; ")
 
 
 def short_of_plan(attempt: Attempt) -> str | None:
-    """Return a text about an attempt that completed before its last planned step, or None."""
+    """Return a text which states that an attempt completed before its last planned step, or None if it did not."""
     planned, last = attempt.planned_steps, attempt.last_step
     is_short = planned is not None and last is not None and last < planned
     return f"ended at step {last} of {planned} planned" if is_short else None
 
 
 def stall_reason(attempt: Attempt, idle_seconds: float) -> str:
-    """Return the reason of state `stalled`: the time without a step."""
+    """Return the reason of state `stalled`, such as `alive, but no step for 600 s`."""
     if attempt.last_step is not None:
         return f"alive, but no step for {idle_seconds:.0f} s"
     missing = attempt.world_size - len(attempt.ranks)
@@ -88,7 +98,10 @@ def stall_reason(attempt: Attempt, idle_seconds: float) -> str:
 
 
 def hang_reason(hangs: Mapping[int, str]) -> str | None:
-    """Return the messages of ranks that reported a hang, equal messages together; None if there are none."""
+    """Return the hang messages with their ranks, such as `ranks 0-1: …; rank 3: …`, or None if `hangs` is empty.
+
+    Ranks with equal messages are listed together. `hangs` maps each rank that reported a hang to its message.
+    """
     groups: dict[str, list[int]] = {}
     for rank, message in sorted(hangs.items()):
         groups.setdefault(message, []).append(rank)
@@ -96,9 +109,10 @@ def hang_reason(hangs: Mapping[int, str]) -> str | None:
 
 
 def divergence_text(groups: Sequence[Sequence[int]], differing: Sequence[int] | None) -> str:
-    """Return which ranks differ. `groups`: ranks with equal hashes, largest group first.
+    """Return a sentence about the ranks that differ.
 
-    `differing`: the ranks that differ from the majority; None if there is no majority.
+    `groups` contains the ranks with equal hashes, the largest group first. `differing` contains the ranks that differ
+    from the majority; it is None if there is no majority.
     """
     if differing is None:
         return f"{' and '.join(map(ranks_text, groups))} differ from each other, without a majority"
@@ -106,7 +120,10 @@ def divergence_text(groups: Sequence[Sequence[int]], differing: Sequence[int] | 
 
 
 def _listing(ranks: Iterable[Rank], form: str, text_of: Callable[[Rank], str], separator: str = ", ") -> str:
-    """Return `form` for each group of ranks with equal text, in order of the lowest rank, at most MAX_GROUPS."""
+    """Return `form` filled in for each group of ranks that have an equal text.
+
+    `text_of` returns the text of a rank. The groups are in order of their lowest rank; at most MAX_GROUPS are listed.
+    """
     groups: dict[str, list[int]] = {}
     for rank in sorted(ranks, key=lambda rank: rank.number):
         groups.setdefault(text_of(rank), []).append(rank.number)
@@ -124,7 +141,10 @@ def _bounded(lines: list[str]) -> list[str]:
 
 
 def last_reports(attempt: Attempt, now: float) -> tuple[str, ...]:
-    """Return lines such as `ranks 0-3, 5: step 12, 4 s ago`, the lowest steps and oldest reports first."""
+    """Return the last reports as lines such as `ranks 0-3, 5: step 12, 4 s ago`.
+
+    The ranks with the lowest step come first; at the same step, the ranks with the oldest report.
+    """
     groups: dict[tuple[int, int, bool, str], list[Rank]] = {}
     for number in sorted(attempt.ranks):
         rank = attempt.ranks[number]
@@ -163,9 +183,9 @@ def _rank_state(rank: Rank) -> str:
 def wait_places(
     standings: Iterable[Standing], flights: Mapping[int, FlightRecord], refusals: Mapping[int, str]
 ) -> tuple[str, ...]:
-    """Return the collectives and source lines in which ranks wait, and why other ranks sent no stacks.
+    """Return lines that show in which collectives and source lines ranks wait, and why some ranks sent no stacks.
 
-    `refusals` maps ranks without stacks and flight record to the reason.
+    `refusals` maps each rank that sent neither stacks nor a flight record to the reason.
     """
     listed = list(standings)
     reasons: dict[str, list[int]] = {}
@@ -182,7 +202,7 @@ def wait_places(
 
 
 def headline(first: Symptom) -> str:
-    """Return one line with rule, kind, tensor, rank and step."""
+    """Return a line that names the rule, kind, tensor, rank and step of a symptom."""
     place = " of ".join(part for part in (first.kind, first.tensor) if part)
     rule = " in ".join(filter(None, (first.rule or "anomaly", place)))
     return ", ".join([rule, first.ranks_named, *([] if first.step is None else [f"step {first.step}"])])
@@ -194,7 +214,10 @@ def title(incident: Incident) -> str:
 
 
 def body(incident: Incident, *, is_repeated: bool = False) -> str:
-    """Return the body of the notification: run, rank, step, values, evidence, and a command for details."""
+    """Return the body of the notification of `incident`.
+
+    It contains run, rank, step, values, evidence, and a command that shows details.
+    """
     first = incident.first
     values = {
         "run": f"{first.run} (attempt {first.attempt})",
@@ -226,12 +249,12 @@ def body(incident: Incident, *, is_repeated: bool = False) -> str:
 
 
 def resolved_title(incident: Incident) -> str:
-    """Return the title of the notification that a stalled run makes steps again."""
+    """Return the title of the notification that a stalled run has continued."""
     return f"[resolved] {incident.first.run}: {RUN_STALLED}, training continues"
 
 
 def resolved_body(incident: Incident) -> str:
-    """Return the body of the notification that a stalled run makes steps again."""
+    """Return the body of the notification that a stalled run has continued."""
     first = incident.first
     last = "" if first.step is None else f" The last step before the stall was {first.step}."
     return f"run: {first.run} (attempt {first.attempt})\nTraining continues.{last}\nincident: {incident.key}"

@@ -1,8 +1,9 @@
-"""All runs and their facts: registrations, steps, exit reports and silence. Pure: the caller passes the time.
+"""Track all runs: registrations, steps, exit reports and timeouts of their ranks. Pure: the caller passes the time.
 
-The state of a run is that of its latest attempt. An attempt has failed as soon as one rank raised an exception or
-vanished without an exit report. It has ended when all its ranks have ended. Ranks that never registered count as
-missing but prove nothing: a training may monitor rank 0 only. `state_machine` decides the state.
+The state of a run is the state of its latest attempt. An attempt fails as soon as one rank raised an exception, or
+stopped responding without an exit report. An attempt ends when all its ranks have ended. Ranks that never registered
+count as missing, but are no evidence of a failure: a training may monitor only rank 0. `state_machine` decides the
+state.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from rankscope_ingest.runs.state_machine import StateDecision, judge
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunChanges:
-    """Result of one `tick`: the attempts whose state changed, and the ranks that were found dead."""
+    """Result of one `tick`: the attempts whose state changed, and the ranks that are now considered dead."""
 
     changed: tuple[Attempt, ...]
     vanished: tuple[Rank, ...]
 
 
 class RunTracker:
-    """All attempts whose state may still change, and past ones that ended long ago or under an earlier service."""
+    """All attempts of all runs. Past attempts, which ended long ago or under an earlier service, are not evaluated."""
 
     def __init__(self, limits: RunsSection) -> None:
         self.limits = limits
@@ -36,50 +37,57 @@ class RunTracker:
         self._newest: dict[str, int] = {}
 
     def attempts(self) -> Iterable[Attempt]:
-        """Return the attempts whose state may still change."""
+        """Return the attempts whose state is still evaluated."""
         return self._attempts.values()
 
     def get(self, key: AttemptKey) -> Attempt | None:
-        """Return the attempt, or None."""
+        """Return the attempt with this key, or None if it is unknown or past."""
         return self._attempts.get(key)
 
     def latest(self) -> dict[str, Attempt]:
-        """Return the newest attempt of each run. A run is absent if only an older attempt still changes."""
+        """Return the newest attempt of each run, by run. A run is left out if its newest attempt is past."""
         return {attempt.run: attempt for attempt in self._attempts.values() if self.is_newest(attempt)}
 
     def is_newest(self, attempt: Attempt) -> bool:
-        """Return whether no later launch of the run is known."""
+        """Return whether `attempt` is the newest known attempt of its run."""
         return self._newest.get(attempt.run) == attempt.number
 
     def is_live(self, key: AttemptKey, number: int, incarnation: str) -> bool:
-        """Return whether this process is the live process of a rank. Then `tick` finds out when it vanishes."""
+        """Return whether `incarnation` is the live process of rank `number`.
+
+        `tick` checks the timeouts of such a process.
+        """
         attempt = self._attempts.get(key)
         rank = None if attempt is None else attempt.ranks.get(number)
         return rank is not None and rank.incarnation == incarnation and not rank.has_ended
 
     def restore(self, attempt: Attempt, now: float = 0.0) -> None:
-        """Add an attempt from the store that had not ended. Its ranks must report to this service."""
+        """Add an attempt of the store whose state is still evaluated.
+
+        Its timeouts start at `now`, in monotonic seconds.
+        """
         # A stalled attempt remains stalled until its next step; the store does not contain the time of the last step.
         attempt.progressed_at = float("-inf") if attempt.state is RunState.STALLED else now
         self._attempts[attempt.key] = attempt
         self._note_number(attempt)
 
     def remember(self, attempt: Attempt) -> None:
-        """Add an attempt from the store that had ended. It is judged again if one of its ranks reports."""
+        """Add an ended attempt of the store as past. Its state is evaluated again if one of its ranks reports."""
         self._past[attempt.key] = attempt
         self._note_number(attempt)
 
     def forget(self, key: AttemptKey) -> None:
-        """Stop judging an attempt that ended, until one of its ranks reports."""
+        """Make an ended attempt a past one. Its state is evaluated again if one of its ranks reports."""
         if attempt := self._attempts.pop(key, None):
             if attempt.state is not RunState.FAILED:  # a failed one keeps its lost ranks: only some may come back
                 attempt.ranks.clear()
             self._past[key] = attempt
 
     def is_over(self, key: AttemptKey, registration: Registration) -> bool:
-        """Return whether an unknown process starts a new attempt although its launch id is known.
+        """Return whether the attempt `key` is over, so that the registering process starts a new attempt.
 
-        Ranks without a process group derive their launch id. They derive the same id when they are started again.
+        Ranks without a process group derive their launch id. They derive the same launch id when they are started
+        again, so a known launch id does not prove that the attempt continues.
         """
         attempt = self._attempts.get(key) or self._past.get(key)
         if attempt is None or attempt.live_ranks:
@@ -90,7 +98,10 @@ class RunTracker:
         return attempt.ended_at is not None and registration.started_at > attempt.ended_at
 
     def registered(self, registration: Registration, number: int, liveness: Liveness, wall: int) -> Attempt:
-        """Record a registration or heartbeat for attempt `number`; return the attempt. `wall` is in UTC µs."""
+        """Record a registration or heartbeat for attempt `number`; return the attempt.
+
+        `wall` is the present time in UTC µs.
+        """
         key = (registration.run, number)
         attempt = self._wake(key)
         if attempt is None:
@@ -126,7 +137,7 @@ class RunTracker:
         return attempt
 
     def answered(self, key: AttemptKey, number: int, incarnation: str | None = None) -> None:
-        """Record that a rank answered a poll. If it was considered dead, it is alive again."""
+        """Record that a rank responded to a poll. If the rank was considered dead, it is alive again."""
         if found := self._find(key, number, incarnation):
             attempt, rank = found
             rank.is_read = True
@@ -136,7 +147,11 @@ class RunTracker:
     def stepped(
         self, key: AttemptKey, number: int, step: int | None, now: float, incarnation: str | None = None
     ) -> None:
-        """Record the last step of new records. Any other step than the known one is progress: a step may rewind."""
+        """Record the last step of new records of a rank.
+
+        Any change of the step counts as progress, because training may return to an earlier step. `now` is in monotonic
+        seconds.
+        """
         attempt = self._wake(key)
         if attempt is None or step is None:
             return
@@ -160,7 +175,10 @@ class RunTracker:
         at: int | None = None,
         incarnation: str | None = None,
     ) -> None:
-        """Record the exit report of a process. Only the first one counts. `at`: UTC µs by the clock of the process."""
+        """Record the exit report of a process; later reports of the same process are ignored.
+
+        `at` is the time of the exit in UTC µs, by the clock of the process.
+        """
         found = self._find(key, number, incarnation)
         if found is not None and found[1].exit_reason is None:
             attempt, rank = found
@@ -168,21 +186,24 @@ class RunTracker:
             attempt.note_activity(of_work=True)
 
     def closed(self, key: AttemptKey, number: int, incarnation: str | None = None) -> None:
-        """Record that a rank has drained and ends."""
+        """Record that a rank has ended and that all its records are committed."""
         if found := self._find(key, number, incarnation):
             attempt, rank = found
             rank.is_closed = True
             attempt.note_activity()
 
     def exclude(self, seconds: float, now: float) -> None:
-        """Exclude `seconds`, in which the service itself did not run, from the silence of all ranks."""
+        """Do not count `seconds` toward the timeouts of all ranks.
+
+        The caller uses this after a time in which the service itself did not run.
+        """
         for attempt in self._attempts.values():
             attempt.progressed_at = min(now, attempt.progressed_at + seconds)
             for rank in attempt.live_ranks:
                 rank.liveness.exclude(seconds, now)
 
     def tick(self, now: float, wall: int) -> RunChanges:
-        """Find dead ranks and judge every attempt. `now` is in monotonic seconds, `wall` in UTC µs."""
+        """Find dead ranks and evaluate the state of every attempt. `now` is in monotonic seconds, `wall` in UTC µs."""
         changed, vanished = [], []
         for attempt in self._attempts.values():
             for rank in attempt.live_ranks:
@@ -199,13 +220,13 @@ class RunTracker:
         self._newest[attempt.run] = max(attempt.number, self._newest.get(attempt.run, 0))
 
     def _wake(self, key: AttemptKey) -> Attempt | None:
-        """Return the attempt. A past attempt is judged again from now on."""
+        """Return the attempt with this key, or None. A past attempt is evaluated again from now on."""
         if key in self._past:
             self._attempts[key] = self._past.pop(key)
         return self._attempts.get(key)
 
     def _find(self, key: AttemptKey, number: int, incarnation: str | None) -> tuple[Attempt, Rank] | None:
-        """Return attempt and rank; None if another process has replaced `incarnation` as this rank."""
+        """Return (attempt, rank), or None if the rank is unknown or another process has replaced `incarnation`."""
         attempt = self._wake(key)
         rank = None if attempt is None else attempt.ranks.get(number)
         if attempt is None or rank is None or incarnation not in {None, rank.incarnation}:
@@ -214,7 +235,7 @@ class RunTracker:
 
 
 def _apply(attempt: Attempt, decision: StateDecision, now: float, wall: int) -> bool:
-    """Set the state of `attempt`; return whether a new version of it must be stored."""
+    """Apply `decision` to `attempt`; return whether the attempt changed and must be stored again."""
     has_ended = decision.state in ENDED
     is_change = decision.state is not attempt.state or (has_ended and decision.reason != attempt.reason)
     attempt.culprit, attempt.evidence = decision.culprit, decision.evidence

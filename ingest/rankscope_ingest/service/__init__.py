@@ -1,1 +1,1 @@
-"""Start of the service, wiring of its parts, periodic jobs, and drain."""
+"""Start the service, connect its components, run its periodic jobs, and drain it before it stops."""

@@ -1,4 +1,4 @@
-"""Responses of the service to HTTP requests. Implements the `Backend` of the routes."""
+"""Build the responses of the service to HTTP requests. `Api` implements the protocol `Backend` of the HTTP routes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rankscope_ingest.status_page.model import Status
 
 @dataclass(kw_only=True)
 class Api:
-    """The parts of the service as HTTP handlers use them, its URL, and whether it drains."""
+    """The service as HTTP handlers see it: its components, its URL, and whether it is draining."""
 
     config: ServiceConfig
     metrics: ServiceMetrics
@@ -41,7 +41,7 @@ class Api:
     is_draining: bool = False
 
     def __post_init__(self) -> None:
-        """Create the readers of the store."""
+        """Create the readers of the store: remote read, goodput, and the status of the service."""
         store, pipeline = self.config.store, self.pipeline
         self.read = RemoteRead(store.path, self.config.remote_read)
         self.goodput = GoodputReader(lambda: read_goodput(store.path), lambda: pipeline.commits_of_time)
@@ -55,17 +55,23 @@ class Api:
         )
 
     async def register(self, registration: Registration) -> RegistrationReply:
-        """Take a registration or heartbeat. Raises RegistrationError."""
+        """Accept a registration or heartbeat of a rank and return the reply.
+
+        Raises RegistrationError if it is rejected.
+        """
         if self.is_draining:
             raise RegistrationError(503, "the service is stopping: retry later")
         return self.monitor.registry.reply(await self.polling.register(registration))
 
     def poke(self, incarnation: str) -> bool:
-        """Poll a target immediately; return False if it is unknown."""
+        """Poll the target with this incarnation id immediately; return False if the service has no such target."""
         return self.polling.poke(incarnation)
 
     async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
-        """Request the stacks of the live ranks of an attempt, or of those among them in `ranks`."""
+        """Request the stacks of the live ranks of an attempt; return one answer per rank.
+
+        `ranks` limits the request to these ranks; None requests all.
+        """
         return await self.stalls.request(run, attempt, ranks)
 
     async def remote_read(self, request: web.Request) -> web.StreamResponse:
@@ -77,11 +83,11 @@ class Api:
         return await answer(self.pipeline.remote_write, self.metrics, request)
 
     def targets(self) -> Iterable[Target]:
-        """Return all targets."""
+        """Return all targets that the service polls or has polled recently."""
         return self.polling.targets
 
     def exporters(self) -> Iterable[Mapping[str, object]]:
-        """Return the state of each external exporter."""
+        """Return the scrape state of each external exporter, as a JSON object."""
         return self.external_exporters.described()
 
     def runs(self) -> tuple[RunProgress, ...]:
@@ -93,7 +99,7 @@ class Api:
         return await self.status.current()
 
     def metrics_page(self) -> bytes:
-        """Return the page for Prometheus."""
+        """Return the service's metrics in the Prometheus text format."""
         latest = list(self.monitor.runs.latest().values())
         self.metrics.show_exporters(exporter.is_up for exporter in self.external_exporters.followed)
         self.metrics.show(self.targets(), latest, self.runs(), self.pipeline.rows_pending)
@@ -101,11 +107,11 @@ class Api:
         return self.metrics.page()
 
     def degraded(self) -> str | None:
-        """Return the reason why the service does not work normally, or None."""
+        """Return the reason why the service is degraded, or None if it works normally."""
         return self.pipeline.degraded or self.faults.recent()
 
     def progress(self) -> Progress:
-        """Return a snapshot of the service."""
+        """Return a snapshot of the service: its URL, the progress of runs, and the numbers of targets and rows."""
         return Progress(
             url=self.url,
             runs=self.runs(),

@@ -32,8 +32,10 @@ async def run(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`; then poll and commit the remaining records, and return.
 
-    `on_ready` receives the URL when the service listens; `on_progress` a snapshot each second and one at the end.
-    Raises IngestError or StoreError with a text for the user: no store, shard owned by another service, port in use, …
+    `on_ready` receives the URL of the service as soon as the service accepts requests. `on_progress` receives a
+    snapshot each second and one at the end. Raises IngestError or StoreError with a message for the user if the service
+    cannot start or continue, for example because the store does not exist, another service owns the shard, or the port
+    is in use.
     """
     stop = stop or asyncio.Event()
     tune_allocator()
@@ -60,7 +62,7 @@ async def run(
 
 
 def _notifiers(config: ServiceConfig) -> list[Notifier]:
-    """Return the notifiers of this service. Raises ConfigError for an unsupported address."""
+    """Return the notifiers that the configuration defines. Raises ConfigError for an unsupported notification URL."""
     urls = [url.get_secret_value() for url in config.notify.urls] if config.notify.mode == "embedded" else []
     return make_notifiers(urls, timeout_seconds=config.notify.timeout_seconds)
 
@@ -78,7 +80,10 @@ def _history(path: str) -> History:
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """Set `stop` at the first SIGTERM or SIGINT. A second signal has its usual effect and ends the process."""
+    """Set `stop` at the first SIGTERM or SIGINT.
+
+    A second signal has the default effect of the operating system: it ends the process.
+    """
     loop = asyncio.get_running_loop()
     caught = (signal.SIGTERM, signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""Rows on their way to the store: the batcher, the flusher, remote write, the quarantine, and counts of commits."""
+"""The path of received rows to the store: batcher, flusher, remote write and quarantine, with counts of commits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RETRY_SECONDS: Final = 1.0
 
 
 def make_batcher(config: ServiceConfig) -> Batcher:
-    """Return the batcher with the limits of section [ingest]."""
+    """Return a batcher that uses the limits of the configuration section [ingest]."""
     return Batcher(
         flush_rows=config.ingest.flush_rows,
         flush_after_seconds=config.ingest.flush_after_seconds,
@@ -37,7 +37,10 @@ def make_batcher(config: ServiceConfig) -> Batcher:
 
 
 class Pipeline:
-    """The writer of the store and all parts that pass rows to it. Other parts add rows to `batcher`."""
+    """The writer of the store and the components that pass rows to the writer.
+
+    Other components add rows to `batcher`.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,11 @@ class Pipeline:
         stamp: Callable[[], Stamp],
         on_commit: Callable[[PendingBatch, Committed], None],
     ) -> None:
-        """Set the callbacks: `on_commit` follows each commit of batches, `stamp` numbers rows that are created here."""
+        """Create the flusher and the remote-write receiver.
+
+        `on_commit` is called after each commit of a batch. `stamp` returns the time and arrival number of a row that
+        the pipeline itself creates, such as a quarantine event.
+        """
         self._config = config
         self._writer = writer
         self._metrics = metrics
@@ -71,12 +78,12 @@ class Pipeline:
 
     @property
     def degraded(self) -> str | None:
-        """Return the reason why rows are not stored as fast as they arrive, or None."""
+        """Return the reason why the store does not accept rows as fast as they arrive, or None."""
         is_full = "rows arrive faster than the store commits them: polling waits for commits"
         return self.flusher.trouble or self.remote_write.trouble or (is_full if self.batcher.is_full else None)
 
     async def watermark(self, incarnation: str) -> int:
-        """Return the last committed sequence number of a process. Retry until the store can be read."""
+        """Return the sequence number of the last committed record of a process. Retry until the store can be read."""
         while True:
             try:
                 return await self.flusher.watermark(incarnation)
@@ -86,7 +93,7 @@ class Pipeline:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     def maintain(self) -> Coroutine[Any, Any, None]:
-        """Maintain the store until cancelled."""
+        """Run compaction, vacuum and retention of the store until the coroutine is cancelled."""
         seconds = self._config.retention.every_seconds
         return run_maintenance(
             self._writer, lambda: self.commits, retain=retention_job(self._config), retain_seconds=seconds

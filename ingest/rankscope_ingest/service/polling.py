@@ -1,4 +1,4 @@
-"""Sources of records and samples: registered ranks, static targets, spools of dead processes, external exporters."""
+"""Poll and scrape all sources: registered ranks, static targets, spools of dead processes, and external exporters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rankscope_ingest.targets.pollers import Pollers, watch
 
 
 class Polling:
-    """One loop for each target. Polled bodies change the state of `monitor`."""
+    """Polls all targets, with one loop for each target. Polled records update the run states in `monitor`."""
 
     def __init__(
         self,
@@ -43,7 +43,10 @@ class Polling:
         monitor: RunMonitor,
         watermark: Callable[[str], Awaitable[int]],
     ) -> None:
-        """Create the common parts of the loops. `watermark` returns the last committed seq of a process."""
+        """Create the components that all polling loops share.
+
+        `watermark` returns the sequence number of the last committed record of a process.
+        """
         self._config = config
         self._fetcher = fetcher
         self._monitor = monitor
@@ -66,11 +69,14 @@ class Polling:
 
     @property
     def targets(self) -> Iterable[Target]:
-        """Return all targets."""
+        """Return all targets that the service polls or has polled recently."""
         return self._monitor.registry.targets
 
     async def register(self, registration: Registration) -> Target:
-        """Accept a registration or heartbeat, and poll the target. Raises RegistrationError."""
+        """Accept a registration or heartbeat, and start polling the target.
+
+        Raises RegistrationError if it is rejected.
+        """
         host, _ = parse_target_url(registration.url)
         try:
             addresses = await self._fetcher.resolver.addresses(host)
@@ -79,21 +85,21 @@ class Polling:
         return self.pollers.follow(self._monitor.accept(registration, addresses).target)
 
     def poke(self, incarnation: str) -> bool:
-        """Poll a target immediately; return False if it is unknown."""
+        """Poll the target with this incarnation id immediately; return False if the service has no such target."""
         if self._monitor.registry.get(incarnation) is None:
             return False
         self.pollers.poke(incarnation)
         return True
 
     def poll_now(self, run: str, rank: int | None) -> None:
-        """Poll a rank of a run immediately, or all its ranks."""
+        """Poll one rank of a run immediately, or all ranks of the run if `rank` is None."""
         for target in self.targets:
             registration = target.registration
             if registration.run == run and rank in {None, registration.rank} and not target.is_gone:
                 self.poke(target.incarnation)
 
     def jobs(self) -> list[Job]:
-        """Return the periodic searches for targets."""
+        """Return the periodic jobs that find targets: one per static target, and one that scans the spool folders."""
         interval = self._config.ingest.poll_seconds
         jobs = [
             Job(f"watching {static.url}", interval, functools.partial(self._watch, static), starts_immediately=True)
@@ -115,7 +121,7 @@ class Polling:
 
 
 class ExternalExporters:
-    """Scrapes the exporters of the configuration into a batcher. Implements the `Sink` of the scraper."""
+    """Scrapes the configured external exporters into a batcher. Implements the protocol `Sink` of the scraper."""
 
     def __init__(self, config: ServiceConfig, batcher: Batcher, metrics: ServiceMetrics) -> None:
         self._config = config
@@ -129,30 +135,30 @@ class ExternalExporters:
 
     @property
     def is_full(self) -> bool:
-        """Return whether scraping must wait for a commit."""
+        """Return whether scraping must wait because too many rows are not committed yet."""
         return self._batcher.is_full
 
     @property
     def followed(self) -> Iterable[Followed]:
-        """Return the scraped exporters."""
+        """Return the external exporters that are scraped at present."""
         return self._scraper.followed
 
     def samples(self, table: pa.Table) -> None:
-        """Add rows of `samples` to the batch."""
+        """Add a table of rows of the dataset `samples` to the current batch."""
         self._batcher.add({"samples": table}, time.monotonic())
 
     def scrape(self, scrape: Scrape) -> None:
-        """Add the samples of one scrape to the batch."""
+        """Add the samples of one scrape to the current batch."""
         self._batcher.add_scrape(scrape, time.monotonic())
 
     def described(self) -> Iterable[Mapping[str, object]]:
-        """Return the state of each exporter."""
+        """Return the scrape state of each external exporter, as a JSON object."""
         now = time.monotonic()
         return [exporter.described(now) for exporter in self.followed]
 
     @asynccontextmanager
     async def scraping(self) -> AsyncIterator[None]:
-        """Scrape while the context is open."""
+        """Return a context manager: the exporters are scraped until the context exits."""
         async with self._fetcher:
             self._scraper.show("[[exporters]]", map(configured, self._config.exporters))
             lists = [

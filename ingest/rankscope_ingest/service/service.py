@@ -1,4 +1,4 @@
-"""The running service: start the parts, run the periodic jobs, and drain when the service is stopped."""
+"""The running service: start its components, run the periodic jobs, and drain the service when it is stopped."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SETTLE_SECONDS: Final = 0.1
-"""Interval of the check for incidents to announce, while one of them waits for other ranks."""
+"""Interval of the check for incidents to announce, while an incident waits for records of other ranks."""
 UPDATE_SECONDS: Final = 1.0
-"""Interval of the update of all runs, and of most other jobs."""
+"""Interval at which the states of all runs are updated. Most other jobs have the same interval."""
 
 
 class Service:
-    """One run of the service."""
+    """The service from start to stop. `serve` runs it once."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Service:
         notifiers: Sequence[Notifier],
         tls: Reloading | None,
     ) -> None:
-        """Create the parts of the service. Nothing runs before `serve`."""
+        """Create the components of the service. No task starts before `serve` is called."""
         self._config = config
         self._history = history
         self._tls = tls
@@ -177,9 +177,9 @@ class Service:
             self._polling.poke(target.incarnation)
 
     async def _drain(self, flushing: asyncio.Task[None]) -> None:
-        """Poll the remaining records of live ranks, commit them, report this to the ranks, and send notifications.
+        """Poll the remaining records of live ranks, commit them, acknowledge them to the ranks, and send notifications.
 
-        Raises ServiceError if rows could not be committed in time.
+        Raises ServiceError if rows could not be committed within the time limit.
         """
         self._api.is_draining = True
         await cancel(self._polling.pollers.tasks)
@@ -195,10 +195,10 @@ class Service:
         if rows := self._pipeline.batcher.pending_rows:
             reason = self._pipeline.flusher.trouble or f"the drain timed out after {limit:g} s"
             raise ServiceError(
-                f"stopped with {rows} rows not stored: {reason}. "
-                "Live ranks still have them: start the service again with the same store"
+                f"the service stopped before it stored {rows} rows: {reason}. "
+                "Live ranks still have their records: start the service again with the same store"
             )
-        log.warning("stopped before all notifications were delivered; the next start sends them")
+        log.warning("the service stopped before all notifications were delivered; they are sent at the next start")
 
     async def _finish(self) -> None:
         alive = [target for target in self._polling.targets if not target.is_gone]
@@ -237,7 +237,10 @@ class Service:
 
 
 async def _results(task: str, works: Iterable[Awaitable[T]]) -> list[T]:
-    """Await all works at the same time and return the results. An exception of a work is logged as one of `task`."""
+    """Await all `works` concurrently and return their results.
+
+    If one of them raises an exception, the exception is logged under the name `task`, and the result is left out.
+    """
     results = await asyncio.gather(*works, return_exceptions=True)
     for error in results:
         if isinstance(error, BaseException):

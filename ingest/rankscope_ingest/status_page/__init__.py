@@ -1,1 +1,1 @@
-"""Status of service, runs and targets: collected, as JSON values, and as an HTML page."""
+"""Status of the service, its runs and targets: collect it, and present it as JSON and as an HTML page."""

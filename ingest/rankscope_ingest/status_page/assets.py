@@ -1,7 +1,7 @@
-"""Style, script and security policy of the status page.
+"""Style, script and content security policy of the status page.
 
-The page contains both, so that it needs no other request. The policy lists their digests, so that a browser executes
-nothing that a hostile name, such as that of a run, might contain.
+The page contains the style and the script, so that it needs no other request. The policy lists the digests of both. A
+browser therefore executes no other script, even if a hostile name, such as that of a run, contains one.
 """
 
 from __future__ import annotations

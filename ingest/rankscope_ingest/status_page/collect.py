@@ -1,4 +1,4 @@
-"""Collect the status of service, runs, targets and exporters on request."""
+"""Collect the status of the service, its runs, targets and exporters on request."""
 
 from __future__ import annotations
 
@@ -24,23 +24,26 @@ from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status,
 from rankscope_ingest.status_page.tags_cache import NONE, LabelReader, Labels
 
 MAX_OBSERVATIONS: Final = 256
-"""Limit per rank. If commits fail for hours, every second observation is dropped; the oldest one is kept."""
+"""Maximum number of observations per rank.
+
+If commits fail for hours, every second observation is dropped, but the oldest one is kept.
+"""
 
 _Observations = deque[tuple[int, float]]
 
 
 class LagClock:
-    """Observations (head, time) of each rank with records that are not committed."""
+    """Observations of each rank with uncommitted records: the seq of its newest record (head), and the time."""
 
     def __init__(self) -> None:
         self._observations: dict[str, _Observations] = {}
 
     def look(self, targets: Iterable[Target], now: float) -> None:
-        """Record the head of each rank; delete the observations of ranks that are not in `targets`."""
+        """Record the newest seq of each rank at `now`. Delete the observations of ranks that are not in `targets`."""
         self._observations = {target.incarnation: self._updated(target, now) for target in targets}
 
     def seconds(self, target: Target, now: float) -> float:
-        """Return the age of the oldest record that is not committed, or 0 without such records."""
+        """Return the age in seconds of the oldest uncommitted record of a rank, or 0 if all records are committed."""
         waiting = [at for head, at in self._observations.get(target.incarnation, ()) if head > target.committed]
         return max(0.0, now - waiting[0]) if waiting else 0.0
 
@@ -59,14 +62,14 @@ _REMOTE: Final = tuple(
 
 
 class Parts(Protocol):
-    """The service, as far as the collector uses it."""
+    """The methods of the service that the status collector uses."""
 
     def targets(self) -> Iterable[Target]:
-        """Return all targets."""
+        """Return all targets that the service polls or has polled recently."""
         ...
 
     def exporters(self) -> Iterable[Mapping[str, object]]:
-        """Return the state of each external exporter."""
+        """Return the scrape state of each external exporter, as a JSON object."""
         ...
 
     def runs(self) -> Iterable[RunProgress]:
@@ -74,14 +77,15 @@ class Parts(Protocol):
         ...
 
     def degraded(self) -> str | None:
-        """Return why the service is degraded, or None."""
+        """Return the reason why the service is degraded, or None if it works normally."""
         ...
 
 
 class StatusCollector:
-    """Collector of the status. It keeps the start time of the service and the observations for lags.
+    """Collects the status of the service.
 
-    `total` returns the sum of all series of one metric of the service.
+    A collector stores the start time of the service and the observations from which lags are computed. `total` returns
+    the sum over all series of one metric of the service.
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class StatusCollector:
         self._labels.close()
 
     async def current(self) -> Status:
-        """Return the current status."""
+        """Return the current status of the service, its runs, targets and exporters."""
         labels = await self._labels.fresh()
         self.look()
         targets = list(self._parts.targets())

@@ -1,6 +1,7 @@
-"""The status as values, equal to the JSON API: names contain units, and unknown values are null. Pure.
+"""The status as dataclasses. Pure.
 
-The status page shows the same values, so that everything on it is also in the API.
+The fields are equal to those of the JSON API: names contain units, and unknown values are null. The status page shows
+only these values, so everything on the page is also available in the API.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rankscope_ingest.runs.target import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStatus:
-    """The service itself. Counts are since its start, times in UTC microseconds."""
+    """Status of the service. Counts are since its start; times are UTC microseconds."""
 
     status: str  # ok or degraded
     reason: str | None  # why it is degraded
@@ -38,7 +39,10 @@ class ServiceStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """One run: progress from its ranks, and goodput, tags and note from the store."""
+    """Status of one run.
+
+    The progress is computed from records of its ranks; goodput, tags and note are read from the store.
+    """
 
     progress: RunProgress
     goodput_ratio: float | None = None
@@ -47,14 +51,14 @@ class RunStatus:
     note: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON object."""
+        """Return the run as a JSON object."""
         known = asdict(self)
         return {**known.pop("progress"), **known}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetStatus:
-    """One process of a rank."""
+    """Status of one process of a rank."""
 
     run: str
     attempt: int
@@ -90,7 +94,7 @@ class Status:
 
 
 def target_status(target: Target, now: float, lag_seconds: float) -> TargetStatus:
-    """Return the status of `target` at `now`, in seconds of the monotonic clock that its times use."""
+    """Return the status of `target` at `now`, in seconds of the service's monotonic clock."""
     registration = target.registration
     scraped = target.last_scrape
     return TargetStatus(

@@ -1,6 +1,7 @@
-"""Status page at `/`: state of the service, then the runs with their ranks, newest first. Pure: status in, HTML out.
+"""Generate the HTML of the status page at `/` from a status. Pure.
 
-It works without scripts. Its size is bounded: omitted rows are counted and available in the JSON API.
+The page shows the state of the service, then the runs with their ranks, newest first. It works without scripts. The
+number of rows is limited; the page shows how many rows are left out, and the JSON API contains all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rankscope_ingest.status_page.text_format import ago, count, duration, numbe
 
 MAX_RUNS: Final = 100
 MAX_ROWS: Final = 2000
-"""Limit of targets on the page, and separately of exporters."""
+"""Maximum number of targets on the page, and also of exporters."""
 
 _ICON: Final = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 8 8'%3E"
@@ -29,7 +30,7 @@ _ICON: Final = (
 
 
 def page(status: Status) -> str:
-    """Return the HTML document."""
+    """Return the complete HTML document of the status page."""
     return "\n".join(
         (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -51,7 +52,7 @@ def page(status: Status) -> str:
 
 
 def _title(status: Status) -> str:
-    """Return the title: the degraded state, or the numbers of failed, stalled and running runs."""
+    """Return the title of the page: `degraded`, or the numbers of failed, stalled and running runs."""
     if status.service.reason is not None:
         return "degraded · Rankscope"
     states = Counter(run.progress.state for run in status.runs)
@@ -108,7 +109,7 @@ def _remote_name(name: str) -> str:
 
 
 def _runs(status: Status) -> Iterator[str]:
-    """Yield the runs, newest first, each with the targets of all its launches."""
+    """Yield (run, targets), newest run first. The targets are those of all launches of the run."""
     by_run: dict[str, list[TargetStatus]] = {}
     for target in status.targets:
         by_run.setdefault(target.run, []).append(target)
@@ -160,7 +161,7 @@ COLOURS: Final = {
 
 
 def article(run: RunStatus, targets: Sequence[TargetStatus], budget: Budget) -> Iterator[str]:
-    """Yield the run and its ranks; `budget` bounds how many of them."""
+    """Yield the HTML of a run and its ranks. `budget` limits the number of ranks."""
     progress = run.progress
     yield "<article>"
     yield from _head(run)
@@ -177,7 +178,7 @@ def article(run: RunStatus, targets: Sequence[TargetStatus], budget: Budget) -> 
 
 
 def earlier_ranks(run: str, targets: Sequence[TargetStatus], budget: Budget) -> Iterator[str]:
-    """Yield the ranks of earlier launches of a run whose newest one ended long ago."""
+    """Yield the HTML of ranks of earlier launches of a run whose newest launch ended long ago."""
     yield f'<article><div class="head"><h3><bdi>{text(run)}</bdi></h3><span class="dim">earlier launches</span></div>'
     yield from target_tables(run, targets, budget)
     yield "</article>"
@@ -199,7 +200,7 @@ def _colour(progress: RunProgress) -> str:
 
 
 def _bar(progress: RunProgress) -> Iterator[str]:
-    """Yield the progress of the run, as a bar if the number of planned steps is known."""
+    """Yield the HTML of the progress of a run, as a bar if the number of planned steps is known."""
     if progress.step is not None and progress.planned_steps:
         done = min(progress.step, progress.planned_steps)
         share = percent(min(1.0, progress.step / progress.planned_steps))
@@ -220,7 +221,7 @@ def _left(progress: RunProgress) -> str:
 
 
 def _facts(run: RunStatus) -> Iterator[tuple[str, str]]:
-    """Yield (name, HTML) of the known values of a run."""
+    """Yield (name, HTML) of each known value of a run."""
     progress = run.progress
     missing = progress.world_size - progress.ranks_alive
     is_short = missing > 0 and progress.state not in ENDED

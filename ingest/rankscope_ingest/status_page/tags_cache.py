@@ -1,4 +1,4 @@
-"""Tags and notes of runs, read from the store on request and at most every few seconds."""
+"""Tags and notes of runs, read from the store on request, at most once every few seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankscope_storage.runs.tags import parse_tags
 
 REFRESH_SECONDS: Final = 5.0
 TIMEOUT_SECONDS: Final = 1.0
-"""Limit of the wait for the store. After it, the previous values are shown."""
+"""Maximum time in seconds to wait for the store. After this time, the previous values are shown."""
 
 # The same as in the view `runs`, without the versions that have no tags and no note, which are nearly all.
 _LABELS: Final = """\
@@ -39,7 +39,7 @@ NONE: Final = Labels({}, None)
 
 
 class LabelReader:
-    """Tags and notes of all runs of the store at `path`. A separate thread has the connection."""
+    """Tags and notes of all runs of the store at `path`. The queries run in a separate thread."""
 
     def __init__(self, path: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
@@ -50,7 +50,7 @@ class LabelReader:
         self.labels: Mapping[str, Labels] = {}
 
     async def fresh(self) -> Mapping[str, Labels]:
-        """Return the current tags and notes, or the previous ones if the store is slow."""
+        """Return the current tags and notes by run, or the previous ones if the store does not respond in time."""
         if self._query is None and self._budget.is_due:
             self._query = asyncio.get_running_loop().run_in_executor(self._thread, self._read)
         if self._query is not None:

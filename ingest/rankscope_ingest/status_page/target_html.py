@@ -1,4 +1,7 @@
-"""HTML tables of ranks and exporters: degraded ranks are listed, healthy and ended ones are collapsed. Pure."""
+"""HTML tables of ranks and exporters. Pure.
+
+Degraded ranks are always visible; healthy and ended ranks are in collapsed sections.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from rankscope_ingest.status_page.model import TargetStatus
 from rankscope_ingest.status_page.text_format import ago, count, duration, percent, text
 
 MAX_LAG_SECONDS: Final = 60.0
-"""A rank with a larger lag is not healthy, although it responds."""
+"""Lag in seconds above which a rank is not healthy, although it responds."""
 
 FULL_RING: Final = 0.9
 
@@ -32,20 +35,20 @@ _HEADS: Final = (
 
 
 class Budget:
-    """Number of rows that the page may still have."""
+    """Number of table rows that may still be added to the page."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
 
     def take(self, wanted: int) -> int:
-        """Return how many of `wanted` rows are within the limit, and count them."""
+        """Reserve table rows; return how many of the `wanted` rows are within the limit."""
         taken = min(wanted, self._rows)
         self._rows -= taken
         return taken
 
 
 def is_healthy(target: TargetStatus) -> bool:
-    """Return whether the rank responds, has no lost records, and its records are committed in time."""
+    """Return whether a rank is healthy: it responds, has no lost records, and its records are committed in time."""
     if target.health not in (Health.UP, Health.DRAINING) or target.records_lost:
         return False
     return target.lag_seconds < MAX_LAG_SECONDS and target.ring_fill_ratio < FULL_RING
@@ -54,9 +57,9 @@ def is_healthy(target: TargetStatus) -> bool:
 def target_tables(
     run: str, targets: Sequence[TargetStatus], budget: Budget, *, attempt: int | None = None
 ) -> Iterator[str]:
-    """Yield the ranks of a run: first the degraded ones, then the healthy and the gone ones, collapsed.
+    """Yield the HTML of the ranks of a run: degraded ranks first, then healthy and ended ranks in collapsed sections.
 
-    Ranks of another attempt than `attempt` are labelled with their attempt.
+    A rank of another attempt than `attempt` is labelled with its attempt.
     """
     groups = {
         "well": [target for target in targets if is_healthy(target)],
@@ -73,7 +76,7 @@ def target_tables(
 
 
 def exporter_table(exporters: Sequence[Mapping[str, object]], budget: Budget) -> Iterator[str]:
-    """Yield the external exporters, failing ones first."""
+    """Yield the HTML of the external exporters, failing ones first."""
     listed = sorted(exporters, key=lambda one: (one["up"] is not False, str(one["name"])))
     shown = budget.take(len(listed))
     yield (
@@ -135,7 +138,10 @@ def _place(target: TargetStatus) -> tuple[int, int]:
 
 
 def _key(run: str) -> str:
-    """Return a stable element id for the run, so that a section that the reader opened remains open."""
+    """Return the HTML element id of a run.
+
+    The id is always the same for a run, so that an opened section remains open after a reload.
+    """
     return hashlib.sha256(run.encode(errors="surrogatepass")).hexdigest()[:12]
 
 

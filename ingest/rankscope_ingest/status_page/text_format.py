@@ -1,4 +1,4 @@
-"""Format numbers and names for readers, escaped for HTML. Pure."""
+"""Format numbers and names as HTML text. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ _MILLENNIUM_SECONDS: Final = 31_556_952_000.0
 
 
 def text(value: object) -> str:
-    """Return `value` as HTML text. Control characters and marks of writing direction are shown as escapes."""
+    """Return `value` escaped for HTML.
+
+    Control characters and marks of writing direction are shown as escape sequences.
+    """
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(value))
     return html_text(shown)
 
 
 def count(value: float) -> str:
-    """Return a count with separators."""
+    """Return a count with thousands separators."""
     return f"{value:,.0f}"
 
 
 def number(value: float) -> str:
-    """Return a measured value, which may be NaN or infinite."""
+    """Return a measured value as text. The value may be NaN or infinite."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -31,12 +34,12 @@ def number(value: float) -> str:
 
 
 def percent(ratio: float) -> str:
-    """Return a ratio in percent, rounded down, so that a ratio below 1 is never shown as 100 %."""
+    """Return a ratio as a percentage, rounded down, so that a ratio below 1 is never shown as 100 %."""
     return f"{math.floor(1000 * ratio) / 10:g} %"
 
 
 def duration(seconds: float) -> str:
-    """Return a time in its two largest units."""
+    """Return a duration as text in its two largest units."""
     if not math.isfinite(seconds):
         return "∞"
     if seconds > _MILLENNIUM_SECONDS:  # for example with 2^63 - 1 planned steps
@@ -52,7 +55,7 @@ def duration(seconds: float) -> str:
 
 
 def ago(seconds: float | None) -> str:
-    """Return a time ago, or "never" for None."""
+    """Return the time since an event as text with `ago`, or "never" for None."""
     if seconds is None:
         return "never"
     return "just now" if seconds < 1 else f"{duration(seconds)} ago"

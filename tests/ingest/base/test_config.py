@@ -52,7 +52,7 @@ def test_token_of_the_environment_is_used_if_the_file_has_none(tmp_path):
     ("environment", "complaint"),
     [
         ({"RANKSCOPE_TOKEN_FILE": "/no/such"}, "RANKSCOPE_TOKEN_FILE /no/such: No such file"),
-        ({"RANKSCOPE_TOKEN_FILE": "/no/such", "RANKSCOPE_TOKEN": "x"}, "both set: leave one of them out"),
+        ({"RANKSCOPE_TOKEN_FILE": "/no/such", "RANKSCOPE_TOKEN": "x"}, "both set: remove one of them"),
         ({"RANKSCOPE_TOKEN": "two words"}, "without spaces"),
     ],
 )
@@ -82,7 +82,7 @@ def test_invalid_token_of_the_environment_is_reported(environment, complaint):
         ("[store]\npath='x'\n[[targets]]\nurl='http://h:1'\nrnu='a'", ["targets[0].rnu", "did you mean run?"]),
         ("[store]\npath='x'\n[runs]\nfailed_after_seconds=6", ["failed_after_seconds (6) must be at least twice"]),
         ("store = 1", ["store"]),
-        ("[store", ["not TOML"]),
+        ("[store", ["not valid TOML"]),
     ],
 )
 def test_error_names_the_key_and_the_allowed_values(tmp_path, text, complaints):

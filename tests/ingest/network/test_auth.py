@@ -293,7 +293,7 @@ def test_path_of_a_token_file_is_relative_to_the_configuration(tmp_path):
         ("token='a'\ntoken_file='b'", "token and token_file are both set"),
         ("token_file='nowhere'", "nowhere: No such file"),
         ("token='two words'", "printable ASCII without spaces"),
-        ("advertise='0.0.0.0:1'", "cannot be dialed"),
+        ("advertise='0.0.0.0:1'", "is not an address that clients can connect to"),
         ("web_config='nowhere.yml'", "nowhere.yml: No such file"),
         ("web_config='users.yml'", "basic_auth_users is not supported"),
         ("listen='0.0.0.0:0'\nweb_config='open.json'", "can be reached from other machines"),

@@ -283,7 +283,10 @@ async def _gone(service: Any) -> bool:
 
 
 SPOILED = {
-    "torn": (lambda folder: (folder / "identity.json").write_text("{"), "torn or foreign (JSONDecodeError"),
+    "torn": (
+        lambda folder: (folder / "identity.json").write_text("{"),
+        "is incomplete or no spool file (JSONDecodeError",
+    ),
     "missing": (lambda folder: (folder / "identity.json").unlink(), "cannot be read"),
     "future": (
         lambda folder: (folder / "identity.json").write_text('{"format": 9, "registration": {"schema_version": 1}}'),
@@ -333,7 +336,7 @@ async def test_spool_that_cannot_be_deleted_is_reported_and_stored_once(
     monkeypatch.setattr(os, "unlink", refuse)
     for _ in range(2):
         async with start_service(**settings(root)):
-            await eventually(lambda: "is stored but cannot be removed" in caplog.text)
+            await eventually(lambda: "is stored in full but its folder cannot be removed" in caplog.text)
             caplog.clear()
     async with start_service() as service:
         pass

@@ -83,8 +83,8 @@ def test_invalid_json_list_is_rejected_with_the_reason(text):
         ({"exporters": [{"url": "localhost:9100"}]}, "such as http://127.0.0.1:9100/metrics"),
         ({"exporters": [{"url": "http://a:port/"}]}, "such as http://127.0.0.1:9100/metrics"),
         ({"exporters": [{"url": "http://a", "labels": {"a-b": "x"}}]}, "labels"),
-        ({"exporter_lists": [{}]}, "give either file"),
-        ({"exporter_lists": [{"file": "a", "url": "http://b"}]}, "give either file"),
+        ({"exporter_lists": [{}]}, "set either file"),
+        ({"exporter_lists": [{"file": "a", "url": "http://b"}]}, "set either file"),
         ({"exporter_lists": [{"fil": "a"}]}, "did you mean file"),
     ],
 )

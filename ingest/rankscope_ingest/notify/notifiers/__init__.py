@@ -1,7 +1,7 @@
-"""Notifiers: each module in this folder that defines `NOTIFIER` is one kind of delivery.
+"""Notifiers deliver messages. Each module in this folder that defines `NOTIFIER` provides one kind of delivery.
 
-`NOTIFIER` is a class that implements `Notifier`. A URL is given to the first class that handles it, in ascending order
-of `priority`.
+`NOTIFIER` is a class that implements `Notifier`. For each URL, the service uses the first class that handles the URL,
+in ascending order of `priority`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rankscope_ingest.base.errors import ConfigError, IngestError
 
 
 class NotifyError(IngestError):
-    """The message was not delivered. The sender may retry."""
+    """A notifier could not deliver a message. The sender may retry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One notification. `key` is equal for all messages about the same incident."""
+    """One notification. All messages about the same incident have the same `key`."""
 
     key: str
     title: str
@@ -30,25 +30,25 @@ class Message:
 
 
 class Notifier(Protocol):
-    """Delivers messages to one address."""
+    """Delivers messages to one URL."""
 
     priority: ClassVar[int]
-    """Classes with a lower value are asked first whether they handle a URL."""
+    """Order in which the service tries the classes for a URL; lower values come first."""
 
     def __init__(self, url: str, *, timeout_seconds: float) -> None: ...
 
     @classmethod
     def handles(cls, url: str) -> bool:
-        """Return whether this notifier understands the address."""
+        """Return whether this class can deliver messages to `url`."""
         ...
 
     @property
     def label(self) -> str:
-        """Return the address without its secrets, for the log."""
+        """Return the URL with secrets removed, for log messages."""
         ...
 
     async def send(self, message: Message) -> None:
-        """Deliver `message`. Raises NotifyError."""
+        """Deliver `message`. Raises NotifyError if the delivery fails."""
         ...
 
 
@@ -60,7 +60,10 @@ def notifier_classes() -> list[type[Notifier]]:
 
 
 def make_notifiers(urls: Iterable[str], *, timeout_seconds: float) -> list[Notifier]:
-    """Return one notifier per URL. Raises ConfigError for an unsupported URL; the text does not contain its secrets."""
+    """Return one notifier per URL.
+
+    Raises ConfigError for an unsupported URL. The error text does not contain the secrets of the URL.
+    """
     listed = list(urls)
     classes = notifier_classes() if listed else []  # loading apprise takes half a second
     notifiers = []
@@ -68,6 +71,9 @@ def make_notifiers(urls: Iterable[str], *, timeout_seconds: float) -> list[Notif
         notifier_class = next((known for known in classes if known.handles(url)), None)
         if notifier_class is None:
             scheme = url.partition("://")[0]
-            raise ConfigError(f"notify.urls[{number}] ({scheme}://…) is not an address that a notifier supports")
+            raise ConfigError(
+                f"notify.urls[{number}] ({scheme}://…) is not a supported notification URL: "
+                "use a URL that apprise supports, such as mailto://… or slack://…"
+            )
         notifiers.append(notifier_class(url, timeout_seconds=timeout_seconds))
     return notifiers

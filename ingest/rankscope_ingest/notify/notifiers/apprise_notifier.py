@@ -1,4 +1,7 @@
-"""Delivery by apprise: mail, chat, webhooks and about a hundred services (`json://`, `mailto://`, `slack://`, …)."""
+"""Deliver messages with the library apprise: mail, chat, webhooks and about a hundred services.
+
+Examples of URLs are `json://…`, `mailto://…` and `slack://…`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _TYPES: Final = {
 
 
 class AppriseNotifier:
-    """One apprise URL."""
+    """Delivers messages to one URL that apprise supports."""
 
     priority: ClassVar[int] = 100  # last, because it handles nearly all URLs
 
@@ -35,11 +38,14 @@ class AppriseNotifier:
 
     @property
     def label(self) -> str:
-        """Return the URL with hidden secrets."""
+        """Return the URL with secrets masked, for log messages."""
         return str(self._apprise.urls(privacy=True))
 
     async def send(self, message: Message) -> None:
-        """Deliver `message` in a thread, because apprise blocks on the network. Raises NotifyError."""
+        """Deliver `message` in a thread, because apprise blocks during network I/O.
+
+        Raises NotifyError if the delivery fails.
+        """
         notice_type = _TYPES.get(Severity(message.severity), apprise.NotifyType.INFO)
         delivery = asyncio.to_thread(
             self._apprise.notify,
@@ -54,7 +60,7 @@ class AppriseNotifier:
         except TimeoutError as error:
             raise NotifyError(f"{self.label} timed out after {self._timeout_seconds:g} s") from error
         if not delivered:
-            raise NotifyError(f"{self.label} rejected the message; the log of apprise contains the reason")
+            raise NotifyError(f"{self.label} did not accept the message: see the log messages of apprise")
 
 
 NOTIFIER = AppriseNotifier
