@@ -6,7 +6,7 @@ this folder: it registers its format with `config.loader`.
 """
 
 from rankscope_exporter.compat.msprobe.config_translation import translated
-from rankscope_exporter.compat.msprobe.tool_config import KEYS
+from rankscope_exporter.compat.msprobe.settings import KEYS
 from rankscope_exporter.compat.msprobe.trainer_mon import TrainerMon
 from rankscope_exporter.config.loader import Dialect, register_dialect
 
