@@ -34,4 +34,4 @@ def test_example_trains_without_a_fault(name):
 
     assert 0 == done.returncode, done.stderr[-2000:]
     assert "rankscope: run" in done.stdout + done.stderr
-    assert "failed, training goes on" not in done.stdout + done.stderr
+    assert "failed, training continues" not in done.stdout + done.stderr

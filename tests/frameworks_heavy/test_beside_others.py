@@ -36,7 +36,7 @@ def test_example_trains_without_a_fault(name):
 
     assert 0 == done.returncode, done.stderr[-2000:]
     assert "rankscope: run" in done.stdout + done.stderr
-    assert "failed, training goes on" not in done.stdout + done.stderr
+    assert "failed, training continues" not in done.stdout + done.stderr
 
 
 def test_imported_package_does_not_claim_other_models():

@@ -76,4 +76,4 @@ def fault_text(where: str, error: BaseException) -> str:
     has_path = isinstance(error, OSError) and error.filename is not None  # repr omits the path
     text = f"{type(error).__name__}: {error}" if has_path else repr(error)
     cut = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
-    return f"{where} failed, training goes on: {cut}"
+    return f"{where} failed, training continues: {cut}"

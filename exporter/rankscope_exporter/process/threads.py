@@ -72,8 +72,8 @@ def limit_this_thread() -> bool:
         else:
             return False
     for library in _libraries():
-        # Where training has called torch.set_num_threads(), torch gives MKL a number of its own on each thread, which
-        # goes before that of OpenMP.
+        # If training has called torch.set_num_threads(), torch sets a separate number for MKL on each thread. It has
+        # precedence over the number of OpenMP.
         if (set_mkl := getattr(library, "MKL_Set_Num_Threads_Local", None)) is not None:
             set_mkl(1)
             break

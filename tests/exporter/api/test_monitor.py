@@ -327,7 +327,7 @@ def test_quantity_that_raises_loses_only_its_rows(
     assert 3 == monitor.faults
     assert {"grad_reduced", "exp_avg", "param_before"} <= {row.kind for row in rows if row.step == 3}
     assert [] == [event for event in events if event["type"] == "step_skipped"]
-    assert ["parameters (on_optimizer_step_end) failed, training goes on: RuntimeError('broken quantity')"] == [
+    assert ["parameters (on_optimizer_step_end) failed, training continues: RuntimeError('broken quantity')"] == [
         event["message"] for event in events if event["type"] == "fault"
     ]
     assert all(torch.equal(a, b) for a, b in zip(with_fault[0].parameters(), plain[0].parameters(), strict=True))

@@ -52,7 +52,7 @@ def test_failing_observer_is_counted_and_logged_and_the_next_is_called(caplog: p
         events.on_step_begin(2)
 
     assert (["next begin 1", "next begin 2"], 2) == (calls, boundary.count)
-    assert ["Failing.on_step_begin failed, training goes on: RuntimeError('step 1')"] == [
+    assert ["Failing.on_step_begin failed, training continues: RuntimeError('step 1')"] == [
         record.getMessage() for record in caplog.records
     ]
 
