@@ -99,7 +99,7 @@ def test_single_selected_op_is_published_and_others_are_null(op, reader, eventua
         line.partition('op="')[2].partition('"')[0] for line in page.splitlines() if line.startswith("rankscope_tensor")
     }
     assert shown <= wanted
-    assert (op in shown) == (op in ("norm", "mean", "nans", "infs"))  # what rules judge
+    assert (op in shown) == (op in ("norm", "mean", "nans", "infs"))  # the ops that rules judge
 
 
 def test_ops_of_a_quantity_override_the_ops_of_the_monitor(reader, eventually):
