@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from rankscope_contract.metrics.timing import RUN_GOODPUT
 
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.catalogue import MetricSpec
@@ -180,7 +179,7 @@ class ServiceMetrics:
 
     def show_goodput(self, ratios: Mapping[str, float], runs: Collection[str]) -> None:
         """Set the goodput of those of `runs` that have one."""
-        family = self._cleared(RUN_GOODPUT)
+        family = self._cleared(catalogue.RUN_GOODPUT)
         for run in ratios.keys() & runs:
             family.labels(run).set(ratios[run])
 
