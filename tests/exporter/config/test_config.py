@@ -61,8 +61,8 @@ def test_toml_file_gives_the_same_configuration_as_python(tmp_path: Path) -> Non
         ({"run": 5}, ["run is a name"]),
         ({"rules": [5]}, ["rules holds tables"]),
         ({"serve": 5}, ["serve is a table"]),
-        ({"serve": {"ring_records": "512"}}, ["ring_records is a whole number"]),
-        ({"serve": {"listen": 5}}, ["listen is text"]),
+        ({"serve": {"ring_records": "512"}}, ["ring_records must be a whole number"]),
+        ({"serve": {"listen": 5}}, ["listen must be text"]),
     ],
 )
 def test_invalid_setting_is_rejected_with_the_allowed_values(settings: dict[str, object], words: list[str]) -> None:
