@@ -28,7 +28,7 @@ def problem(subject: str) -> str | None:
 
 
 def new_subjects(base: str = BASE) -> list[tuple[str, str]]:
-    """Return hash and subject of each commit after `base`; none where git or the history up to `base` is missing."""
+    """Return hash and subject of each commit after `base`; an empty list if git cannot read the history."""
     listed = subprocess.run(  # noqa: S603 - fixed arguments
         ["git", "log", "--no-merges", "--format=%h %s", f"{base}..HEAD"],  # noqa: S607 - git of the developer's PATH
         cwd=ROOT,
@@ -43,7 +43,7 @@ def new_subjects(base: str = BASE) -> list[tuple[str, str]]:
 
 
 def main() -> int:
-    """Print each subject that does not have the form, and return the exit status."""
+    """Print each invalid subject with the reason, and return the exit status."""
     wrong = [(commit, subject, why) for commit, subject in new_subjects() if (why := problem(subject)) is not None]
     for commit, subject, why in wrong:
         print(f"{commit} {subject!r}: {why}")

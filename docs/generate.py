@@ -52,7 +52,7 @@ def stale() -> list[str]:
 
 
 def metric_table(page: str) -> str:
-    """Return the metrics of the ranks' pages or of the service's page."""
+    """Return the table of the metrics on one kind of page: `rank`, `service` or `node`."""
     rows = (
         (
             f"`{spec.name}`",
@@ -68,7 +68,7 @@ def metric_table(page: str) -> str:
 
 
 def dataset_tables() -> str:
-    """Return one table of columns per dataset, without the columns that all share."""
+    """Return one table of columns for each dataset, and first the columns that every dataset has."""
     parts = [f"### Columns of every dataset\n\n{_field_table(schema.COMMON_FIELDS)}"]
     for name, columns in schema.DATASETS.items():
         own = [column for column in columns if column not in schema.COMMON_FIELDS]
@@ -77,12 +77,12 @@ def dataset_tables() -> str:
 
 
 def wire_table() -> str:
-    """Return the fields of one record on the wire."""
+    """Return the table of the fields of a record in the record channel."""
     return _field_table(schema.WIRE_FIELDS)
 
 
 def rule_table() -> str:
-    """Return the rules with their arguments and defaults."""
+    """Return the table of rules with their arguments and defaults."""
     rows = []
     for name, cls in sorted(rule_classes().items()):
         arguments = ", ".join(f"`{field.name}`" + _default_of(field) for field in fields(cls))
@@ -91,7 +91,7 @@ def rule_table() -> str:
 
 
 def service_settings() -> str:
-    """Return the keys of the service's TOML file, section by section."""
+    """Return one table for each section of the service's TOML file, with its keys, defaults and meanings."""
     meanings = _meanings("service")
     parts = []
     for section, description in ServiceConfig.model_fields.items():
@@ -107,14 +107,14 @@ def service_settings() -> str:
 
 
 def monitor_settings() -> str:
-    """Return the settings of the monitor, and of the way it serves."""
+    """Return the table of the monitor's settings, including those of its nested tables such as `serve`."""
     meanings = _meanings("monitor")
     rows = []
     tables = {**TABLES, "capture": CaptureConfig}
     for prefix, cls in (("", MonitorConfig), *((f"{name}.", cls) for name, cls in tables.items())):
         for field in fields(cls):
             if not prefix and field.name in tables:
-                continue  # the settings in it stand for it
+                continue  # the rows of its settings replace it
             default = "see below" if field.name == "rules" else _written(field.default)
             rows.append((f"`{prefix}{field.name}`", default, meanings.pop(prefix + field.name)))
     _nothing_left(meanings)
@@ -129,7 +129,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def command_reference() -> str:
-    """Return every subcommand: what it says of itself, its arguments and its options."""
+    """Return a section for each subcommand with its help text, arguments and options."""
     parts = []
     for name, function in subcommands().items():
         text = re.sub(r"\[/?bold\]", "**", inspect.cleandoc(function.__doc__ or ""))
@@ -156,7 +156,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    """Write the pages, or with --check only name those that differ."""
+    """Write the pages. With --check, write nothing, print the stale pages and return 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a page would change")
     if parser.parse_args().check:
@@ -169,13 +169,13 @@ def main() -> int:
 
 
 def _parameter(name: str, hint: Any, default: Any) -> tuple[str, str]:
-    """Return how an argument or option is written, and what it means."""
+    """Return the spelling and the meaning of an argument or option."""
     kind, info = get_args(hint)
     words = []
     if isinstance(info, ArgumentInfo):
         spelling = f"`{name.upper()}`"
     else:
-        # In an Annotated hint typer keeps the first spelling where a default would stand.
+        # In an Annotated hint, typer stores the first spelling in the field of the default.
         first = info.default if isinstance(info.default, str) else f"--{name.replace('_', '-')}"
         spelling = ", ".join(f"`{item}`" for item in dict.fromkeys((first, *(info.param_decls or ()))))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -246,7 +246,7 @@ def _default_of(field: Any) -> str:
 
 
 def _written(value: Any) -> str:
-    """Return a default as one would write it; secrets have none to show."""
+    """Return the text of a default for the reference pages; the defaults of secrets are not shown."""
     if value is MISSING:
         return "required"
     if value is None:

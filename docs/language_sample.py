@@ -1,7 +1,7 @@
-"""Draw a sample of the project's texts for a reader who grades them: `python docs/language_sample.py COMMIT > FILE`.
+"""Draw a sample of the project's texts for grading by a reader: `python docs/language_sample.py COMMIT > FILE`.
 
 The sample has 100 docstrings, 60 log messages, errors and help texts, and 30 paragraphs of documentation. The hash of
-the graded commit is the seed, so anybody can draw the same sample again. The reader sees only the texts, not the code.
+the graded commit is the seed, so the same sample can be drawn again. The reader sees only the texts, not the code.
 `docs/language_grades.md` has the last sample with its grades.
 """
 

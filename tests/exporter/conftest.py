@@ -1,4 +1,4 @@
-"""A reader of a rank that uses only HTTP and the published stream."""
+"""Fixtures that read a rank by HTTP and decode the published stream."""
 
 from __future__ import annotations
 

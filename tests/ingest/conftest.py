@@ -1,4 +1,4 @@
-"""What the tests of the ingest room share: bodies written independently of the decoder, a fake rank, a service."""
+"""Fixtures for the tests of ingest: an encoder that is independent of the decoder, a fake rank, and a service."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def encode() -> Encode:
 
 
 class FakeRank:
-    """A rank without training: a real HTTP server that keeps the record channel's promises, or breaks one on demand.
+    """A rank without training: a real HTTP server that follows the protocol of the record channel.
 
-    Written from DESIGN section 5, not from the exporter. `behave`, when set, may answer a request in its own way.
+    It is written from docs/record-channel.md and shares no code with the exporter. If `behave` is set, it may return a
+    different response to a request.
     """
 
     def __init__(self, *, run: str = "r", rank: int = 0, world_size: int = 1, **registration: Any) -> None:
@@ -90,7 +91,7 @@ class FakeRank:
         await self.die()
 
     async def die(self) -> None:
-        """Close the port, as the end of the process would."""
+        """Close the port, as at the end of the process."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -111,7 +112,7 @@ class FakeRank:
         return plan.hash
 
     async def register(self, service: str, *, token: str | None = None) -> tuple[int, str]:
-        """Register, or send a heartbeat; return status and text."""
+        """Register or send a heartbeat, and return status and text of the response."""
         body = dataclasses.replace(self.registration, head=self.head, state=self.state).to_json()
         headers = {"Content-Type": "application/json"}
         headers |= {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -171,7 +172,7 @@ class FakeRank:
 
 
 class RunningService:
-    """The service in this process, on a port of its own."""
+    """A service in this process with its own port."""
 
     def __init__(self, store: Path) -> None:
         self.store = store
@@ -236,7 +237,7 @@ async def running_service(store: Path, **changes: Any) -> AsyncIterator[RunningS
 
 @pytest.fixture
 def start_service(tmp_path: Path) -> Callable[..., contextlib.AbstractAsyncContextManager[RunningService]]:
-    """Return a context manager that runs the service; every one of a test uses the same store."""
+    """Return a function that returns a context manager, which runs a service. All services of a test use one store."""
     return lambda **changes: running_service(tmp_path / "store", **changes)
 
 
@@ -246,7 +247,7 @@ def fake_rank() -> type[FakeRank]:
 
 
 async def eventually(condition: Callable[[], Any], *, seconds: float = 60.0) -> Any:
-    """Poll `condition`, which may be asynchronous, until it holds; fail loudly at the deadline."""
+    """Poll `condition`, which may be asynchronous, and return its first true value. Fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         found = condition()

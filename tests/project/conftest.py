@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ def load_script() -> Callable[[str], ModuleType]:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses of the script look up their module
         spec.loader.exec_module(module)
         return module
 

@@ -94,7 +94,7 @@ PRE_COLLECTIVE_TOTAL = counter(
 )
 OVERHEAD_SECONDS = counter(
     "rankscope_overhead_seconds_total",
-    "CPU time of Rankscope on this rank: calls in the training thread, torch threads that work for them, own threads.",
+    "CPU time of Rankscope on this rank: hooks in the training thread, torch threads used by hooks, and its threads.",
     "thread",
     scalar="overhead_seconds",
 )
@@ -111,7 +111,7 @@ COLLECTIVE_CALLS = counter(
 )
 COLLECTIVE_BYTES = counter(
     "rankscope_collective_bytes_total",
-    "Message bytes of these collectives: the larger of the rank's input and output.",
+    "Message bytes of collectives in the flight record: the larger of the rank's input and output.",
     "op",
     stored_as="collectives.bytes",
 )
@@ -121,16 +121,16 @@ RING_RECORDS = gauge("rankscope_ring_records", "Records in the ring.")
 RING_UNCOMMITTED = gauge("rankscope_ring_uncommitted_records", "Records in the ring that no store has committed yet.")
 RUN_INFO = gauge(
     "rankscope_run_info",
-    "1. The labels identify the process.",
+    "Constant 1. The labels identify the process of the rank.",
     "host local_rank world_size incarnation launch_id device",
 )
-BUILD_INFO = gauge("rankscope_build_info", "1. The labels are the versions in use.", "version schema_version torch")
+BUILD_INFO = gauge("rankscope_build_info", "Constant 1. The labels are the versions of Rankscope, of the schema and of torch.", "version schema_version torch")
 
 NODE_RANKS = metric(
     "gauge",
     "node",
     "rankscope_node_ranks",
-    "Ranks of a launch on a host. State shown: on the node page. State silent: alive, but timed out.",
+    "Ranks of a launch on a host. State shown: included in the node page. State silent: alive, but timed out.",
     "run host state",
 )
 

@@ -31,7 +31,10 @@ WAITS_FOR_DEVICE = stacks(calls=".item")
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """One process group, and how far its ranks are: `done` were left, the next one is under way where `waits`."""
+    """One process group and its progress.
+
+    `done` is the last completed call of each rank; the ranks in `waits` are in the next call.
+    """
 
     ranks: Sequence[int]
     name: str = "default_pg"
@@ -41,7 +44,7 @@ class Group:
 
 
 def flights(*groups: Group) -> dict[int, FlightRecord]:
-    """Return what all ranks of the groups recorded."""
+    """Return the flight records of all ranks of the groups."""
     found: dict[int, FlightRecord] = {}
     for rank in sorted({rank for group in groups for rank in group.ranks}):
         entries, progress = [], []
@@ -78,12 +81,12 @@ def facts(
 
 
 def waiting(rank: int, world: int) -> Group:
-    """Return the group of all ranks of which every rank but `rank` waits in the next call."""
+    """Return a group of all ranks in which every rank except `rank` waits in the next call."""
     others = {one: "all_reduce" for one in range(world) if one != rank}
     return Group(ranks=range(world), waits=others)
 
 
-# This must hold whatever is known: the three situations, every source removed from any rank.
+# Properties for any set of sources: three situations, with every source removed from any rank.
 
 WORLDS = [(world, rank) for world in (2, 3, 8) for rank in sorted({0, 1, world - 1})]
 
@@ -104,7 +107,7 @@ def in_an_earlier_call(world: int, rank: int) -> list[RankFacts]:
 
 
 def dead(world: int, rank: int) -> list[RankFacts]:
-    """Return what the survivors report; the dead rank is not known to be dead."""
+    """Return the facts about the surviving ranks. No fact shows that the missing rank is dead."""
     return [fact for fact in sleeping(world, rank) if fact.rank != rank]
 
 
@@ -126,7 +129,7 @@ SITUATIONS = [sleeping, in_an_earlier_call, dead]
         *((dead, sources, ()) for sources in (("flight", "stacks"), ("flight",), ("stacks",), ())),
     ],
 )
-def test_a_source_that_singles_out_the_rank_names_it(situation, sources, evidence, world, rank):
+def test_blocking_rank_is_named_if_a_source_singles_it_out(situation, sources, evidence, world, rank):
     known = [replace(fact, **{name: None for name in ("flight", "stacks") if name not in sources})
              for fact in situation(world, rank)]  # fmt: skip
     found = single_out(known, world)
@@ -136,7 +139,7 @@ def test_a_source_that_singles_out_the_rank_names_it(situation, sources, evidenc
 
 
 @given(data=st.data(), situation=st.sampled_from(SITUATIONS), place=st.sampled_from(WORLDS))
-def test_whatever_is_missing_no_other_rank_is_named(data, situation, place):
+def test_missing_sources_never_cause_another_rank_to_be_named(data, situation, place):
     world, rank = place
     known = []
     for fact in situation(world, rank):
@@ -154,36 +157,36 @@ def verdict(known: Iterable[RankFacts], world: int = 3) -> int | None:
     return single_out(known, world).rank
 
 
-def test_the_only_rank_is_named_and_so_is_none_of_those_that_were_never_seen():
+def test_single_rank_of_a_world_of_one_is_named_and_of_two_is_not():
     (alone,) = facts(flights(Group(ranks=(0,), waits={0: "all_reduce"})))
 
     assert Verdict(rank=0, evidence="it is the only rank") == single_out([alone], 1)
     assert None is verdict([alone], world=2)
 
 
-def test_ranks_that_are_all_in_one_call_wait_for_none_of_them():
+def test_no_rank_is_named_if_all_are_in_the_same_collective():
     everyone = Group(ranks=range(3), waits=dict.fromkeys(range(3), "all_reduce"))
 
     assert None is verdict(facts(flights(everyone), dict.fromkeys(range(3), IN_REDUCE)))
 
 
-def test_of_two_ranks_outside_none_is_singled_out():
+def test_no_rank_is_named_if_two_are_outside_the_collective():
     records = flights(Group(ranks=range(3), waits={2: "all_reduce"}))
 
     assert None is verdict(facts(records))
     assert None is verdict(facts({}, {0: SLEEPS, 1: SLEEPS, 2: IN_REDUCE}))
 
 
-def test_a_wait_is_followed_from_group_to_group():
-    """Rank 0 waits for 1 in a pair, which waits in the call of all ranks, which rank 2 never entered."""
+def test_chain_of_waits_is_followed_across_groups():
+    """Rank 0 waits for rank 1 in a pair. Rank 1 waits in a call of all ranks, which rank 2 never entered."""
     world = Group(ranks=range(4), waits={1: "all_reduce", 3: "all_reduce"})
     pair = Group(ranks=(0, 1), name="pair", waits={0: "all_reduce"})
 
     assert 2 == verdict(facts(flights(world, pair)), world=4)
 
 
-def test_ranks_that_wait_for_each_other_are_no_evidence_against_a_third_one():
-    """Each has entered a call that the other has not; rank 2 does work of its own meanwhile."""
+def test_ranks_that_wait_for_each_other_do_not_implicate_a_third_rank():
+    """Each of the two has entered a call that the other has not entered. Meanwhile, rank 2 computes alone."""
     first = Group(ranks=(0, 1), name="a", waits={0: "all_reduce"})
     second = Group(ranks=(0, 1), name="b", waits={1: "all_reduce"})
     alone = Group(ranks=(2,), name="c")
@@ -192,7 +195,7 @@ def test_ranks_that_wait_for_each_other_are_no_evidence_against_a_third_one():
     assert None is verdict(facts(flights(first, second, alone), dumps))
 
 
-def test_a_rank_that_called_something_else_than_all_others_is_named():
+def test_rank_with_a_different_operation_than_all_others_is_named():
     differ = Group(ranks=range(3), waits={0: "all_reduce", 1: "barrier", 2: "all_reduce"})
     found = single_out(facts(flights(differ)), 3)
 
@@ -211,16 +214,16 @@ def test_a_rank_that_called_something_else_than_all_others_is_named():
         {0: "all_reduce", 1: "barrier", 2: "barrier", 3: "all_reduce"},
     ],
 )
-def test_where_no_form_of_a_call_is_that_of_all_others_none_is_named(waits):
+def test_no_rank_is_named_if_the_other_ranks_disagree_on_the_operation(waits):
     assert None is verdict(facts(flights(Group(ranks=range(len(waits)), waits=waits))), world=len(waits))
 
 
-def test_a_call_that_began_just_now_is_no_evidence():
-    """As in a training that makes steps: the other rank may enter it at any moment."""
+def test_collective_that_has_just_begun_is_no_evidence():
+    """In a training without a fault, the other rank may enter the call at any moment."""
     assert None is verdict(facts(flights(replace(waiting(1, 3), seconds=0.2))))
 
 
-def test_a_rank_without_a_record_may_be_in_the_call_as_well():
+def test_rank_without_flight_record_may_be_in_the_collective():
     records = flights(waiting(1, 3))
     del records[2]
 
@@ -228,26 +231,26 @@ def test_a_rank_without_a_record_may_be_in_the_call_as_well():
     assert 1 == verdict(facts(records, {2: IN_REDUCE}))
 
 
-def test_one_name_for_different_groups_is_no_evidence():
+def test_different_groups_with_one_name_are_no_evidence():
     left = Group(ranks=(0, 1), name="dp", waits={0: "all_reduce"})
     right = Group(ranks=(2, 3), name="dp", done={2: 50, 3: 50})
 
     assert None is verdict(facts(flights(left) | flights(right)), world=4)
 
 
-def test_a_rank_that_waits_outside_of_the_record_is_not_named():
-    """Gloo records neither messages between two ranks nor the making of a group, as its stack shows them."""
+def test_rank_that_waits_in_an_unrecorded_operation_is_not_named():
+    """Gloo records neither point-to-point messages nor the creation of a group. Only the stack shows them."""
     dumps = {0: IN_REDUCE, 1: IN_RECV, 2: IN_REDUCE}
 
     assert None is verdict(facts(flights(waiting(1, 3)), dumps))
     assert None is verdict(facts({}, dumps))
 
 
-def test_backward_passes_may_wait_for_a_rank_that_is_certainly_outside():
+def test_rank_outside_is_named_if_others_are_in_the_backward_pass():
     dumps = {0: IN_BACKWARD, 1: SLEEPS, 2: IN_BACKWARD}
 
     assert 1 == verdict(facts({}, dumps))
-    # Records show that the other ranks compute.
+    # The flight records show that the other ranks compute.
     idle = flights(Group(ranks=range(3)))
     assert None is verdict(facts(idle, dumps))
 
@@ -257,7 +260,7 @@ def test_rank_that_may_wait_for_its_device_is_no_evidence():
     assert None is verdict(facts({}, {0: IN_REDUCE, 1: SLEEPS, 2: WAITS_FOR_DEVICE}))
 
 
-def test_a_rank_outside_by_its_stack_counts_like_one_outside_by_its_record():
+def test_ranks_outside_by_stack_and_by_flight_record_both_count():
     records = flights(waiting(1, 3))
     del records[2]
 
@@ -270,19 +273,19 @@ def test_a_rank_outside_by_its_stack_counts_like_one_outside_by_its_record():
         ((41, 60, 60), 0),
         ((60, 60, 41), 2),
         ((41, 43, 43), 0),
-        ((41, 42, 42), None),  # as ranks that wait for each other may be
+        ((41, 42, 42), None),  # ranks that wait for each other may differ by one step
         ((41, 41, 60), None),
         ((41, 50, 60), 0),
         ((41, 42, 60), None),
     ],
 )
-def test_a_rank_that_stops_while_all_others_make_steps_is_named(steps, rank):
+def test_rank_that_hangs_while_all_others_make_steps_is_named(steps, rank):
     known = [RankFacts(rank=one, last_step=step, hangs=step == min(steps)) for one, step in enumerate(steps)]
 
     assert rank == verdict(known)
 
 
-def test_old_steps_of_a_rank_that_cannot_be_read_are_no_evidence():
+def test_old_steps_of_an_unreachable_rank_are_no_evidence():
     known = [RankFacts(rank=0, last_step=41), RankFacts(rank=1, last_step=60), RankFacts(rank=2, last_step=60)]
 
     assert None is verdict(known)
@@ -303,7 +306,7 @@ def test_evidence_names_its_source_and_each_missing_source():
     ] == list(map(str, unknown))
 
 
-def test_a_thousand_ranks_are_judged_and_named_in_few_words():
+def test_evidence_for_1000_ranks_has_less_than_500_characters():
     verdicts = [single_out(known, 1000) for known in (sleeping(1000, 17), in_an_earlier_call(1000, 17))]
     of_every_second = single_out([fact for fact in sleeping(1000, 17) if fact.rank % 2], 1000)
 

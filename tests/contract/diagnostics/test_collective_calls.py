@@ -1,4 +1,4 @@
-"""Progress of ranks with a collective, compared with a simulation, and the sentences about it."""
+"""Tests of the progress of ranks in a collective call, compared with a simulation, and of the messages about it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def entry(seq: int, *, pending: bool = False, op: str = "all_reduce", group: str
 
 
 def record(*entries: Collective, ranks: str = "0-3", **latest: int) -> FlightRecord:
-    """Return a record of the group dp, unless `latest` names others."""
+    """Return a flight record of the group `dp`, or of the groups in `latest`, which has the latest call of each."""
     newest = latest or {"dp": max((one.seq for one in entries), default=-1)}
     groups = tuple(
         GroupProgress(id=f"id of {name}", ranks=ranks, latest_seq=seq) for name, seq in newest.items() if seq >= 0
@@ -37,7 +37,7 @@ def only(records: Mapping[int, FlightRecord]) -> Call:
     return call
 
 
-def test_a_rank_that_is_not_in_what_the_others_are_in_never_entered_it():
+def test_rank_outside_the_pending_call_of_the_others_never_entered_it():
     waits = record(entry(40), entry(41, pending=True))
     records = {0: waits, 1: waits, 2: waits, 3: record(entry(40))}
 
@@ -48,7 +48,7 @@ def test_a_rank_that_is_not_in_what_the_others_are_in_never_entered_it():
     )
 
 
-def test_a_rank_that_is_still_in_what_the_others_have_left_never_left_it():
+def test_rank_inside_a_call_that_the_others_completed_never_left_it():
     through, stuck = record(entry(41), entry(42)), record(entry(41, pending=True))
     records = {0: through, 1: stuck, 2: through, 3: through}
 
@@ -58,7 +58,7 @@ def test_a_rank_that_is_still_in_what_the_others_have_left_never_left_it():
     ] == sentences(records)
 
 
-def test_ranks_that_are_all_in_wait_for_no_rank():
+def test_no_rank_is_missing_if_all_are_in_the_call():
     records = dict.fromkeys(range(4), record(entry(41, pending=True)))
 
     assert CallState.ALL_IN is only(records).state
@@ -67,7 +67,7 @@ def test_ranks_that_are_all_in_wait_for_no_rank():
     )
 
 
-def test_of_a_rank_that_says_nothing_nothing_is_said_but_that():
+def test_rank_without_record_is_only_reported_as_such():
     waits = record(entry(41, pending=True))
 
     assert CallState.UNKNOWN is only({0: waits, 1: waits, 2: waits}).state
@@ -85,7 +85,7 @@ def test_of_a_rank_that_says_nothing_nothing_is_said_but_that():
         (entry(41, pending=True, op="barrier", bytes=None, dtypes=()), "rank 3 barrier"),
     ],
 )
-def test_ranks_that_call_different_things_are_told_with_what_each_calls(other, words):
+def test_mismatched_calls_are_reported_with_the_operation_of_each_rank(other, words):
     waits = record(entry(41, pending=True))
     records = {0: waits, 1: waits, 2: waits, 3: record(other)}
 
@@ -94,8 +94,8 @@ def test_ranks_that_call_different_things_are_told_with_what_each_calls(other, w
     assert [f"{sentence} in it since 62 s"] == sentences(records)
 
 
-def test_ranks_that_went_apart_before_are_told_first_where_they_did():
-    """The call they now wait in looks alike."""
+def test_earlier_mismatch_is_reported_before_the_pending_call():
+    """The pending call is the same on both ranks."""
     one = record(entry(40), entry(41), entry(42, pending=True), ranks="0-1")
     other = record(entry(40), entry(41, op="broadcast"), entry(42, pending=True), ranks="0-1")
 
@@ -104,7 +104,7 @@ def test_ranks_that_went_apart_before_are_told_first_where_they_did():
     ]
 
 
-def test_sizes_may_differ_where_ranks_have_different_parts():
+def test_different_sizes_of_a_gather_are_no_mismatch():
     records = {
         rank: record(entry(41, pending=True, op="gather", bytes=(rank + 1) * MIB), ranks="0-1") for rank in (0, 1)
     }
@@ -112,8 +112,8 @@ def test_sizes_may_differ_where_ranks_have_different_parts():
     assert not only(records).is_mismatch
 
 
-def test_a_scatter_is_one_call_though_only_its_source_has_tensors():
-    """As gloo records it: other ranks complete the call as soon as they have their part."""
+def test_scatter_is_no_mismatch_if_only_its_source_has_tensors():
+    """Gloo records it this way. The other ranks complete the call as soon as they have received their part."""
     source = entry(41, pending=True, op="scatter")
     others = entry(41, op="scatter", dtypes=(), sizes=(), bytes=None)
     records = {0: record(others), 1: record(source), 2: record(others), 3: record(entry(40))}
@@ -122,8 +122,8 @@ def test_a_scatter_is_one_call_though_only_its_source_has_tensors():
     assert (3,) == only(records).missing
 
 
-def test_what_others_wait_for_comes_first():
-    """Rank 1 never entered dp's call since it waits in one of tp, which rank 3 never entered: rank 3 is the cause."""
+def test_call_that_blocks_another_call_comes_first():
+    """Rank 1 cannot enter the call of dp, because it waits in a call of tp, which rank 3 never entered."""
     records = {
         0: record(entry(41, pending=True), ranks="0-1", dp=41),
         1: record(entry(7, pending=True, group="tp"), ranks="0-1", dp=40),
@@ -139,7 +139,7 @@ def test_what_others_wait_for_comes_first():
     assert [("tp", (3,)), ("dp", (1,))] == [(call.group, call.missing) for call in calls_of_note(records)]
 
 
-def test_groups_of_one_description_are_told_apart_by_their_name():
+def test_groups_with_one_description_are_distinguished_by_id():
     mine, theirs = entry(5, pending=True, group_id="a"), entry(5, pending=True, group_id="b")
     records = {
         rank: FlightRecord(
@@ -152,12 +152,12 @@ def test_groups_of_one_description_are_told_apart_by_their_name():
     assert [((0, 1), ()), ((2,), (3,))] == [(call.waiting, call.unknown) for call in calls_of_note(records)]
 
 
-def test_messages_between_two_ranks_are_no_calls_of_a_group():
+def test_point_to_point_messages_are_no_collective_calls():
     assert [] == calls_of_note({0: record(entry(5, pending=True, op="send 0->1", is_p2p=True), ranks="0-1")})
 
 
-def test_a_record_without_groups_speaks_of_those_that_appear_in_it():
-    """Of a rank of a former release."""
+def test_groups_of_a_record_without_group_list_are_taken_from_its_calls():
+    """A rank of an earlier release sends such a record."""
     old = [
         FlightRecord(
             reason="x", collectives=(entry(seq, pending=seq == 41, group_id=None, bytes=None),), recorded=1
@@ -170,16 +170,17 @@ def test_a_record_without_groups_speaks_of_those_that_appear_in_it():
     )
 
 
-# Any history: a simulation knows what each rank did.
+# Any history, compared with a simulation of the calls of each rank.
 
 KEPT = 3
 
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[dict[int, int], dict[int, int], dict[int, dict[int, str]], set[int]]:
-    """Return, by rank, how many calls it entered and left, what it called, and which ranks say anything.
+    """Return a history of calls.
 
-    A rank is in one call at a time. A rank may call something else than the others from some call on.
+    The result is the number of entered calls, the number of completed calls and the operation of each call, all by
+    rank; and the ranks that send a record. A rank is in at most one call at a time. Operations of ranks may differ.
     """
     size = draw(st.integers(1, 4))
     entered = {rank: draw(st.integers(0, 6)) for rank in range(size)}
@@ -192,8 +193,8 @@ def histories(draw: st.DrawFn) -> tuple[dict[int, int], dict[int, int], dict[int
 
 
 @given(histories())
-def test_every_history_is_told_as_it_was(history):
-    entered, left, ops, speaking = history
+def test_calls_equal_a_simulation_for_every_history(history):
+    entered, left, ops, reporting = history
     everyone = f"0-{len(entered) - 1}"
     records = {
         rank: FlightRecord(
@@ -205,18 +206,18 @@ def test_every_history_is_told_as_it_was(history):
             recorded=entered[rank],
             groups=(GroupProgress(id="id of dp", ranks=everyone, latest_seq=entered[rank]),) if entered[rank] else (),
         )
-        for rank in speaking
+        for rank in reporting
     }
 
     expected = {}
     for seq in range(1, 7):
-        waiting = {rank for rank in speaking if left[rank] < seq <= entered[rank]}
+        waiting = {rank for rank in reporting if left[rank] < seq <= entered[rank]}
         if waiting:
             expected[seq] = (
-                {rank for rank in speaking if entered[rank] < seq},
+                {rank for rank in reporting if entered[rank] < seq},
                 waiting,
-                {rank for rank in speaking if seq <= left[rank]},
-                set(entered) - speaking,
+                {rank for rank in reporting if seq <= left[rank]},
+                set(entered) - reporting,
             )
     found = {call.seq: call for call in calls_of_note(records)}
 
@@ -226,7 +227,8 @@ def test_every_history_is_told_as_it_was(history):
         if call.waiting
     }
     seen = {
-        seq: {ops[rank][seq] for rank in speaking if entered[rank] - KEPT < seq <= entered[rank]} for seq in range(1, 7)
+        seq: {ops[rank][seq] for rank in reporting if entered[rank] - KEPT < seq <= entered[rank]}
+        for seq in range(1, 7)
     }
     differing = [seq for seq, called in seen.items() if len(called) > 1]
     assert {call.seq for call in found.values() if call.is_mismatch} <= set(differing)

@@ -1,4 +1,4 @@
-"""Groups of ranks at the same place; groups for which others wait come first."""
+"""Tests of groups of ranks at the same place. A group that other ranks wait for comes first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loading(rank: int) -> Standing:
     return Standing(rank=rank, frames=(NEXT, LOOP), latest=collective(40, is_pending=False))
 
 
-def test_the_rank_that_the_others_wait_for_comes_first():
+def test_rank_that_the_others_wait_for_comes_first():
     groups = grouped([waiting(0), loading(1), waiting(2), waiting(3)])
 
     assert [
@@ -37,11 +37,11 @@ def test_the_rank_that_the_others_wait_for_comes_first():
     ] == [str(group) for group in groups]
 
 
-def test_of_two_ranks_the_one_in_no_collective_comes_first():
+def test_rank_outside_of_collectives_comes_before_a_rank_inside():
     assert [(1,), (0,)] == [group.ranks for group in grouped([waiting(0), loading(1)])]
 
 
-def test_among_collectives_the_one_behind_comes_first_then_the_smaller_group():
+def test_groups_are_ordered_by_collective_number_and_then_by_size():
     behind, others = waiting(5, seq=40), [waiting(rank) for rank in range(5)]
 
     assert [(5,), (0, 1, 2, 3, 4)] == [group.ranks for group in grouped([*others, behind])]
@@ -51,7 +51,7 @@ def test_among_collectives_the_one_behind_comes_first_then_the_smaller_group():
     assert [(7,), (0, 1, 2, 3, 4)] == [group.ranks for group in grouped([*others, elsewhere])]
 
 
-def test_ranks_installed_in_different_folders_stand_at_one_place():
+def test_ranks_with_different_installation_folders_are_at_one_place():
     moved = Standing(
         rank=1,
         frames=tuple(Frame("/other" + frame.file, frame.line, frame.function) for frame in waiting(1).frames),
@@ -71,7 +71,7 @@ def test_ranks_installed_in_different_folders_stand_at_one_place():
         ((), None),
     ],
 )
-def test_own_code_is_what_no_library_brought(frames, own):
+def test_own_frame_is_the_innermost_frame_outside_of_libraries(frames, own):
     assert own is own_frame(frames)
 
 
@@ -84,15 +84,15 @@ def test_own_code_is_what_no_library_brought(frames, own):
         ((NEXT, LOOP), ".get", "in __next__ (dataloader.py:701), called at train.py:40 in main"),
     ],
 )
-def test_the_call_of_own_code_is_named(frames, calls, text):
+def test_text_contains_the_call_and_its_line_in_own_code(frames, calls, text):
     assert text == str(Standing(rank=0, frames=frames, calls=calls))
 
 
-def test_a_rank_of_which_nothing_is_known_stands_in_no_python_code():
+def test_rank_without_data_is_in_no_python_code():
     assert "rank 3 in no Python code" == f"{grouped([Standing.of(3, None, None)])[0]}"
 
 
-def test_standing_has_training_thread_and_oldest_pending_collective():
+def test_place_has_training_thread_and_oldest_pending_collective():
     dump = StackDump(
         reason="hang",
         threads=(
@@ -106,7 +106,7 @@ def test_standing_has_training_thread_and_oldest_pending_collective():
     assert Standing(rank=0, frames=(STEP,), pending=first, latest=second) == Standing.of(0, dump, flight)
 
 
-def test_of_many_separate_ranks_the_first_are_written_and_the_others_counted():
+def test_long_rank_list_shows_the_first_ranks_and_counts_the_others():
     assert "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30 and 484 more" == ranks_text(
         range(0, 1000, 2)
     )

@@ -1,4 +1,4 @@
-"""Detection of waiting ranks from their stacks: certain only if the innermost call shows it."""
+"""Tests of the detection of waiting ranks from their stacks. It is certain only if the innermost call shows it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def dump(*frames: Frame, calls: str | None = None, others: tuple[ThreadStack, ..
         (dump(Frame(f"{PYTHON}/threading.py", 331, "wait"), OWN, calls=".acquire"), Place.OUTSIDE),
         (dump(Frame(f"{PYTHON}/threading.py", 331, "wait"), LOADER, OWN, calls=".acquire"), Place.OUTSIDE),
         (dump(Frame("/job/data.py", 4, "__getitem__"), LOADER, OWN, calls=".decode"), Place.OUTSIDE),
-        # The line may wait for the device alone, and that for another rank.
+        # The line may only wait for the device, and the device may wait for another rank.
         (dump(OWN, calls=".item"), Place.UNKNOWN),
         (dump(OWN, calls="builtins.float"), Place.UNKNOWN),
         (dump(OWN, calls="torch._C._cuda_synchronize"), Place.UNKNOWN),
         (dump(Frame(f"{PYTHON}/copy.py", 153, "deepcopy"), OWN), Place.UNKNOWN),
         (dump(Frame(f"{TORCH}/nn/modules/linear.py", 125, "forward"), OWN), Place.UNKNOWN),
-        # A file is written, by a checkpoint that all ranks write together.
+        # The rank writes its file of a checkpoint that all ranks write together.
         (dump(Frame(f"{TORCH}/distributed/checkpoint/filesystem.py", 9, "write_data"), OWN), Place.UNKNOWN),
         (dump(OWN), Place.UNKNOWN),
         (dump(), Place.UNKNOWN),
@@ -52,11 +52,11 @@ def dump(*frames: Frame, calls: str | None = None, others: tuple[ThreadStack, ..
         (None, Place.UNKNOWN),
     ],
 )
-def test_a_place_is_certain_where_the_innermost_call_names_it(found, place):
+def test_place_is_certain_only_if_the_innermost_call_shows_it(found, place):
     assert place is place_of(found)
 
 
-def test_a_hook_that_sleeps_in_a_backward_pass_is_outside_of_it():
+def test_sleeping_hook_in_a_backward_pass_is_outside_of_the_pass():
     hook = Frame("/job/hooks.py", 3, "slow")
 
     assert Place.OUTSIDE is place_of(dump(hook, Frame(f"{TORCH}/autograd/graph.py", 841, "_engine_run_backward"), OWN,
@@ -64,7 +64,7 @@ def test_a_hook_that_sleeps_in_a_backward_pass_is_outside_of_it():
 
 
 @pytest.mark.parametrize(("is_ours", "place"), [(False, Place.UNKNOWN), (True, Place.OUTSIDE)])
-def test_a_rank_may_wait_for_its_own_thread_that_is_in_a_collective(is_ours, place):
+def test_place_is_unknown_if_a_user_thread_is_in_a_collective(is_ours, place):
     saver = ThreadStack(ident=2, name="saver", frames=(REDUCE, LOGGED, OWN), is_ours=is_ours)
     waits = Frame(f"{PYTHON}/threading.py", 331, "wait")
 

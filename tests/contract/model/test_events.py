@@ -1,4 +1,4 @@
-"""Causal order of anomalies: the first cause comes first."""
+"""Tests of the causal order of anomalies: the first cause comes first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KIND_OF_TASK = {
     "param_updated": "param_after",
 }
 
-# The first five, as the original tool's own analysis of this file lists them.
+# The first five anomalies in msprobe's own analysis of this file.
 FIRST_CAUSES = [
     "0:.input:0/rank0/actv_grad",
     "0:embedding.input:0/rank0/actv_grad",
@@ -45,14 +45,14 @@ def recorded_key(record):
     )
 
 
-def test_recorded_anomalies_are_ordered_as_the_original_tool_orders_them():
+def test_recorded_anomalies_have_the_order_of_msprobe():
     ordered = sorted(RECORDED.values(), key=recorded_key)
 
     assert FIRST_CAUSES == [record["tag_name"] for record in ordered[:5]]
 
 
 def test_updated_parameters_come_last_in_their_step():
-    """A deliberate difference: the original sorts what the optimizer has just written before the forward pass."""
+    """A deliberate difference: msprobe sorts parameters after the update before the forward pass of the same step."""
     last = [record["tag_name"] for record in sorted(RECORDED.values(), key=recorded_key)[-4:]]
 
     assert all(tag.endswith("/param_updated") for tag in last)
@@ -66,20 +66,20 @@ def test_causal_stages_follow_the_flow_of_a_step():
     assert flow == sorted(shuffled, key=lambda kind: key(kind=kind))
 
 
-def test_stages_run_forward_before_the_backward_pass_and_backward_after_it():
+def test_pipeline_stages_ascend_in_forward_and_descend_in_backward():
     assert key(kind="act_out", pp_stage=0) < key(kind="act_out", pp_stage=1)
     assert key(kind="act_grad_out", pp_stage=1) < key(kind="act_grad_out", pp_stage=0)
     assert key(kind="grad_reduced", vpp_stage=1, pp_stage=0) < key(kind="grad_reduced", vpp_stage=0, pp_stage=1)
     assert key(kind="act_out", vpp_stage=0, pp_stage=1) < key(kind="act_out", vpp_stage=1, pp_stage=0)
 
 
-def test_step_and_micro_step_come_before_all_else():
+def test_events_are_ordered_by_step_and_micro_step_first():
     assert key(step=1, kind="param_after") < key(step=2, kind="param_before")
     assert key(micro_step=0, kind="grad_reduced") < key(micro_step=1, kind="act_in")
 
 
-def test_what_belongs_to_the_whole_step_comes_around_its_micro_batches():
-    """A NaN that begins in an activation is in every gradient of the step."""
+def test_events_of_the_whole_step_enclose_those_of_its_micro_batches():
+    """A NaN that occurs first in an activation is in every gradient of the step."""
     parameters, activations, gradients = (key(kind=kind) for kind in ("param_before", "act_in", "grad_unreduced"))
 
     assert parameters < key(kind="act_in", micro_step=0) < key(kind="act_grad_in", micro_step=0)
@@ -87,10 +87,10 @@ def test_what_belongs_to_the_whole_step_comes_around_its_micro_batches():
     assert key(kind="grad_unreduced", micro_step=3) < gradients
 
 
-def test_what_is_not_known_sorts_last():
+def test_unknown_step_or_call_sorts_last():
     assert key(step=10**12) < key(step=None)
     assert key(call_id=10**12) < key(call_id=None)
 
 
-def test_an_unknown_kind_of_a_newer_rank_still_has_a_place():
+def test_unknown_kind_of_a_newer_rank_sorts_like_no_kind():
     assert key(kind=None) == key(kind="attention_entropy")

@@ -1,4 +1,4 @@
-"""Identity of a process, read from the environments of launchers."""
+"""Tests of the identity of a process, which is read from the environment that a launcher sets."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def test_rank_local_rank_and_world_size(environment, expected):
         "a run may be called none",
     ],
 )
-def test_the_run(environment, expected):
+def test_run_name_from_the_environment(environment, expected):
     assert expected == run_from_environment(environment)
 
 
-def test_two_launches_of_one_job_differ_and_say_whose_they_are():
+def test_launch_ids_of_one_job_differ_and_begin_with_its_id():
     environment = {**SLURM, "TORCHELASTIC_RESTART_COUNT": "2"}
     first, second = new_launch_id(environment), new_launch_id(environment)
 
@@ -69,7 +69,7 @@ def test_two_launches_of_one_job_differ_and_say_whose_they_are():
     assert new_launch_id({}).startswith("none.0.")
 
 
-def test_a_requeued_job_says_how_often_it_was_requeued():
+def test_launch_id_contains_the_number_of_requeues():
     assert new_launch_id({**SLURM, "SLURM_RESTART_COUNT": "1"}).startswith("4711-r1.0.")
     assert new_launch_id({**SLURM, "SLURM_RESTART_COUNT": "0"}).startswith("4711.0.")
 

@@ -1,4 +1,4 @@
-"""Fields, plans and the Arrow schemas made from them."""
+"""Tests of fields, plans and their Arrow schemas."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ entries = st.builds(
 
 
 @given(st.lists(entries, max_size=6).map(tuple).map(Plan))
-def test_a_plan_comes_back_from_its_json(plan):
+def test_plan_is_unchanged_after_a_json_round_trip(plan):
     read = Plan.from_json(plan.to_json())
 
     assert plan == read
@@ -51,12 +51,12 @@ def test_a_plan_comes_back_from_its_json(plan):
 
 
 @given(left=st.lists(entries, max_size=3).map(tuple), right=st.lists(entries, max_size=3).map(tuple))
-def test_a_hash_names_one_plan(left, right):
+def test_plans_have_equal_hashes_only_if_they_are_equal(left, right):
     assert (left == right) == (Plan(left).hash == Plan(right).hash)
 
 
-def test_the_hash_does_not_depend_on_the_process():
-    """Ranks and service compute it in different processes, with different hash seeds."""
+def test_plan_hash_is_equal_in_every_process():
+    """Ranks and the service compute the hash in different processes, in which Python has different hash seeds."""
     plan = Plan((PlanEntry(kind="grad_reduced", tensor="学习.weight", shape=(2, 3)),))
     script = (
         "from rankscope_contract.model.schema import Plan, PlanEntry;"
@@ -68,27 +68,27 @@ def test_the_hash_does_not_depend_on_the_process():
     assert 32 == len(plan.hash)
 
 
-def test_a_plan_of_a_newer_sender_is_read():
+def test_unknown_keys_of_a_newer_plan_are_ignored():
     document = {"schema_version": 9, "entries": [{"kind": "act_out", "tensor": "a", "colour": "red"}], "more": 1}
 
     assert Plan((PlanEntry(kind="act_out", tensor="a"),)) == Plan.from_json(json.dumps(document))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"entries": 1}', '{"entries": [1]}', '{"entries": [{}]}'])
-def test_what_is_no_plan_is_refused(text):
+def test_invalid_plan_is_rejected(text):
     with pytest.raises(ValueError):
         Plan.from_json(text)
 
 
 @pytest.mark.parametrize("fields", [*DATASETS.values(), WIRE_FIELDS], ids=[*DATASETS, "wire"])
-def test_every_schema_is_arrow_with_unique_names(fields):
+def test_every_schema_is_valid_in_arrow_and_has_unique_names(fields):
     schema = arrow_schema(pa, fields)
 
     assert [field.name for field in fields] == schema.names
     assert len(set(schema.names)) == len(schema.names)
 
 
-def test_statistics_have_the_types_of_their_definition():
+def test_columns_of_statistics_have_the_defined_types():
     schema = arrow_schema(pa, DATASETS["tensor_stats"])
 
     assert {pa.float32()} == {schema.field(op).type for op in (*VALUE_OPS, *BASELINE_OPS)}
@@ -96,29 +96,29 @@ def test_statistics_have_the_types_of_their_definition():
     assert BASELINE_OPS == tuple(f"{op}_baseline" for op in JUDGED_OPS)
 
 
-def test_the_row_key_is_made_of_columns():
+def test_row_key_consists_of_columns():
     assert set(TENSOR_ROW_KEY) <= {field.name for field in DATASETS["tensor_stats"]}
 
 
-def test_every_nested_dataset_travels_with_the_columns_it_has_in_the_store():
+def test_columns_of_nested_datasets_are_columns_of_the_store():
     for name, fields in NESTED.items():
         stored = {field.name for field in DATASETS[name]}
 
         assert {field.name for field in fields} <= stored
 
 
-def test_every_kind_has_a_place_in_the_step():
+def test_every_kind_has_a_causal_stage():
     assert set(Kind) == set(CAUSAL_STAGE)
 
 
 @given(st.dictionaries(text, text, min_size=1, max_size=4))
-def test_labels_are_canonical(labels):
+def test_label_text_does_not_depend_on_the_order_of_labels(labels):
     backwards = dict(reversed(labels.items()))
 
     assert canonical_labels(labels) == canonical_labels(backwards)
     assert labels == json.loads(canonical_labels(labels))
 
 
-def test_no_labels_are_null():
+def test_label_text_of_no_labels_is_none():
     assert canonical_labels({}) is None
     assert canonical_labels(None) is None

@@ -1,4 +1,4 @@
-"""Messages between rank and service survive a round trip, and keys of newer releases."""
+"""Tests of the JSON form of messages between rank and service, also with unknown keys of newer releases."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ replies = st.builds(
 
 
 @given(registrations | replies)
-def test_a_message_comes_back_from_its_json(message):
+def test_message_is_unchanged_after_a_json_round_trip(message):
     assert message == type(message).from_json(message.to_json())
     assert message == type(message).from_json(message.to_json().encode())
 
 
-def test_what_a_newer_sender_adds_is_left_out():
+def test_unknown_keys_of_a_newer_message_are_ignored():
     newer = {"lease": "a", "attempt": 1, "heartbeat_seconds": 2.0, "weather": "fine"}
 
     assert RegistrationReply(lease="a", attempt=1, heartbeat_seconds=2.0) == RegistrationReply.from_json(
@@ -49,6 +49,6 @@ def test_what_a_newer_sender_adds_is_left_out():
 
 
 @pytest.mark.parametrize("body", ["", "null", "[]", '"x"', "{", '{"run": "a"}', b"\xff"])
-def test_a_malformed_message_is_a_value_error(body):
+def test_malformed_message_raises_value_error(body):
     with pytest.raises(ValueError):
         Registration.from_json(body)

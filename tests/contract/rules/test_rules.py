@@ -1,4 +1,4 @@
-"""Meaning of the rules: recorded vectors of msprobe, boundaries, and float32 and float64 arithmetic."""
+"""Tests of the rules: vectors recorded with msprobe, boundaries, and float32 and float64 arithmetic."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 
 VECTORS = json.loads((pathlib.Path(__file__).parent / "data" / "anomaly_vectors.json").read_text())["series"]
 
-# Where we differ from the tool that recorded the vectors, on purpose: (steps that fire here, why).
+# Deliberate differences from msprobe, which recorded the vectors: (steps at which our rules fire, reason).
 DIFFERENCES = {
-    "T10": ([4, 5], "a NaN never enters the baseline; there it made the average NaN and the rule blind for ever"),
-    "P03": ([3, 4], "a rule that may not judge `max` swallows nothing; there its discarded hit hid the next rule's"),
+    "T10": (
+        [4, 5],
+        "a NaN never enters our baseline; in msprobe it makes the average NaN, and the rule never fires again",
+    ),
+    "P03": (
+        [3, 4],
+        "a rule that does not judge `max` hides no other rule; in msprobe its discarded hit hid the next rule's hit",
+    ),
 }
 
-# There a norm or a minimum may itself be NaN. Ours are over finite elements, and NaN is judged by its count, or as a
-# logged number: these vectors are that number.
+# In msprobe, a norm or a minimum may be NaN. Our statistics use finite elements only, and the NaN rule judges the
+# number of NaNs, or a logged scalar. These vectors are judged as logged scalars.
 JUDGED_AS_A_SCALAR = {"N01", "N02"}
 
 finite32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -33,7 +39,7 @@ any32 = st.floats(width=32)
 
 
 def seed_rules(vector: dict[str, Any]) -> list[AnomalyRule]:
-    """Return the vector's rules as the original tool meant them: Inf is no anomaly of its own."""
+    """Return the rules of the vector with the meaning of msprobe, in which Inf alone is no anomaly."""
     entries = []
     for entry in vector["rules"]:
         arguments = dict(entry.get("args") or {})
@@ -51,14 +57,14 @@ def firings(vector: dict[str, Any]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("vector", [v for v in VECTORS if v["id"] not in DIFFERENCES], ids=lambda v: v["id"])
-def test_rules_agree_with_the_recorded_vectors(vector):
+def test_rules_fire_as_in_the_vectors_of_msprobe(vector):
     expected = list(zip(vector["alert_steps"], vector["alert_rules"], strict=True))
 
     assert expected == firings(vector)
 
 
 @pytest.mark.parametrize("vector", [v for v in VECTORS if v["id"] in DIFFERENCES], ids=lambda v: v["id"])
-def test_deliberate_differences_from_the_recorded_vectors(vector):
+def test_rules_differ_from_msprobe_only_as_documented(vector):
     ours, _reason = DIFFERENCES[vector["id"]]
 
     assert ours == [position for position, _ in firings(vector)]
@@ -66,8 +72,8 @@ def test_deliberate_differences_from_the_recorded_vectors(vector):
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda v: v["id"])
-def test_baselines_follow_the_recorded_averages_while_all_is_finite(vector):
-    """The recorded averages are float64, ours are stored as float32."""
+def test_baselines_equal_the_averages_of_msprobe_for_finite_values(vector):
+    """The recorded averages are float64; our baselines are stored as float32."""
     baseline = math.nan
     for value, average in zip(vector["series"], vector["average_after"], strict=True):
         if not math.isfinite(float(value)):
@@ -77,7 +83,7 @@ def test_baselines_follow_the_recorded_averages_while_all_is_finite(vector):
         assert average == pytest.approx(baseline, rel=1e-6, abs=1e-45)
 
 
-def test_turbulence_fires_strictly_above_its_band():
+def test_turbulence_fires_only_above_its_threshold():
     rule = AnomalyTurbulence(threshold=0.5)
 
     assert not rule.fires("norm", 1.5, 1.0)
@@ -86,7 +92,7 @@ def test_turbulence_fires_strictly_above_its_band():
     assert not rule.fires("norm", 0.001, 1.0)
 
 
-def test_turbulence_in_both_directions_fires_on_a_fall():
+def test_turbulence_with_direction_both_also_fires_on_a_decrease():
     rule = AnomalyTurbulence(threshold=1.0, direction="both")
 
     assert not rule.fires("norm", 0.5, 1.0)
@@ -94,7 +100,7 @@ def test_turbulence_in_both_directions_fires_on_a_fall():
     assert rule.fires("norm", math.nextafter(2.0, 3), 1.0)
 
 
-def test_nothing_is_turbulent_against_no_baseline():
+def test_turbulence_does_not_fire_without_value_or_baseline():
     for direction in ("up", "both"):
         rule = AnomalyTurbulence(threshold=0.5, direction=direction)
 
@@ -102,7 +108,7 @@ def test_nothing_is_turbulent_against_no_baseline():
         assert not rule.fires("norm", math.nan, 1.0)
 
 
-def test_first_finite_value_fires_no_turbulence():
+def test_turbulence_does_not_fire_at_the_first_finite_value():
     rules = [AnomalyTurbulence(threshold=0.5)]
 
     assert [4] == [f.position for f in evaluate(rules, "act_out", "norm", [math.nan, math.inf, 3.0, 3.0, 9.0])]
@@ -115,7 +121,7 @@ def test_non_finite_values_never_enter_a_baseline(before, value):
 
 
 @given(series=st.lists(any32, min_size=1, max_size=30))
-def test_a_baseline_stays_within_the_magnitudes_it_has_seen(series):
+def test_baseline_is_between_the_extreme_magnitudes_of_its_values(series):
     baseline = math.nan
     for value in series:
         baseline = next_baseline(baseline, value)
@@ -124,7 +130,7 @@ def test_a_baseline_stays_within_the_magnitudes_it_has_seen(series):
     if not seen:
         assert math.isnan(baseline)
     else:
-        # One rounding to float32 may carry it past an extreme by one unit, never beyond.
+        # Rounding to float32 may move the baseline past an extreme by at most one unit in the last place.
         assert min(seen) * (1 - 2**-23) <= baseline <= max(seen) * (1 + 2**-23)
         assert to_float32(baseline) == baseline
 
@@ -140,7 +146,7 @@ def test_nan_rule_on_counts_of_a_tensor():
     assert not rule.fires("infs", 0, math.nan)
 
 
-def test_nan_rule_in_seed_mode_leaves_infinities_alone():
+def test_nan_rule_without_infs_ignores_infinities():
     rule = AnomalyNan(infs=False)
 
     assert not rule.judges("grad_reduced", "infs")
@@ -150,12 +156,12 @@ def test_nan_rule_in_seed_mode_leaves_infinities_alone():
 
 @pytest.mark.parametrize("rule", [AnomalyNan, AnomalyTurbulence])
 @pytest.mark.parametrize("threshold", [pytest.param(10**400, id="huge"), math.nan, "0.5", True, [1.0]])
-def test_a_threshold_that_is_no_number_is_refused(rule, threshold):
+def test_invalid_threshold_is_rejected(rule, threshold):
     with pytest.raises(ValueError, match=f"{rule.__name__}: threshold is a number, not "):
         rule(threshold=threshold)
 
 
-def test_nan_rule_with_a_threshold_judges_magnitudes_strictly():
+def test_nan_rule_fires_only_for_magnitudes_above_its_threshold():
     rule = AnomalyNan(threshold=10.0)
 
     assert rule.judges("param_after", "max")
@@ -163,7 +169,7 @@ def test_nan_rule_with_a_threshold_judges_magnitudes_strictly():
     assert rule.fires("max", -10.5, math.nan)
 
 
-def test_a_scalar_is_judged_as_it_is_stored():
+def test_scalar_is_judged_as_float64():
     """Scalars are float64: 1e39 is a number, although a float32 statistic of that size would be Inf."""
     rules = [AnomalyNan()]
 
@@ -171,7 +177,7 @@ def test_a_scalar_is_judged_as_it_is_stored():
     assert [1] == [firing.position for firing in evaluate(rules, None, "value", [0.0, math.inf])]
 
 
-def test_the_first_rule_that_may_judge_names_the_alert():
+def test_first_applicable_rule_is_the_rule_of_the_firing():
     turbulence, limit = AnomalyTurbulence(threshold=0.5), AnomalyNan(threshold=5.0)
     series = [1.0, 1.0, 6.0]
 
@@ -180,7 +186,7 @@ def test_the_first_rule_that_may_judge_names_the_alert():
     assert [limit] == [f.rule for f in evaluate([turbulence, limit], "grad_reduced", "max", series)]
 
 
-def test_a_rule_keeps_to_its_kinds():
+def test_rule_judges_only_its_kinds():
     rule = AnomalyTurbulence(threshold=0.5, kinds=["act_out"])
 
     assert ("act_out",) == rule.kinds
@@ -189,14 +195,14 @@ def test_a_rule_keeps_to_its_kinds():
     assert not AnomalyNan(kinds=["act_out"]).judges(None, "value")
 
 
-def test_a_firing_shows_the_baseline_before_the_observation():
+def test_firing_contains_the_baseline_before_the_observation():
     (firing,) = evaluate([AnomalyTurbulence(threshold=0.5)], "grad_reduced", "norm", [1.0, 1.0, 2.0])
 
     assert (2, 2.0, 1.0) == (firing.position, firing.value, firing.baseline)
 
 
 @given(series=st.lists(any32, max_size=40), cut=st.integers(0, 40))
-def test_a_series_may_be_judged_in_pieces(series, cut):
+def test_series_judged_in_parts_has_the_same_firings(series, cut):
     rules = [AnomalyNan(threshold=100.0), AnomalyTurbulence(threshold=0.5, direction="both")]
     evaluator = SeriesEvaluator(rules, "grad_reduced", "norm")
     observed = [evaluator.observe(value) for part in (series[:cut], series[cut:]) for value in part]
@@ -204,7 +210,7 @@ def test_a_series_may_be_judged_in_pieces(series, cut):
     assert repr(list(evaluate(rules, "grad_reduced", "norm", series))) == repr([f for f in observed if f])
 
 
-def test_rules_are_found_by_name_and_named_after_their_class():
+def test_rules_have_the_names_of_their_classes():
     assert {"AnomalyNan", "AnomalyTurbulence"} <= set(rule_classes())
     assert "AnomalyTurbulence" == rule_from_config({"rule_name": "AnomalyTurbulence", "args": {"threshold": 1}}).name
 
@@ -221,7 +227,7 @@ def test_rules_are_found_by_name_and_named_after_their_class():
         ({"rule_name": "AnomalyTurbulence", "args": {"threshold": 1, "direction": "down"}}, ["'up' or 'both'"]),
     ],
 )
-def test_a_wrong_rule_is_refused_with_what_is_allowed(entry, words):
+def test_invalid_rule_is_rejected_with_the_allowed_values(entry, words):
     with pytest.raises(ValueError) as caught:
         rule_from_config(entry)
 

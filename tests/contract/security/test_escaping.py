@@ -1,4 +1,4 @@
-"""A user-defined name survives every escaping and causes no injection."""
+"""Tests of escaping: a user-defined name is unchanged after a round trip and causes no injection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rankscope_contract.security.escaping import (
     sql_string,
 )
 
-# A lone surrogate is no text: it has no UTF-8.
+# Lone surrogates are excluded, because they have no UTF-8 encoding.
 names = st.text(st.characters(exclude_categories=["Cs"]))
 AWKWARD = [
     "",
@@ -46,12 +46,12 @@ AWKWARD = [
 @example("..")
 @example("")
 @example("%")
-def test_a_name_comes_back_from_its_path_segment(name):
+def test_name_is_unchanged_after_a_path_segment_round_trip(name):
     assert name == from_path_segment(path_segment(name))
 
 
 @pytest.mark.parametrize("name", AWKWARD)
-def test_a_segment_stays_in_its_folder(name):
+def test_path_segment_cannot_leave_its_folder(name):
     segment = path_segment(name)
     path = pathlib.PurePosixPath("/store") / segment
 
@@ -67,8 +67,8 @@ def test_different_names_have_different_segments(first, second):
 
 
 @given(names)
-def test_a_sql_string_is_read_back_as_written(name):
-    """SQLite speaks for all engines that follow the standard; it alone ends a text at NUL."""
+def test_sql_string_is_read_as_it_was_written(name):
+    """SQLite represents all engines that follow the SQL standard. Only SQLite ends a text at NUL."""
     name = name.replace("\x00", "")
     (read,) = sqlite3.connect(":memory:").execute(f"SELECT {sql_string(name)}").fetchone()
 
@@ -76,14 +76,14 @@ def test_a_sql_string_is_read_back_as_written(name):
 
 
 @given(names.filter(lambda name: name and "\x00" not in name))
-def test_a_sql_identifier_names_the_column(name):
+def test_sql_identifier_is_the_name_of_the_column(name):
     cursor = sqlite3.connect(":memory:").execute(f"SELECT 1 AS {sql_identifier(name)}")
 
     assert name == cursor.description[0][0]
 
 
 @given(names)
-def test_html_text_is_read_back_as_written(name):
+def test_html_text_is_read_as_it_was_written(name):
     escaped = html_text(name)
 
     assert name == html.unescape(escaped)
@@ -91,7 +91,7 @@ def test_html_text_is_read_back_as_written(name):
 
 
 @given(names)
-def test_a_label_value_holds_no_bare_quote_and_no_line_end(name):
+def test_label_value_has_no_unescaped_quote_or_line_end(name):
     escaped = label_value(name)
     unescaped = escaped.replace("\\\\", "\0").replace('\\"', '"').replace("\\n", "\n").replace("\0", "\\")
 

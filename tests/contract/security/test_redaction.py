@@ -1,4 +1,4 @@
-"""Masked parts of a command line and a configuration, and similar names that are not masked."""
+"""Tests of masking: secrets in command lines and configurations, and similar names that are not masked."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SECRET = "correct-horse"
         "storageAccountKey",
     ],
 )
-def test_names_of_secrets(name):
+def test_names_of_secrets_are_recognized(name):
     assert is_secret_name(name)
 
 
@@ -85,7 +85,7 @@ def test_names_of_secrets(name):
         "rule_name",
     ],
 )
-def test_names_that_only_sound_like_it(name):
+def test_similar_names_are_not_secret(name):
     assert not is_secret_name(name)
 
 
@@ -107,7 +107,7 @@ def test_names_that_only_sound_like_it(name):
         (["train.py", "hf_abcdefghijklmnopqrstuv"], ["train.py", "***"]),
     ],
 )
-def test_command_lines(given_, shown):
+def test_secrets_in_command_lines_are_masked(given_, shown):
     assert shown == redacted_arguments(given_)
 
 
@@ -125,7 +125,7 @@ def test_command_lines(given_, shown):
         "-----BEGIN PRIVATE KEY-----\nMIIB cut off",
     ],
 )
-def test_what_looks_like_a_secret_is_one_wherever_it_stands(text):
+def test_secret_pattern_is_masked_anywhere_in_a_text(text):
     assert "before *** after" == redacted_text(f"before {text} after").replace("***", "*** after", "cut off" in text)
 
 
@@ -133,11 +133,11 @@ def test_what_looks_like_a_secret_is_one_wherever_it_stands(text):
     "text",
     ["0123456789abcdef0123456789abcdef01234567", "loss: 3.1", "12:30", "a=b", "https://host:80/x?step=3", "sk-learn"],
 )
-def test_what_says_nothing_secret_is_left_as_it_is(text):
+def test_text_without_secrets_is_unchanged(text):
     assert text == redacted_text(text)
 
 
-def test_a_configuration_is_masked_by_name_and_by_looks_and_keeps_its_shape():
+def test_configuration_is_masked_by_names_and_patterns():
     settings = {
         "serve": {"token": SECRET, "token_file": "/run/token", "ingest_url": "http://host:9470"},
         "wandb": [{"api_key": SECRET, "entity": "us"}],
@@ -172,27 +172,27 @@ PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5))
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     )
 )
-def test_no_secret_survives_and_masking_twice_is_masking_once(given_):
+def test_masking_removes_all_secrets_and_is_idempotent(given_):
     once = redacted(given_)
 
     assert SECRET not in json.dumps(once)
     assert once == redacted(once)
 
 
-def test_text_that_is_no_json_is_masked_by_its_looks():
+def test_text_that_is_not_json_is_masked_by_patterns():
     assert "token=***, lr=3" == redacted_json(f"token={SECRET}, lr=3")
     assert '{"token": "***"}' == redacted_json(json.dumps({"token": SECRET}))
     assert redacted_json(None) is None
 
 
 @pytest.mark.parametrize("text", ['{"token": "%s", "token": null}', '[{"api_key": "%s", "lr": 3, "api_key": ""}]'])
-def test_a_name_that_stands_twice_in_an_object_hides_no_secret(text):
-    """A reader of JSON sees the last one only; what is stored is the text."""
+def test_secret_under_a_repeated_key_is_masked(text):
+    """A JSON parser returns only the last value of a repeated key, but the store contains the whole text."""
     assert SECRET not in redacted_json(text % SECRET)
 
 
-def test_what_a_hostile_rank_sends_holds_nobody_up():
-    """Deeper than the interpreter, and texts on which a careless pattern would look at every place again and again."""
+def test_hostile_input_is_masked_in_limited_time():
+    """Nesting is deeper than the recursion limit, and a pattern with backtracking would need quadratic time."""
     deep: list[object] = []
     for _ in range(5000):
         deep = [deep]
@@ -201,4 +201,4 @@ def test_what_a_hostile_rank_sends_holds_nobody_up():
     for text in ("a-" * 50_000, "eyJaaaaaa-" * 5000, "a " * 50_000, "bearer" + " " * 100_000, "-----BEGIN " * 10_000):
         redacted_text(text)
 
-    assert time.process_time() - began < 60  # half a second; looking again and again would take hours
+    assert time.process_time() - began < 60  # takes 0.5 s; with backtracking it would take hours

@@ -1,4 +1,4 @@
-"""TLS contexts from files: errors name the unusable file, and changed files are loaded without a restart."""
+"""Tests of TLS contexts from files: errors name the unusable file; changed files are loaded without a restart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def served(certificates, cert="server", key=None, **changes):
     return TlsServer(cert_file=certificates.cert(cert), key_file=certificates.key(key or cert), **changes)
 
 
-def test_a_context_shows_and_demands_what_was_configured(certificates):
+def test_server_context_has_the_configured_settings(certificates):
     tls = served(
         certificates,
         client_auth_type="RequireAndVerifyClientCert",
@@ -28,11 +28,11 @@ def test_a_context_shows_and_demands_what_was_configured(certificates):
     assert (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_3) == (context.minimum_version, context.maximum_version)
 
 
-def test_a_client_always_checks_certificate_and_name(certificates):
+def test_client_context_verifies_certificate_and_host_name(certificates):
     context = client_context(certificates.ca, None, None)
 
     assert (ssl.CERT_REQUIRED, True) == (context.verify_mode, context.check_hostname)
-    assert 1 == len(context.get_ca_certs())  # the system's are not trusted beside it
+    assert 1 == len(context.get_ca_certs())  # the certificates of the system are not trusted
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_a_client_always_checks_certificate_and_name(certificates):
         (lambda c: client_context(c.folder / "nowhere", None, None), "ca_file .*nowhere: No such file"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(certificates, make, complaint):
+def test_error_names_the_unusable_file(certificates, make, complaint):
     with pytest.raises(WebConfigError, match=complaint):
         make(certificates)
 
 
-def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_a_password(certificates, tmp_path):
+def test_encrypted_key_is_rejected_without_a_password_prompt(certificates, tmp_path):
     import subprocess
 
     key = tmp_path / "encrypted.key"
@@ -62,7 +62,7 @@ def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_a_password(certific
 
 @pytest.fixture
 def rotating(certificates, tmp_path):
-    """Return (contexts, put): files that `put(name)` replaces as a secret's mount does, by rename."""
+    """Return (contexts, put). `put(name)` replaces the files by rename, as the mount of a Kubernetes secret does."""
 
     def put(name, key=None):
         for suffix, source in (("pem", certificates.cert(name)), ("key", certificates.key(key or name))):
@@ -75,13 +75,13 @@ def rotating(certificates, tmp_path):
     return Reloading(lambda: (server_context(tls), tls.files)), put
 
 
-def test_files_that_stay_cost_no_new_context(rotating):
+def test_unchanged_files_reuse_the_context(rotating):
     contexts, _ = rotating
 
     assert contexts() is contexts()
 
 
-def test_changed_files_are_taken(rotating):
+def test_changed_files_are_loaded(rotating):
     contexts, put = rotating
     before = contexts()
     put("client")
@@ -89,7 +89,7 @@ def test_changed_files_are_taken(rotating):
     assert contexts() is not before
 
 
-def test_files_that_cannot_be_used_leave_the_former_ones_and_are_told_once(rotating, caplog):
+def test_unusable_new_files_keep_the_old_context_and_log_one_warning(rotating, caplog):
     contexts, put = rotating
     before = contexts()
     put("server", key="client")

@@ -1,4 +1,4 @@
-"""Prometheus' web configuration: keys, defaults, and errors for unsupported options."""
+"""Tests of the web configuration of Prometheus: keys, defaults, and errors for unsupported options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read(tmp_path, document, name="web.yml", load_yaml=yaml.safe_load):
     return read_web_config(path, load_yaml)
 
 
-def test_files_are_relative_to_the_configuration_and_defaults_are_those_of_prometheus(tmp_path):
+def test_paths_are_relative_to_the_file_and_defaults_equal_prometheus(tmp_path):
     config = read(tmp_path, "tls_server_config:\n  cert_file: rank.pem\n  key_file: /keys/rank.key\n")
 
     wanted = TlsServer(
@@ -43,18 +43,18 @@ def test_files_are_relative_to_the_configuration_and_defaults_are_those_of_prome
         ("web.toml", "[tls_server_config]\ncert_file = 'rank.pem'\nkey_file = 'keys/rank.key'"),
     ],
 )
-def test_one_meaning_in_three_spellings(tmp_path, name, text):
+def test_yaml_json_and_toml_have_the_same_meaning(tmp_path, name, text):
     assert tmp_path / "keys/rank.key" == read(tmp_path, text, name).tls.key_file
 
 
-def test_without_a_yaml_reader_the_text_says_what_works_instead(tmp_path):
+def test_error_without_yaml_reader_names_the_alternatives(tmp_path):
     with pytest.raises(WebConfigError, match=r"web\.yml: no YAML reader.*pyyaml.*\.json"):
         read(tmp_path, {"tls_server_config": TLS}, load_yaml=None)
 
     assert read(tmp_path, {"tls_server_config": TLS}, "web.json", load_yaml=None).tls is not None
 
 
-def test_only_certificates_that_are_demanded_keep_strangers_out(tmp_path):
+def test_only_required_client_certificates_demand_an_identity(tmp_path):
     def demands(kind):
         settings = {**TLS, "client_auth_type": kind, "client_ca_file": "ca.pem"}
         return read(tmp_path, {"tls_server_config": settings}).demands_identity
@@ -86,7 +86,7 @@ def test_only_certificates_that_are_demanded_keep_strangers_out(tmp_path):
         ({"basic_auth_users": ["me"]}, "a user and a bcrypt hash"),
     ],
 )  # fmt: skip
-def test_every_mistake_names_the_file_the_key_and_the_fix(tmp_path, document, complaint):
+def test_error_names_the_file_the_key_and_the_fix(tmp_path, document, complaint):
     with pytest.raises(WebConfigError) as error:
         read(tmp_path, document)
 
@@ -94,6 +94,6 @@ def test_every_mistake_names_the_file_the_key_and_the_fix(tmp_path, document, co
     assert complaint in str(error.value)
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_error_names_the_missing_file(tmp_path):
     with pytest.raises(WebConfigError, match=r"nowhere\.yml: No such file"):
         read_web_config(tmp_path / "nowhere.yml", yaml.safe_load)

@@ -1,4 +1,4 @@
-"""Models that hold their monitor, and the ways in which they are copied and saved."""
+"""Models with a monitor as an attribute, and the functions that copy and save them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Holding(nn.Module):
-    """A model with its monitor, or a callback or sink, as an attribute."""
+    """A model with a monitor, callback or sink as an attribute."""
 
     def __init__(self, held: Any = None) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Holding(nn.Module):
 
 
 def saved(value: Any) -> Any:
-    """Save an object with torch.save, and return the result of torch.load."""
+    """Save an object with torch.save and return the result of torch.load."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -55,7 +55,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def train_elsewhere(model: Holding, results: Any) -> None:
-    """Train a model that was sent to another process, and return the answers of its monitor there."""
+    """Train a model in another process and put the results of its monitor methods into `results`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.held.attach(model, optimizer)
     step(model, optimizer)

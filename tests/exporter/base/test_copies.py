@@ -1,4 +1,4 @@
-"""Every object of the public API can be copied and saved; copies of objects of a training do nothing."""
+"""Tests that each object of the public API can be copied and saved. Copies of training objects are inactive."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ TOKEN = "not-for-a-file"
 QUIET = MonitorConfig(console=False, exit_wait_seconds=0, sinks={"api": {}}, serve=ServeConfig(token=TOKEN))
 TLS = TlsServer(cert_file=Path("cert.pem"), key_file=Path("key.pem"))
 EVENT = Event(type="anomaly", message="it is NaN", rule="nan", tensor="w", kind="grad_reduced", op="nans", value=1.0)
-PhaseTotals = Callable[[pytest.FixtureRequest], Any]
+Factory = Callable[[pytest.FixtureRequest], Any]
 
-DATA: dict[type[Any], PhaseTotals] = {
+DATA: dict[type[Any], Factory] = {
     Address: lambda _: Address("127.0.0.1", 9470),
     Anomaly: lambda _: Anomaly(run="r", rank=1, step=2, events=(EVENT,), samples=(3,)),
     AnomalyNan: lambda _: AnomalyNan(threshold=3.0),
@@ -67,7 +67,7 @@ DATA: dict[type[Any], PhaseTotals] = {
     type(entry()): lambda _: entry(),
     **{kind.options_class: lambda _, kind=kind: kind.options_class() for kind in quantity_classes().values()},  # type: ignore[misc]
 }
-ERRORS: dict[type[Any], PhaseTotals] = {
+ERRORS: dict[type[Any], Factory] = {
     ConfigError: lambda _: ConfigError("every is a number"),
     CountError: lambda _: CountError("no tokens"),
     RankscopeError: lambda _: RankscopeError("something"),
@@ -98,8 +98,8 @@ def trainer_mon(request: pytest.FixtureRequest) -> TrainerMon:
     return monitor
 
 
-def callback_of(module: str) -> PhaseTotals:
-    """Return what makes a callback of a trainer in the middle of a training."""
+def callback_of(module: str) -> Factory:
+    """Return a function that creates a trainer callback during a training."""
 
     def make(request: pytest.FixtureRequest) -> Any:
         made = importlib.import_module(f"rankscope_exporter.integrations.{module}").RankscopeCallback(QUIET)
@@ -112,7 +112,7 @@ def callback_of(module: str) -> PhaseTotals:
     return make
 
 
-def sink_of(kind: type[Sink]) -> PhaseTotals:
+def sink_of(kind: type[Sink]) -> Factory:
     def make(request: pytest.FixtureRequest) -> Sink:
         folder = str(request.getfixturevalue("tmp_path") / "sink")
         names = {item.name for item in fields(kind.options_class)}
@@ -129,10 +129,10 @@ def _callback(module: str) -> type[Any]:
 
 
 OUR_SINKS = [kind for kind in sink_classes().values() if kind.__module__.startswith("rankscope")]
-"""Without those of other tests in this process."""
-CALLBACKS: dict[type[Any], PhaseTotals] = {_callback(name): callback_of(name) for name in ("huggingface", "lightning")}
-SINKS: dict[type[Any], PhaseTotals] = {kind: sink_of(kind) for kind in OUR_SINKS}
-LIVE: dict[type[Any], PhaseTotals] = {
+"""The sinks of Rankscope, without those that other tests in this process define."""
+CALLBACKS: dict[type[Any], Factory] = {_callback(name): callback_of(name) for name in ("huggingface", "lightning")}
+SINKS: dict[type[Any], Factory] = {kind: sink_of(kind) for kind in OUR_SINKS}
+LIVE: dict[type[Any], Factory] = {
     Monitor: attached,
     Phase: phase,
     TrainerMon: trainer_mon,
@@ -143,10 +143,10 @@ ELSEWHERE = {
     Connection: "tests/storage/connection/test_connection.py",
 }
 ABSTRACT = {Sink, CopiesDoNothing, OpenPhases}
-"""Bases of classes above, and a part of the monitor."""
+"""Base classes of the classes above, and a part of the monitor."""
 
 
-# All there is.
+# All public classes.
 
 
 def public_objects() -> Iterator[Any]:
@@ -182,7 +182,7 @@ def returned(found: Any) -> Iterator[type[Any]]:
 
 
 def public_classes() -> set[type[Any]]:
-    """Return the classes of the public API and of everything that they return."""
+    """Return the classes of the public API and the classes that they return."""
     found: set[type[Any]] = set()
     waiting = list(public_objects())
     while waiting:
@@ -193,7 +193,7 @@ def public_classes() -> set[type[Any]]:
     return {kind for kind in found if not (issubclass(kind, str) or getattr(kind, "_is_protocol", False))}
 
 
-def test_every_class_of_the_public_api_is_copied_in_a_test():
+def test_every_public_class_is_covered_by_a_copy_test():
     known = {*DATA, *ERRORS, *LIVE, *ELSEWHERE, *ABSTRACT}
     missing = {kind for kind in public_classes() - known if not any(issubclass(one, kind) for one in known)}
 
@@ -201,12 +201,12 @@ def test_every_class_of_the_public_api_is_copied_in_a_test():
     assert {Monitor, TrainerMon, Connection, Row, Phase, Anomaly, *CALLBACKS, *SINKS} <= public_classes()
 
 
-# Data, which a copy has whole.
+# Data: a copy is complete.
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", DATA, ids=lambda kind: kind.__name__)
-def test_a_copy_of_data_is_equal(kind, way, request):
+def test_copy_of_data_is_equal(kind, way, request):
     made = DATA[kind](request)
     copied = WAYS[way](made)
 
@@ -217,14 +217,14 @@ def test_a_copy_of_data_is_equal(kind, way, request):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
-def test_a_copy_of_an_error_has_its_text(kind, way, request):
+def test_copy_of_an_error_has_the_same_text(kind, way, request):
     made = ERRORS[kind](request)
     copied = WAYS[way](made)
 
     assert (type(made), str(made)) == (type(copied), str(copied))
 
 
-# Objects of a training: a copy does nothing.
+# Objects of a training: a copy is inactive.
 
 
 def names_of(made: Any) -> set[str]:
@@ -233,7 +233,7 @@ def names_of(made: Any) -> set[str]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LIVE, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_a_copy_has_every_name_and_does_nothing(kind, way, request):
+def test_copy_has_all_attributes_and_is_inactive(kind, way, request):
     made = LIVE[kind](request)
     threads = set(threading.enumerate())
     copied = WAYS[way](made)
@@ -245,7 +245,7 @@ def test_a_copy_has_every_name_and_does_nothing(kind, way, request):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LIVE, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_a_model_that_holds_it_is_copied_and_saved(kind, way, request):
+def test_model_with_a_monitor_object_can_be_copied_and_saved(kind, way, request):
     model = Holding(LIVE[kind](request))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -268,7 +268,7 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "remark": (("text",), {}),
     "switch": (({"quantities": ["parameters"]},), {"on": False}),
 }
-"""By method of a monitor; the others take none."""
+"""The arguments of each method of a monitor; methods that are not listed are called without arguments."""
 
 
 NOTHING: Mapping[str, Any] = {
@@ -292,11 +292,11 @@ NOTHING: Mapping[str, Any] = {
     "structure": "",
     "switch": None,
 }
-"""Results of the methods and attributes of a copied monitor, but for those that return an object of ours."""
+"""Results of methods and attributes of a copied monitor, except those that return an object of Rankscope."""
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_method_of_a_copied_monitor_does_nothing(way, request):
+def test_every_method_of_a_copied_monitor_has_no_effect(way, request):
     monitor = attached(request)
     before = monitor.address, monitor.run
     copied = WAYS[way](monitor)
@@ -319,7 +319,7 @@ def test_every_method_of_a_copied_monitor_does_nothing(way, request):
     assert before == (monitor.address, monitor.run)
 
 
-def test_an_attach_of_a_copy_is_named_in_the_log(request, caplog):
+def test_attach_of_a_copy_is_logged_and_has_no_effect(request, caplog):
     copied = copy.copy(attached(request))
     with caplog.at_level(logging.WARNING, "rankscope"):
         copied.attach(Holding(), ())
@@ -329,7 +329,7 @@ def test_an_attach_of_a_copy_is_named_in_the_log(request, caplog):
     ] == caplog.messages
 
 
-def test_a_copy_refuses_no_configuration():
+def test_copy_rejects_no_configuration():
     copied = copy.copy(Monitor(QUIET))
 
     assert copied.switch({"no such setting": 1}) is None
@@ -349,12 +349,12 @@ def test_attributes_of_a_subclass_are_copied():
 
 
 @pytest.mark.parametrize("kind", [Monitor, *CALLBACKS], ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_a_saved_model_does_not_hold_the_token(kind, request):
+def test_saved_model_does_not_contain_the_token(kind, request):
     assert TOKEN.encode() not in pickle.dumps(Holding(LIVE[kind](request)))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_original_continues_when_copies_are_used_and_dropped(way, request):
+def test_original_continues_after_copies_are_used_and_deleted(way, request):
     model = Holding()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model.held = monitor = Monitor(QUIET)
@@ -377,7 +377,7 @@ def test_the_original_continues_when_copies_are_used_and_dropped(way, request):
         assert monitor.address is not None
 
 
-def test_training_with_copies_is_the_same_to_the_last_bit():
+def test_training_with_copies_is_bit_identical():
     def train(*, watched: bool) -> list[torch.Tensor]:
         model = Holding()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -396,7 +396,7 @@ def test_training_with_copies_is_the_same_to_the_last_bit():
 
 
 @pytest.mark.timeout(180)
-def test_a_model_sent_to_a_spawned_process_trains_there_unwatched(request):
+def test_model_in_a_spawned_process_trains_without_monitoring(request):
     model = Holding(attached(request))
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -415,7 +415,7 @@ def test_a_model_sent_to_a_spawned_process_trains_there_unwatched(request):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_copied_trainer_mon_does_nothing(way, request, caplog):
+def test_copied_trainer_mon_is_inactive(way, request, caplog):
     made = trainer_mon(request)
     copied = WAYS[way](made)
     net = Holding()
@@ -437,7 +437,7 @@ def test_a_copied_trainer_mon_does_nothing(way, request, caplog):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_copied_callback_of_transformers_does_nothing(way, request, caplog):
+def test_copied_transformers_callback_is_inactive(way, request, caplog):
     made = LIVE[_callback("huggingface")](request)
     copied = WAYS[way](made)
     state = types.SimpleNamespace(max_steps=3, global_step=0, num_input_tokens_seen=0)
@@ -459,7 +459,7 @@ def test_a_copied_callback_of_transformers_does_nothing(way, request, caplog):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_copied_callback_of_lightning_does_nothing(way, request, caplog):
+def test_copied_lightning_callback_is_inactive(way, request, caplog):
     made = LIVE[_callback("lightning")](request)
     copied = WAYS[way](made)
     metrics: dict[str, torch.Tensor] = {}
@@ -485,7 +485,7 @@ def test_a_copied_callback_of_lightning_does_nothing(way, request, caplog):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", SINKS, ids=lambda kind: kind.__name__)
-def test_a_copied_sink_takes_no_records(kind, way, request, tmp_path):
+def test_copied_sink_receives_no_records(kind, way, request, tmp_path):
     made = SINKS[kind](request)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     copied = WAYS[way](made)
@@ -498,7 +498,7 @@ def test_a_copied_sink_takes_no_records(kind, way, request, tmp_path):
     assert kind.name != "api" or ((1,), ()) == (made.steps(), copied.steps())
 
 
-def test_a_copied_phase_does_not_touch_the_phases_of_the_original(request):
+def test_copied_phase_does_not_change_the_phases_of_the_original(request):
     monitor = attached(request)
     entered = monitor.phase("evaluation")
     with entered:
@@ -511,7 +511,7 @@ def test_a_copied_phase_does_not_touch_the_phases_of_the_original(request):
     assert [] == monitor._phases.names
 
 
-def test_a_phase_decorates_a_function_once_per_call(request):
+def test_phase_decorator_enters_the_phase_once_per_call(request):
     monitor = attached(request)
     seen: list[list[str]] = []
 
@@ -527,7 +527,7 @@ def test_a_phase_decorates_a_function_once_per_call(request):
     assert [] == monitor._phases.names
 
 
-def test_a_tensor_with_our_hooks_is_saved_without_a_warning(request):
+def test_tensor_with_monitor_hooks_is_saved_without_a_warning(request):
     model = Holding()
     config = {"quantities": ["activations", "structure", "micro_gradients"], "console": False, "exit_wait_seconds": 0}
     given = torch.ones(5, 3, requires_grad=True)

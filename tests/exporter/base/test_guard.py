@@ -1,4 +1,4 @@
-"""The one façade that catches everything: counted always, named once, never raised."""
+"""Tests of the error boundary: it counts every exception, logs the first of each kind, and raises none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def test_a_fault_is_swallowed_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_fault_is_counted_and_its_first_occurrence_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     boundary = ErrorBoundary()
     with caplog.at_level(logging.ERROR, logger="rankscope"):
         for _ in range(3):
@@ -27,7 +27,7 @@ def test_a_fault_is_swallowed_counted_and_named_once(caplog: pytest.LogCaptureFi
     ] == [record.getMessage() for record in caplog.records]
 
 
-def test_a_file_that_failed_is_named_and_an_error_that_quotes_all_is_cut() -> None:
+def test_fault_text_names_the_file_and_has_a_limited_length() -> None:
     assert "the sink failed, training continues: NotADirectoryError: [Errno 20] Not a directory: '/dev/full/x'" == (
         fault_text("the sink", NotADirectoryError(20, "Not a directory", "/dev/full/x"))
     )
@@ -35,12 +35,12 @@ def test_a_file_that_failed_is_named_and_an_error_that_quotes_all_is_cut() -> No
     assert MOST_CHARACTERS + 100 > len(fault_text("publishing", ValueError("x" * 1_000_000)))
 
 
-def test_the_result_comes_back() -> None:
+def test_result_of_the_call_is_returned() -> None:
     assert 3 == ErrorBoundary().call("sum", sum, (1, 2))
 
 
-def test_an_interrupt_is_not_a_fault() -> None:
-    """Ctrl-C and SystemExit belong to the user."""
+def test_keyboard_interrupt_is_not_caught() -> None:
+    """Ctrl-C and SystemExit must reach the user's code."""
     boundary = ErrorBoundary()
     with pytest.raises(KeyboardInterrupt):
         boundary.call("the hook", fail, KeyboardInterrupt())  # type: ignore[arg-type]  # not an Exception, on purpose

@@ -1,7 +1,8 @@
-"""Compilers, tracers and modes around the hooks: the training is the same to the bit, and the records are right.
+"""Tests of hooks under compilers, tracers and modes: training is bit-identical, and the records are right.
 
-Each case trains twice, without and with a monitor that measures everything, and compares parameters, the objects that
-the case collects (graphs, counted operations), the graphs and graph breaks of Dynamo, and the rows with the tensors.
+Each case trains twice: without a monitor and with one that measures everything. The test compares the parameters, the
+objects that the case collects (such as counted operations) and the graphs and graph breaks of Dynamo. It also compares
+the rows with the tensors.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ IN_FORWARD = frozenset({"act_in", "act_out", "act_grad_in", "act_grad_out"})
 
 
 class Loop:
-    """A plain training loop; a case replaces parts of it."""
+    """A plain training loop. A case is a subclass that replaces parts of it."""
 
     absent: frozenset[str] = frozenset()
-    """Kinds of rows that cannot be had."""
+    """Kinds of rows that cannot be measured in this case."""
     names: str | None = None
-    """A part of the message that names them."""
+    """A part of the notice about them; None if there is no notice."""
     quantities = EVERYTHING
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class Loop:
         return torch.optim.AdamW(self.net.parameters(), lr=0.01)
 
     def prepare(self) -> None:
-        """Called once the monitor is attached."""
+        """Prepare the training after the monitor was attached."""
 
     def train(self, monitor: Monitor | None) -> None:
         for step in range(1, STEPS + 1):
@@ -174,7 +175,7 @@ class CompiledLoss(Loop):
 
 
 class Body(nn.Module):
-    """A module of the user's: a frame of torch's own modules is never compiled by itself."""
+    """A user-defined module. Dynamo does not compile the frames of torch's own modules separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +199,7 @@ class CompiledInPlace(Loop):
 
 class CompiledBackward(Loop):
     absent, names = IN_BACKWARD, "the backward pass runs inside compiled code"
-    # `structure` hooks tensors at one step alone, and compiled autograd makes a graph for each set of hooks.
+    # `structure` hooks tensors at only one step, and compiled autograd creates a graph for each set of hooks.
     quantities = tuple(name for name in EVERYTHING if name != "structure")
     backend = "aot_eager"
 
@@ -224,7 +225,7 @@ class CompiledBackwardAndClipping(CompiledBackward):
 
 
 class CapturedBackward(CompiledBackward):
-    """Compiled autograd that captures the pass and runs it as it is: hooks run."""
+    """Compiled autograd that captures the backward pass and runs it unchanged, so that hooks run."""
 
     absent, names = frozenset(), None
 
@@ -302,7 +303,7 @@ class FakeForward(Loop):
 
 
 class FakeParameters(Loop):
-    """Fake tensors in the place of the parameters, and no mode on the stack."""
+    """Fake tensors replace the parameters, and no mode is on the stack."""
 
     def between(self) -> None:
         mode = FakeTensorMode()
@@ -338,7 +339,7 @@ class CountedFunctions(TorchFunctionMode):
 
 
 class Moded(Loop):
-    """The whole step, calls of the monitor included, runs under a mode of the user's."""
+    """The whole step, including calls of the monitor, runs under a mode of the user."""
 
     def mode(self) -> Any:
         raise NotImplementedError
@@ -359,7 +360,7 @@ class Moded(Loop):
 class UserDispatchMode(Moded):
     mode = CountedOperations
 
-    def found(self, mode: Any) -> Any:  # the script's own detach() for log() is its own operation
+    def found(self, mode: Any) -> Any:  # the script calls detach() for log()
         return {name: count for name, count in mode.counted.items() if "detach" not in name}
 
 
@@ -395,7 +396,7 @@ class ModesOfBothKinds(Moded):
 
 
 class MetaDevice(Moded):
-    """`with torch.device("meta")`: a tensor that is made without a device has no numbers."""
+    """`with torch.device("meta")`: a tensor that is created without a device argument has no values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +453,7 @@ def config_of(case: type[Loop]) -> MonitorConfig:
 
 
 def trained(case: Callable[[], Loop], monitor: Monitor | None = None) -> tuple[Loop, tuple[Any, ...]]:
-    """Return the loop after its training, and all that must be the same with and without a monitor."""
+    """Return the loop after its training, and the values that must be equal with and without a monitor."""
     torch._dynamo.reset()
     counters.clear()
     loop = case()
@@ -465,9 +466,9 @@ def trained(case: Callable[[], Loop], monitor: Monitor | None = None) -> tuple[L
     return loop, (bits, loop.collected, graphs)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, about its tracers
+@pytest.mark.filterwarnings("ignore")  # deprecation warnings of torch about its tracers
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_training_is_the_same_and_its_rows_are_right(case, reader, eventually):
+def test_training_is_bit_identical_and_its_rows_are_right(case, reader, eventually):
     _, alone = trained(case)
     with Monitor(config_of(case)) as monitor:
         loop, watched = trained(case, monitor)
@@ -501,7 +502,7 @@ def test_training_is_the_same_and_its_rows_are_right(case, reader, eventually):
         (FakeTensorMode, False, True),
     ],
 )
-def test_the_gate_distinguishes_modes_from_tracers(how, plain, traced):
+def test_gate_distinguishes_modes_from_tracers(how, plain, traced):
     with how():
         seen = is_plain(), is_traced()
 
@@ -509,7 +510,7 @@ def test_the_gate_distinguishes_modes_from_tracers(how, plain, traced):
 
 
 @pytest.mark.parametrize("how", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "symbolic"}, {"pre_dispatch": True}])
-def test_the_gate_is_closed_while_make_fx_traces(how):
+def test_hook_entry_does_not_run_while_make_fx_traces(how):
     calls = []
     entry = Entry(lambda: calls.append(1))
 
@@ -523,7 +524,7 @@ def test_the_gate_is_closed_while_make_fx_traces(how):
     assert [1] == calls
 
 
-def test_modes_are_back_in_their_order_behind_an_entry_that_raises():
+def test_modes_are_restored_in_order_after_an_entry_that_raises():
     def fails() -> None:
         assert is_plain()
         raise RuntimeError("no")
@@ -537,7 +538,7 @@ def test_modes_are_back_in_their_order_behind_an_entry_that_raises():
     assert 1 == operations.counted["aten.sum.default"]
 
 
-def test_a_compiled_entry_reports_once_per_compilation_and_does_not_run():
+def test_compiled_entry_reports_each_compilation_and_does_not_run():
     torch._dynamo.reset()
     calls: list[str] = []
     entry = Entry(lambda: calls.append("ran"), on_compilation(lambda: calls.append("compiled")))
@@ -553,7 +554,7 @@ def test_a_compiled_entry_reports_once_per_compilation_and_does_not_run():
     assert ["compiled"] == calls
 
 
-def test_learning_rates_of_a_compiled_update_are_those_it_used(quiet, reader, eventually):
+def test_learning_rates_of_a_compiled_update_are_the_used_ones(quiet, reader, eventually):
     class Scheduled(CompiledUpdate):
         def prepare(self) -> None:
             self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
@@ -571,7 +572,7 @@ def test_learning_rates_of_a_compiled_update_are_those_it_used(quiet, reader, ev
     assert {step: pytest.approx(0.01 * 0.5 ** (step - 1)) for step in range(1, STEPS + 1)} == dict(rates)
 
 
-def test_a_compiled_update_that_the_loop_skips_is_a_skipped_step(quiet, reader, eventually):
+def test_omitted_compiled_update_is_reported_as_skipped_step(quiet, reader, eventually):
     class Skipping(CompiledUpdate):
         updates = 0
 
@@ -590,7 +591,7 @@ def test_a_compiled_update_that_the_loop_skips_is_a_skipped_step(quiet, reader, 
     assert [3] == skipped
 
 
-def test_an_update_that_leaves_no_trace_is_not_called_skipped(quiet, reader, eventually):
+def test_update_without_optimizer_state_is_not_reported_as_skipped(quiet, reader, eventually):
     class Fused(CompiledUpdate):
         def make_optimizer(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.net.parameters(), lr=0.01, fused=True)
@@ -605,7 +606,7 @@ def test_an_update_that_leaves_no_trace_is_not_called_skipped(quiet, reader, eve
     assert [] == [event for event in events if event["type"] == "step_skipped"]
 
 
-def test_calls_of_the_monitor_in_compiled_code_do_nothing_and_are_named(quiet, reader, eventually):
+def test_monitor_calls_in_compiled_code_have_no_effect_and_one_notice(quiet, reader, eventually):
     torch._dynamo.reset()
     loop = Loop()
     with Monitor(quiet).attach(loop.net, loop.optimizer) as monitor:

@@ -1,4 +1,4 @@
-"""Configuration: defaults that work, errors that name the key, the fault and the nearest right word."""
+"""Tests of the configuration: working defaults, and errors that name the key, the fault and the nearest valid word."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ring_records = 512
 """
 
 
-def test_a_toml_file_gives_the_same_as_python(tmp_path: Path) -> None:
+def test_toml_file_gives_the_same_configuration_as_python(tmp_path: Path) -> None:
     path = tmp_path / "monitor.toml"
     path.write_text(TOML)
     config = MonitorConfig.from_file(path)
@@ -61,11 +61,11 @@ def test_a_toml_file_gives_the_same_as_python(tmp_path: Path) -> None:
         ({"run": 5}, ["run is a name"]),
         ({"rules": [5]}, ["rules must be a list of tables"]),
         ({"serve": 5}, ["serve must be a table"]),
-        ({"serve": {"ring_records": "512"}}, ["ring_records is a whole number"]),
-        ({"serve": {"listen": 5}}, ["listen is text"]),
+        ({"serve": {"ring_records": "512"}}, ["ring_records must be a whole number"]),
+        ({"serve": {"listen": 5}}, ["listen must be text"]),
     ],
 )
-def test_a_wrong_setting_is_named_with_what_would_be_right(settings: dict[str, object], words: list[str]) -> None:
+def test_invalid_setting_is_rejected_with_the_allowed_values(settings: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         MonitorConfig.from_mapping(settings)
 
@@ -75,17 +75,17 @@ def test_a_wrong_setting_is_named_with_what_would_be_right(settings: dict[str, o
 @pytest.mark.parametrize(
     "arguments", [{"total_steps": "9"}, {"total_steps": 1.5}, {"total_steps": 0}, {"first_step": "x"}]
 )
-def test_numbers_of_steps_are_whole(arguments: dict[str, Any]) -> None:
+def test_invalid_number_of_steps_is_rejected(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="number of steps"):
         Monitor(**arguments)
 
 
-def test_two_rules_of_one_name_are_refused() -> None:
+def test_two_rules_with_one_name_are_rejected() -> None:
     with pytest.raises(ConfigError, match="'AnomalyNan' is used twice"):
         MonitorConfig(rules=(AnomalyNan(), AnomalyNan(threshold=3.0)))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_error_names_the_unreadable_file(tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text("{")
 
@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ('{"options": {"gradients": {"every": 2, "every": 4}}}', "'every' occurs twice in one table, as 2 and as 4"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, text: str, words: str) -> None:
+def test_error_explains_the_fault_in_a_json_file(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "monitor.json"
     path.write_text(text)
 
@@ -128,7 +128,7 @@ def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, text: str, words: str) 
         ({5: 1}, "unknown setting 5"),
     ],
 )
-def test_what_is_of_another_type_is_refused_as_a_wrong_setting(settings: Any, words: str) -> None:
+def test_setting_of_a_wrong_type_raises_config_error(settings: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         MonitorConfig.from_mapping({"quantities": ["gradients"], **settings})
     with pytest.raises(ConfigError):
@@ -136,14 +136,14 @@ def test_what_is_of_another_type_is_refused_as_a_wrong_setting(settings: Any, wo
 
 
 @pytest.mark.parametrize(("name", "text"), [("monitor.json", '{"every": 2}\r\n'), ("monitor.toml", "every = 2\r\n")])
-def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path, name: str, text: str) -> None:
+def test_byte_order_mark_and_crlf_in_a_file_are_accepted(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
 
     assert 2 == MonitorConfig.from_file(path).every
 
 
-def test_a_path_that_is_none_is_named() -> None:
+def test_path_with_a_null_byte_raises_config_error() -> None:
     for given in (Monitor, TrainerMon):
         with pytest.raises(ConfigError, match="null byte"):
             given("monitor\0.json")
@@ -161,12 +161,12 @@ def test_a_path_that_is_none_is_named() -> None:
         lambda number: {"alert": {"rules": [{"rule_name": "AnomalyNan", "args": {"threshold": number}}]}},
     ],
 )
-def test_a_number_that_no_clock_and_no_tensor_can_hold_is_refused(settings: Any, number: float) -> None:
+def test_infinite_or_too_large_number_is_rejected(settings: Any, number: float) -> None:
     with pytest.raises(ConfigError):
         MonitorConfig.from_mapping(settings(number))
 
 
-def test_the_environment_goes_over_the_file() -> None:
+def test_environment_variables_override_the_file() -> None:
     config = MonitorConfig(every=3).with_environment({"RANKSCOPE_DISABLED": "1", "RANKSCOPE_TOKEN": "secret"})
 
     assert not config.enabled
@@ -174,5 +174,5 @@ def test_the_environment_goes_over_the_file() -> None:
     assert 3 == config.every
 
 
-def test_the_token_is_not_in_what_the_rank_shows() -> None:
+def test_token_is_not_in_the_text_of_a_configuration() -> None:
     assert "secret" not in repr(MonitorConfig().with_environment({"RANKSCOPE_TOKEN": "secret"}))

@@ -1,4 +1,4 @@
-"""Comments in the tool's JSON, as its own manual prints them."""
+"""Tests of comments in JSON configuration files of msprobe, in the forms that its manual contains."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DOCUMENTS = st.recursive(
 
 
 @given(document=DOCUMENTS, comment=st.text(alphabet="ab/\"'\\{", max_size=8))
-def test_comments_between_lines_change_nothing_whatever_strings_hold(document: Any, comment: str) -> None:
+def test_comments_between_lines_do_not_change_the_document(document: Any, comment: str) -> None:
     lines = json.dumps(document, indent=1).splitlines()
     text = "\n".join(f"/* {comment.replace('*/', '')} */ {line} // {comment}" for line in lines)
 
     assert document == json.loads(without_comments(text))
 
 
-def test_places_stay_where_they_were():
+def test_line_and_column_in_errors_are_those_of_the_file():
     text = '{"a": 1, // one\n /* two\n lines */ "b" 2}'
     with pytest.raises(json.JSONDecodeError) as fault:
         json.loads(without_comments(text))
@@ -35,5 +35,5 @@ def test_places_stay_where_they_were():
     assert (3, text.splitlines()[2].index("2}") + 1) == (fault.value.lineno, fault.value.colno)
 
 
-def test_a_comment_without_an_end_is_left_for_the_parser():
+def test_unterminated_comment_is_left_for_the_parser():
     assert "{} /* no end" == without_comments("{} /* no end")

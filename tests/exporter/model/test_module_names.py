@@ -1,4 +1,4 @@
-"""Modules under the names the user knows, also behind wrappers; and calls that are found again when recomputed."""
+"""Tests of module names, also behind wrappers, and of the identification of recomputed module calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.quantities.activations.entries import Calls, ModuleCall
 
 
-def test_wrappers_do_not_show_and_the_users_own_module_is_taken():
+def test_wrapper_levels_are_not_in_module_names():
     inner = nn.Linear(2, 2)
     model = nn.Sequential(checkpoint_wrapper(inner), nn.ModuleList([nn.Tanh()]))
     modules = {item.name: item for item in named_modules(model)}
@@ -24,7 +24,7 @@ def test_wrappers_do_not_show_and_the_users_own_module_is_taken():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_a_scripted_module_can_be_called_and_a_list_cannot():
+def test_scripted_module_defines_forward_and_module_list_does_not():
     class Own(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
@@ -35,7 +35,7 @@ def test_a_scripted_module_can_be_called_and_a_list_cannot():
     assert ["", "0"] == [item.name for item in named_modules(nn.Sequential(script))]
 
 
-def test_a_shared_module_has_one_name_and_aliases_and_is_a_target_by_each():
+def test_shared_module_has_one_name_and_is_selected_by_any_alias():
     shared = nn.Linear(2, 2)
     model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
     modules = named_modules(model)
@@ -46,7 +46,7 @@ def test_a_shared_module_has_one_name_and_aliases_and_is_a_target_by_each():
 
 
 @pytest.mark.parametrize("way", ["wrapped", "in place", "all"])
-def test_what_is_inside_of_compiled_code_is_marked(way):
+def test_modules_inside_of_compiled_code_are_marked(way):
     part = nn.Sequential(nn.Linear(2, 2))
     model = nn.Sequential(part, nn.Tanh())
     if way == "wrapped":
@@ -64,7 +64,7 @@ def test_what_is_inside_of_compiled_code_is_marked(way):
     }[way] == compiled
 
 
-def test_calls_of_a_module_are_numbered_within_a_micro_batch():
+def test_calls_of_a_module_are_numbered_per_micro_batch():
     calls = Calls()
     made = [calls.begins(*call, with_gradients=True) for call in (("a", 0), ("a", 0), ("b", 0), ("a", 1), ("a", 0))]
 
@@ -73,8 +73,8 @@ def test_calls_of_a_module_are_numbered_within_a_micro_batch():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_recomputed_parts_are_found_again_in_whatever_order(seed):
-    """Random calls, of shared modules and in several micro-batches; of each part the first argument is kept."""
+def test_recomputed_calls_are_identified_in_any_order(seed):
+    """Random calls of shared modules in several micro-batches. Each part keeps the address of its first argument."""
     choice = random.Random(seed)
     calls, parts, pointer = Calls(), [], 1000
     for _ in range(choice.randint(1, 6)):
@@ -82,7 +82,7 @@ def test_recomputed_parts_are_found_again_in_whatever_order(seed):
         micro_step = choice.randint(0, 2)
         pointer += 1
         for number in range(choice.randint(1, 4)):
-            # The memory of what lies inside of a part is used again and again.
+            # Tensors inside of a part reuse the same few addresses.
             where = pointer if number == 0 else choice.randint(1, 3)
             part.append(calls.begins(choice.choice("abc"), micro_step, with_gradients=False, pointer=where))
         parts.append(part)
@@ -94,7 +94,7 @@ def test_recomputed_parts_are_found_again_in_whatever_order(seed):
     assert calls.again("a", 0) is None
 
 
-def test_without_its_argument_the_latest_part_is_the_one():
+def test_recomputed_call_without_argument_is_the_latest_one():
     calls = Calls()
     parts = [[calls.begins(name, 0, with_gradients=False) for name in "ab"] for _ in range(3)]
 

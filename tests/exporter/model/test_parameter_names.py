@@ -1,4 +1,4 @@
-"""Names of parameters: the user's own, one per storage."""
+"""Tests of parameter names: the names of the user's model, one for each storage."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def test_levels_that_wrappers_insert_do_not_show() -> None:
+def test_wrapper_levels_are_not_in_parameter_names() -> None:
     assert "layers.0.up.weight" == plain_name("_orig_mod.layers.0._fsdp_wrapped_module.up.weight")
 
 
-def test_a_name_that_no_text_can_hold_is_written_out() -> None:
+def test_lone_surrogates_in_a_name_are_escaped() -> None:
     model = nn.ModuleDict({"caf\udce9": nn.Linear(1, 1, bias=False)})
 
     assert ["caf\\udce9.weight"] == [named.name for named in named_parameters(model)]
 
 
-def test_tied_weights_are_one_tensor_with_two_names() -> None:
+def test_tied_weights_are_one_tensor_with_an_alias() -> None:
     (only,) = named_parameters(Tied())
 
     assert "embedding.weight" == only.name
@@ -34,7 +34,7 @@ def test_tied_weights_are_one_tensor_with_two_names() -> None:
     assert "embedding" == only.module
 
 
-def test_a_name_that_contains_a_wrapper_word_is_left_alone() -> None:
+def test_user_name_that_contains_a_wrapper_name_is_unchanged() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Tensors inside of objects: which are found, and under which numbers."""
+"""Tests of the search for tensors inside of objects, and of their numbers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def numbers(found: Found) -> list[tuple[int | None, str, float]]:
         ([{}], []),
     ],
 )
-def test_what_is_returned_keeps_its_position_and_what_is_deeper_comes_behind(output, expected):
+def test_top_level_results_have_lower_numbers_than_nested_tensors(output, expected):
     assert expected == numbers(returned(output))
     assert () == returned(output).unknown
 
@@ -68,11 +68,11 @@ def test_what_is_returned_keeps_its_position_and_what_is_deeper_comes_behind(out
         ((), {}, []),
     ],
 )
-def test_arguments_are_counted_among_tensors(args, kwargs, expected):
+def test_arguments_are_numbered_among_tensors_only(args, kwargs, expected):
     assert expected == numbers(received(args, kwargs))
 
 
-def test_depth_number_and_unknown_objects_are_bounded_and_named():
+def test_depth_and_tensor_limits_and_unknown_types_are_reported():
     deep: Any = A
     for _ in range(MAX_DEPTH + 1):
         deep = [deep, 1]
@@ -88,7 +88,7 @@ def test_depth_number_and_unknown_objects_are_bounded_and_named():
 
 
 class Event:
-    """A type of nobody's."""
+    """A type that the search does not support."""
 
 
 def _event() -> Event:
@@ -106,14 +106,14 @@ _objects = st.recursive(
 
 @settings(deadline=None)
 @given(output=_objects)
-def test_numbers_and_paths_of_an_object_are_never_repeated(output):
+def test_tensor_numbers_in_an_object_are_unique(output):
     for found in (returned(output), received((output,), {"x": output})):
         indices = [slot.index for slot in found.slots]
         assert len(set(indices)) == len(indices)
         assert (None in indices) <= (len(indices) == 1)
 
 
-def test_a_part_is_found_by_its_place_its_number_or_its_name():
+def test_part_is_selected_by_position_number_or_name():
     outputs, inputs = returned((A, (B, C), D)), received((A, None, B), {"mask": C})
     select = lambda text, found: [float(slot.tensor) for slot in ObjectSpec.parse(text).select(found) or ()]  # noqa: E731
 
@@ -121,8 +121,8 @@ def test_a_part_is_found_by_its_place_its_number_or_its_name():
     assert [1.0, 2.0] == select("tuple[3]:1", outputs)
     assert [0.0, 1.0, 2.0, 3.0] == select("list[3]", outputs)
     assert [] == select("tuple[4]:0", outputs)
-    assert [1.0] == select("list[3]:1", inputs)  # as module_struct.json numbers the arguments
-    assert [1.0] == select("tuple[4]:2", inputs)  # as they stand in the call
+    assert [1.0] == select("list[3]:1", inputs)  # the number in module_struct.json
+    assert [1.0] == select("tuple[4]:2", inputs)  # the position in the call
     assert [2.0] == select("dict:mask", inputs)
     assert [] == select("dict:mas", inputs)
     assert [] == select("tensor", inputs)
@@ -135,7 +135,7 @@ def test_a_part_is_found_by_its_place_its_number_or_its_name():
 
 
 @pytest.mark.parametrize("text", ["", "tuple", "tuple[2]:", "tuple[2]:2", "tuple[-1]", "dict:", "Tensor", None, 3])
-def test_what_is_no_part_is_refused(text):
+def test_invalid_part_is_rejected(text):
     with pytest.raises(ValueError, match=r"no pattern for a part|does not exist"):
         ObjectSpec.parse(text)
     with pytest.raises(ValueError, match=r"parts\['a'\]"):

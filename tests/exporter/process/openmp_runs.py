@@ -1,9 +1,9 @@
-"""One training in a process of its own; reports its OpenMP threads, and how often they and the training thread slept.
+"""Run one training and report its OpenMP threads, and how often they and the training thread slept.
 
     python -m tests.exporter.process.openmp_runs CASE THREADS environment|call
 
-`environment`: OMP_NUM_THREADS alone gives the number of threads; `call`: torch.set_num_threads() as well. Each case has
-the same model, the same steps and a gloo group of one rank, monitored or not.
+With `environment`, only OMP_NUM_THREADS sets the number of threads. With `call`, torch.set_num_threads() sets it too.
+Each case has the same model, the same steps and a gloo group of one rank, with or without a monitor.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from rankscope_exporter.statistics import HostCopy, warm_up
 
 STEPS = 200
 WARM_UP_STEPS = 45
-"""The kernel is imported from the third step on that is sampled, and the rules fire within them."""
+"""Steps before the measurement: the kernel is imported from the third sampled step on, and the rules fire."""
 
 EVERY = 20
 NAN_STEPS = (21, 30)
 QUIET_SECONDS = 2.5
-"""Beyond the limit of the case with everything, so that its watchdog reads stacks and the flight record."""
+"""Longer than `hang_after_seconds`, so that the watchdog reads stacks and the flight record."""
 
 DATASETS = ("features", "histograms", "hashes", "modules", "collectives")
 
@@ -84,7 +84,7 @@ finish = publisher.finish
 
 @dataclass
 class Case:
-    """One training. `limited` is whether the monitor's threads may limit torch on themselves, as they do by default."""
+    """One training. `limited`: the threads of the monitor limit torch to one CPU thread, which is the default."""
 
     settings: Mapping[str, Any] | None = field(default_factory=dict)
     limited: bool = True
@@ -94,7 +94,7 @@ class Case:
 
 CASES = {
     "unmonitored": Case(None),
-    # Without the limit any arithmetic of torch on one of our threads shows.
+    # Without the limit, any torch operation on a thread of the monitor is detected.
     "default": Case(limited=False),
     "torch arithmetic": Case(limited=False, finish=finish_with_torch),
     "everything": Case(EVERYTHING, limited=False),
@@ -103,7 +103,7 @@ CASES = {
 
 
 class Core(nn.Module):
-    """The core of an attention."""
+    """Scaled dot-product attention."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         attended: torch.Tensor = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -130,7 +130,7 @@ class Block(nn.Module):
 
 
 class Shifts(nn.Module):
-    """A layer of many small parameters: as many rows in each table of statistics as a model of 12 blocks has."""
+    """A layer with 150 small parameters, so that the tables of statistics have as many rows as for 12 blocks."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -141,13 +141,13 @@ class Shifts(nn.Module):
 
 
 def native_threads() -> set[int]:
-    """Return the training thread and all threads that Python does not know."""
+    """Return the training thread and all threads that are not in `threading.enumerate()`."""
     others = {thread.native_id for thread in threading.enumerate()} - {threading.get_native_id()}
     return {int(task.name) for task in TASKS.iterdir()} - others
 
 
 def lasting_threads(known: set[int]) -> set[int]:
-    """Return the same; a thread of Python's that begins or ends just now is not taken for a native one."""
+    """Return `native_threads()` without Python threads that are starting or ending at this moment."""
     found = native_threads()
     for _ in range(20):
         if found <= known:
@@ -158,7 +158,7 @@ def lasting_threads(known: set[int]) -> set[int]:
 
 
 def switches(threads: set[int]) -> int:
-    """Return how often `threads` gave up the processor of their own accord, all of them together."""
+    """Return the total number of voluntary context switches of `threads`."""
     counted = 0
     for thread in threads:
         lines = (TASKS / str(thread) / "status").read_text().splitlines()
@@ -167,7 +167,7 @@ def switches(threads: set[int]) -> int:
 
 
 def numbers_of_threads() -> list[int]:
-    """Return the default number of threads by torch and by the OpenMP library that torch uses."""
+    """Return the number of threads according to torch and according to its OpenMP library."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     return [torch.get_num_threads(), library.omp_get_max_threads()]
 
@@ -182,7 +182,7 @@ def on_a_new_thread(function: Callable[[], list[int]]) -> list[int]:
 
 
 def run(case: Case, threads: int, how: str) -> dict[str, Any]:
-    """Train, and return the report."""
+    """Run the training of `case` and return the report."""
     if how == "call":
         torch.set_num_threads(threads)
     if not case.limited:
@@ -197,7 +197,7 @@ def run(case: Case, threads: int, how: str) -> dict[str, Any]:
 
 
 def train(case: Case, folder: Path) -> dict[str, Any]:
-    """Train with a monitor, or without one."""
+    """Train with or without a monitor, and return the report."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(64, 4), Shifts(64), nn.Linear(64, 8))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -235,8 +235,8 @@ def train(case: Case, folder: Path) -> dict[str, Any]:
         by_step.append(switches(known) - before)
     found = {
         "threads": len(known),
-        # Other processes of the machine take cores in bursts, and OpenMP threads sleep meanwhile. A second team has
-        # them sleep at every step: the lower quartile of the steps shows it and leaves the bursts out.
+        # Bursts of other processes also make OpenMP threads sleep, but only at some steps. A second team makes them
+        # sleep at every step, so the lower quartile over the steps detects it and ignores the bursts.
         "switches": STEPS * statistics.quantiles(by_step, n=4)[0],
         "numbers": [*numbers_of_threads(), *on_a_new_thread(numbers_of_threads)],
         "own": sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread()),

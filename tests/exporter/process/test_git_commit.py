@@ -1,4 +1,4 @@
-"""The commit of the training script, against git's own word."""
+"""Tests of the commit of the training script, compared with the output of git."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def told(folder: Path) -> str:
+def head_of(folder: Path) -> str:
     return git(folder, "rev-parse", "HEAD")
 
 
-def test_branch_packed_detached_and_worktree_are_what_git_says(repository: Path, tmp_path: Path) -> None:
+def test_commit_equals_git_for_branch_packed_detached_and_worktree(repository: Path, tmp_path: Path) -> None:
     script = repository / "deep" / "train.py"
 
-    assert told(repository) == git_commit(script)
+    assert head_of(repository) == git_commit(script)
     git(repository, "commit", "-q", "--allow-empty", "-m", "two")
     git(repository, "pack-refs", "--all")
-    assert told(repository) == git_commit(script)
+    assert head_of(repository) == git_commit(script)
     git(repository, "worktree", "add", "-q", "-b", "feature/x", str(tmp_path / "tree"), "HEAD~1")
-    assert told(tmp_path / "tree") == git_commit(tmp_path / "tree" / "deep")
+    assert head_of(tmp_path / "tree") == git_commit(tmp_path / "tree" / "deep")
     git(repository, "checkout", "-q", "--detach", "HEAD~1")
-    assert told(repository) == git_commit(script)
+    assert head_of(repository) == git_commit(script)
 
 
 @pytest.mark.parametrize("head", [None, b"", b"ref: refs/heads/gone\n", b"\xff\xfe", b"ref: HEAD\n"])
-def test_a_repository_that_makes_no_sense_has_no_commit(tmp_path: Path, head: bytes | None) -> None:
+def test_invalid_repository_has_no_commit(tmp_path: Path, head: bytes | None) -> None:
     (tmp_path / ".git").mkdir()
     if head is not None:
         (tmp_path / ".git" / "HEAD").write_bytes(head)
@@ -57,21 +57,21 @@ def test_a_repository_that_makes_no_sense_has_no_commit(tmp_path: Path, head: by
     assert None is git_commit(tmp_path)
 
 
-def test_outside_a_repository_there_is_no_commit(tmp_path: Path) -> None:
+def test_script_outside_of_a_repository_has_no_commit(tmp_path: Path) -> None:
     assert None is git_commit(tmp_path / "missing" / "train.py")
 
 
 @pytest.mark.parametrize("script", ["deep/train.py", "/usr/bin/launcher"])
-def test_what_a_rank_tells_of_itself_names_the_commit_of_its_script_or_of_where_it_was_started(
+def test_public_settings_have_the_commit_of_script_or_working_folder(
     repository: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
     monkeypatch.chdir(repository)
     monkeypatch.setattr("sys.argv", [script, "--lr", "3"])
 
-    assert told(repository) == public_settings(MonitorConfig())["git_commit"]
+    assert head_of(repository) == public_settings(MonitorConfig())["git_commit"]
 
 
-def test_what_a_rank_tells_of_itself_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_settings_contain_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "sys.argv", ["train.py", "--hf-token", "correct-horse", "--data", "s3://me:correct-horse@host/x"]
     )

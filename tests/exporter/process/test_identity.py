@@ -1,4 +1,4 @@
-"""Identity: who names the run, and that all ranks of a launch agree without a collective."""
+"""Tests of the identity: the source of the run name, and equal values on all ranks without a collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.programs import warm_processes
 from rankscope_exporter.process.identity import resolve_identity
 
 
-def test_a_single_process_names_its_run_after_the_script() -> None:
+def test_single_process_names_its_run_after_the_script() -> None:
     identity = resolve_identity({}, None)
 
     assert (0, 0, 1) == (identity.rank, identity.local_rank, identity.world_size)
@@ -29,11 +29,11 @@ def test_a_single_process_names_its_run_after_the_script() -> None:
         ({"TORCHELASTIC_RUN_ID": "elastic"}, None, "elastic"),
     ],
 )
-def test_who_names_the_run(environment: dict[str, str], configured: str | None, run: str) -> None:
+def test_run_name_has_the_documented_precedence(environment: dict[str, str], configured: str | None, run: str) -> None:
     assert run == resolve_identity(environment, configured).run
 
 
-def test_the_id_torchrun_sets_without_being_asked_names_no_run() -> None:
+def test_default_id_of_torchrun_is_not_used_as_run_name() -> None:
     assert "none" != resolve_identity({"TORCHELASTIC_RUN_ID": "none"}, None).run
 
 
@@ -76,29 +76,29 @@ def _restarted(rank: int, store: str, results: Any) -> None:
     dist.destroy_process_group()
 
 
-def test_a_restart_on_the_store_of_the_former_one_is_another_launch(tmp_path: Path) -> None:
-    """The agent of torchrun keeps its store over restarts of its workers: what the first left there is not taken."""
+def test_restart_with_the_store_of_the_earlier_launch_is_a_new_launch(tmp_path: Path) -> None:
+    """The agent of torchrun keeps its store when it restarts its workers. Values of the earlier launch are not used."""
     context = warm_processes()
     results = context.Queue()
     workers = [context.Process(target=_restarted, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
     for worker in workers:
         worker.start()
-    said = [results.get(timeout=150) for _ in workers]
+    launches_by_rank = [results.get(timeout=150) for _ in workers]
     for worker in workers:
         worker.join(30)
 
-    assert said[0] == said[1]
-    assert said[0][0] != said[0][1] == said[0][2]
+    assert launches_by_rank[0] == launches_by_rank[1]
+    assert launches_by_rank[0][0] != launches_by_rank[0][1] == launches_by_rank[0][2]
 
 
-def test_a_requeued_job_without_a_group_is_another_launch() -> None:
+def test_requeued_job_without_process_group_is_a_new_launch() -> None:
     launcher = {"WORLD_SIZE": "2", "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     requeued = {**launcher, "SLURM_RESTART_COUNT": "1"}
 
     assert resolve_identity(launcher, None).launch_id != resolve_identity(requeued, None).launch_id
 
 
-def test_without_a_group_ranks_derive_one_name_from_the_launcher() -> None:
+def test_ranks_without_process_group_derive_equal_run_and_launch() -> None:
     launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     first = resolve_identity({**launcher, "RANK": "0"}, None)
     second = resolve_identity({**launcher, "RANK": "1"}, None)

@@ -1,6 +1,6 @@
-"""The monitor opens no OpenMP team: a training has as many OpenMP threads as without it, and they sleep as seldom.
+"""Tests that the monitor opens no OpenMP team and does not make the OpenMP threads of the training sleep more often.
 
-Each training is a process of its own with its own OMP_NUM_THREADS (openmp_runs.py), whatever that of the tests is.
+Each training is a separate process with its own OMP_NUM_THREADS (`openmp_runs.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ THREADS = [count for count in (2, 4) if count <= len(os.sched_getaffinity(0))] o
 PAGES = ("/metrics", "/records?after=-1", "/stacks")
 SCRAPE_SECONDS = 0.1
 TRIES = 3
-"""Where other processes take the cores, OpenMP threads of any training sleep at barriers: one quiet pair is enough."""
+"""Attempts. Other processes on the cores make OpenMP threads sleep at barriers, so one undisturbed pair is enough."""
 
 Run = dict[str, Any]
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="th
 def trained(
     case: str, threads: int, how: str, during: Callable[[subprocess.Popen[str], str], None] | None = None
 ) -> Run:
-    """Return what one training reports; `during` is called with the process and the address of its monitor."""
+    """Return the report of one training. `during` is called with the process and the address of its monitor."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "RANKSCOPE_INGEST_URL": ""}
     command = [sys.executable, "-m", "tests.exporter.process.openmp_runs", case, str(threads), how]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -41,11 +41,11 @@ def trained(
         try:
             if during is not None:
                 during(process, process.stdout.readline().strip())
-            told, _ = process.communicate(timeout=250)
+            output, _ = process.communicate(timeout=250)
         finally:
             process.kill()
     assert 0 == process.returncode
-    found: Run = json.loads(told.splitlines()[-1])
+    found: Run = json.loads(output.splitlines()[-1])
     return found
 
 
@@ -55,7 +55,7 @@ def without_monitor(threads: int, how: str) -> Run:
 
 
 def scrape(process: subprocess.Popen[str], address: str) -> None:
-    """Read the pages of a rank, as Prometheus and the service do, until its process ends."""
+    """Read the pages of a rank repeatedly until its process ends, as Prometheus and the service do."""
     answers = 0
     while process.poll() is None:
         for page in PAGES:
@@ -76,18 +76,19 @@ EVERYTHING = {
     *("anomaly", "capture", "hang", "stacks"),
     *("rankscope-collectives", "rankscope-capture", "rankscope-hardware", "rankscope-watchdog"),
 }
-"""Datasets, features, events and threads that prove that the cases with everything had them at work."""
+"""Datasets, features, events and threads which must be present in the cases with all features enabled."""
 
-HELD = {"everything": EVERYTHING, "everything, on_anomaly with torch": EVERYTHING | {"rankscope-on-anomaly"}}
+REQUIRED = {"everything": EVERYTHING, "everything, on_anomaly with torch": EVERYTHING | {"rankscope-on-anomaly"}}
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize(("case", "how", "during"), CASES)
-def test_training_has_its_own_openmp_threads_and_no_others(case, how, during, threads):
-    """As many as without the monitor, and they and the training thread sleep at most twice as often plus 200 times.
+def test_training_has_only_its_own_openmp_threads(case, how, during, threads):
+    """The number of threads equals that without a monitor.
 
-    torch and its OpenMP library also keep the numbers of the script, on its own thread and on one that it starts later.
+    These threads and the training thread sleep at most twice as often plus 200 times. The thread counts of torch and
+    of its OpenMP library are those of the script, on the training thread and on a thread that starts later.
     """
     for attempt in range(TRIES):
         alone = trained("unmonitored", threads, how) if attempt else without_monitor(threads, how)
@@ -98,13 +99,13 @@ def test_training_has_its_own_openmp_threads_and_no_others(case, how, during, th
         if found["switches"] <= 2 * alone["switches"] + 200:
             break
     assert found["switches"] <= 2 * alone["switches"] + 200
-    if case in HELD:
-        assert HELD[case] <= {*found["rows"], *found["features"], *found["events"], *found["own"]}
+    if case in REQUIRED:
+        assert REQUIRED[case] <= {*found["rows"], *found["features"], *found["events"], *found["own"]}
 
 
 @pytest.mark.parametrize("threads", THREADS)
-def test_arithmetic_of_torch_on_a_thread_of_ours_opens_a_team(threads):
-    """So the tests above can fail."""
+def test_torch_operations_on_a_monitor_thread_open_an_openmp_team(threads):
+    """Shows that the test above detects an OpenMP team."""
     alone, found = without_monitor(threads, "call"), trained("torch arithmetic", threads, "call")
 
     assert alone["threads"] < found["threads"]
@@ -146,8 +147,8 @@ leave.set()
 
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("how", ["environment", "call"])
-def test_a_thread_of_ours_that_computes_with_torch_opens_no_team(how, threads):
-    """It has one CPU thread, other threads keep their number, and one of those that does the same opens a team."""
+def test_limited_monitor_thread_opens_no_openmp_team(how, threads):
+    """The monitor thread has one CPU thread. Other threads keep their number, and the same work on one opens a team."""
     command = [sys.executable, "-c", LIMITED, str(threads), how]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)

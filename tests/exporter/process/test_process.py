@@ -1,4 +1,4 @@
-"""Forks and exits: the process ends exactly as it would without a monitor. Data loaders: `test_misfortunes`."""
+"""Tests of forks and exits: the process ends as without a monitor. `test_misfortunes` has the tests of data loaders."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def run(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return run_program(PREAMBLE + textwrap.dedent(body), **environment)
 
 
-def test_a_forked_child_is_inert_and_holds_no_port() -> None:
-    """The parent closes its port while the child lives on: the port can be bound again at once."""
+def test_monitor_in_a_forked_child_is_inactive_and_holds_no_port() -> None:
+    """The parent closes its port while the child is still running, and the port can be bound again immediately."""
     done = run("""
         import socket
         net, optimizer, monitor = setup()
@@ -53,19 +53,19 @@ def test_a_forked_child_is_inert_and_holds_no_port() -> None:
             import time
             time.sleep(2)
             os._exit(0)
-        said = os.read(read, 10).decode()
+        answer = os.read(read, 10).decode()
         monitor.detach()
         probe = socket.socket()
         probe.bind(("127.0.0.1", port))
-        print(said, monitor.faults)
+        print(answer, monitor.faults)
         os.waitpid(child, 0)
     """)
 
     assert "inert 0\n" == done.stdout, done.stderr
 
 
-def test_a_child_that_is_forked_while_training_ends_holds_nothing_either(tmp_path: Path) -> None:
-    """The end may wait for seconds, and another thread may fork meanwhile; the child may outlive all of it."""
+def test_child_that_is_forked_during_detach_holds_no_spool(tmp_path: Path) -> None:
+    """Detach may take seconds. Another thread may fork meanwhile, and the child may run longer than its parent."""
     done = run(
         """
         net, optimizer, monitor = setup()
@@ -74,7 +74,7 @@ def test_a_child_that_is_forked_while_training_ends_holds_nothing_either(tmp_pat
         def fork(_seconds):
             child = os.fork()
             if child == 0:
-                os.write(1, b"held\\n" if channel.persistence.folder else b"let go\\n")
+                os.write(1, b"held\\n" if channel.persistence.folder else b"released\\n")
                 os._exit(0)
             os.waitpid(child, 0)
             return 0
@@ -84,10 +84,10 @@ def test_a_child_that_is_forked_while_training_ends_holds_nothing_either(tmp_pat
         RANKSCOPE_SPOOL_DIR=str(tmp_path),
     )
 
-    assert "let go\n" == done.stdout, done.stderr
+    assert "released\n" == done.stdout, done.stderr
 
 
-def test_an_uncaught_exception_ends_the_program_as_without_us() -> None:
+def test_uncaught_exception_ends_the_program_as_without_a_monitor() -> None:
     done = run("""
         net, optimizer, monitor = setup()
         step(net, optimizer)
@@ -98,14 +98,14 @@ def test_an_uncaught_exception_ends_the_program_as_without_us() -> None:
     assert "ValueError: the training's own error" == done.stderr.strip().splitlines()[-1]
 
 
-def test_the_exit_code_is_kept() -> None:
+def test_exit_code_is_unchanged() -> None:
     assert (
         7
         == run("net, optimizer, monitor = setup()\nwith monitor:\n    step(net, optimizer)\n    sys.exit(7)").returncode
     )
 
 
-def test_a_service_that_is_down_delays_the_end_by_no_more_than_configured() -> None:
+def test_unreachable_service_delays_the_exit_by_at_most_the_setting() -> None:
     began = time.monotonic()
     done = run(
         """
@@ -124,7 +124,7 @@ def test_a_service_that_is_down_delays_the_end_by_no_more_than_configured() -> N
     assert time.monotonic() - began < 60
 
 
-def test_import_and_construction_open_no_socket_and_no_thread() -> None:
+def test_import_and_construction_open_no_socket_or_thread() -> None:
     script = PREAMBLE + textwrap.dedent("""
         import json, threading
         monitor = Monitor()
@@ -137,22 +137,22 @@ def test_import_and_construction_open_no_socket_and_no_thread() -> None:
     assert [["MainThread"], 0, False] == json.loads(done.stdout), done.stderr
 
 
-FORGETFUL = """
+WITHOUT_REFERENCES = """
     net, optimizer, monitor = setup(exit_wait_seconds=1.0)
     published = []
     channel = monitor._session.channel
     publish = channel.publish
     monitor._session.publisher.publish = lambda record: published.append(record) or publish(record)
     step(net, optimizer)
-    def tell():
+    def print_exits():
         import json
         exits = [json.loads(e.details) for r in published for e in r.events if e.type == "exit"]
         print(json.dumps(exits))
     ended = type(monitor).end_of_process
-    def end_and_tell(self, *arguments):
+    def end_and_print(self, *arguments):
         ended(self, *arguments)
-        tell()
-    type(monitor).end_of_process = end_and_tell
+        print_exits()
+    type(monitor).end_of_process = end_and_print
     del monitor
 """
 
@@ -160,34 +160,36 @@ FORGETFUL = """
 @pytest.mark.parametrize(
     ("ending", "reason"),
     [
-        pytest.param("", "unknown", id="falls off its end"),
-        pytest.param("sys.exit(1)", "unknown", id="exit code that nobody can see"),
+        pytest.param("", "unknown", id="end of the script"),
+        pytest.param("sys.exit(1)", "unknown", id="exit code"),
         pytest.param("raise ValueError('broken')", "exception", id="uncaught exception"),
     ],
 )
-def test_a_monitor_that_nobody_holds_still_says_how_the_process_ended(ending: str, reason: str) -> None:
-    done = run(textwrap.dedent(FORGETFUL) + "\nimport gc\ngc.collect()\n" + ending)
+def test_monitor_without_references_still_reports_the_exit_reason(ending: str, reason: str) -> None:
+    done = run(textwrap.dedent(WITHOUT_REFERENCES) + "\nimport gc\ngc.collect()\n" + ending)
     ((exit_record,),) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
     assert reason == exit_record["reason"], done.stderr
     assert 1 == exit_record["last_step"]
 
 
-def test_an_error_of_an_earlier_cell_is_not_this_process_s_end() -> None:
-    done = run("sys.last_value = NameError('of a notebook cell')\n" + textwrap.dedent(FORGETFUL))
+def test_error_of_a_notebook_cell_is_not_the_exit_reason() -> None:
+    done = run("sys.last_value = NameError('of a notebook cell')\n" + textwrap.dedent(WITHOUT_REFERENCES))
 
     assert '"reason": "unknown"' in done.stdout, done.stderr
 
 
-def test_all_planned_steps_made_is_completed_even_without_a_context() -> None:
+def test_exit_after_all_planned_steps_is_completed() -> None:
     done = run(
-        textwrap.dedent(FORGETFUL).replace("step(net, optimizer)", "monitor._total_steps = 1\nstep(net, optimizer)", 1)
+        textwrap.dedent(WITHOUT_REFERENCES).replace(
+            "step(net, optimizer)", "monitor._total_steps = 1\nstep(net, optimizer)", 1
+        )
     )
 
     assert '"reason": "completed"' in done.stdout, done.stderr
 
 
-def test_hooks_of_a_forked_child_are_inert() -> None:
+def test_hooks_in_a_forked_child_are_inactive() -> None:
     done = run("""
         net, optimizer, monitor = setup()
         hooks = monitor._session.hooks

@@ -1,4 +1,4 @@
-"""Runs of one model: with the monitor, and without it, when the model records its own inputs and outputs."""
+"""Runs of one model with and without the monitor. Without it, the model records its own inputs and outputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Notes:
         return tensor
 
     def tensors(self) -> dict[Key, torch.Tensor]:
-        """Return everything that exists: a tensor that got no gradient has none."""
+        """Return the tensors and their gradients. A tensor without a gradient has no entry for it."""
         gradients = {key: tensor.grad for key, tensor in self._retained.items()}
         return {**self._values, **{key: gradient for key, gradient in gradients.items() if gradient is not None}}
 
@@ -72,7 +72,7 @@ Loss = Callable[[nn.Module, int], torch.Tensor]
 def train(
     model: nn.Module, loss_of: Sequence[Loss] | Loss, steps: int, options: Mapping[str, Any] | None, *, lr: float = 0.1
 ) -> Run:
-    """Train `steps` steps of a loss for each micro-batch; `options` None is without a monitor."""
+    """Train `steps` steps with one loss for each micro-batch. If `options` is None, no monitor is used."""
     losses: list[float] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     config = MonitorConfig(

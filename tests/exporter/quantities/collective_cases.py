@@ -24,7 +24,7 @@ from rankscope_exporter.quantities.collectives import quantity
 
 
 def sequences(rank: int) -> Any:
-    """Return runs of calls that are repeated, asynchronous, chosen or not, each by its name."""
+    """Return runs by name, for example with repeated, asynchronous or selected calls."""
 
     def repeated(step: int) -> None:
         for number in range(3):
@@ -67,7 +67,7 @@ def sequences(rank: int) -> Any:
             dist.all_reduce(given(rank, 1))
 
     def waited_elsewhere(_step: int) -> None:
-        """Wait as if another stream were current; a CPU has no streams."""
+        """Wait for the call as if another stream were current, because a CPU has no streams."""
         work = dist.all_reduce(given(rank), async_op=True)
         assert work is not None
         with unittest.mock.patch.object(quantity, "stream_of", return_value=7):
@@ -194,7 +194,7 @@ def wrapped(rank: int) -> Any:
 
 def logged(rank: int) -> Any:
     """Return the notices and faults of a DDP training that logs all calls of the first step."""
-    train(lambda _step: None, {})  # whatever was called before is read by this monitor
+    train(lambda _step: None, {})  # this monitor also reads earlier calls
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -246,6 +246,8 @@ def work(rank: int, store: str, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     for name, case in CASES.items():
-        results.put((name, rank, pickle.dumps(case(rank))))  # as bytes: tensors would share memory with this process
+        results.put(
+            (name, rank, pickle.dumps(case(rank)))
+        )  # sent as bytes, because tensors would share memory with this process
         dist.barrier()
     dist.destroy_process_group()

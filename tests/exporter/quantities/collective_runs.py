@@ -23,7 +23,7 @@ Script = Callable[[int], None]
 
 @dataclass
 class Run:
-    """The results of one rank. Rows are (kind, function, index, call_seq) to their numbers, by step."""
+    """The results of one rank. `rows` has, by step, the numbers of each (kind, function, index, call_seq)."""
 
     rows: dict[int, dict[tuple[Any, ...], Mapping[str, Any]]]
     names: set[str]
@@ -45,7 +45,10 @@ def train(
     after: Script | None = None,
     **more: Any,
 ) -> Run:
-    """Train a layer; `script` runs between backward and update, `after` behind the update. Without options: bare."""
+    """Train a layer, without a monitor if `options` is None.
+
+    `script` runs between the backward pass and the update, and `after` runs after the update.
+    """
     torch.manual_seed(0)
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -70,7 +73,7 @@ def train(
 
 
 def left(monitor: Monitor, net: nn.Module) -> Run:
-    """Detach, and return the results of the run."""
+    """Detach the monitor and return the results of the run."""
     records: Sequence[Any] = ()
     if monitor.address is not None:
         session = session_of(monitor)
@@ -103,7 +106,7 @@ def given(rank: int, number: int = 0, size: int = 4) -> torch.Tensor:
     return torch.arange(size, dtype=torch.float32) + 10 * (rank + 1) + 100 * number
 
 
-# Every function once: the call, and the tensors that each rank sends and receives.
+# One call of every function, and the tensors that each rank sends and receives.
 
 
 def every_function(rank: int) -> dict[str, tuple[Any, list[Any], list[Any]]]:
@@ -174,7 +177,7 @@ LISTS = {
     *((name, "comm_in") for name in ("scatter", "reduce_scatter")),
     *((name, "comm_out") for name in ("gather", "all_gather")),
 }
-"""Inputs and outputs whose tensors have a position."""
+"""Functions with a list of tensors as input or output, whose tensors have an index."""
 
 
 def functions(rank: int) -> Any:

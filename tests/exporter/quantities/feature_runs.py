@@ -39,7 +39,10 @@ def train(
     steps: int = 2,
     watched: nn.Module | None = None,
 ) -> FeatureRun:
-    """Train `steps` steps, a loss for each micro-batch; `quantities` holds options by name, None is no monitor."""
+    """Train `steps` steps with one loss for each micro-batch.
+
+    `quantities` has the options of each quantity by its name. If it is None, no monitor is used.
+    """
     losses: list[float] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = MonitorConfig(

@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 @dataclass
 class Case:
-    """One training. `disturbed` is step and parameter of which rank 1 has one element changed before that step."""
+    """One training. `disturbed` is (step, parameter): rank 1 changes one element of the parameter before that step."""
 
     wrap: Wrap = DistributedDataParallel
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -174,7 +174,7 @@ def _norms(records: Any) -> Iterator[tuple[int, str, float]]:
 
 
 def main(folder: Path, cases: Sequence[str] = tuple(CASES)) -> None:
-    """Fork the ranks, which train `cases`, and wait for both."""
+    """Fork two ranks that train `cases`, and wait for both."""
     children = []
     for rank in range(WORLD):
         pid = os.fork()

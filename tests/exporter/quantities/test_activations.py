@@ -88,7 +88,7 @@ class Zoo(nn.Module):
         ids = note("in", "embed", (x.abs() * 2).long().clamp(max=8)[:, 0])
         table = note("out", "embed", self.embed(ids))
 
-        at = "steps.tensor"  # two positional tensors, one keyword tensor, and other arguments between them
+        at = "steps.tensor"  # two positional tensors, one keyword tensor, and arguments without tensors between them
         mask = torch.ones(3, dtype=torch.bool)
         note("in", at, x, 0), note("in", at, table, 1), note("in", at, mask, 2)
         y = note("out", at, self.steps["tensor"](x, None, table, scale=2.0, mask=mask))
@@ -101,7 +101,7 @@ class Zoo(nn.Module):
         left, _, right = self.steps["tuple"](y)
         note("out", "steps.tuple", left, 0), note("out", "steps.tuple", right, 2)
 
-        note("in", "steps.list", left, 0), note("in", "steps.list", right, 1)  # deeper than the arguments themselves
+        note("in", "steps.list", left, 0), note("in", "steps.list", right, 1)  # nested tensors of an argument
         y, z = self.steps["list"]([left, right])
         note("out", "steps.list", y, 0), note("out", "steps.list", z, 1)
 

@@ -53,7 +53,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "fsdp2": fsdp2,
 }
 
-# FSDP2 hands a wrapped module a tensor of its own, whose gradient lacks the path around the module.
+# FSDP2 passes its own tensor to a wrapped module. The gradient of that tensor lacks the path around the module.
 OWN_INPUT = {"fsdp2": {"first", "first.0", "shared", "shared.0"}}
 
 
@@ -79,7 +79,7 @@ def loss(model: nn.Module, step: int, micro: int, rank: int, note: Any = None) -
 
 
 def both(case: str, make: Callable[[], nn.Module], rank: int) -> tuple[Any, ...]:
-    """Train without and with the monitor; return what differs from the references, and how the run went."""
+    """Train without and with the monitor; return the differences from the references, and the results of the run."""
     micro_losses = [lambda model, step, micro=micro: loss(model, step, micro, rank) for micro in range(MICRO_BATCHES)]
     bare = train(make(), micro_losses, STEPS, None)
     run = train(make(), micro_losses, STEPS, {})
@@ -98,7 +98,7 @@ def both(case: str, make: Callable[[], nn.Module], rank: int) -> tuple[Any, ...]
 
 
 def tensor_parallel() -> tuple[Any, ...]:
-    """Return the rows of a layer with outputs that are sharded over the ranks, and the whole outputs."""
+    """Return the rows of a layer whose outputs are sharded over the ranks, and the complete outputs."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -123,7 +123,7 @@ def pipeline(rank: int) -> tuple[Any, ...]:
     for on in (False, True):
         torch.manual_seed(0)
         parts = [nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True)) for _ in range(WORLD)]
-        # With shapes given: to find them out, the first step would begin with a forward more.
+        # Shapes are given, because the first step would otherwise need an additional forward pass to infer them.
         form = torch.zeros(3, 6, requires_grad=True)
         stage = PipelineStage(parts[rank], rank, WORLD, torch.device("cpu"), input_args=form, output_args=form)
         schedule = Schedule1F1B(stage, chunks, loss_fn=lambda y, _target: y.square().mean())
@@ -177,7 +177,7 @@ def update(model: Blocks, gradients: list[list[Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Any, ...]]:
-    """Run all cases in one pair of processes: starting torch costs more than all of the training."""
+    """Run all cases in one pair of processes, because starting torch takes longer than all of the training."""
     context = warm_processes()
     results = context.Queue()
     store = str(tmp_path_factory.mktemp("ddp") / "store")
@@ -213,7 +213,7 @@ def test_tensor_sharded_over_ranks_is_measured_in_parts(outcomes):
 
 
 def test_micro_batches_of_a_pipeline_are_separate_on_every_stage(outcomes):
-    """Forward and backward alternate: a gradient has the number of the forward it belongs to."""
+    """Forward and backward passes alternate. A gradient has the micro-batch number of its forward pass."""
     for rank in range(WORLD):
         is_equal, faults, seen, expected, gradients = outcomes["pipeline", rank]
 

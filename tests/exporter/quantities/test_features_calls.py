@@ -1,4 +1,4 @@
-"""Reading of attention and routers: arguments, masks and logits in every form, and notices about unreadable ones."""
+"""Tests of reading attention and router calls: all forms of arguments, masks and logits, and notices about others."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def net() -> Net:
 def sharded_in_place() -> nn.Module:
     model = net()
     for part in (model.second, model):
-        fully_shard(part).set_force_sum_reduction_for_comms(enable=True)  # Gloo has no other
+        fully_shard(part).set_force_sum_reduction_for_comms(enable=True)  # the only reduction that Gloo supports
     return model
 
 
@@ -112,7 +112,7 @@ def references() -> list[dict[Feature, float]]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Any, ...]]:
-    """Run all cases in one pair of processes: starting torch costs more than all of the training."""
+    """Run all cases in one pair of processes, because starting torch takes longer than all of the training."""
     context = warm_processes()
     results = context.Queue()
     store = str(tmp_path_factory.mktemp("fsdp") / "store")

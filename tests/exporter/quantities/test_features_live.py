@@ -33,7 +33,7 @@ class Core(nn.Module):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, enable_gqa=True)
         with torch.no_grad():
-            query.data.zero_()  # not what the hook may see
+            query.data.zero_()  # the hook must read the inputs before this write
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Self attention under a mask, then attention to something shorter; optionally recomputed in the backward pass."""
+    """Self-attention with a mask, then attention to a shorter sequence; optionally recomputed in the backward pass."""
 
     def __init__(self, mode: str = "plain") -> None:
         super().__init__()
@@ -101,7 +101,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 
 
 class Seen:
-    """The reference: whole matrices in float64, from tensors that the model itself records."""
+    """The reference: features of complete matrices in float64, from tensors that the model records."""
 
     def __init__(self) -> None:
         self.rows: dict[Feature, float] = {}
@@ -148,7 +148,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[FeatureRun, dict[int, dict[Feature, float]]]:
-    """A run without a monitor that records its own tensors."""
+    """Return the results of a run without a monitor that records its own tensors."""
     model = net()
     seen = {1: Seen(), 2: Seen()}
     steps = []
@@ -225,7 +225,7 @@ def test_without_targets_only_linear_selects_modules():
 
 
 class Odd(nn.Module):
-    """Modules with a `wg`, of one weight, with weights that are computed, empty, vectors, or zeros."""
+    """Unusual modules: one has a parameter `wg`; weights are computed, empty, vectors, or zero."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def test_features_equal_those_of_the_returned_attention_weights(case):
     model = Net(call, **options)
     _, weights = call(model.attention, need_weights=True, average_attn_weights=False)
     weights = weights.detach().double().reshape(-1, HEADS, *weights.shape[-2:])
-    known = ~weights.isnan().any(-1).transpose(0, 1)  # a query that sees nothing has NaN here
+    known = ~weights.isnan().any(-1).transpose(0, 1)  # a query that attends to no key has NaN here
     entropy = -torch.special.xlogy(weights, weights).sum(-1).transpose(0, 1)
     largest = weights.amax(-1).transpose(0, 1)
     run = train(model, [loss], {"attention": {"targets": ["attention"]}}, steps=1)

@@ -15,7 +15,7 @@ from tests.programs import run_program
 
 from rankscope_exporter import ConfigError, MonitorConfig
 
-pytestmark = pytest.mark.timeout(400)  # the first test waits for all the training
+pytestmark = pytest.mark.timeout(400)  # the first test waits for all trainings
 
 Found = Mapping[str, Mapping[str, Any]]
 NAMES = {"enter.weight", "enter.bias", "norm.weight", "norm.bias", "leave.weight", "leave.bias"}
@@ -50,7 +50,7 @@ def apart(ranks: list[Found], case: str) -> set[tuple[int, str, str]]:
 
 
 def really_apart(ranks: list[Found], case: str) -> set[tuple[int, str, str]]:
-    """The expected rows, from the bits that the test reads after each step."""
+    """Return the expected rows, computed from the bits that the test reads after each step."""
     one, other = (found[case]["truth"] for found in ranks)
     return {
         (step, "param_after", name)
@@ -86,7 +86,7 @@ def test_norm_is_published_with_the_hash(ranks: list[Found], rank: int) -> None:
 
 
 def test_equal_replicas_always_have_equal_hashes(ranks: list[Found]) -> None:
-    """With BatchNorm, which has separate buffers per rank, accumulation, a gradient scaler, ZeRO and all wrappers."""
+    """Cases include BatchNorm with different buffers per rank, accumulation, a gradient scaler, ZeRO and wrappers."""
     for case in (name for name in ranks[0] if not name.startswith(("disturbed", "buffers", "bare", "sharded"))):
         assert set() == really_apart(ranks, case), case
         assert set() == apart(ranks, case), case

@@ -1,4 +1,4 @@
-"""Sums of micro-batches that are reduced one by one: when they are kept, their memory, and the notices."""
+"""Tests of the sum over micro-batches whose gradients are reduced separately: its conditions, memory and notices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = 4 * (3 * 2 + 2)  # float32 weight and bias
 
 
 class Reducing(Plain):
-    """Reduces each backward pass, as DDP does without `no_sync()`: here over one rank, by a factor."""
+    """Reduces the gradients of each backward pass, as DDP does without `no_sync()`. Here it multiplies by a factor."""
 
     traits = FrameworkTraits(reduces=True, reduces_each_micro_batch=None)
 
@@ -66,7 +66,7 @@ class Run:
             self.model(torch.full((4, 3), float(micro + 1))).square().mean().backward()
             gradient = self.model.weight.grad
             own += gradient if before is None else gradient - before
-            gradient.mul_(0.5)  # what reducing makes of it
+            gradient.mul_(0.5)  # the result of the reduction
         self.owned.append(own)
         if updates:
             self.optimizer.step()
@@ -177,7 +177,7 @@ def test_requested_sum_is_kept_with_little_free_memory(monkeypatch):
 
 @pytest.mark.parametrize("updates", [True, False])
 def test_sum_is_released_when_the_step_ends(updates):
-    """Also after a step that a gradient scaler skips: then at the next forward."""
+    """After a step that a gradient scaler skips, the next forward pass releases the sum."""
     run = Run(sum_micro_batches=True, every=2)
     run.step(micros=2, updates=updates)
     if not updates:

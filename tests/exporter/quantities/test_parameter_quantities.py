@@ -26,7 +26,7 @@ def batch(step: int, micro: int = 0) -> torch.Tensor:
 
 
 def watched(reader: Any, eventually: Any, quantities: tuple[str, ...], loop: Any, **options: Any) -> Any:
-    """Train under a monitor; return the reader's rows and records once everything was published."""
+    """Train with a monitor; return the rows and records of the reader after all steps were published."""
     model = net()
     optimizer = loop.optimizer(model)
     config = MonitorConfig(quantities=quantities, options=options, console=False, exit_wait_seconds=0)
@@ -41,7 +41,7 @@ def watched(reader: Any, eventually: Any, quantities: tuple[str, ...], loop: Any
 
 
 class Training:
-    """Run micro-batches, clipping to `longest` if given, and the step; call `observe` at each event."""
+    """A training step: micro-batches, clipping to the norm `longest` if given, and the update. It calls `observe`."""
 
     def __init__(self, micros: int = 1, longest: float | None = None, make: Any = None) -> None:
         self.micros, self.longest = micros, longest
@@ -104,7 +104,7 @@ def test_clipped_gradients_have_rows_only_where_they_differ_from_reduced(reader,
 
 def test_gradients_assigned_by_the_loop_are_measured(reader, eventually):
     class Assigned(Training):
-        """As in meta-learning: no backward pass accumulates anything."""
+        """As in meta-learning, no backward pass accumulates gradients."""
 
         def train(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             for step in range(1, STEPS + 1):
@@ -266,7 +266,7 @@ class Rotation(nn.Module):
 
 
 @pytest.mark.parametrize("quantity", ["direction", "adam_updates"])
-def test_a_complex_number_counts_as_its_two_parts(reader, eventually, monkeypatch, quantity):
+def test_complex_number_counts_as_its_two_parts(reader, eventually, monkeypatch, quantity):
     found = []
     for whole in (True, False):
         monkeypatch.setitem(globals(), "net", lambda whole=whole: Rotation(whole=whole))

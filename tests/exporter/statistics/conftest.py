@@ -1,4 +1,4 @@
-"""Both ways of measuring, and a float64 reference that shares nothing with them."""
+"""Fixtures for both backends of the statistics, and a float64 reference that shares no code with them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Truth:
 
 
 def truth(numbers: np.ndarray, zero_below: float = 0.0) -> Truth:
-    """Return the statistics of `numbers` (float64), by their definition and in numpy."""
+    """Return the statistics of `numbers` (float64), computed by their definition with numpy."""
     numbers = np.asarray(numbers, dtype=np.float64).reshape(-1)
     finite = numbers[np.isfinite(numbers)]
     values = dict.fromkeys(VALUE_OPS, math.nan)
@@ -67,7 +67,7 @@ def exact(tensor: torch.Tensor) -> np.ndarray:
 
 
 def assert_is_true(finished: Finished, entry: int, expected: Truth, ops: Sequence[str]) -> None:
-    """Hold one entry to the accuracy that is promised."""
+    """Assert that one entry has the documented accuracy."""
     counts = dict(zip(COUNT_OPS, finished.counts[:, entry].tolist(), strict=True))
     assert bool(finished.present[entry])
     assert expected.counts == counts
@@ -92,7 +92,7 @@ def assert_is_true(finished: Finished, entry: int, expected: Truth, ops: Sequenc
 
 @pytest.fixture
 def check() -> Callable[..., None]:
-    """Return a function that holds an entry to the truth about a tensor, or about numbers."""
+    """Return a function that compares an entry with the reference of a tensor or of numbers."""
 
     def run(
         finished: Finished,
@@ -125,7 +125,7 @@ def compiled(request: pytest.FixtureRequest, _kernel: bool) -> bool:
 
 @pytest.fixture
 def measured(compiled: bool) -> Callable[..., Finished]:
-    """Return a function that takes tensors through group, table and host copy."""
+    """Return a function that measures tensors with group, table and host copy."""
 
     def run(tensors: Sequence[torch.Tensor | None], zero_below: float = 0.0) -> Finished:
         table = StatisticsTable(len(tensors), CPU)

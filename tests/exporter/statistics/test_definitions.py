@@ -155,7 +155,7 @@ def test_statistics_of_arbitrary_float32_numbers(values, repeats, zero_below, me
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)], ids=str)
 def test_statistics_of_fifty_million_elements(dtype, measured, check):
-    """Beyond 2^24, where float32 counters stop."""
+    """More than 2^24 elements, which float32 counters cannot count."""
     tensor = torch.randn(50_000_000, generator=torch.Generator().manual_seed(1)).to(dtype)
     tensor[:20_000_000] = 0.0
     tensor[30_000_000], tensor[30_000_001] = NAN, INF
@@ -253,7 +253,7 @@ class Shard:
 
 
 def freed(*, offset: int = 0) -> torch.Tensor:
-    """Return a tensor whose memory was given back, as FSDP leaves a parameter between its uses."""
+    """Return a tensor whose memory was released, such as a parameter of FSDP between its uses."""
     tensor = torch.ones(100)[offset:]
     tensor.untyped_storage().resize_(0)
     return tensor

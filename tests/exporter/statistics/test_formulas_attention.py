@@ -1,4 +1,4 @@
-"""Entropy and largest weight of attention, compared with whole matrices in float64; and their memory."""
+"""Tests of entropy and largest weight of attention, compared with complete matrices in float64; and of their memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def reference(
     query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None = None, scale: float | None = None
 ) -> tuple[list[float], list[float]]:
-    """Return entropy and mean of the greatest weight by head, of whole matrices; hidden is -inf in `bias`."""
+    """Return entropy and mean largest weight of each head, from complete matrices. Masked scores have bias -inf."""
     query, key = query.double(), key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale)
     if bias is not None:
@@ -57,13 +57,13 @@ def bias_of(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def masks(queries: int, keys: int) -> dict[str, tuple[Mask, torch.Tensor | None]]:
-    """Return masks as they are passed, each with the bias for all scores."""
+    """Return masks in the form of the argument, each with the equivalent bias for all scores."""
     some = normal(BATCH, 1, queries, keys, seed=5) > 0.4
-    some[0, 0, 1] = True  # a query that sees nothing
+    some[0, 0, 1] = True  # a query that attends to no key
     added = normal(HEADS, queries, keys, seed=6)
     lowest = torch.where(some, torch.finfo(torch.float32).min, 0.0)
     later = torch.arange(keys) > torch.arange(queries)[:, None]
-    padded = torch.arange(keys) >= torch.tensor([keys, 3, 0])[:, None]  # the last element has no key at all
+    padded = torch.arange(keys) >= torch.tensor([keys, 3, 0])[:, None]  # the last element of the batch has no key
 
     def given(mask: torch.Tensor, *, true_attends: bool = False, causal: bool = False) -> Mask:
         values = broadcast(hides_of(mask, true_attends=true_attends), BATCH, HEADS, queries, keys)
@@ -128,7 +128,7 @@ def test_attention_equals_that_of_torch_multihead_attention():
 
 
 def test_extremes_of_attention_are_exact():
-    """Entropy is 0 for one key and ln n for equal scores. A visible NaN affects only its head, a hidden one none."""
+    """Entropy is 0 for one key and ln n for equal scores. A NaN affects only its head, a masked NaN affects none."""
     query, key = torch.ones(1, 3, 4, 2), torch.ones(1, 3, 4, 2)
     key[0, 1, 3, 0] = math.nan
     hidden = torch.zeros(1, 3, 4, 4, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Features of routers compared with a reference per token; and restrictions on all formulas of features."""
+"""Tests of router features, compared with a reference for each token; and of constraints on all feature formulas."""
 
 from __future__ import annotations
 

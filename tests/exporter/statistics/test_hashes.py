@@ -17,7 +17,7 @@ USUAL = Hasher(torch.device("cpu"))
 
 
 def mix(number: int) -> int:
-    """SplitMix64's finaliser, as its authors print it."""
+    """Return the finalizer of SplitMix64, as its authors published it."""
     number &= 2**64 - 1
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) % 2**64
@@ -32,7 +32,7 @@ def reference(data: bytes) -> int:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes in row-major order, element by element."""
+    """Return the bytes of the elements in row-major order."""
     return b"".join(bytes(element.clone().view(1).view(torch.uint8).tolist()) for element in tensor.flatten().unbind())
 
 
@@ -61,7 +61,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 @given(tensors())
 @settings(max_examples=examples(120), deadline=None)
 def test_hash_equals_the_formula_for_every_dtype_and_shape(tensor: torch.Tensor) -> None:
-    """Also for a hasher that processes only 16 words together."""
+    """The formula also holds for a hasher that processes only 16 words at a time."""
     expected = reference(bits(tensor))
 
     assert expected == hashed(tensor, SMALL)
@@ -79,7 +79,7 @@ def test_tensors_hashed_together_have_independent_hashes(sizes: list[int]) -> No
 
 @pytest.mark.parametrize("offset", range(9))
 def test_part_of_a_flat_tensor_may_begin_at_any_offset(offset: int) -> None:
-    """As the views of FSDP's flat parameter do."""
+    """The views of the flat parameter of FSDP are such parts."""
     flat = torch.randn(400, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     part = flat[offset : offset + 201]
 
@@ -110,7 +110,7 @@ def test_hash_depends_on_order_size_and_sign_of_zero() -> None:
 
 
 def test_hashes_of_two_sign_flips_do_not_cancel() -> None:
-    """A sum of products would lose them: the highest bit survives no odd factor."""
+    """In a sum of products with odd factors, two changes of the highest bit would cancel."""
     base = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     found = {hashed(base)}
     for one in range(40):

@@ -56,7 +56,7 @@ def test_numbers_beyond_float32_are_inf_with_numpy_errors_enabled():
 
 
 def test_pending_copy_is_not_changed_by_later_steps(compiled):
-    """Three steps are in flight, and are finished in another order than they were made."""
+    """Three copies are pending, and are finished in a different order than they were created."""
     table = StatisticsTable(1, CPU)
     group = MeasureGroup([0], compiled=compiled)
     copies = []

@@ -1,4 +1,4 @@
-"""One model with all kinds of parameters: its statistics, and its training as without the monitor."""
+"""Tests with a model that has all kinds of parameters: its statistics, and its training as without a monitor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPARSE = "words.weight"
 
 
 def fixed(values: list[float], dtype: torch.dtype) -> nn.Parameter:
-    """Return a parameter that is not trained: most types have no gradient."""
+    """Return a parameter that is not trained, because most dtypes have no gradient."""
     return nn.Parameter(torch.tensor(values, dtype=torch.float64).to(dtype), requires_grad=False)
 
 
@@ -35,7 +35,7 @@ class Museum(nn.Module):
         self.wide8 = fixed([1.0, math.inf, 0.0], torch.float8_e5m2)
         self.codes = fixed([0.0, 3.0, -4.0], torch.int8)
         self.mask = fixed([0.0, 1.0, 1.0], torch.bool)
-        self.small = fixed([6e4, 6e4, 6e4, 6e4], torch.float16)  # the norm is beyond its type
+        self.small = fixed([6e4, 6e4, 6e4, 6e4], torch.float16)  # the norm exceeds the largest number of its dtype
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens)

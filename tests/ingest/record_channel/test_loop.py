@@ -99,7 +99,7 @@ def test_retry_after_of_a_rank_is_respected():
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1))
-def test_backoff_stays_within_its_limits(failures, jitter):
+def test_backoff_is_within_its_limits(failures, jitter):
     assert 1.0 <= PACE.after_failure(failures, jitter, None) <= 30.0
 
 

@@ -1,4 +1,4 @@
-"""Spools of dead processes: the service stores them once, in tsuccessor own run and attempt, with the right state."""
+"""Spools of dead processes: the service stores them once, in their own run and attempt, with the right state."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_spool_is_stored_and_deleted_at_the_start(start_service, eventuall
 
 
 async def test_service_reads_spools_in_its_folders_that_name_another_service(start_service, eventually, root):
-    """The configuration names the folder. A service that was moved has another address."""
+    """The configuration names the folder. A service that was moved to another host has another address."""
     make_spool(root, "dead", 3, EXIT, service="http://earlier:9470")
     async with start_service(**settings(root)) as service:
         await eventually(lambda: not any(root.iterdir()))
@@ -122,7 +122,7 @@ async def _enough(service: Any) -> bool:
 
 
 async def test_spool_of_a_known_rank_is_read_from_its_cursor(start_service, fake_rank, eventually, root):
-    """Its last records were not polled. They are in the spool, so that none is counted as lost."""
+    """The service did not poll the last records. They are in the spool, so that none is counted as lost."""
     async with start_service(**settings(root)) as service, fake_rank() as rank:
         rank.publish_steps(4)
         await rank.register(service.url)
@@ -356,7 +356,7 @@ async def test_older_launches_found_at_the_start_get_lower_attempt_numbers(start
 
 
 async def test_older_launch_found_late_is_not_the_state_of_the_run(start_service, fake_rank, eventually, root):
-    """Its records arrive while a later launch trains, whose state is that of the run."""
+    """Its records arrive while a later launch trains. The state of the later launch is that of the run."""
     async with start_service(**settings(root)) as service, fake_rank(launch_id="new", started_at=12) as rank:
         rank.publish_steps(3)
         await rank.register(service.url)
