@@ -124,7 +124,11 @@ RUN_INFO = gauge(
     "Constant 1. The labels identify the process of the rank.",
     "host local_rank world_size incarnation launch_id device",
 )
-BUILD_INFO = gauge("rankscope_build_info", "Constant 1. The labels are the versions of Rankscope, of the schema and of torch.", "version schema_version torch")
+BUILD_INFO = gauge(
+    "rankscope_build_info",
+    "Constant 1. The labels are the versions of Rankscope, of the schema and of torch.",
+    "version schema_version torch",
+)
 
 NODE_RANKS = metric(
     "gauge",
