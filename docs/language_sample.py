@@ -18,7 +18,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[1]
 PACKAGES: Final = ("exporter", "ingest", "storage", "dashboards", "cli")
 SIZES: Final = {"docstring": 100, "message": 60, "paragraph": 30}
-_LEAST_WORDS: Final = 4
+_LEAST_WORDS: Final = 4  # without values
 _LOG_METHODS: Final = frozenset({"debug", "info", "warning", "error", "exception", "critical", "line"})
 _TEXT_KEYWORDS: Final = frozenset({"help", "message", "description", "summary"})
 _PARAGRAPH_WORDS: Final = 12
@@ -58,8 +58,8 @@ def _literal(node: ast.expr) -> str:
 
 
 def paragraphs(page: str) -> Iterator[str]:
-    """Yield the paragraphs and list items of a Markdown page, without code, tables and headings."""
-    for block in re.split(r"\n\s*\n|\n(?=- )", re.sub(r"```.*?```", "", page, flags=re.DOTALL)):
+    """Yield the paragraphs and lists of a Markdown page, without code, tables and headings."""
+    for block in re.split(r"\n\s*\n", re.sub(r"```.*?```", "", page, flags=re.DOTALL)):
         text = " ".join(block.split())
         if len(text.split()) >= _PARAGRAPH_WORDS and not text.startswith(("|", "#", "<", "    ")):
             yield text
@@ -79,7 +79,7 @@ def draw(seed: str) -> dict[str, list[str]]:
     chance = random.Random(seed)  # noqa: S311 - a sample, no secret
     sample = {}
     for name, texts in groups.items():
-        known = sorted({" ".join(text.split()) for text in texts if len(text.split()) >= _LEAST_WORDS})
+        known = sorted({" ".join(text.split()) for text in texts if len(re.findall(r"[^\W_]+", text)) >= _LEAST_WORDS})
         sample[name] = chance.sample(known, SIZES[name])
     return sample
 

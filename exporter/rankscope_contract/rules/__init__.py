@@ -40,4 +40,4 @@ def rule_from_config(entry: dict[str, Any]) -> AnomalyRule:
         return classes[name](**arguments)
     except TypeError as error:
         allowed = ", ".join(classes[name].__dataclass_fields__)
-        raise ValueError(f"rule {name}: {error}; it takes {allowed}") from error
+        raise ValueError(f"rule {name}: {error}. The arguments of this rule are: {allowed}") from error

@@ -31,7 +31,7 @@ class AnomalyTurbulence(AnomalyRule):
             raise ValueError(f"{self.name}: direction is 'up' or 'both', not {self.direction!r}")
         unknown = [op for op in self.ops if op not in JUDGED_OPS]
         if unknown:
-            raise ValueError(f"{self.name}: ops are {', '.join(JUDGED_OPS)}, not {', '.join(unknown)}")
+            raise ValueError(f"{self.name}: ops must be some of {', '.join(JUDGED_OPS)}, not {', '.join(unknown)}")
         object.__setattr__(self, "ops", tuple(self.ops))
 
     def judges(self, kind: str | None, op: str) -> bool:

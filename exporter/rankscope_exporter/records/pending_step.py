@@ -72,7 +72,7 @@ def _take_tensor(name: str, value: torch.Tensor) -> Pending:
     if value.numel() != 1:
         raise ValueError(f"log({name}=…) takes one number, not a tensor of shape {tuple(value.shape)}")
     if value.is_complex() or value.is_meta:
-        raise ValueError(f"log({name}=…) takes a real number, not {value.dtype} on {value.device}")
+        raise ValueError(f"log({name}=…) must be a real number, not a tensor of {value.dtype} on device {value.device}")
     return Pending(name, Transfer.of(value.reshape(())))
 
 

@@ -1,4 +1,4 @@
-"""Exporters that have series by the ten thousand: no more are read than it takes to refuse; none that fits is lost."""
+"""Other exporters with many series: a too large query is rejected early, and each matching series is returned."""
 
 import pyarrow as pa
 import pytest
