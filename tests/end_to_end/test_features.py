@@ -103,5 +103,5 @@ def test_features_of_a_run_are_in_the_msprobe_files(
             for row in rows
         ]
     assert expected() == {family: sorted(rows, key=lambda row: row[1::-1]) for family, rows in found.items()}
-    assert 6 == report.omitted["features that the tool does not know"]
+    assert 6 == report.omitted["features that msprobe does not have"]
     assert 6 == len(loads)

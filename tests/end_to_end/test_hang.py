@@ -29,7 +29,7 @@ def line_of(comment: str) -> int:
 
 CAUSE = (
     r"rank 1: it never entered all_reduce \d+ \(4 B float32\) of default_pg, in which rank 0 waits \(flight records\); "
-    rf"it is in time\.sleep, called at hanging_training\.py:{line_of('# rank 1 is found here')} in stand_still, "
+    rf"it is in time\.sleep, called at hanging_training\.py:{line_of('# rank 1 hangs here')} in stand_still, "
     r"and rank 0 waits in a collective \(stacks\)"
 )
 
@@ -70,7 +70,7 @@ def assert_message_names_both_places(text: str) -> None:
         lines[where + 1],
     ), text
     assert re.fullmatch(
-        rf"  rank 1 in time\.sleep, called at hanging_training\.py:{line_of('# rank 1 is found here')} in stand_still;"
+        rf"  rank 1 in time\.sleep, called at hanging_training\.py:{line_of('# rank 1 hangs here')} in stand_still;"
         r" its last collective was all_reduce \d+",
         lines[where + 2],
     ), text
@@ -136,7 +136,7 @@ def assert_printed_groups(text: str) -> None:
         matter,
     )
     assert first.startswith("rank 1: not in a collective; the last was all_reduce ")
-    assert re.search(rf"> stand_still +{re.escape(str(SCRIPT))}:{line_of('# rank 1 is found here')}\n", first)
+    assert re.search(rf"> stand_still +{re.escape(str(SCRIPT))}:{line_of('# rank 1 hangs here')}\n", first)
     assert second.startswith("rank 0: waiting in all_reduce seq ")
     assert re.search(r"^ +all_reduce +.*distributed_c10d\.py:\d+$", second, re.MULTILINE)
 

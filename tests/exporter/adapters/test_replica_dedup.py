@@ -181,7 +181,9 @@ def test_store_receives_the_publishing_rank(name, found):
     case = CASES[name]
     reported = [[note for note in found[name, rank].notes if case.group in note] for rank in range(WORLD)]
     if case.left:
-        shares = f"rank 0 publishes what {len(case.left)} of {len(NAMES)} parameters have in common on its ranks"
+        shares = (
+            f"rank 0 publishes the equal data of {len(case.left)} of {len(NAMES)} parameters for all ranks of the group"
+        )
         assert [[], [f"{case.group}: {shares}"]] == reported
     else:
         assert all(len(notes) == 1 and "no parameter is known to be the same" in notes[0] for notes in reported)
@@ -210,7 +212,7 @@ def test_megatron_attributes_identify_tensor_parallel_replicas(monkeypatch):
     of_dp = find_replica_dedup(framework, parameters, {"dp_group": object(), "tp_group": None})
 
     assert {0, 1} == of_tp.positions
-    assert ["tp_group: rank 4 publishes what 2 of 6 parameters have in common on its ranks"] == [
+    assert ["tp_group: rank 4 publishes the equal data of 2 of 6 parameters for all ranks of the group"] == [
         event.message for event in of_tp.events
     ]
     assert (frozenset(), 1) == (of_dp.positions, len(of_dp.notices))

@@ -184,14 +184,14 @@ class StepTimingObserver(StepObserver):
 
     # Events of a step.
 
-    forward_begins = _marking("forward_begins")
-    forward_ended = _marking("forward_ended", limited=True)
-    evaluation_ended = _marking("evaluation_ended")
-    backward_ends = _marking("backward_ends")
-    backward_ended = _marking("backward_ended", limited=True)
-    updated = _marking("updated")
-    reading_begins = _marking("reading_begins")
-    reading_ended = _marking("reading_ended")
+    on_forward_begin = _marking("forward_begins")
+    on_forward_end = _marking("forward_ended", limited=True)
+    on_evaluation_end = _marking("evaluation_ended")
+    on_gradients_ready = _marking("backward_ends")
+    on_backward_end = _marking("backward_ended", limited=True)
+    on_optimizer_step_end = _marking("updated")
+    on_measurement_begin = _marking("reading_begins")
+    on_measurement_end = _marking("reading_ended")
 
     def on_step_begin(self, step: int) -> None:  # noqa: ARG002 - the number may still change
         """Store the time at which a step begins."""
