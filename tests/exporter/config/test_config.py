@@ -48,7 +48,7 @@ def test_toml_file_gives_the_same_configuration_as_python(tmp_path: Path) -> Non
         ({"rules": [{"rule_name": "AnomalyNaN"}]}, ["AnomalyNaN", "Did you mean 'AnomalyNan'?"]),
         (
             {"rules": [{"rule_name": "AnomalyTurbulence", "args": {"treshold": 1}}]},
-            ["treshold", "it takes", "threshold"],
+            ["treshold", "arguments of this rule", "threshold"],
         ),
         ({"rules": [{"rule_name": "AnomalyTurbulence", "args": {"threshold": -1}}]}, ["threshold", "above 0"]),
         ({"zero_below": float("nan")}, ["zero_below"]),
