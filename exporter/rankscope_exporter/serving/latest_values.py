@@ -117,7 +117,10 @@ class LatestValues:
         self.announce((NO_KIND,))
 
     def announce(self, kinds: Iterable[str]) -> None:
-        """Add the counters of `kinds` with value 0 before the first record of these kinds."""
+        """Add anomaly counters with value 0 for the kinds in `kinds` and the rules that evaluate them.
+
+        The page then shows the counters before the first record with these kinds.
+        """
         with self._lock:
             for kind in kinds:
                 self._announce(kind)
@@ -207,7 +210,7 @@ class LatestValues:
 
 
 def _by_record(latest: Mapping[str, tuple[int | None, Statistics]]) -> tuple[Sampled, ...]:
-    """Return the statistics of each record that has the latest values of at least one kind, with these kinds."""
+    """Group the kinds by the record that contains their latest statistics, and return one element per record."""
     kinds: dict[int, list[str]] = {}
     found: dict[int, tuple[int | None, Statistics]] = {}
     for kind, (step, statistics) in latest.items():

@@ -1,8 +1,8 @@
 """Serves spools that dead processes left in the spool folder of this rank, until a store has all their records.
 
-The rank takes only spools for its own service, and spools that name no service. It registers each one with the identity
-of the dead process and with its own URL, and answers polls for it on the same record channel. One daemon thread handles
-all spools. The file lock of a spool ensures that only one rank, or the service, serves it.
+The rank serves only spools that name the service of this rank, and spools that name no service. It registers each spool
+with the identity of the dead process and with its own URL, and answers polls for it on the same record channel. One
+daemon thread handles all spools. The file lock of a spool ensures that only one rank, or the service, serves it.
 """
 
 from __future__ import annotations

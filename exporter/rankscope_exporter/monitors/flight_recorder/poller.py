@@ -36,7 +36,8 @@ from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 
 MOST_STEPS_BETWEEN: Final = 8192
-"""Largest number of steps between two readings, so that all ranks have common steps."""
+"""Largest number of steps between two readings. With this limit, all ranks read at the steps divisible by this number.
+"""
 
 
 class PollSchedule:

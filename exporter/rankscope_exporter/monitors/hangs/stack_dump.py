@@ -78,8 +78,8 @@ def called(code: CodeType, offset: int, global_names: Mapping[str, Any]) -> str 
 def _callee(instructions: Sequence[dis.Instruction]) -> list[dis.Instruction]:
     """Return the instructions that load the function of a call, in order. The call is the last of `instructions`.
 
-    These instructions have the same source position as the call: `time` in `time.sleep(1)`, whose argument starts
-    later.
+    They are the instructions whose source position begins where the call begins. For `time.sleep(1)`, they load `time`
+    and `sleep`; the argument `1` begins at a later position.
     """
     start = _start(instructions[-1])
     found: list[dis.Instruction] = []
