@@ -178,7 +178,7 @@ class ObjectSpec:
 
 
 Specs = Mapping[str, ObjectSpec]
-"""Patterns by the object of a module that they apply to (one of OBJECTS).
+"""Patterns by the object of a module to which they apply: `input`, `output`, `input_grad` or `output_grad`.
 
 All tensors of an object without a pattern are selected.
 """

@@ -36,7 +36,9 @@ from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 
 MOST_STEPS_BETWEEN: Final = 8192
-"""Largest number of steps between two readings. With this limit, all ranks read at the steps divisible by this number.
+"""Largest number of steps between two readings, a power of two.
+
+Because of this limit, the readings of all ranks can be due at the same steps: those divisible by this number.
 """
 
 
