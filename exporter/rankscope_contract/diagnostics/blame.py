@@ -1,4 +1,4 @@
-"""Find the rank that blocks the others in a hang, and return the evidence. Pure.
+"""Find the rank that blocks the others in a hang, and return the evidence. The functions have no side effects.
 
 Three sources are used: flight records, stacks, and the last steps of the ranks. One source can be sufficient. A source
 that is missing, or that shows several ranks in the same state, is no evidence. If the evidence is not sufficient, or

@@ -34,7 +34,7 @@ _REQUIRED: Final = {"run": str, "launch_id": str, "host": str, "rank": int, "wor
 
 
 class SpoolError(Exception):
-    """A folder is not a readable spool. The text names the folder and the reason."""
+    """Error: a folder is not a readable spool. The text names the folder and the reason."""
 
 
 def segment_name(first: int) -> str:
