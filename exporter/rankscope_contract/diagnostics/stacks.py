@@ -33,7 +33,10 @@ class Frame:
 
     @property
     def short(self) -> tuple[str, int, str]:
-        """Return a key without the path of the installation folder, so that it is equal on all ranks."""
+        """Return a key of the frame that is equal on all ranks.
+
+        It does not contain the path of the installation folder.
+        """
         return PurePath(self.file).name, self.line, self.function
 
 

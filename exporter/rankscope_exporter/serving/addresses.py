@@ -34,7 +34,7 @@ class Address:
     def parse(cls, text: str, *, what: str, default_port: int | None = None) -> Self:
         """Parse a text `host:port` or `host:first-last` and return the address.
 
-        Raises ServeError for any other text. The error names the setting, which `what` contains, and the expected form.
+        Raises ServeError for any other text. The error contains the name of the setting, `what`, and the expected form.
         """
         ports = _PORTS.search(text)
         first, last = (int(ports[1]), int(ports[2])) if ports else (None, None)

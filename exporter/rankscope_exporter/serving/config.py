@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 
 def read_rank_web_config(path: Path) -> WebConfig:
-    """Return the `web_config` file of a rank. Raises ServeError if it is invalid or has options a rank cannot serve."""
+    """Return the parsed `web_config` file of a rank.
+
+    Raises ServeError if the file is invalid or has options that the server of a rank does not support.
+    """
     return _as_serve_error(lambda: _read(path))
 
 

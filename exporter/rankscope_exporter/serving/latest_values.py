@@ -72,7 +72,7 @@ ScalarKey = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The statistics of one step, and the kinds for which no later step has statistics."""
+    """The statistics of one step, and the kinds of tensors that were not measured again at a later step."""
 
     step: int | None
     statistics: Statistics

@@ -214,7 +214,10 @@ class OrphanRecovery:
             self.finished(orphan)
 
     def _give_way(self, orphan: Orphan) -> None:
-        """Release a spool that the service has refused, if other spools are queued, and append it to the queue."""
+        """Release a spool that the service has refused, and append it to the queue of spools.
+
+        A queued spool can then be served instead. If no other spool is queued, the refused spool is not released.
+        """
         self._refused.add(orphan.incarnation)
         if self._waiting:
             with self._changed:

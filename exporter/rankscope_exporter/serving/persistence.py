@@ -30,9 +30,9 @@ from rankscope_exporter.serving.spool import FAILED, Spool
 log = logging.getLogger(__name__)
 
 WRITE_SECONDS: Final = 0.5
-"""Maximum seconds for which the publisher waits until a record is written.
+"""Maximum seconds for which the publisher waits until a record is written to the spool.
 
-Afterwards readers can get the record from the ring.
+Afterwards readers get the record from the ring, although it may not be on disk.
 """
 
 CLOSE_SECONDS: Final = 2.0
@@ -206,12 +206,12 @@ class Persistence:
         """Wait until the spools that were found so far are registered with the service, for at most 2 s."""
 
     def write(self, seq: int, record: StepRecord) -> None:
-        """Write `record` to the spool before it enters the ring: each record that a reader gets survives this process.
+        """Write `record` to the spool before it enters the ring, and wait at most 0.5 s for the disk.
 
-        Blocks for at most 0.5 s. If the write takes longer, the record is published before it is on disk, and later
-        calls return immediately until the disk has written the backlog. Only one thread at a time may call this method.
-        Raises ValueError if the statistics do not match the plan. The ring would reject such a record and use its
-        sequence number again, so the spool would contain this number twice.
+        A record on disk survives this process. If the write takes longer, the record is published before it is on disk,
+        and later calls return immediately until the disk has written the backlog. Only one thread at a time may call
+        this method. Raises ValueError if the statistics do not match the plan. The ring would reject such a record and
+        use its sequence number again, so the spool would contain this number twice.
         """
 
     def commit(self, seq: int) -> None:

@@ -37,7 +37,7 @@ class RankState:
     phase: str | None = None
     """Name of the phase that the script announced, such as an evaluation."""
     lease: str | None = None
-    """Lease of the service that registered this rank; None before the first registration.
+    """Lease, a token that the service returned when it registered this rank; None before the first registration.
 
     Only the holder of the lease may mark records as committed.
     """

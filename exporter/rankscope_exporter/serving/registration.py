@@ -280,7 +280,10 @@ class RegistrationLoop:
             self._wake.notify()
 
     def wait_attempted(self, timeout_seconds: float) -> None:
-        """Wait until the first registration has succeeded or failed, because a short run may end before it."""
+        """Wait until the first registration has succeeded or failed.
+
+        Without this wait, a short run could end before its first registration.
+        """
         self._attempted.wait(timeout_seconds)
 
     def send_now(self) -> None:

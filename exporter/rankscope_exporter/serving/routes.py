@@ -229,7 +229,8 @@ def orphan_answer(
 
     It contains the next records, or has status 204 if all records were sent, or status 503 if all are committed.
 
-    `committed` is the newest committed sequence number if the client holds the lease, otherwise None.
+    `committed` is the newest committed sequence number that the client sent; None if the client does not hold the
+    lease.
     """
     try:
         if committed is not None:

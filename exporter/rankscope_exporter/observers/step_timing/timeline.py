@@ -86,7 +86,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTotals:
-    """Seconds of one step by phase. `announced` contains the part of `phases` that the script announced."""
+    """Seconds of one step by phase. `announced` contains the seconds in `phases` that belong to announced phases."""
 
     phases: Mapping[str, float]
     announced: Mapping[str, float]
