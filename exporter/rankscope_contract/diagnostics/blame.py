@@ -72,7 +72,7 @@ def single_out(facts: Iterable[RankFacts], world_size: int) -> Verdict:
 
 
 def _by_steps(known: Mapping[int, RankFacts], world_size: int) -> Verdict | None:
-    """Return a verdict if the last steps show that some ranks progress and others do not; else None."""
+    """Return a `Verdict` if the last steps show that some ranks progress and others do not; else None."""
     steps = {rank: fact.last_step for rank, fact in known.items() if fact.last_step is not None}
     if len(steps) < 2 or max(steps.values()) - min(steps.values()) < STEPS_BEHIND:
         return None

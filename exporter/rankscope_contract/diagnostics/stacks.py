@@ -1,6 +1,6 @@
 """Stacks of a rank's threads and its flight record, and their JSON form in the details of an event.
 
-The exporter takes the stacks; `rank_groups` and `blame` interpret them.
+The exporter reads the stacks; `rank_groups` and `blame` interpret them.
 """
 
 from __future__ import annotations

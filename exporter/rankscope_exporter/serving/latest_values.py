@@ -81,7 +81,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A consistent copy of the latest values of a rank. It never contains only a part of a record."""
+    """A consistent copy of the latest values of a rank. It contains the values of a record completely or not at all."""
 
     step: int | None
     tensors: tuple[Sampled, ...]

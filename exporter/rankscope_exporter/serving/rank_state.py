@@ -55,7 +55,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankServerSources:
-    """Functions of other parts of the session that the server calls while it answers a request.
+    """Functions of other components of the monitor that the server calls while it answers a request.
 
     The server calls all of them on its own threads. A rank without a function for a request answers 503.
     """

@@ -1,7 +1,7 @@
-"""The stacks of all threads of this process, taken by faulthandler: files, lines and functions, but no values.
+"""The stacks of all threads of this process, read by faulthandler: files, lines and functions, but no values.
 
 faulthandler walks the frames in C and takes no lock, so it works whatever the threads wait for. A call from Python
-needs the GIL. While C code holds the GIL, only the handler of a configured signal can take stacks (`stack_signal`).
+needs the GIL. While C code holds the GIL, only the handler of a configured signal can read stacks (`stack_signal`).
 
 A stack ends at a line of Python code. The name of the C function that a thread executes is derived from the bytecode:
 from the current instruction and the names that were loaded for it. No value, argument or local variable is read, and no
@@ -116,9 +116,9 @@ def _name(loaded: Sequence[dis.Instruction], global_names: Mapping[str, Any]) ->
 
 
 def _resolved(names: Sequence[str], global_names: Mapping[str, Any]) -> Any:
-    """Return the object with a dotted name.
+    """Return the object with a dotted name, for example a function for the `names` `torch`, `cuda` and `synchronize`.
 
-    Only attributes of modules are read; None if the path contains another object.
+    Only attributes of modules are read. The result is None if an element before the last one is not a module.
     """
     found = global_names.get(names[0], vars(builtins).get(names[0]))
     for name in names[1:]:
