@@ -1,4 +1,4 @@
-"""Find the rank that blocks the others in a hang, and return the evidence. Pure.
+"""Find the rank that blocks the others in a hang, and return the evidence. The functions have no side effects.
 
 Three sources are used: flight records, stacks, and the last steps of the ranks. One source can be sufficient. A source
 that is missing, or that shows several ranks in the same state, is no evidence. If the evidence is not sufficient, or
@@ -72,7 +72,7 @@ def single_out(facts: Iterable[RankFacts], world_size: int) -> Verdict:
 
 
 def _by_steps(known: Mapping[int, RankFacts], world_size: int) -> Verdict | None:
-    """Return a verdict if the last steps show that some ranks progress and others do not; else None."""
+    """Return a `Verdict` if the last steps show that some ranks progress and others do not; else None."""
     steps = {rank: fact.last_step for rank, fact in known.items() if fact.last_step is not None}
     if len(steps) < 2 or max(steps.values()) - min(steps.values()) < STEPS_BEHIND:
         return None

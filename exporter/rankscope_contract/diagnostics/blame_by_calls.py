@@ -1,8 +1,8 @@
-"""Find the rank that blocks all ranks in collectives, according to the flight records. Pure.
+"""Find the rank that blocks all ranks in collectives, according to the flight records.
 
 A rank in a collective waits for every rank of its group that has not entered the collective. If the chains of waits of
 all ranks end at the same rank, this rank is the suspect. There is no suspect if a flight record is missing, a call
-began less than SETTLED_SECONDS ago, or ranks made different calls.
+began less than SETTLED_SECONDS ago, or ranks made different calls. The functions have no side effects.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _oldest(calls: Sequence[Call]) -> dict[tuple[int, str], Call]:
 
 
 def _members(records: Records) -> dict[str, set[str]]:
-    """Return the different lists of ranks that the records contain for each group.
+    """Return the different lists of ranks that the flight records contain for each group.
 
     The keys are group ids; a list of ranks is text such as `0-7`.
     """

@@ -1,8 +1,9 @@
-"""Compare the flight records of all ranks to find collectives that some ranks never entered or never left. Pure.
+"""Compare the flight records of all ranks to find collectives that some ranks never entered or never left.
 
-The input is the flight record of each rank; the output is calls and sentences. All ranks of a group make the calls of
-the group in the same order. Therefore the sequence number `seq` of the group identifies the same call on every rank. If
-the calls with one `seq` differ between ranks, a rank called the wrong collective (a mismatch).
+The input is the flight record of each rank. The output is the collectives and sentences that describe them. The
+functions have no side effects. All ranks of a group make the calls of the group in the same order. Therefore the
+sequence number `seq` of the group identifies the same call on every rank. If the calls with one `seq` differ between
+ranks, a rank called the wrong collective (a mismatch).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Format collectives as text: dtype names, message sizes, lists of ranks, progress of a call. Pure.
+"""Format collectives as text: dtype names, message sizes, lists of ranks, progress of a call.
 
-Torch's flight recorder reports dtypes by their C++ names, and the sizes of inputs and outputs.
+Torch's flight recorder reports dtypes by their C++ names, and the sizes of inputs and outputs. The functions have no
+side effects.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ EVEN: Final = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatte
 """Collectives in which every rank of the group transfers the same number of bytes."""
 
 MOST_RANKS: Final = 1 << 20
-"""Maximum number of ranks in a group. A text that contains more ranks is invalid."""
+"""Maximum number of ranks in the text form of a list of ranks. A text with more ranks is rejected as invalid."""
 
 _SPAN: Final = re.compile(r"(\d{1,9})-(\d{1,9})(?::(\d{1,9}))?")
 _LIST: Final = re.compile(r"\d{1,9}(,\d{1,9})*")

@@ -1,8 +1,8 @@
-"""Group ranks that are at the same place in the code, and sort the groups by probable cause. Pure.
+"""Group ranks that are at the same place in the code, and sort the groups by probable cause.
 
-The input is stacks and flight records; the output is text. A rank in a collective waits for the ranks that are not in
-it. Therefore ranks in no collective come first, then ranks with lower sequence numbers, then smaller groups. The first
-line shows the probable cause.
+The input is stacks and flight records; the output is text. The functions have no side effects. A rank in a collective
+waits for the ranks that are not in it. Therefore ranks in no collective come first, then ranks with lower sequence
+numbers, then smaller groups. The first line shows the probable cause.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from rankscope_contract.diagnostics.collective_format import ranks_in, spans
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, StackDump
 
 MOST_SPANS: Final = 16
-"""Maximum number of spans of ranks in one text. In a job of 1,000 ranks, every second rank may be at the same place."""
+"""Maximum number of spans of consecutive ranks, such as `0-7`, in one text.
+
+Without it, a text about every second one of 1,000 ranks would list 500 spans.
+"""
 
 _LIBRARIES: Final = ("site-packages", "dist-packages")
 _NO_SEQ: Final = -1

@@ -1,6 +1,6 @@
 """Stacks of a rank's threads and its flight record, and their JSON form in the details of an event.
 
-The exporter takes the stacks; `rank_groups` and `blame` interpret them.
+The exporter reads the stacks; `rank_groups` and `blame` interpret them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Frame:
 
     @property
     def short(self) -> tuple[str, int, str]:
-        """Return a key without the path of the installation folder, so that it is equal on all ranks."""
+        """Return a key of the frame that is equal on all ranks.
+
+        It does not contain the path of the installation folder.
+        """
         return PurePath(self.file).name, self.line, self.function
 
 

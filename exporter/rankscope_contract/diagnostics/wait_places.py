@@ -1,8 +1,8 @@
-"""Detect from the stack of the training thread whether a rank waits for other ranks. Pure.
+"""Detect from the stack of the training thread whether a rank waits for other ranks.
 
 A Python stack shows the current call of a thread. It does not show the event for which C code in this call waits. The
 place of a rank is certain only if the innermost call identifies it. Otherwise it is `Place.UNKNOWN`, which is no
-evidence.
+evidence. The functions have no side effects.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ SCALARS_WITH_OWN_METRIC: Final[dict[str, MetricSpec]] = {
     for spec in CATALOG.values()
     if spec.stored_as and spec.stored_as.startswith("scalars:")
 }
-"""Metrics of scalars that have a metric of the same meaning, by name of the scalar.
+"""Metric with the same meaning as a scalar, by name of the scalar.
 
-All other scalars are exported as samples of rankscope_scalar.
+Scalars without such a metric are exported as samples of rankscope_scalar.
 """

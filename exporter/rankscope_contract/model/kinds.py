@@ -58,10 +58,10 @@ GRADIENT_KINDS: Final = (Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPP
 class Op:
     """One statistic of a tensor.
 
-    The column in `tensor_stats`, rollups, documentation, dashboards and wire format of the statistic derive from this
-    value. `accumulators` names the sums and counts that one pass over the elements computes. `finish` maps them to the
-    statistic and uses operators only. Its argument has a numpy array for each accumulator and for `finite`, the number
-    of finite elements.
+    The column of the statistic in `tensor_stats`, its rollups, documentation, dashboards and wire format are derived
+    from this object. `accumulators` names the sums and counts that one pass over the elements computes. `finish`
+    computes the statistic from these sums and counts and uses operators only. Its argument has a numpy array for each
+    accumulator and for `finite`, the number of finite elements.
     """
 
     name: str

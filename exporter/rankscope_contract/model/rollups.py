@@ -34,7 +34,8 @@ _SPAN: Final = (
 def _summary(name: str, type: ScalarName) -> Iterator[Field]:  # noqa: A002 - field word
     """Yield the rollup columns that summarise one numeric column.
 
-    A row that is in none of the three counts has a null in the numeric column.
+    The columns are minimum, maximum and mean of the finite values, and the numbers of rows with a finite value, a NaN
+    and an infinite value. A row with a null is in none of the three numbers.
     """
     yield Field(f"{name}_min", type, "Lowest finite value.")
     yield Field(f"{name}_max", type, "Highest finite value.")

@@ -1,11 +1,11 @@
-"""Layout of msprobe's CSV output, and the mapping between its numbers and ours. Used by all readers and writers. Pure.
+"""Layout of msprobe's CSV output, and the mapping between the step numbers of msprobe and Rankscope.
 
     <output>/<Mon><DD>_<HH-MM-SS>-rank<R>-<8 hex>/<family>_<first>-<last>.csv
     vpp_stage,name,step[,micro_step],norm,min,max,mean,nans,zeros,shape,dtype
 
 The time of a folder is Shanghai time, without a year. msprobe counts steps from 0, Rankscope from 1. msprobe measures
-Adam's moments before the step, Rankscope after it. The moments at msprobe's step s are therefore those after our step
-s.
+Adam's moments before the step, Rankscope after it. The moments at msprobe's step s are therefore those after
+Rankscope's step s. All readers and writers of msprobe files use this module. The functions have no side effects.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def parse_time(text: str) -> dt.datetime | None:
 
 
 def time_text(moment: dt.datetime) -> str:
-    """Return `moment` as the first part of a folder name, such as `Dec03_21-34-40`.
+    """Return the time `moment` as the beginning of a folder name, such as `Dec03_21-34-40`.
 
     The text does not depend on the locale.
     """

@@ -102,7 +102,8 @@ class Registration:
 class RegistrationReply:
     """Response of the service to a registration.
 
-    It contains the lease that a reader must send to advance `committed`, and the heartbeat interval.
+    It contains the lease, the attempt number of the run, the heartbeat interval in seconds, and the newest committed
+    sequence number. Only a reader that sends the lease can mark records as committed.
     """
 
     lease: str

@@ -1,9 +1,9 @@
-"""Mask secrets in the command line and configuration of a training before they are shown or stored. Pure.
+"""Mask secrets in the command line and configuration of a training before they are shown or stored.
 
 A rank masks secrets before it sends them. The service and the importers mask them again before they store them, because
 a rank may run another release, and a log may contain any text. A secret is detected by its name (`--hf-token`,
 `password`), its place (`https://user:pw@host`) or its form (`ghp_…`, a JWT, a private key). A password in an argument
-without such a name is not detected.
+without such a name is not detected. The functions have no side effects.
 """
 
 from __future__ import annotations

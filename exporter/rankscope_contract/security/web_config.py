@@ -36,7 +36,7 @@ LoadYaml = Callable[[str], Any]
 
 
 class WebConfigError(ValueError):
-    """The web configuration cannot be used. The text names the file, the option and the fix."""
+    """Error: the web configuration cannot be used. The text names the file, the option and the fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

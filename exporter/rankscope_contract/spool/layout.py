@@ -34,7 +34,7 @@ _REQUIRED: Final = {"run": str, "launch_id": str, "host": str, "rank": int, "wor
 
 
 class SpoolError(Exception):
-    """A folder is not a readable spool. The text names the folder and the reason."""
+    """Error: a folder is not a readable spool. The text names the folder and the reason."""
 
 
 def segment_name(first: int) -> str:
@@ -127,7 +127,7 @@ def service_name(url: str) -> str:
 
 
 def write_identity(folder: Path, registration: Registration, *, service: str | None = None, sync: bool = False) -> None:
-    """Write the identity of the process to its spool folder, with the service that is to receive the records.
+    """Write the identity of the process, and the service that is to receive the records, to the spool folder.
 
     The service is given in the form that `service_name` returns.
     """

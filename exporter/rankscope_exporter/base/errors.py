@@ -45,7 +45,7 @@ class ErrorBoundary:
     def __init__(self) -> None:
         self.count = 0
         self.on_first: Callable[[str, BaseException], None] | None = None
-        """Function that is called with each logged error, to store it as an event."""
+        """Function that is called with each logged error, and stores the error as an event."""
         self._seen: set[tuple[str, type[BaseException]]] = set()
         self._lock = (
             threading.RLock()

@@ -14,7 +14,7 @@ from rankscope_exporter.base.errors import ConfigError
 MOST: Final = sys.float_info.max
 """Largest magnitude of a numeric setting.
 
-Python integers can be larger than a float, and such a number cannot be used in a measurement.
+A Python integer can exceed the range of a float, and then cannot be used in a measurement.
 """
 
 

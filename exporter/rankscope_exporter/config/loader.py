@@ -114,8 +114,8 @@ def translated_settings(settings: Mapping[str, Any], names: Collection[str]) -> 
 
     Raises ConfigError.
 
-    `names` contains the names of all settings of a MonitorConfig. A document that contains at least one key that exists
-    only in another format is treated as a document in this format. Keys are compared exactly.
+    `names` contains the names of all settings of a MonitorConfig. If a document contains a key that exists only in
+    another registered format, it is treated as a document in that format. Keys are compared exactly.
     """
     for dialect in _dialects.values():
         if any(key in dialect.keys and key not in names for key in settings):

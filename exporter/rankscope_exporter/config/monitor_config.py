@@ -321,7 +321,7 @@ class MonitorConfig:
     def from_msprobe(cls, settings: Mapping[str, Any]) -> MonitorConfig:
         """Return the configuration in a parsed document in msprobe's format. Raises ConfigError if it is invalid.
 
-        `from_mapping` accepts such a document, too, if it has at least one key that only msprobe has.
+        `from_mapping` accepts a document in this format too, if at least one of its keys exists only in msprobe.
         """
         return cls.from_mapping(translated_from("msprobe", settings, setting_names()))
 

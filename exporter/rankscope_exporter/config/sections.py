@@ -144,7 +144,8 @@ def checked_capture(
 
     Raises ConfigError.
 
-    The result is None if captures are disabled. `monitor_with` makes a monitor's configuration with other settings.
+    The result is None if captures are disabled. `monitor_with` is a function that creates the monitor's configuration
+    with changed settings.
     """
     capture = CaptureConfig.of(given)
     if capture is not None:

@@ -44,7 +44,7 @@ class Targets:
         )
 
     def unmatched(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return the patterns that select none of `names`, as displayed, each with the most similar names."""
+        """Return each pattern that selects none of `names`, in its displayed form, with the most similar names."""
         known = list(names)
         return {
             display_name(pattern): difflib.get_close_matches(

@@ -60,9 +60,10 @@ class NamedParameter:
 
 
 def found_in_place(parameters: Iterable[NamedParameter]) -> list[nn.Parameter | None]:
-    """Return the attribute `parameter` of each element of `parameters`.
+    """Return the current parameter of each element of `parameters`; None for a parameter that no longer exists.
 
-    This takes a third of the time of reading the attributes.
+    The result is that of the property `NamedParameter.parameter`. One call for all elements takes a third of the time
+    that reading the property of each element takes.
     """
     found: list[Any] = []
     for named in parameters:

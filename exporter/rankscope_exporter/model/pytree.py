@@ -21,7 +21,7 @@ MAX_DEPTH: Final = 4
 MAX_TENSORS: Final = 128
 """Maximum number of tensors in one object.
 
-An object with more tensors, such as a cache of 1,000 tensors, is not an activation.
+An object with more tensors, such as a cache of 1,000 tensors, is not treated as an activation.
 """
 
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
@@ -178,7 +178,7 @@ class ObjectSpec:
 
 
 Specs = Mapping[str, ObjectSpec]
-"""Patterns by the object of a module that they apply to (one of OBJECTS).
+"""Patterns by the object of a module to which they apply: `input`, `output`, `input_grad` or `output_grad`.
 
 All tensors of an object without a pattern are selected.
 """

@@ -1,7 +1,7 @@
 """Observers of memory and of the monitor's CPU time. The values are scalars of a record.
 
 The publisher thread reads the memory of the process and of the device's allocator for each sampled step. CPU time is
-added every EVERY_SECONDS.
+added every EVERY_SECONDS (10 s).
 """
 
 from __future__ import annotations
@@ -77,20 +77,20 @@ EVERY_SECONDS: Final = 10.0
 
 @dataclass(slots=True)
 class OverheadReporter(StepObserver):
-    """Adds the CPU seconds of each thread and the multiplier of the sampling interval to a step, every EVERY_SECONDS.
+    """Adds the CPU seconds of each monitor thread and the multiplier of the sampling interval to a step, every 10 s.
 
-    The first and the last step also have these values.
+    The first and the last step always have these values.
     """
 
     seconds: Callable[[], Mapping[str, float]]
-    """Function that returns the CPU seconds so far by thread."""
+    """Function that returns the CPU seconds that each thread of the monitor has used so far, by name of the thread."""
     stretch: Callable[[], int]
     """Function that returns the factor by which the overhead controller has multiplied the sampling interval."""
     clock: Callable[[], float] = time.monotonic
     due_at: float = field(default=float("-inf"), init=False)
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Schedule a reading of the CPU time on the publisher thread, if the last one was EVERY_SECONDS ago."""
+        """Schedule a reading of the CPU time on the publisher thread, if the last one was at least 10 s ago."""
         now = self.clock()
         if now >= self.due_at:
             self.due_at = now + EVERY_SECONDS

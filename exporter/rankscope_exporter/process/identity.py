@@ -118,7 +118,7 @@ def group_store() -> Any:
 def _derived_launch(environment: Mapping[str, str], run: str | None, why: str) -> dict[str, str]:
     """Return the run and launch id, computed from the launcher's environment variables without communication.
 
-    Launches with equal address and port have equal launch ids.
+    Launches with the same master address and port have the same launch id.
     """
     variables = (
         "SLURM_JOB_ID",

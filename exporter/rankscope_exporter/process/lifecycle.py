@@ -84,8 +84,8 @@ def _at_exit() -> None:
 def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:
     """Return the exit reason and a text for the exception `error`, which ends the process.
 
-    For `sys.exit(0)`, the reason is a complete run. The function `weighed_reason` then checks whether all planned steps
-    were made.
+    For `sys.exit(0)`, the reason states that the run is complete. The function `weighed_reason` corrects this reason if
+    not all planned steps were made.
     """
     if error is None:
         return ExitReason.COMPLETED, None

@@ -144,7 +144,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 def _is_inside(frame: FrameType | None) -> bool:
     """Return whether the signal interrupted code of the monitor, which may hold a lock.
 
-    This code finishes within microseconds.
+    In this case, the signal is handled a little later, because the code of the monitor finishes within microseconds.
     """
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(_OWN_CODE):
@@ -163,7 +163,7 @@ def _send_again(number: int) -> None:
 def _publish_exit(monitors: Iterable[Stoppable], name: str) -> None:
     """Write the exit records of `monitors` on this thread, while another thread waits for the service.
 
-    This thread may hold locks in the meantime.
+    The interrupted code of this thread may hold locks, so this thread must not wait for the service itself.
     """
     waiting = []
     for monitor in monitors:
@@ -194,7 +194,8 @@ def _then(wait: FinalWait, heard: threading.Event) -> Callable[[], None]:
 def _start_worker() -> None:
     """Start the thread that waits for the service.
 
-    A signal handler cannot start it, because it could wait forever for a lock of the main thread.
+    The thread is started in advance: a signal handler that starts a thread could wait forever for a lock that the
+    interrupted main thread holds.
     """
     global _worker  # noqa: PLW0603 - see forget_after_fork
     if _worker is None:

@@ -26,9 +26,9 @@ UNITS: Final[dict[str, str]] = {
     "step_seconds": "seconds",
 }
 LABEL_OF_GROUP: Final[dict[str, str]] = {"loss": "loss", "learning_rate": "group"}
-"""Label names for mappings that the script logs under these names.
+"""Name of the label of a logged mapping, by the name of the mapping.
 
-A logged mapping gives one number per key, with the key as label value.
+A mapping that the script logs under one of these names gives one number per key. The key is the value of the label.
 """
 
 

@@ -4,8 +4,8 @@ An observer derives from `StepObserver` and overrides methods for the events tha
 between two lines of the training. They may read a clock or store a reference; they perform no I/O, do not wait, and
 store a limited amount of data.
 
-A quantity has methods with the same names for the events that begin with a measurement. They are called at sampled
-steps only, with the table that the measurement writes to (see `quantities.base.Quantity`).
+Quantities (`quantities.base.Quantity`) have methods with the same names for some of the events. These methods are
+called at sampled steps only. A method that may measure gets the table to which it writes the statistics.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from rankscope_exporter.records.step_record import StepRecord
 P = ParamSpec("P")
 
 Cause = Literal["forward", "backward", "update", "script"]
-"""Reason why a step ended: "forward", "backward" or "update" began the next step, or the script ended the step."""
+"""Reason why a step ended.
+
+With "forward", "backward" or "update", a forward pass, a backward pass or an optimizer update began the next step. With
+"script", the script ended the step.
+"""
 
 
 class StepObserver:
     """Base class of observers of training steps. Every event does nothing unless a subclass overrides it.
 
-    All events are called on the training thread, except `on_record`, which is called on the publisher thread, and
-    `on_step_end`, which the publisher thread calls for a step that waits too long for the next one. The class has more
-    than 20 methods because it lists all events in one place.
+    Events are called on the training thread, with two exceptions. `on_record` is always called on the publisher thread.
+    `on_step_end` is called on the publisher thread if the next step does not begin in time. The class has more than 20
+    methods because it lists all events in one place.
     """
 
     def on_before_step(self, step: int) -> None:
@@ -99,8 +103,8 @@ class StepObserver:
 
         `cause` is the reason why the step ended.
 
-        `pending_step` is the record of the step. If that record was published before the duration was known, it is a
-        second record with the same step number.
+        `pending_step` is the record of the step. If the record of the step was published before its duration was known,
+        `pending_step` is a second record with the same step number.
         """
 
     def on_training_end(self) -> None:

@@ -56,7 +56,7 @@ class Statistics:
     ops: Sequence[frozenset[str]] | None = None
     """Names of the statistics that are published, for each entry of the plan; None if all are published.
 
-    It may have more elements than the plan.
+    The sequence may be longer than the plan; further elements are ignored.
     """
     measured: pa.Int64Array | None = None
     """Counts of all ops, including those that are not published; None if `ops` is None.

@@ -16,7 +16,10 @@ from rankscope_exporter.base.errors import ServeError
 
 _PORTS: Final = re.compile(r":(\d+)-(\d+)$", re.ASCII)
 _MOST_PORTS: Final = 1000
-"""Largest number of ports in a range: the server tries one port after the other, which delays the start."""
+"""Maximum number of ports in a range.
+
+The server tries one port after the other, so a longer range would delay the start.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Address:
     def parse(cls, text: str, *, what: str, default_port: int | None = None) -> Self:
         """Parse a text `host:port` or `host:first-last` and return the address.
 
-        Raises ServeError, which names the setting `what` and the expected form.
+        Raises ServeError for any other text. The error contains the name of the setting, `what`, and the expected form.
         """
         ports = _PORTS.search(text)
         first, last = (int(ports[1]), int(ports[2])) if ports else (None, None)
@@ -136,7 +139,7 @@ def refuse(connection: socket.socket) -> None:
 def send_raw(connection: socket.socket, status: str, text: str, headers: str = "", *, is_clear: bool = False) -> None:
     """Send an answer without a request handler; the caller closes the connection.
 
-    `is_clear` sends it unencrypted on a TLS socket whose handshake has failed.
+    With `is_clear`, the answer is sent unencrypted, for a TLS socket whose handshake has failed.
     """
     send, receive = (
         (socket.socket.send, socket.socket.recv) if is_clear else (type(connection).send, type(connection).recv)

@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 
 def read_rank_web_config(path: Path) -> WebConfig:
-    """Return the `web_config` file of a rank. Raises ServeError if it is invalid or has options a rank cannot serve."""
+    """Return the parsed `web_config` file of a rank.
+
+    Raises ServeError if the file is invalid or has options that the server of a rank does not support.
+    """
     return _as_serve_error(lambda: _read(path))
 
 
@@ -71,9 +74,9 @@ def _as_serve_error(make: Callable[[], T]) -> T:
 
 
 MIN_RING_RECORDS: Final = 256
-"""Smallest allowed value of `ring_records`.
+"""Smallest allowed value of `ring_records`, the number of records that a rank keeps in memory.
 
-After a restart, the service must find the records that it has not committed yet.
+When the service returns after a restart, the ring must still contain the records that the service has not committed.
 """
 
 _TEXTS: Final = (
@@ -81,7 +84,7 @@ _TEXTS: Final = (
     *("ingest_url", "discovery_dir", "spool_dir"),
 )
 _BOOLS: Final = ("insecure", "node_page", "spool_sync")
-"""Settings of type text and bool that environment variables override.
+"""Settings of type text and bool that environment variables can override.
 
 For example, RANKSCOPE_SPOOL_DIR overrides `spool_dir`.
 """

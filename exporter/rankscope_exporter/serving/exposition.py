@@ -45,7 +45,10 @@ class ExporterStats:
 
 
 class Exposition:
-    """Renders the latest values of one rank. Any number of threads may call `pieces` at the same time."""
+    """Renders the metrics page of one rank from its latest values.
+
+    Any number of threads may call `pieces` at the same time.
+    """
 
     def __init__(
         self,
@@ -78,7 +81,10 @@ class Exposition:
         self._most_left_out: dict[str, int] = {}
 
     def pieces(self) -> tuple[Any, ...]:
-        """Return the metrics page as a sequence of byte buffers. All values of one kind come from the same record."""
+        """Return the metrics page as a sequence of byte buffers.
+
+        All statistics of one kind of tensor come from the same record.
+        """
         snapshot = self._latest.snapshot()
         lines = self._tensor_lines(snapshot)
         registry = CollectorRegistry(auto_describe=False)

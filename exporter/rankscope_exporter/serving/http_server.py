@@ -43,7 +43,10 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 32
 CLIENT_SECONDS: Final = 30.0
-"""Seconds that a client has to send its complete request, and again to receive the complete answer."""
+"""Time limit in seconds for a client to send a complete request.
+
+The same limit applies to receiving the complete answer.
+"""
 _SWEEP_SECONDS: Final = 0.5
 _MOST_WARNINGS: Final = 100
 """Maximum number of distinct TLS handshake failures that are logged as warnings.
@@ -189,7 +192,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
                 os.close(descriptor)
 
     def touch(self, connection: socket.socket) -> None:
-        """Restart the time limit of a client connection."""
+        """Restart the time limit of a client connection, for example when a new request begins."""
         with self._lock:
             if connection in self._since:
                 self._since[connection] = time.monotonic()

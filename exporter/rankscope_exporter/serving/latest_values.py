@@ -72,7 +72,7 @@ ScalarKey = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The statistics of one step, and the kinds for which no later step has statistics."""
+    """The statistics of one step, and the kinds of tensors that were not measured again at a later step."""
 
     step: int | None
     statistics: Statistics
@@ -81,7 +81,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A consistent copy of the latest values of a rank. It never contains only a part of a record."""
+    """A consistent copy of the latest values of a rank. It contains the values of a record completely or not at all."""
 
     step: int | None
     tensors: tuple[Sampled, ...]
@@ -117,7 +117,10 @@ class LatestValues:
         self.announce((NO_KIND,))
 
     def announce(self, kinds: Iterable[str]) -> None:
-        """Add the counters of `kinds` with value 0 before the first record of these kinds."""
+        """Add anomaly counters with value 0 for the kinds in `kinds` and the rules that evaluate them.
+
+        The page then shows the counters before the first record with these kinds.
+        """
         with self._lock:
             for kind in kinds:
                 self._announce(kind)
@@ -207,7 +210,7 @@ class LatestValues:
 
 
 def _by_record(latest: Mapping[str, tuple[int | None, Statistics]]) -> tuple[Sampled, ...]:
-    """Return the statistics of each record that has the latest values of at least one kind, with these kinds."""
+    """Group the kinds by the record that contains their latest statistics, and return one element per record."""
     kinds: dict[int, list[str]] = {}
     found: dict[int, tuple[int | None, Statistics]] = {}
     for kind, (step, statistics) in latest.items():

@@ -244,7 +244,7 @@ def _short(text: str) -> str:
 
 _HELP: Final = b"# HELP "
 _NEXT: Final = b"\n# HELP "
-"""Bytes at which each metric family after the first one begins.
+"""Bytes that mark the start of every metric family on a page except the first one.
 
 Names and labels cannot contain these bytes, because their line breaks are escaped.
 """

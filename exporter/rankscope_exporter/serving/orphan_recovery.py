@@ -1,8 +1,8 @@
 """Serves spools that dead processes left in the spool folder of this rank, until a store has all their records.
 
-The rank takes only spools for its own service, and spools that name no service. It registers each one with the identity
-of the dead process and with its own URL, and answers polls for it on the same record channel. One daemon thread handles
-all spools. The file lock of a spool ensures that only one rank, or the service, serves it.
+The rank serves only spools that name the service of this rank, and spools that name no service. It registers each spool
+with the identity of the dead process and with its own URL, and answers polls for it on the same record channel. One
+daemon thread handles all spools. The file lock of a spool ensures that only one rank, or the service, serves it.
 """
 
 from __future__ import annotations
@@ -214,7 +214,10 @@ class OrphanRecovery:
             self.finished(orphan)
 
     def _give_way(self, orphan: Orphan) -> None:
-        """Release a spool that the service has refused, if other spools are queued, and append it to the queue."""
+        """Release a spool that the service has refused, and append it to the queue of spools.
+
+        A queued spool can then be served instead. If no other spool is queued, the refused spool is not released.
+        """
         self._refused.add(orphan.incarnation)
         if self._waiting:
             with self._changed:

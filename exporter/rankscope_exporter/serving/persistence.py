@@ -1,9 +1,10 @@
 """Records on disk: the thread that writes the spool of this rank, and the spools of dead processes that it serves.
 
 An unresponsive disk blocks the spool thread, and the publisher only briefly. The publisher waits for each record to be
-on disk before readers can get it, at most WRITE_SECONDS. After a timeout, records enter the ring immediately until the
-disk responds again. Meanwhile a limited backlog waits for the disk, and further records are counted as not spooled.
-No method raises a disk error into the server. Such an error is counted, and the record is served from the ring.
+on disk before readers can get it, for at most WRITE_SECONDS (0.5 s). After a timeout, records enter the ring
+immediately until the disk responds again. Meanwhile a limited backlog waits for the disk, and further records are
+counted as not spooled. No method raises a disk error into the server. Such an error is counted, and the record is
+served from the ring.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from rankscope_exporter.serving.spool import FAILED, Spool
 log = logging.getLogger(__name__)
 
 WRITE_SECONDS: Final = 0.5
-"""Maximum seconds for which the publisher waits until a record is written.
+"""Maximum seconds for which the publisher waits until a record is written to the spool.
 
-Afterwards readers can get the record from the ring.
+Afterwards readers get the record from the ring, although it may not be on disk.
 """
 
 CLOSE_SECONDS: Final = 2.0
@@ -84,7 +85,8 @@ class SpoolWriter:
     def write(self, seq: int, record: StepRecord, size: int) -> None:
         """Write a record of `size` bytes to the spool.
 
-        Return when it is on disk, after WRITE_SECONDS, or immediately if the disk does not respond.
+        Return when the record is on disk, or after WRITE_SECONDS (0.5 s). Return immediately if the disk does not
+        respond.
         """
         if self._thread is None and not self._closing:
             self._start()
@@ -115,7 +117,7 @@ class SpoolWriter:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Write the backlog and close the spool; wait for the disk at most CLOSE_SECONDS."""
+        """Write the backlog and close the spool; wait for the disk at most CLOSE_SECONDS (2 s)."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -177,7 +179,7 @@ class SpoolWriter:
 OLDER_LAUNCHES_SECONDS = 2.0
 """Maximum seconds for which this rank delays its registration until spools of dead processes are registered.
 
-The service numbers attempts in the order of their registrations.
+The service numbers the attempts of a run in the order in which they register, so earlier attempts must register first.
 """
 
 
@@ -201,15 +203,15 @@ class Persistence:
         """Start to search for spools of dead processes, and register each one with the service."""
 
     def wait_for_older_launches(self) -> None:
-        """Wait until the spools found so far have been registered, at most OLDER_LAUNCHES_SECONDS."""
+        """Wait until the spools that were found so far are registered with the service, for at most 2 s."""
 
     def write(self, seq: int, record: StepRecord) -> None:
-        """Write `record` to the spool before it enters the ring: each record that a reader gets survives this process.
+        """Write `record` to the spool before it enters the ring, and wait at most 0.5 s for the disk.
 
-        Blocks for at most 0.5 s. If the write takes longer, the record is published before it is on disk, and later
-        calls return immediately until the disk has caught up. One thread at a time.
-        Raises ValueError if the statistics do not match the plan. The ring would reject such a record and use its
-        sequence number again, so the spool would contain this number twice.
+        A record on disk survives this process. If the write takes longer, the record is published before it is on disk,
+        and later calls return immediately until the disk has written the backlog. Only one thread at a time may call
+        this method. Raises ValueError if the statistics do not match the plan. The ring would reject such a record and
+        use its sequence number again, so the spool would contain this number twice.
         """
 
     def commit(self, seq: int) -> None:
@@ -231,7 +233,7 @@ class Persistence:
         return None
 
     def orphan(self, incarnation: str) -> Orphan | None:  # noqa: ARG002 - as above
-        """Return the spool of a dead process that this rank serves; None if it serves none of this name."""
+        """Return the spool of the dead process `incarnation`; None if this rank does not serve it."""
         return None
 
     def finished(self, orphan: Orphan) -> None:
@@ -288,7 +290,7 @@ class SpoolPersistence(Persistence):
         self._orphans.start()
 
     def wait_for_older_launches(self) -> None:
-        """Wait until the first search for spools has registered its results, at most OLDER_LAUNCHES_SECONDS."""
+        """Wait until the spools that the first search has found are registered with the service, for at most 2 s."""
         if self._orphans is not None:
             self._orphans.wait_searched(OLDER_LAUNCHES_SECONDS)
 
@@ -330,7 +332,7 @@ class SpoolPersistence(Persistence):
         return self._orphans.plan(plan_hash) if text is None and self._orphans is not None else text
 
     def orphan(self, incarnation: str) -> Orphan | None:
-        """Return the spool of a dead process that this rank serves; None if it serves none of this name."""
+        """Return the spool of the dead process `incarnation`; None if this rank does not serve it."""
         return None if self._orphans is None else self._orphans.get(incarnation)
 
     def finished(self, orphan: Orphan) -> None:

@@ -61,9 +61,9 @@ class RankServer:
         faults: Callable[[], int],
         sources: RankServerSources | None = None,
     ) -> None:
-        """`overhead`, `dropped` and `faults` return statistics of other parts of the session.
+        """`overhead`, `dropped` and `faults` are functions that return statistics for the metrics page.
 
-        The metrics page shows the results.
+        The statistics are the CPU seconds, the dropped records and the errors of other components of the monitor.
         """
         self.state = RankState(identity.incarnation)
         self.service_url = config.ingest_url
@@ -144,7 +144,7 @@ class RankServer:
         return self.url
 
     def announce(self, kinds: Iterable[str]) -> None:
-        """Show the counters of `kinds` on the metrics page with value 0 before the first record of these kinds."""
+        """Show anomaly counters with value 0 on the metrics page before the first record with one of `kinds`."""
         self._latest.announce(kinds)
 
     def publish(self, record: StepRecord) -> int:
@@ -258,9 +258,9 @@ class RankServer:
         )
 
     def _read(self, part: str, source: Callable[[], T], default: T) -> T:
-        """Return the result of `source`, a part of the metrics page.
+        """Return the result of `source`, a function that provides a section of the metrics page.
 
-        If it raises, the error is reported and `default` is returned, so that the page is served without this part.
+        If it raises, the error is reported and `default` is returned, so that the page is served without this section.
         """
         try:
             return source()

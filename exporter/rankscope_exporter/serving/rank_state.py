@@ -37,7 +37,7 @@ class RankState:
     phase: str | None = None
     """Name of the phase that the script announced, such as an evaluation."""
     lease: str | None = None
-    """Lease of the service that registered this rank; None before the first registration.
+    """Lease, a token that the service returned when it registered this rank; None before the first registration.
 
     Only the holder of the lease may mark records as committed.
     """
@@ -55,7 +55,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankServerSources:
-    """Functions of other parts of the session that the server calls while it answers a request.
+    """Functions of other components of the monitor that the server calls while it answers a request.
 
     The server calls all of them on its own threads. A rank without a function for a request answers 503.
     """

@@ -193,10 +193,10 @@ Each reply contains the committed sequence number.
 MAX_HEARTBEAT_SECONDS: Final = 60.0
 """Longest time between two heartbeats, also of a rank that is polled."""
 _SILENT_INTERVALS: Final = 1.5
-"""Maximum time after a poll without a heartbeat, in heartbeat intervals.
+"""Maximum time without a heartbeat after a poll, in heartbeat intervals.
 
-A rank without events is polled about once per interval, sometimes slightly late. With the value 1, one of 20 ranks sent
-an unnecessary heartbeat at every fourth poll.
+A rank without events is polled about once per interval, sometimes slightly late. In a measurement with the value 1, one
+of 20 ranks sent an unnecessary heartbeat at every fourth poll.
 """
 _MIN_HEARTBEAT_SECONDS: Final = 0.1
 _JITTER: Final = random.Random()  # noqa: S311 - not a secret; a separate state, since training may seed the shared one
@@ -280,7 +280,10 @@ class RegistrationLoop:
             self._wake.notify()
 
     def wait_attempted(self, timeout_seconds: float) -> None:
-        """Wait until the first registration has succeeded or failed, because a short run may end before it."""
+        """Wait until the first registration has succeeded or failed.
+
+        Without this wait, a short run could end before its first registration.
+        """
         self._attempted.wait(timeout_seconds)
 
     def send_now(self) -> None:

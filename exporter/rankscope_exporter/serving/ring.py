@@ -143,7 +143,7 @@ class Ring:
 
     @property
     def head(self) -> int:
-        """Return the sequence number of the newest record; the constant NOTHING if there is no record yet."""
+        """Return the sequence number of the newest record; NOTHING (-1) if there is no record yet."""
         return self._head
 
     @property

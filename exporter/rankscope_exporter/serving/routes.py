@@ -78,9 +78,9 @@ class Routes:
     settings: Mapping[str, Any]
     token: str | None
     on_poll: Callable[[int], None]
-    """Function that is called with the committed sequence number for each poll by the holder of the lease.
+    """Function that is called for each poll by the service that holds the lease of this rank.
 
-    May raise CursorError.
+    Its argument is the sequence number up to which the service has committed the records. May raise CursorError.
     """
 
     def __post_init__(self) -> None:
@@ -229,7 +229,8 @@ def orphan_answer(
 
     It contains the next records, or has status 204 if all records were sent, or status 503 if all are committed.
 
-    `committed` is the newest committed sequence number if the client holds the lease, otherwise None.
+    `committed` is the newest committed sequence number that the client sent; None if the client does not hold the
+    lease.
     """
     try:
         if committed is not None:

@@ -289,7 +289,7 @@ def schema_message() -> bytes:
 
 
 def needed_plans(stream: bytes) -> list[str] | None:
-    """Return the hashes of the plans that the records of `stream` use; None if Arrow cannot read all of it."""
+    """Return the hashes of the plans that the records of `stream` use; None if Arrow cannot read the whole stream."""
     try:
         with pa.ipc.open_stream(stream, options=_OPTIONS) as reader:
             table = reader.read_all()

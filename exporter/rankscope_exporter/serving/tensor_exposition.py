@@ -182,9 +182,9 @@ class TensorRenderer:
         )
 
     def _ops(self, plan: Plan, kind: str) -> list[str]:
-        """Return the ops of `plan` that the page shows for `kind`, with their baselines.
+        """Return the statistics of `plan` that the page shows for tensors of `kind`, and their baselines.
 
-        Depending on the settings, these are all ops or only the ops that rules use.
+        Depending on the settings, these are all statistics or only those that rules use.
         """
 
         def is_shown(op: str) -> bool:
@@ -212,9 +212,9 @@ def _cached(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
 
 
 def _present(statistics: Statistics) -> Any:
-    """Return the counts of elements (`numel`), one per plan entry.
+    """Return the numbers of elements (`numel`), one per plan entry.
 
-    A count is null if the tensor was absent. `numel` is always measured, whereas the settings may exclude other ops.
+    A number is null if the tensor was absent. `numel` is always measured, whereas the settings may exclude other ops.
     """
     plan = statistics.plan.plan
     return statistics.counts.slice(plan.count_ops.index("numel") * len(plan.entries), len(plan.entries))

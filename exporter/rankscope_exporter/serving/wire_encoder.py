@@ -32,7 +32,7 @@ _COLUMN_TYPES: Final = {
 _REFUSED: Final = (TypeError, ValueError, OverflowError)  # raised by pyarrow for a value that does not fit its column
 
 _ATTRIBUTES: Final = {"scalars": {"labels": "labels_text"}, "events": {}}
-"""Datasets whose rows are objects, with the names of attributes that differ from the column.
+"""Datasets whose rows are objects, and for each dataset the attribute names that differ from the column names.
 
 Rows of other datasets are mappings.
 """

@@ -4,8 +4,9 @@ The file is one JSON object, which is complete after every step. New entries ove
 with one write, so the cost of a step does not depend on the number of entries. The first record of a run deletes the
 file of an earlier run.
 
-In msprobe, the key of an entry does not contain the statistic, so the file has only the last of several anomalies of a
-tensor. Here each anomaly has a separate key. `rankscope_contract.msprobe.files` describes the tags of tensors.
+In msprobe, the key of an entry does not contain the statistic, so msprobe's file has only the last of several anomalies
+of a tensor. In the file of this sink, each anomaly has a separate key. `rankscope_contract.msprobe.files` describes the
+tags of tensors.
 """
 
 from __future__ import annotations

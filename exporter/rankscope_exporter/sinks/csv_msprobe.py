@@ -64,12 +64,11 @@ class CsvOptions:
     The setting of msprobe is step_count_per_record.
     """
     digits: int | None = None
-    """Maximum number of decimals of a number; null writes all digits. The setting of msprobe is ndigits."""
+    """Maximum number of digits after the decimal point; null writes all digits. The setting of msprobe is ndigits."""
     append_to: tuple[str, str] | None = None
-    """Two times.
+    """Two times. The sink adds its files to an existing folder of this rank that was created between these times.
 
-    Files are added to the folder of this rank that was created between these times. The setting of msprobe is
-    append_output.
+    The setting of msprobe is append_output.
     """
     squash_name: bool = False
     """True removes the prefixes of wrapping modules from names. The setting of msprobe is squash_name."""

@@ -186,7 +186,7 @@ def columns_of(statistics: Statistics) -> dict[str, pa.Array]:
 
 @dataclass(frozen=True, slots=True)
 class FeatureRow:
-    """One row of a family of features. `numbers` contains the values of the columns that have one."""
+    """One row of a family of features. `numbers` contains the values by column; a column without a value is missing."""
 
     vpp_stage: int
     name: str

@@ -143,7 +143,8 @@ class Numbering:
 def naming(*, squash: bool) -> Callable[[str, bool], str]:
     """Return a function that converts names of parameters and modules to names in the output.
 
-    Names of the two are converted separately.
+    The second argument of the function is True for the name of a module. A shortened name is unique among the
+    parameters or among the modules, not among both.
     """
     if not squash:
         return lambda name, _is_module: name

@@ -36,7 +36,10 @@ class ApiOptions:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The statistics of one tensor at one step. `numbers` contains the statistics by name; an unknown one is None."""
+    """The statistics of one tensor at one step.
+
+    `numbers` contains the statistics by name; an unknown statistic is None.
+    """
 
     step: int
     entry: PlanEntry

@@ -49,7 +49,7 @@ _LARGEST: Final = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 
 
 def beginning(seconds: float, step: int) -> bytes:
-    """Return the first bytes of an event file whose first number belongs to `step`."""
+    """Return the bytes with which an event file begins. `step` is the step of the first value in the file."""
     version = WALL_TIME + _DOUBLE.pack(seconds) + _with_length(FILE_VERSION, b"brain.Event:2")
     return _record(version) + _record(_head(seconds, step) + _with_length(SESSION_LOG, _START))
 

@@ -91,7 +91,8 @@ def translated(settings: Mapping[str, Any], ours: Collection[str]) -> dict[str, 
 
     Raises ConfigError if a setting is invalid.
 
-    `settings` may also contain settings of a monitor (`ours`) that msprobe does not have, such as `run` or `serve`.
+    `settings` may also contain settings that only Rankscope has, such as `run` or `serve`; `ours` contains the names of
+    all settings of a monitor.
     """
     for key, word in _MSPROBE_KEYS.items():
         if key in settings:

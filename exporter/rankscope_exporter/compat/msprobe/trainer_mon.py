@@ -131,7 +131,9 @@ class TrainerMon(CopiesDoNothing):
         self._attach("set_monitor", Attachment.of("set_monitor", positional, named))
 
     def monitor_gnorm_with_ad(self, *positional: Any, **named: Any) -> None:
-        """Attach the monitor to a model, with the name of the method in older scripts.
+        """Attach the monitor to a model.
+
+        Older scripts call this method instead of `set_monitor`.
 
         The default of the optimizer is the one that was passed to `set_wrapped_optimizer`.
         """

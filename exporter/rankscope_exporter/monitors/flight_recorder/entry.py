@@ -164,7 +164,7 @@ def short_file(file: str) -> str:
 
 
 def short_path(file: str, package: str) -> str:
-    """Return the file name with one folder for each part of the dotted name `package`.
+    """Return the name of the file, preceded by one folder for each element of the dotted name `package`.
 
     With an empty `package`, return only the file name.
     """

@@ -36,7 +36,10 @@ from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 
 MOST_STEPS_BETWEEN: Final = 8192
-"""Largest number of steps between two readings, so that all ranks have common steps."""
+"""Largest number of steps between two readings, a power of two.
+
+Because of this limit, the readings of all ranks can be due at the same steps: those divisible by this number.
+"""
 
 
 class PollSchedule:

@@ -48,7 +48,7 @@ class StepAssignment:
     """
 
     def __init__(self, after: Mapping[str, int] | None = None) -> None:
-        """`after` contains the number of the last entry that was read before, by recorder.
+        """`after` contains, for each recorder, the number of the last entry that was already read.
 
         By default, no entry was read before.
         """

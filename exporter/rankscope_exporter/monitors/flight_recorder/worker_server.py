@@ -23,7 +23,10 @@ from typing import Any, Final
 import torch
 
 SPARE_THREADS: Final = 16
-"""Number of threads that must be available in addition to those of the server. Other processes start threads, too."""
+"""Number of threads that must be available in addition to those of the server.
+
+Other processes may start threads at the same time.
+"""
 
 _LEAST_THREADS: Final = 8  # cpp-httplib starts max(8, processors - 1) threads, and torch one that accepts connections
 
@@ -124,7 +127,10 @@ def _start() -> str:
 
 
 def _keep_for_ever(thing: object) -> None:
-    """Prevent the destruction of `thing` when the interpreter exits. Threads and tables of torch still use it then."""
+    """Prevent the destruction of `thing` when the interpreter exits.
+
+    Threads and tables of torch may still use the object at that time.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 

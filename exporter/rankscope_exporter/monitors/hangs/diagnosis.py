@@ -80,11 +80,11 @@ class Diagnosis:
     def take(self, reason: str, *, severity: Severity = Severity.INFO, first: Event | None = None) -> CapturedStacks:
         """Read, publish and return stacks and flight record.
 
-        A result from the last MIN_SECONDS is returned again instead.
+        If the last result is less than MIN_SECONDS old, it is returned instead and nothing is read.
 
-        With `first`, this event is published before the stacks, which are then always read again. If publishing is
-        blocked, or a signal handler calls the method during another call, stacks are read and returned, but nothing is
-        published.
+        If the event `first` is given, it is published before the stacks, and the stacks are always read. If publishing
+        is blocked, or a signal handler calls the method during another call, stacks are read and returned, but nothing
+        is published.
         """
         # A signal handler runs on the thread that it interrupts: if that thread holds the lock, waiting would deadlock.
         if self._taking == threading.get_ident() or not self._lock.acquire(timeout=LOCK_SECONDS):

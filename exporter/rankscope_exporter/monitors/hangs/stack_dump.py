@@ -1,7 +1,7 @@
-"""The stacks of all threads of this process, taken by faulthandler: files, lines and functions, but no values.
+"""The stacks of all threads of this process, read by faulthandler: files, lines and functions, but no values.
 
 faulthandler walks the frames in C and takes no lock, so it works whatever the threads wait for. A call from Python
-needs the GIL. While C code holds the GIL, only the handler of a configured signal can take stacks (`stack_signal`).
+needs the GIL. While C code holds the GIL, only the handler of a configured signal can read stacks (`stack_signal`).
 
 A stack ends at a line of Python code. The name of the C function that a thread executes is derived from the bytecode:
 from the current instruction and the names that were loaded for it. No value, argument or local variable is read, and no
@@ -78,8 +78,8 @@ def called(code: CodeType, offset: int, global_names: Mapping[str, Any]) -> str 
 def _callee(instructions: Sequence[dis.Instruction]) -> list[dis.Instruction]:
     """Return the instructions that load the function of a call, in order. The call is the last of `instructions`.
 
-    These instructions have the same source position as the call: `time` in `time.sleep(1)`, whose argument starts
-    later.
+    They are the instructions whose source position begins where the call begins. For `time.sleep(1)`, they load `time`
+    and `sleep`; the argument `1` begins at a later position.
     """
     start = _start(instructions[-1])
     found: list[dis.Instruction] = []
@@ -116,9 +116,9 @@ def _name(loaded: Sequence[dis.Instruction], global_names: Mapping[str, Any]) ->
 
 
 def _resolved(names: Sequence[str], global_names: Mapping[str, Any]) -> Any:
-    """Return the object with a dotted name.
+    """Return the object with a dotted name, for example a function for the `names` `torch`, `cuda` and `synchronize`.
 
-    Only attributes of modules are read; None if the path contains another object.
+    Only attributes of modules are read. The result is None if an element before the last one is not a module.
     """
     found = global_names.get(names[0], vars(builtins).get(names[0]))
     for name in names[1:]:

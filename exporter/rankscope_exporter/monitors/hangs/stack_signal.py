@@ -61,7 +61,10 @@ class StackSignal:
         return text
 
     def restore(self) -> None:
-        """Restore the previous signal handler and delete the file. A handler that was set in the meantime remains."""
+        """Restore the previous signal handler and delete the file.
+
+        A handler that the script has installed since then remains.
+        """
         since = signal.getsignal(self._number)
         faulthandler.unregister(self._number)
         if since is not self._before and since is not None:

@@ -90,9 +90,9 @@ class HangDetector:
 _MOST_SECONDS: Final = 1.0
 _CHECKS_PER_LIMIT: Final = 8.0
 _GIL_SHARE: Final = 0.5
-"""Share of a hang in which the watchdog thread could not run.
+"""Threshold for the share of a hang in which the watchdog thread could not run.
 
-Above this share, C code held the GIL or the process was stopped.
+Above the threshold, the hang is attributed to C code that held the GIL, or to a process that was stopped.
 """
 
 

@@ -120,7 +120,10 @@ class Gpu:
         return found
 
     def close(self) -> None:
-        """Release NVML. Other code of the process can still use it, because NVML counts its users."""
+        """Release NVML.
+
+        Other code of the process can still use NVML, which remains initialized until its last user releases it.
+        """
         if self._events is not None:
             _quietly(self._nvml, self._nvml.nvmlEventSetFree, self._events)
         _quietly(self._nvml, self._nvml.nvmlShutdown)

@@ -20,7 +20,7 @@ _KIB: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostState:
-    """State of the process and the machine at one time: counters and levels by the names of their scalars.
+    """State of the process and the machine at one time. A field that is published has the name of its scalar.
 
     None is an unknown value.
     """

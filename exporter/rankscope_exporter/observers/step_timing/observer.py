@@ -105,7 +105,8 @@ class PhaseCounters:
 MOST_MARKS: Final = 10_000
 """Maximum number of events of one step with a stored time.
 
-In a step with thousands of micro-batches, the remaining time is counted as "other".
+If a step has more events, for example because of thousands of micro-batches, the time after the last stored event is
+counted as the phase "other".
 """
 
 _BEGINNING_A_STEP: Final = frozenset({"step_begins", "reading_begins", "reading_ended"})

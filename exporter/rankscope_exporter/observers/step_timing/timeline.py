@@ -65,7 +65,10 @@ class LoopTraits:
     """Properties of the training loop that determine how the phases of its steps are computed."""
 
     shows_reductions: bool = False
-    """True if the framework waits for its reductions between "backward_ends" and "backward_ended"."""
+    """True if the framework waits for its gradient reductions after the backward pass has computed all gradients.
+
+    The wait is the time between the marks "backward_ends" and "backward_ended".
+    """
     interleaves: bool = False
     """True if micro-batches overlap, as in a pipeline: a gap between two of them is then not a wait for data."""
     has_optimizer: bool = True
@@ -83,7 +86,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTotals:
-    """Seconds of one step by phase. `announced` contains the part of `phases` that the script announced."""
+    """Seconds of one step by phase. `announced` contains the seconds in `phases` that belong to announced phases."""
 
     phases: Mapping[str, float]
     announced: Mapping[str, float]
@@ -96,7 +99,8 @@ def sum_by_phase(
 ) -> PhaseTotals:
     """Return the seconds by phase of the intervals of one step.
 
-    For the first step of a process, all time is "first_step" except announced phases, evaluation and the monitor.
+    In the first step of a process, all time has the phase "first_step", except announced phases, evaluation and the
+    time that the monitor takes.
     """
     phases: dict[str, float] = defaultdict(float)
     announced: dict[str, float] = defaultdict(float)
@@ -195,7 +199,7 @@ class _State:
     def gap(self, coming: str, cause: str) -> Phase:
         """Return the phase of a gap before a mark of the kind `coming`.
 
-        If the kind is "closes", `cause` is the reason why the step ended.
+        If `coming` is "closes", the mark at the end of a step, `cause` is the reason why the step ended.
         """
         if coming == "evaluation_begins":
             return Phase.EVALUATION

@@ -69,7 +69,7 @@ class Inputs:
 
     @property
     def tokens(self) -> int | None:
-        """Return the number of token ids; None if the forward pass takes no ids."""
+        """Return the number of token ids; None if there are no token ids among the arguments."""
         return math.prod(self.shape) if self.is_integer and len(self.shape) in (1, 2) else None
 
     @property

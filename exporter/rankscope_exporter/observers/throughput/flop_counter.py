@@ -1,7 +1,7 @@
 """Counts the FLOPs of one forward and backward pass of a model, when the user calls `count_flops` before training.
 
 The state of the model and of the random generators is restored afterwards. No other part of Rankscope runs code of the
-user: TFLOP/s and MFU use a number of the settings, or a formula.
+user: TFLOP/s and MFU use a number from the settings, or a formula.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """TFLOP/s of this rank's device and its share of the peak (MFU), computed on the publisher thread for each timed step.
 
-The FLOPs of a step are those of one token, sample or forward pass, times their number in the step. They come from the
-settings or from a formula; no code of the user runs. Recomputed activations do not count: the result is the model FLOPs
-utilization (MFU), not the hardware FLOPs utilization. Without a known number, cost or peak, nothing is published.
+The FLOPs of a step are those of one token, sample or forward pass, multiplied by the number of tokens, samples or
+passes in the step. The FLOPs of one unit come from the settings or from a formula; no code of the user runs. Recomputed
+activations do not count: the result is the model FLOPs utilization (MFU), not the hardware FLOPs utilization. If the
+number of units, the FLOPs of one unit or the peak is unknown, nothing is published.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class Met:
 
 
 def parameters_met(framework: Framework, parallel: Parallel) -> Met:
-    """Return the parameters of the part of the model on this rank.
+    """Return the numbers of parameters that this rank contributes to one copy of the model.
 
-    Added over all ranks of a copy, they give the parameters of the copy.
+    The sum over all ranks of the copy is the number of parameters of the copy.
     """
     module = framework.module
     sizes = sizes_of(module)

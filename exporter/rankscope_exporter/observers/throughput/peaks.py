@@ -30,8 +30,8 @@ class ThroughputConfig:
     method: str = "auto"
     """Method for the FLOPs of a step.
 
-    "auto" uses the first available of: given, formula, 6n. "given" uses only numbers from the settings or the script.
-    "formula" and "6n" use only the formula of this name if no number is given. "off" publishes neither TFLOP/s nor MFU.
+    "auto" uses the first available of: given, formula, 6n. "given" uses only FLOPs from the settings or the script.
+    "formula" and "6n" use only the formula of this name if no FLOPs are given. "off" publishes neither TFLOP/s nor MFU.
     """
     flops_per_token: float | None = None
     """FLOPs of the full model for one token, even if each rank holds only a part of the model."""
