@@ -38,8 +38,8 @@ class _Transient:
 class TransientHooks:
     """The hooks of one quantity that are registered at sampled steps only.
 
-    A hook that was not called since its registration is not removed before detach, because a hook without calls costs
-    nothing. Its module may be part of compiled code, and Dynamo would compile that code again without the hook.
+    A hook that was not called since its registration is not removed before detach. A hook without calls costs nothing.
+    If its module is part of compiled code, the removal of the hook would make Dynamo compile that code again.
     """
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ def _without_schedule(options: QuantityOptions) -> QuantityOptions:
 class ActiveHookContext:
     """The hook context of one quantity.
 
-    It uses the hook context of the model, and keeps the handles of this quantity apart.
+    It uses the hook context of the model, but keeps the handles of this quantity separately.
     """
 
     def __init__(self, hooking: ModelHookContext, handles: list[Removable], transient: TransientHooks) -> None:
