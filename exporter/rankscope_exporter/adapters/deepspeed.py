@@ -74,7 +74,7 @@ class DeepSpeed(_Engine):
         return _is_engine(model) and _stage(model) is None
 
     def reduces_in_backward(self) -> bool:
-        """Return whether an update is about to begin: only then are the gradients reduced."""
+        """Return whether an update is about to begin. The gradients are reduced only then."""
         return self._reduced
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
