@@ -107,7 +107,7 @@ class StatisticsTable:
         self.buffer[NUMEL_ROW, rows.start : rows.stop].fill_(ABSENT)
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Make each entry at `rows` absent if its sums and counts equal those at the same position of `others`.
+        """Compare each entry at `rows` with that at the same position of `others`; make it absent if both are equal.
 
         The function does not synchronise with the host.
 
