@@ -88,10 +88,11 @@ class Ending:
 
 
 class Session:
-    """Builds the parts of the monitor for one model and connects them by constructor arguments, from bottom to top.
+    """Builds the parts of the monitor for one model, and connects them by constructor arguments.
 
-    A part that uses another part which is built later receives a bound method of the session, which is called only
-    after `start`. `Monitor` starts and stops the session and catches its errors.
+    A part is built after the parts that it uses. If it must use a part that is built later, it receives a bound method
+    of the session instead, and calls this method only after `start`. `Monitor` starts and stops the session and catches
+    its errors.
     """
 
     def __init__(

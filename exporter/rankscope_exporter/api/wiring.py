@@ -144,7 +144,7 @@ class StepObservers:
     def start(self, hooking: Hooking) -> None:
         """Install the hooks that measure throughput, and start the hardware thread.
 
-        A part that cannot start is reported.
+        If one of them cannot start, this is reported.
         """
         self._boundary.call("starting throughput", self.throughput.install, hooking)
         self._boundary.call("starting to read the hardware", self.hardware.start)
