@@ -122,7 +122,7 @@ class Recorder:
         self._active_quantities.gradient_ready(index, holder)
 
     def measure(self, event: Callable[[Quantity, Table], None]) -> None:
-        """Call the method `event` of the quantities if the step is sampled.
+        """If the step is sampled, call the method with the name `event` of each quantity.
 
         The observers are notified before and after the call.
         """
