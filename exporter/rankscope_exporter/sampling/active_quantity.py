@@ -152,7 +152,10 @@ class ActiveQuantity:
         return place if place < len(positions) and positions[place] == index else None
 
     def install(self, hooking: ModelHookContext, boundary: ErrorBoundary) -> None:
-        """Let the quantity register its hooks, whose handles this object keeps. Publish the notices of the quantity."""
+        """Let the quantity register its hooks, and publish the notices of the quantity.
+
+        This object keeps the handles of the hooks.
+        """
         for sentence in self.quantity.notices():
             hooking.tell(f"{self.quantity.name}: {sentence}")
         own = ActiveHookContext(hooking, self.handles, self.transient)
