@@ -302,8 +302,8 @@ class Quantity:
     def parameter_entries(self, kind: str, *, local: bool = False, reduced: bool = False) -> list[PlanEntry]:
         """Return one plan entry of `kind` per parameter.
 
-        Its shape, dtype and placement are those of the rank's own gradient if `local` is true, those of the reduced
-        gradient if `reduced` is true, and otherwise those of the parameter.
+        The shape, dtype and placement of an entry are those of this rank's own gradient if `local` is true, those of
+        the reduced gradient if `reduced` is true, and otherwise those of the parameter.
         """
         count = len(self.monitored.parameters)
         return [self.parameter_entry(kind, index, local=local, reduced=reduced) for index in range(count)]

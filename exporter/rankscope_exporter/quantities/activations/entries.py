@@ -77,7 +77,10 @@ class Calls:
         return call
 
     def gradient_arrived(self) -> None:
-        """Store that gradients of the last recomputed part have arrived. The next recomputation is of another part."""
+        """Store that gradients of the last recomputed part have arrived.
+
+        The next recomputation is that of another part.
+        """
         self._next = None
 
     def _pointer(self, place: int) -> int:
