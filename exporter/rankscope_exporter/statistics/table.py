@@ -144,7 +144,10 @@ class StatisticsTable:
             self.counts.index_copy_(1, index, counts)
 
     def index(self, rows: Rows) -> torch.Tensor:
-        """Return `rows` as an index tensor on the device. It is cached, because a list would be copied at each step."""
+        """Return `rows` as an index tensor on the device.
+
+        The tensor is cached, because a list would be copied to the device at each step.
+        """
         index = self._indices.get(rows)
         if index is None:
             if len(self._indices) >= _INDICES_KEPT:

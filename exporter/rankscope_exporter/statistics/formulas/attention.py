@@ -27,8 +27,8 @@ class Mask:
     """A mask of attention scores. `values` is [batch, heads, queries, keys], broadcast with strides of 0.
 
     If `values` is bool, True means that the key is hidden; otherwise it is added to the scores. If `causal` is true,
-    key j is hidden from query i where j > i, both counted from 0, as in torch's `is_causal`. `rows` has the queries
-    that are read.
+    key j is hidden from query i where j > i, both counted from 0, as in torch's `is_causal`. `rows` has the positions
+    of the queries that are read.
     """
 
     values: torch.Tensor | None = None
