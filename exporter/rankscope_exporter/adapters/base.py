@@ -58,7 +58,7 @@ class FrameworkTraits:
     interleaves_micro_batches: bool = False
     """True: the forward pass of a micro-batch may run before the backward pass of an earlier micro-batch."""
     optimizer_takes_copies: bool = False
-    """True: the optimizer gets gradients in other tensors, or changes them without a new version of the tensor."""
+    """True: the optimizer gets copies of gradients, or changes gradients without a change of their version."""
     updates_in_parts: bool = False
     """True: an update may consist of several optimizer steps, each for a part of the parameters."""
     parameters_are_local_parts: bool = False
@@ -110,7 +110,7 @@ def is_temporarily_replaced(current: torch.Tensor | None) -> TypeGuard[torch.Ten
 
 
 class Hooking(Protocol):
-    """Services for a framework adapter that registers hooks for all steps, sampled or not."""
+    """Methods with which a framework adapter registers hooks that are called at all steps, sampled or not."""
 
     def keep(self, handle: Removable) -> None:
         """Store `handle`, which is removed at detach()."""

@@ -74,7 +74,7 @@ class DistributedData(Framework):
         return parameter.requires_grad and set(ranks) <= set(self.replicas(parameter))
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks of DDP, on which a parameter is equal.
+        """Return the ranks of DDP. A parameter is equal on all of them.
 
         This includes frozen parameters: DDP has broadcast them, and nothing changes them. Empty for a parameter that
         DDP ignores, and if the user registered a communication hook.

@@ -1,8 +1,9 @@
 """Adapters for DeepSpeed, whose engine wraps the model and updates it.
 
 The engine reduces gradients and, with ZeRO, divides them among the ranks. At the end of an accumulation, it calls one
-method, `_take_model_step`, to clip gradients and to step the optimizer. DeepSpeed has no public hook for this time and
-none for the parts of ZeRO, so the adapters use private names. A test runs against the pinned DeepSpeed.
+method, `_take_model_step`, to clip gradients and to step the optimizer. DeepSpeed has no public hook for this call, and
+no public access to the parts of tensors that a rank has with ZeRO. The adapters therefore use private names. A test
+runs against the pinned DeepSpeed.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class DeepSpeed(_Engine):
         return _is_engine(model) and _stage(model) is None
 
     def reduces_in_backward(self) -> bool:
-        """Return whether an update is about to begin: only then are the gradients reduced."""
+        """Return whether an update is about to begin. The gradients are reduced only then."""
         return self._reduced
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:

@@ -214,7 +214,9 @@ _KINDS: Final[tuple[tuple[str, Callable[[Any], ZeroStage]], ...]] = (
     ("fp32_groups_flat", FusedFp16),
     ("fp32_groups", ZeroStage),
 )
-"""Classes for the kinds of DeepSpeed optimizers, by an attribute that only this kind has among the remaining ones.
+"""For each kind of DeepSpeed optimizer: an attribute that identifies it, and the class of this module for it.
+
+The first attribute in this order that an optimizer has identifies its kind.
 
 Class names cannot identify the kinds, because subclasses have other names.
 """

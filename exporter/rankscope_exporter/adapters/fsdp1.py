@@ -36,9 +36,9 @@ from rankscope_exporter.model.parameter_names import NamedParameter
 class FullyShardedData(Framework):
     """Adapter for FSDP1. Each forward pass makes new views of the gathered flat parameter.
 
-    The gradients of the views are this rank's own. With `use_orig_params=True`, parameters have their own names, and
-    each rank has their part in its flat shard, which is often empty. Otherwise, the flat parameters are named and
-    measured.
+    The gradients of the views are this rank's own. With `use_orig_params=True`, parameters have their own names. Each
+    rank has a part of each parameter, often an empty one, in its flat shard. Otherwise, the flat parameters are named
+    and measured.
     """
 
     name: ClassVar[str] = "fsdp1"
@@ -74,7 +74,7 @@ class FullyShardedData(Framework):
         return any(unit._sync_gradients for unit in self._units())  # noqa: SLF001 - see the top
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return the ranks among which the flat parameter with this parameter is sharded."""
+        """Return the layout of a parameter: its flat parameter is sharded among the ranks of its FSDP unit."""
         whole = super().layout(parameter)
         unit = self._unit_of(parameter)
         if unit is None or unit.sharding_strategy.name == "NO_SHARD":

@@ -1,4 +1,4 @@
-"""Adapter for FSDP2 (`fully_shard`): parameters are DTensors that are gathered briefly; backward reduce-scatters.
+"""Adapter for FSDP2 (`fully_shard`): parameters are DTensors, gathered briefly; gradients are reduce-scattered.
 
 Norms of shards are not combined here: each rank publishes its own norms, and the view `tensor_global` of the store
 combines them. FSDP2 has no public access from a sharded parameter to the gathered parameter, which has this rank's own

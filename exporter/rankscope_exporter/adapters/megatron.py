@@ -87,7 +87,7 @@ class Megatron(PartitionedOptimizer):
         return _size(_DATA)
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return the ranks with the other parts of a parameter.
+        """Return the layout of a parameter, with the ranks that have its parts.
 
         Tensor parallelism and the distributed optimizer divide parameters among ranks.
         """

@@ -69,7 +69,7 @@ class MonitoredModel:
     positions: tuple[int, ...] | None = None
     """Positions of `parameters` in the whole model; None if they are all parameters of the model."""
     elsewhere: frozenset[int] = frozenset()
-    """Positions, in the whole model, of parameters whose statistics are equal on a rank that publishes them."""
+    """Positions, in the whole model, of parameters whose statistics another rank publishes, with equal values."""
 
     def parameter(self, index: int) -> nn.Parameter | None:
         """Return the parameter at position `index`; None after the model replaced the parameter or was freed."""

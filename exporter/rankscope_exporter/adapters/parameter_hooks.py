@@ -104,7 +104,7 @@ class TensorHook:
         return int(self._handle.id)
 
     def renew(self, tensor: torch.Tensor) -> None:
-        """Register the hook again if it was removed from the table, or if the tensor behind `tensor` was swapped."""
+        """Register the hook again if it was removed from the table, or if `swap_tensors` was called with `tensor`."""
         table = getattr(tensor, self._table)
         if table is None or self._handle.id not in table:
             _own_numbers.discard(self._handle.id)

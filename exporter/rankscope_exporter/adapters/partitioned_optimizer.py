@@ -123,7 +123,7 @@ class PartitionedOptimizer(Framework):
     # State of gradients.
 
     def reduces_in_backward(self) -> bool:
-        """Return whether the update has begun and no inner optimizer has stepped: gradients are reduced then."""
+        """Return whether the update has begun and no inner optimizer has stepped. The gradients are reduced then."""
         return self._phase is _REDUCED
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002 - it is the same for all

@@ -33,8 +33,8 @@ class Pipeline(Framework):
 
     Gradients of micro-batches are summed. After the last backward pass of a stage, the stage divides them by the number
     of micro-batches. Gradients count as unreduced before this division, and as reduced after it. There is no hook for
-    it, so until detach() the method of the stage is replaced by one that also reports the division. Of several stages,
-    one may finish while others still compute.
+    this division, so until detach() the method of the stage is replaced by one that also reports the division. Of
+    several stages, one may finish while others still compute.
 
     Methods with a parameter as an argument call the adapter of the stage that contains the parameter.
     """

@@ -126,9 +126,9 @@ class Monitor(CopiesDoNothing):
 
         `dp_group` and `tp_group` are the data-parallel and the tensor-parallel process group of this rank. If one of
         them is given, only the first rank of the group publishes the data that is equal on all ranks of the group by
-        construction: parameters, reduced gradients, optimizer state. Replica divergence is then not detected.
-        `pp_group` has the ranks of a pipeline, from the first to the last stage. It is needed to order anomalies by
-        stage if `model` does not contain the number of its stage.
+        construction: parameters, reduced gradients, optimizer state. Replica divergence is then detected only by the
+        quantity `hashes`. `pp_group` has the ranks of a pipeline, from the first to the last stage. It is needed to
+        order anomalies by stage if `model` does not contain the number of its stage.
         """
         if self._config.enabled and self._session is None and not self._refuses("attach()"):
             groups = {"dp_group": dp_group, "tp_group": tp_group, "pp_group": pp_group}
@@ -267,8 +267,9 @@ class Monitor(CopiesDoNothing):
 
         While a phase is open, its duration is not reported as a hang. The returned object can also decorate a function.
         Phases can be nested: the service shows the innermost phase, and time in it does not count for the outer phases.
-        The names `data_wait`, `forward`, `backward`, `collective`, `optimizer` and `other` denote parts of a step. A
-        phase with such a name replaces the derived time of this part, and creates no event.
+        The names `data_wait`, `forward`, `backward`, `collective`, `optimizer` and `other` denote parts of a step. The
+        duration of a phase with such a name replaces the time that the monitor derives for this part of the step. Such
+        a phase creates no event.
         """
         if is_dynamo_compiling():
             self._was_compiled()
@@ -368,7 +369,7 @@ class Monitor(CopiesDoNothing):
         return quantity.text if isinstance(quantity, Structure) else ""
 
     def current(self, *kinds: str) -> tuple[Row, ...]:
-        """Return the statistics of `kinds` (all kinds if empty) that the current step has so far, or of the last step.
+        """Return the statistics of the current step so far, or of the last step, for `kinds` of tensors (all if empty).
 
         The rows of the last step are returned if the current step is not sampled or has no rows yet. The rows contain
         all statistics, not only those that `ops` selects. This method waits for the device. Call it on the training
@@ -380,7 +381,7 @@ class Monitor(CopiesDoNothing):
 
     @property
     def measuring(self) -> dict[str, Any]:
-        """The present sampling configuration, its first step, and the changes `to_come`; empty if not attached."""
+        """The sampling configuration, its first step, and pending changes (`to_come`); empty if not attached."""
         session = self._session
         return {} if session is None else session.sampling_state()
 
@@ -392,7 +393,7 @@ class Monitor(CopiesDoNothing):
             session.hooks.call("remark()", session.hooks.tell, sentence)
 
     def sink(self, name: str) -> Sink | None:
-        """Return the sink `name`, also after detach; None if it is not configured."""
+        """Return the live sink with this `name`, even after detach; None if it is not configured."""
         return self._sinks.get(name)
 
     def overhead_seconds(self) -> dict[str, float]:

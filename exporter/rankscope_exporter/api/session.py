@@ -55,13 +55,13 @@ from rankscope_exporter.training.recorder import Recorder
 from rankscope_exporter.training.step_tracker import StepTracker
 
 CATCH_UP_SECONDS: Final = 1.0
-"""Longest time in seconds that `current` waits for the publisher to read the last step.
+"""Longest time in seconds that `Session.current` waits until the publisher thread has read the last step.
 
-Normally this takes milliseconds.
+Reading a step normally takes milliseconds.
 """
 
 PUBLISH_SECONDS: Final = 3.0
-"""Shortest time in seconds that the publisher has for the last steps, even if exit_wait_seconds is 0.
+"""Smallest time limit in seconds for publishing the last steps of a training, even if `exit_wait_seconds` is 0.
 
 Publishing them normally takes milliseconds, and longer only on an overloaded machine.
 """
@@ -70,7 +70,10 @@ BYTES_PER_ENTRY: Final = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
 """Size in bytes of the statistics of one tensor in a record, before compression."""
 
 ONE_TIME_COSTS: Final = ("attach", "warm_up")
-"""Parts of the CPU time that are spent only once, at the beginning: a longer sampling interval does not reduce them."""
+"""Parts of the CPU time of the monitor that are spent only once, at the beginning.
+
+The overhead controller ignores them, because a longer sampling interval does not reduce them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +84,15 @@ class Ending:
     error: str | None
     total_steps: int | None
     signal: str | None
-    """The signal that requested the end."""
+    """The name of the signal that requested the end of training; None if there was none."""
 
 
 class Session:
-    """Builds the parts of the monitor for one model and connects them by constructor arguments, from bottom to top.
+    """Builds the parts of the monitor for one model, and connects them by constructor arguments.
 
-    A part that uses another part which is built later receives a bound method of the session, which is called only
-    after `start`. `Monitor` starts and stops the session and catches its errors.
+    A part is built after the parts that it uses. If it must use a part that is built later, it receives a bound method
+    of the session instead, and calls this method only after `start`. `Monitor` starts and stops the session and catches
+    its errors.
     """
 
     def __init__(
@@ -314,7 +318,10 @@ class Session:
         self.current_step.publish_event(lifecycle.exit_event(reason, error, last_step))
 
     def drain(self, deadline: float, wait_seconds: float) -> None:
-        """Publish the remaining records and wait until `deadline` for their commit; report uncommitted records."""
+        """Publish the remaining records, and wait until the service has committed them, but not after `deadline`.
+
+        Records that the service has not committed by then are reported.
+        """
         left_seconds = max(PUBLISH_SECONDS, deadline - time.monotonic())
         self._boundary.call("detach()", self.step_observers.collectives.stop, left_seconds)
         for part in (self.publisher, self.reactions):
@@ -336,7 +343,7 @@ class Session:
             self.events.on_update_applied()  # registers the hooks of the change before the next forward pass
 
     def sampling_state(self) -> dict[str, Any]:
-        """Return the present sampling, its first step, and the changes that wait for their step. Used for /config."""
+        """Return the present sampling configuration, its first step, and pending changes, for the HTTP path /config."""
         return {**self.change_queue.state(), **self.reactions.state()}
 
     def _change_sampling(self, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -362,7 +369,7 @@ class Session:
         self.sinks.put(record)
 
     def current(self, kinds: tuple[str, ...]) -> tuple[Row, ...]:
-        """Return the rows of `kinds` (all if empty) that the open step has so far; if there are none, of the last step.
+        """Return the rows of the open step so far, or of the last step if there are none, for `kinds` (all if empty).
 
         This method waits for the device. No other method of the session does.
         """

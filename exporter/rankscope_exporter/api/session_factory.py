@@ -93,7 +93,7 @@ DP, TP = "dp_group", "tp_group"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDedup:
-    """The positions of parameters whose data another rank publishes, events about this, and notices for the user."""
+    """The positions of parameters whose data another rank publishes, and events and notices about these parameters."""
 
     positions: frozenset[int] = frozenset()
     events: tuple[Event, ...] = ()

@@ -95,7 +95,7 @@ class KernelWarmUp(StepObserver):
         self._is_started = False
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
-        """Start the build of the kernel once. The build runs on a thread of its own."""
+        """Count the step; start the build of the kernel, once, on a separate thread."""
         self._steps += 1
         if sampled and self._steps >= WARM_UP_AT_STEP and not self._is_started:
             self._is_started = True
@@ -144,7 +144,7 @@ class StepObservers:
     def start(self, hooking: Hooking) -> None:
         """Install the hooks that measure throughput, and start the hardware thread.
 
-        A part that cannot start is reported.
+        If one of them cannot start, this is reported.
         """
         self._boundary.call("starting throughput", self.throughput.install, hooking)
         self._boundary.call("starting to read the hardware", self.hardware.start)
@@ -161,7 +161,7 @@ class StepObservers:
 def build_active_quantities(
     monitored: MonitoredModel, config: MonitorConfig, rank: int, boundary: ErrorBoundary
 ) -> ActiveQuantities:
-    """Return the quantities of the configuration; none if there is a switch file, which then selects them."""
+    """Return the configured quantities; none if there is a switch file, which then selects the quantities."""
     return ActiveQuantities(
         [] if config.switch_file is not None else selected_parts(monitored, config, rank),
         device=monitored.device,

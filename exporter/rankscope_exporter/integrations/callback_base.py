@@ -86,7 +86,7 @@ class CallbackBase(CopiesDoNothing):
     def enter_phase(self, name: str) -> None:
         """End the present phase, if there is one, and begin the phase `name`.
 
-        No effect if `name` is the present phase.
+        This has no effect if `name` is the present phase.
         """
         if self.monitor is None or self._phase_name == name:
             return

@@ -24,8 +24,8 @@ _NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
 class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformers may be missing where types are checked
     """Attaches a monitor when training begins, numbers steps by `global_step`, and detaches at the end.
 
-    The numbers that Trainer logs are logged under the same names. The loss that Trainer logs is the mean since it
-    logged last. A copy of the callback, also a pickled one, does nothing.
+    The numbers that Trainer logs are logged under the same names. The loss that Trainer logs is the mean over the steps
+    since its previous log. A copy of the callback, also a pickled one, does nothing.
     """
 
     def __init__(self, config: Given = None) -> None:
@@ -73,7 +73,7 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
     def on_log(
         self, _args: Any, state: Any, _control: Any, *, logs: Mapping[str, Any] | None = None, **_kwargs: Any
     ) -> None:
-        """Log the numbers that Trainer logs, for its present step."""
+        """Log the numbers that Trainer logs, for the present step of Trainer."""
         values = {name: value for name, value in (logs or {}).items() if name not in _NOTED_BY_THE_MONITOR}
         self._attended.log(state.global_step or None, values)
 

@@ -92,9 +92,9 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         self._before_evaluation = set(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, _pl_module: Any) -> None:
-        """End the phase `evaluation`, and log its metrics for the step before it.
+        """End the phase `evaluation`, and log the metrics of the evaluation for the last step before it.
 
-        They are not logged for later steps.
+        The metrics are not logged again for later steps.
         """
         self._attended.leave_phase()
         metrics = trainer.callback_metrics
@@ -109,7 +109,7 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         self._attended.enter_phase("checkpoint")
 
     def on_train_end(self, *_args: Any) -> None:
-        """Detach."""
+        """Detach the monitor."""
         self._attended.end()
 
     def on_exception(self, _trainer: Any, _pl_module: Any, exception: BaseException) -> None:

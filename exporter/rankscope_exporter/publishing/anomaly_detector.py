@@ -58,12 +58,13 @@ class StepVerdict:
     firings: tuple[Firing, ...] = ()  # in causal order: micro-batch, kind, call
     left_out: int = 0  # firings beyond the limit
     firing: frozenset[tuple[str, str]] = field(default_factory=frozenset)
-    """The pair (rule, kind) of every rule that holds, including rules for which another rule's event is recorded.
+    """The pair (rule, kind) of every rule that holds for at least one entry of the kind.
 
-    PromQL rules give the same pairs.
+    If several rules hold for one statistic, only the first of them gives an event, but all of them are in this set. The
+    PromQL forms of the rules give the same pairs.
     """
     calls: Mapping[int, int] = field(default_factory=dict)
-    """The place in the order of calls of each entry with a firing, by position of the entry in the plan."""
+    """For each entry with a firing, by position in the plan: its place in the order of calls; -1 if it is unknown."""
 
     def call_order(self, entry: int) -> int | None:
         """Return the place of plan entry number `entry` in the order of calls in the step; None if it is not known."""

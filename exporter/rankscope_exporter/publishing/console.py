@@ -37,7 +37,7 @@ class Console(StepObserver):
         self._last = float("-inf")
 
     def on_record(self, record: StepRecord) -> None:
-        """Print a line about the firings in `record`, with the first cause.
+        """Print a line about the firings in `record`, with the first of them in causal order.
 
         Lines that the rate limit suppresses are counted.
         """

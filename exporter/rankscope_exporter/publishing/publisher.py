@@ -43,10 +43,10 @@ Further records are dropped and counted, so that waiting records do not fill the
 """
 
 _OF_CHUNKS: Final = frozenset({"features", "histograms"})
-"""Datasets without a column for the model chunk: the tensor name in a row contains the number of the chunk."""
+"""Datasets without a column for the model chunk. The tensor name in their rows contains the number of the chunk."""
 
 CUMULATIVE: Final = {"tokens": "tokens_total", "samples": "samples_total"}
-"""Scalars with a running total, and the name of this total."""
+"""Scalars of which a running total is published, with the name of the total."""
 
 
 class StepQueue:
@@ -54,9 +54,9 @@ class StepQueue:
 
     def __init__(self) -> None:
         self.items: queue.SimpleQueue[PendingStep | threading.Event | None] = queue.SimpleQueue()
-        """The queue.
+        """The queue of records, of `threading.Event` objects and of None.
 
-        It contains records, and events to set when all earlier records are published. None ends the thread.
+        An event is set when all earlier records are published. None ends the thread.
         """
         self.dropped = 0  # records that found the queue full
 
@@ -92,8 +92,8 @@ class Publisher:
         """Store the functions that the thread calls: `publish`, `on_record`, `flush_idle` and `finished`.
 
         `publish` stores a record, and `on_record` is called after it. `finished` is called after the last record.
-        `flush_idle` publishes an open step without calls for the given seconds. `pp_stage` is the pipeline stage of
-        this rank. If `has_chunks` is true, names of tensors begin with the number of a model chunk.
+        `flush_idle` publishes the open step if no hook was called for the given number of seconds. `pp_stage` is the
+        pipeline stage of this rank. If `has_chunks` is true, names of tensors begin with the number of a model chunk.
         """
         self.publish = publish
         self._steps = steps

@@ -57,7 +57,10 @@ class AdamUpdates(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of parameters whose undivided optimizer state another rank publishes."""
+        """Return the positions of parameters whose optimizer state another rank publishes.
+
+        The state of these parameters is whole on each rank, not divided among ranks.
+        """
         return monitored.state_elsewhere
 
     def on_optimizer_step_end(self, table: Table) -> None:

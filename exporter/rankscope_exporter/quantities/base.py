@@ -1,7 +1,7 @@
 """Base class of quantities, which defines their plan entries and the events of a step at which they read tensors.
 
-The module also defines the services that a quantity receives: the table of a sampled step, the gate that opens at
-sampled steps, and the registration of hooks.
+The module also defines the interfaces of the objects that a quantity receives: the table of a sampled step, the gate
+that opens at sampled steps, and the registration of hooks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Table(Protocol):
         ...
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Make each of `rows` absent if its statistics are bit for bit those of the same position in `others`.
+        """Compare each of `rows` with that at the same position of `others`; make it absent if their bits are equal.
 
         Return bool [len(rows)] on the device: True for entries that were measured and differ.
         """
@@ -107,10 +107,7 @@ class Hook(Protocol):
 
 
 class ModelHookContext(Protocol):
-    """Services for registering hooks on a model.
-
-    Errors in a registered hook are caught, and it is removed at detach.
-    """
+    """Methods for registering hooks on a model. Errors in the hooks are caught, and the hooks are removed at detach."""
 
     @property
     def micro_step(self) -> int:
@@ -166,7 +163,7 @@ class ModelHookContext(Protocol):
 
 
 class Hooking(ModelHookContext, Protocol):
-    """Services for registering the hooks of one quantity, which exist only at the quantity's sampled steps."""
+    """Methods with which a quantity registers its hooks. The hooks exist only at the sampled steps of the quantity."""
 
     def hook(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
         """Register `hook` by calling `register`, now and again before each sampled step.
@@ -305,8 +302,8 @@ class Quantity:
     def parameter_entries(self, kind: str, *, local: bool = False, reduced: bool = False) -> list[PlanEntry]:
         """Return one plan entry of `kind` per parameter.
 
-        Its shape, dtype and placement are those of the rank's own gradient if `local` is true, those of the reduced
-        gradient if `reduced` is true, and otherwise those of the parameter.
+        The shape, dtype and placement of an entry are those of this rank's own gradient if `local` is true, those of
+        the reduced gradient if `reduced` is true, and otherwise those of the parameter.
         """
         count = len(self.monitored.parameters)
         return [self.parameter_entry(kind, index, local=local, reduced=reduced) for index in range(count)]

@@ -31,7 +31,10 @@ class GradientAlignment(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of parameters whose undivided optimizer state another rank publishes."""
+        """Return the positions of parameters whose optimizer state another rank publishes.
+
+        The state of these parameters is whole on each rank, not divided among ranks.
+        """
         return monitored.state_elsewhere
 
     def on_optimizer_step_begin(self, table: Table) -> None:

@@ -164,7 +164,7 @@ class Gradients(Quantity):
         self._changed_unseen = bool(unseen)
 
     def _own(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return the reduced gradients, with None for each gradient that another rank publishes."""
+        """Return the reduced gradients that this rank publishes, and None for each one that another rank publishes."""
         if not self._elsewhere:
             return gradients
         return [

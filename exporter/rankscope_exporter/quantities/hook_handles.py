@@ -20,7 +20,7 @@ MODEL: Final = "the model"
 
 
 class CoverageNotes:
-    """The reasons why modules are not measured, each with its modules. A module is reported once per reason."""
+    """The reasons why modules are not measured, each with these modules. A module is reported once per reason."""
 
     def __init__(self) -> None:
         self._new: dict[str, list[str]] = {}

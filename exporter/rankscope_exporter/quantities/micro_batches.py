@@ -1,7 +1,7 @@
 """Quantity `micro_gradients`; and sums over micro-batches for frameworks that reduce each micro-batch separately.
 
 The sums are those of the rank's own gradients. They need as much memory as the gradients of all measured parameters.
-They exist from the first gradient of a sampled step to the last. They are kept only while the training loop accumulates
+They exist from the first to the last gradient of a sampled step. They are kept only while the training loop accumulates
 gradients, and only if the device has enough memory. Their dtype is that of the framework's own sums.
 """
 

@@ -156,7 +156,7 @@ class ModuleQuantity(Quantity):
     def _note_uncalled(self, called: AbstractSet[str]) -> None:
         """Store which modules were not called in the first sampled step, so that they are reported.
 
-        `called` has the others.
+        `called` contains the modules that were called.
         """
         if self._has_noted_uncalled:
             return

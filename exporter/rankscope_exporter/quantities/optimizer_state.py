@@ -54,7 +54,10 @@ class OptimizerState(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of parameters whose undivided optimizer state another rank publishes."""
+        """Return the positions of parameters whose optimizer state another rank publishes.
+
+        The state of these parameters is whole on each rank, not divided among ranks.
+        """
         return monitored.state_elsewhere
 
     def entries(self) -> list[PlanEntry]:

@@ -53,7 +53,11 @@ class Reason:
         )
 
     def event(self, state: str, message: str, **more: Any) -> Event:
-        """Return an event about the capture that this firing started. `state` is asked, began, ended or missed."""
+        """Return an event about the capture for this reason.
+
+        `state` is `asked` (the capture was requested), `began`, `ended`, or `missed` (it was requested, but did not
+        take place).
+        """
         details = {"state": state, "rank": self.rank, "fired_step": self.step, "reason": self.message, **more}
         return Event(
             type=EventType.CAPTURE,

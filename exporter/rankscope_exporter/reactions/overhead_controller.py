@@ -57,7 +57,7 @@ class DecimationChange(PlannedChange):
     def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
         """Multiply the sampling intervals by the new factor from step number `step` on; return events about this.
 
-        The factor already decides whether this step is sampled.
+        The decision whether this step is sampled already uses the new factor.
         """
         before = self.accept(self.request)
         if before is None or before == self.request.stretch:

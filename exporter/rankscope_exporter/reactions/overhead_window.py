@@ -1,4 +1,4 @@
-"""Measures the overhead of the monitor over windows of steps, and computes the factor of the sampling interval.
+"""Measures the overhead of the monitor over windows of steps, and computes the factor for the sampling interval.
 
 A window consists of whole sampling cycles, so that consecutive windows are comparable. It is long enough that a few
 scrapes per minute do not change its result. The module is pure: the caller passes the time and the cost.

@@ -100,14 +100,14 @@ class SampleIds(StepObserver):
             self._take()
 
     def on_evaluation_begin(self) -> None:
-        """Mark the named batches as used by an evaluation.
+        """Mark the batches that the script has named since the last forward pass as used by an evaluation.
 
         The marked batches are dropped if the script names another batch before the next training forward pass.
         """
         self._evaluated = len(self._coming)
 
     def on_backward_begin(self) -> None:
-        """Assign the named batches to the present step if it has no training forward pass.
+        """Assign the batches that the script has named to the present step if it has no training forward pass.
 
         This is the case for a model that is trained in evaluation mode.
         """

@@ -304,7 +304,10 @@ def _text(data: bytes | str) -> str:
 log = logging.getLogger("rankscope")
 
 _POLLS_PER_MARGIN = 6
-"""Number of polls between the proposal of a change and its step. A rank may be late by half of this number."""
+"""Number of poll intervals between the proposal of a change and its step.
+
+A rank may read the proposal late by half of this number of intervals.
+"""
 
 _sessions = itertools.count(1)
 """Numbers of the monitors that a process attaches one after the other.

@@ -61,7 +61,7 @@ class PlannedChange:
     """The change takes effect at the first step with at least this number; None means the next step."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether the change must have taken effect when step number `step` begins."""
+        """Return whether the change takes effect at step number `step` or at an earlier step."""
         return self.step is None or self.step <= step
 
     def prepare(self, active_quantities: ActiveQuantities) -> None:
@@ -222,7 +222,7 @@ class ChangeQueue(StepObserver):
 
 
 def _is_replaced(change: PlannedChange, later: Sequence[PlannedChange]) -> bool:
-    """Return whether `change` is a new configuration, and one of `later`, due at the same step, replaces it."""
+    """Return whether `change` is a new configuration that one of `later` replaces at the same step."""
     return isinstance(change, SamplingChange) and any(isinstance(other, SamplingChange) for other in later)
 
 

@@ -131,7 +131,7 @@ class ChangeSources(StepObserver):
     def stop(self) -> None:
         """Stop the background thread.
 
-        If all quantities were sampled `times` times, set `dynamic_on` to false in the file.
+        If all quantities were sampled `times` times, set `dynamic_on` to false in the switch file.
         """
         self._stopped.set()
         self._wake.set()
@@ -143,7 +143,10 @@ class ChangeSources(StepObserver):
     # Requests, from any thread.
 
     def call(self, document: Mapping[str, Any]) -> None:
-        """Request the change that a call of the script describes. Raises ConfigError if `document` is invalid."""
+        """Request the change that a call of `Monitor.switch` describes.
+
+        Raises ConfigError if `document` is invalid.
+        """
         self._submit(document_text(document), CALL, next(self._calls))
         if self._agreement is not None and self._thread.ident is None:
             self._thread.start()
@@ -270,9 +273,10 @@ class ChangeSources(StepObserver):
             self._submit(text, FILE, edit.stamp)
 
     def _ask_ranks(self, question: Callable[[Agreement, str], bool], stamp: int, *, alone: bool) -> bool:
-        """Ask the agreement about the end of sampling with one edit of the file; return its answer.
+        """Return the result of `question`, which is `Agreement.claim` or `Agreement.is_claimed`.
 
-        The edit is identified by `stamp`. If this rank has no agreement with other ranks, return `alone`.
+        It is called with a name for the end of the sampling that one edit of the switch file started. `stamp`
+        identifies the edit. If this rank has no agreement with other ranks, return `alone`.
         """
         try:
             return alone if self._agreement is None else question(self._agreement, f"ended/{stamp}")

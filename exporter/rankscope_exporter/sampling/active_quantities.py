@@ -83,7 +83,7 @@ class ActiveQuantities:
     # Changes between two steps.
 
     def prepare(self, parts: Sequence[Part]) -> PreparedQuantities:
-        """Return a quantity with hooks for each of `parts`, for `replace` or `capture`.
+        """Return a quantity with registered hooks for each of `parts`, as an argument of `replace` or `capture`.
 
         If an active quantity has the same class and options, it is returned instead of a new one.
         """
@@ -99,7 +99,10 @@ class ActiveQuantities:
         return prepared
 
     def replace(self, prepared: PreparedQuantities) -> None:
-        """Measure only the quantities of `prepared` from now on. Every schedule restarts, with a `stretch` of 1."""
+        """Measure only the quantities of `prepared` from now on.
+
+        Every schedule restarts with the configured sampling interval, without the factor that `set_stretch` has set.
+        """
         members = [member for member, _ in prepared]
         for member in self._members:
             if member not in members:

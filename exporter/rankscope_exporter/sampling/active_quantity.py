@@ -38,8 +38,8 @@ class _Transient:
 class TransientHooks:
     """The hooks of one quantity that are registered at sampled steps only.
 
-    A hook that was not called since its registration is not removed before detach, because a hook without calls costs
-    nothing. Its module may be part of compiled code, and Dynamo would compile that code again without the hook.
+    A hook that was not called since its registration is not removed before detach. A hook without calls costs nothing.
+    If its module is part of compiled code, the removal of the hook would make Dynamo compile that code again.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,10 @@ class ActiveQuantity:
         return place if place < len(positions) and positions[place] == index else None
 
     def install(self, hooking: ModelHookContext, boundary: ErrorBoundary) -> None:
-        """Let the quantity register its hooks, whose handles this object keeps. Publish the notices of the quantity."""
+        """Let the quantity register its hooks, and publish the notices of the quantity.
+
+        This object keeps the handles of the hooks.
+        """
         for sentence in self.quantity.notices():
             hooking.tell(f"{self.quantity.name}: {sentence}")
         own = ActiveHookContext(hooking, self.handles, self.transient)
@@ -244,7 +247,7 @@ def _without_schedule(options: QuantityOptions) -> QuantityOptions:
 class ActiveHookContext:
     """The hook context of one quantity.
 
-    It uses the hook context of the model, and keeps the handles of this quantity apart.
+    It uses the hook context of the model, but keeps the handles of this quantity separately.
     """
 
     def __init__(self, hooking: ModelHookContext, handles: list[Removable], transient: TransientHooks) -> None:

@@ -77,12 +77,15 @@ class PlanRegistry:
         return range(first, first + len(entries))
 
     def release(self, rows: range) -> None:
-        """Release the entries at `rows`, which `add` returned: the next `add` of the same entries gets these rows."""
+        """Release the entries at `rows`, which `add` returned.
+
+        The next call of `add` with the same entries returns these rows.
+        """
         if rows:
             self._released[tuple(self.entries[rows.start : rows.stop])] = rows
 
     def reclaim(self, rows: range) -> None:
-        """Revoke the `release` of the entries at `rows`, which one call of `add` returned."""
+        """Cancel the `release` of the entries at `rows`, which one call of `add` returned."""
         if rows:
             self._released.pop(tuple(self.entries[rows.start : rows.stop]), None)
 
@@ -169,7 +172,7 @@ class TableView(Table):
             self._buffers.plan.release(rows)
 
     def reclaim(self) -> None:
-        """Revoke `release`: this view fills its entries again."""
+        """Cancel `release`: this view fills its entries again."""
         for rows in self._added:
             self._buffers.plan.reclaim(rows)
             self._buffers.plan.publish(rows, self._ops)
@@ -198,7 +201,9 @@ class TableView(Table):
         self._buffers.table.forget(self._shifted(rows))
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Make each entry at `rows` absent whose statistics are bit for bit those of the same position in `others`.
+        """Compare each entry at `rows` with that at the same position of `others`; make it absent if both are equal.
+
+        Entries are equal if all bits of their statistics are equal.
 
         Return bool [len(rows)] on the device: True for entries that were measured and differ.
         """

@@ -83,7 +83,10 @@ class QuantitySampling:
 
 SWITCH: Final = "dynamic_on"
 _ENVIRONMENT: Final = ("serve", "hang_after_seconds", "stacks_signal", "stop_signals", "switch_file", "enabled")
-"""Settings that environment variables may override. If one of them differs, the file need not have changed."""
+"""Settings that environment variables may override, so that they can differ from an unchanged switch file.
+
+A difference in one of them is therefore not reported as a change of the file.
+"""
 
 CHANGEABLE: Final = ("quantities", "options", "every", "times", "ops")
 """Settings that can be changed while the monitor runs.
@@ -92,7 +95,10 @@ If a document does not contain one of them, the setting has the value that it ha
 """
 
 _REMARKS: Final = "remarks"
-"""Setting with the notices about a document. They are published when the document takes effect."""
+"""The name of the setting that contains notices about a sampling document.
+
+The notices are published when the document takes effect.
+"""
 
 Part = tuple[Quantity, QuantitySampling]
 
@@ -104,7 +110,7 @@ class SamplingConfig:
     on: bool
     config: MonitorConfig
     fixed: tuple[str, ...] = ()
-    """Settings that differ in the document, but take effect only after a restart of the training."""
+    """Names of the settings that the document changes, but that take effect only after a restart of the training."""
 
     def document(self) -> dict[str, Any]:
         """Return the changeable settings as JSON values, for the HTTP path /config and for events."""

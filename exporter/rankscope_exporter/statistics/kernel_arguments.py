@@ -155,7 +155,11 @@ def _readable(tensor: torch.Tensor, sight: Sight) -> bool:
 
 
 def _thresholds(zero_below: float) -> list[int]:
-    """Return the bits of the bound below which a magnitude counts as zero, for each Code, then again as float64."""
+    """Return the bits of the smallest magnitude that does not count as zero, for each dtype in CODES.
+
+    The first half of the list has the bound of each dtype in this dtype; the second half has the same bounds as
+    float64.
+    """
     own, wide = [], []
     for dtype in CODES:
         smallest = round_up(zero_below, dtype) if zero_below > 0 else 0.0

@@ -4,9 +4,9 @@ Only the warm-up thread imports this module, because the import takes seconds an
 
 Sums run in float32 lanes over blocks that fit into the first-level cache, and are added up in float64. Minimum, maximum
 and zeros are computed from the bits. If the bits of negative numbers are flipped, floats have the order of integers,
-and integer comparisons are vectorized while float comparisons are not. The extremes also show a NaN, an Inf, or a
-magnitude with a square outside of float32 (isnan, isfinite). Such a block is summed again after scaling by a power of
-two, or widened to float64 and measured again.
+and integer comparisons are vectorized while float comparisons are not. The minimum and maximum also show whether a
+block contains a NaN, an Inf, or a magnitude with a square outside of the range of float32 (isnan, isfinite). Such a
+block is summed again after scaling by a power of two, or widened to float64 and measured again.
 
 All arguments are addresses and sizes, so nothing is boxed. Kernels hold no GIL and start no threads.
 """

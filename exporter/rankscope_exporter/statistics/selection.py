@@ -31,7 +31,10 @@ ALWAYS: Final = "numel"
 
 FALLBACK: Final = "norm"
 COUNTED_ANYWAY: Final = ("nans", "infs")
-"""Ops that rules read even if they are not published: a NaN must also be detected if its count is not stored."""
+"""Ops that rules read even if they are not published.
+
+For example, a NaN must be detected even if the number of NaN is not published.
+"""
 
 _ELSEWHERE: Final = ("shape", "dtype")
 _OTHER_NAMES: Final = {"id": "mean"}

@@ -107,7 +107,7 @@ class StatisticsTable:
         self.buffer[NUMEL_ROW, rows.start : rows.stop].fill_(ABSENT)
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Make each entry at `rows` absent if its sums and counts equal those at the same position of `others`.
+        """Compare each entry at `rows` with that at the same position of `others`; make it absent if both are equal.
 
         The function does not synchronise with the host.
 
@@ -144,7 +144,10 @@ class StatisticsTable:
             self.counts.index_copy_(1, index, counts)
 
     def index(self, rows: Rows) -> torch.Tensor:
-        """Return `rows` as an index tensor on the device. It is cached, because a list would be copied at each step."""
+        """Return `rows` as an index tensor on the device.
+
+        The tensor is cached, because a list would be copied to the device at each step.
+        """
         index = self._indices.get(rows)
         if index is None:
             if len(self._indices) >= _INDICES_KEPT:

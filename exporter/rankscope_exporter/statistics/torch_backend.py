@@ -111,9 +111,9 @@ def _stacked(columns: Sequence[Sums], device: torch.device) -> torch.Tensor:
 
 
 def fast_sums(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return float64 sums, int64 counts, and which columns are accurate, for flat CPU tensors of a common float dtype.
+    """Return the float64 sums and int64 counts of flat CPU tensors of a common float dtype, with a column per tensor.
 
-    A column is that of one tensor.
+    The third result has a bool per column: True if the sums of this tensor are accurate.
     """
     squares = torch.zeros(len(flats), dtype=torch.float64, device=_CPU)
     total = torch.zeros_like(squares)

@@ -35,7 +35,10 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 _CLOCK_READ_SECONDS: Final = min(_seconds(lambda: None) for _ in range(50))
-"""CPU seconds of one clock read. Of the two reads around an interval, about half of each is outside of the interval."""
+"""CPU seconds that one read of the clock takes. This time is added to each interval between two reads.
+
+About half of the first read and half of the second read are outside of the interval that the two reads measure.
+"""
 
 
 class IntraOpThreads(StepObserver):
@@ -55,7 +58,10 @@ class IntraOpThreads(StepObserver):
         self._clocks = _pool() if torch.get_num_threads() > 1 and _TASKS.is_dir() else ()
 
     def on_measurement_begin(self) -> None:
-        """Read the CPU clocks of torch's threads before operations that torch may divide. Calls can be nested."""
+        """Read the CPU clocks of torch's threads before operations that torch may divide among these threads.
+
+        Calls can be nested.
+        """
         if self._clocks:
             if self._depth == 0:
                 self._began = self._now()

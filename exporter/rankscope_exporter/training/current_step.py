@@ -42,7 +42,7 @@ class CurrentStep:
     def open(self, step: int, *, sampled: bool) -> PendingStep:
         """Open the record of step number `step` and return it.
 
-        Values and events that were added before belong to this record.
+        Values and events that were added while no step was open belong to this record.
         """
         self.is_sampled = sampled
         self.pending = pending = PendingStep(step, now_microseconds(), sampled=sampled)
@@ -59,7 +59,7 @@ class CurrentStep:
         return pending
 
     def log(self, values: Sequence[Pending], step: int | None) -> bool:
-        """Add values to the open step, to the last one, or to the next one; return whether `step` numbers one.
+        """Add values to the open, last or next step; return whether the open or next step gets the number `step`.
 
         If a step is open, it gets the values, and `step` becomes its number. If no step is open, and `step` is None or
         the number of the last step, the last step gets the values. Otherwise the next step gets the values, and `step`
@@ -88,7 +88,7 @@ class CurrentStep:
             self.pending.learning_rates = list(take("learning_rate", rates))
 
     def add(self, later: Callable[[], Iterable[Scalar]]) -> None:
-        """Add a function that returns scalars to the open step, or publish its scalars immediately if no step is open.
+        """Add the scalars that `later` returns to the open step, or publish them immediately if no step is open.
 
         The publisher thread calls `later` to get the scalars. If the same function is added several times to a step, it
         is called once.

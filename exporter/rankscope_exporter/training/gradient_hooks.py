@@ -17,11 +17,11 @@ HookFactory = Callable[[int], Callable[[GradientSource], None]]
 class GradientHooks(StepObserver):
     """Registers hooks on all parameters that require gradients at sampled steps, and keeps only a few at other steps.
 
-    If an optimizer is skipped, the end of the step can only be detected by its backward pass, after which the gradients
-    are deleted. At least one hook must therefore be called in every backward pass. The parameter that receives the
-    first gradient of a pass keeps its hook. It is called a *witness* of all passes that reach it. A parameter that has
-    never received a gradient keeps its hook as well: such a hook is not called, and costs nothing, until a backward
-    pass reaches the parameter.
+    If the optimizer step is skipped, the end of a training step can only be detected from a backward pass and the
+    deletion of its gradients. At least one hook must therefore be called in every backward pass. The parameter that
+    receives the first gradient of a pass keeps its hook. It is called a *witness* of all passes that reach it. A
+    parameter that has never received a gradient keeps its hook as well: such a hook is not called, and costs nothing,
+    until a backward pass reaches the parameter.
     """
 
     def __init__(self, monitored: MonitoredModel) -> None:
@@ -78,7 +78,7 @@ class GradientHooks(StepObserver):
         self.begin_steps = True
 
     def pass_begins(self) -> None:
-        """Store the witness of the previous backward pass, and the parameters that this pass reached.
+        """Store the witness of the previous backward pass, and the parameters that the previous pass reached.
 
         A witness is a parameter whose hook is called in every backward pass that reaches it, because this hook is never
         removed.

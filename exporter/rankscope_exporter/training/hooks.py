@@ -34,7 +34,7 @@ from rankscope_exporter.training.model_changes import REMEDY, ModelChanges, Repl
 from rankscope_exporter.training.recorder import Recorder
 
 _NO_BACKWARD: Final = -1
-"""The id of the current graph task that torch returns outside of a backward pass."""
+"""The number that torch returns as the id of the current graph task if no backward pass runs."""
 
 _COMPILED_UPDATE: Final = (
     "the optimizer's step runs inside compiled code, where no hook runs: the monitor detects the step at the next "

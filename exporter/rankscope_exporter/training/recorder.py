@@ -122,7 +122,7 @@ class Recorder:
         self._active_quantities.gradient_ready(index, holder)
 
     def measure(self, event: Callable[[Quantity, Table], None]) -> None:
-        """Call the method `event` of the quantities if the step is sampled.
+        """If the step is sampled, call the method with the name `event` of each quantity.
 
         The observers are notified before and after the call.
         """
@@ -174,10 +174,7 @@ class Recorder:
                 self._current.pending.found_inf += take("found_inf", found_inf)
 
     def update_compiles(self) -> None:
-        """Handle the compilation of an optimizer step, which runs after the compilation.
-
-        No hook runs in compiled steps.
-        """
+        """Handle the compilation of an optimizer step. The step begins after the compilation, and calls no hooks."""
         with self._lock:
             self._unseen.expect()
             self._await_update()
@@ -185,10 +182,11 @@ class Recorder:
     # Calls of the script and of the publisher.
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Add logged numbers to the open step, or to the last one if none is open.
+        """Add logged numbers to the open step; if none is open, to the last or the next one (see `CurrentStep.log`).
 
-        `step` is the number of the open step, or of the next step if none is open. If the open step has a different
-        number from an earlier call, it ends. A value that is not a number is reported; the other values are logged.
+        `step` is the number of the step to which the numbers belong. If an earlier call has given the open step a
+        different number, the open step ends first. A value that is not a number is reported; the other values are
+        logged.
         """
         pending: list[Pending] = []
         for name, value in values.items():
@@ -215,7 +213,7 @@ class Recorder:
             self._after(self._tracker.end(skipped=skipped), "script")
 
     def finish(self) -> int | None:
-        """Publish the remaining records; return the number of the last step with gradients, None without one."""
+        """Publish the remaining records; return the number of the last step with gradients, None if there was none."""
         with self._lock:
             self._notice_updates()
             before, begun_only = self._current.last_step, self._tracker.stage is StepStage.OPEN

@@ -29,7 +29,7 @@ class _Trace(NamedTuple):
 
 
 class UnseenUpdates:
-    """Detects optimizer steps by comparing the state of the optimizers with their state at the last call.
+    """Detects optimizer steps by comparing the state of the optimizers with that at the last call of `look`.
 
     No state is compared until an optimizer step is compiled. Used on the training thread only. A call costs about 0.1
     µs per parameter.
@@ -46,7 +46,7 @@ class UnseenUpdates:
 
     @property
     def may_leave_no_trace(self) -> bool:
-        """True if a compiled optimizer step may remain undetected: fused SGD has no step counter."""
+        """True if a compiled optimizer step may remain undetected, as with fused SGD, which has no step counter."""
         return self._traces is not None and any(_leaves_no_trace(optimizer) for optimizer in self._optimizers)
 
     def expect(self) -> None:

@@ -57,7 +57,7 @@ class Calls:
         return call
 
     def again(self, module: str, pointer: int) -> ModuleCall | None:
-        """Return the original call that checkpointing now computes again; None if it had gradients the first time.
+        """Return the original call that checkpointing now computes again; None if the original call had gradients.
 
         The calls of a checkpointed part are recomputed in their original order. The address of the first argument
         identifies the part, because checkpointing keeps this tensor. If no address matches, the latest part is assumed,
@@ -77,7 +77,10 @@ class Calls:
         return call
 
     def gradient_arrived(self) -> None:
-        """Store that gradients of the last recomputed part have arrived. The next recomputation is of another part."""
+        """Store that gradients of the last recomputed part have arrived.
+
+        The next recomputation is that of another part.
+        """
         self._next = None
 
     def _pointer(self, place: int) -> int:
@@ -112,7 +115,7 @@ class ActivationEntries:
         self._rows: dict[tuple[Kind, str, int | None, int, int | None], range | None] = {}
 
     def row(self, table: Table, site: TensorSite, tensor: torch.Tensor) -> range | None:
-        """Return the row of `site`, which is a range of one row; None if the plan is full.
+        """Return the row of `site` as a range of length 1; None if the plan is full.
 
         `tensor` is the tensor of the site.
         """
@@ -175,7 +178,7 @@ class TensorCache(Generic[T]):
             self._by_id[id(tensor)] = weakref.ref(tensor), version, value
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all values from the cache."""
         self._by_id.clear()
 
 

@@ -276,8 +276,8 @@ class Activations(ModuleQuantity):
     def _watch(self, site: TensorSite, tensor: torch.Tensor) -> None:
         """Measure the gradient of `tensor` for `site`.
 
-        If the tensor has no gradient hook of the monitor yet, register one. Otherwise add the site to those of the
-        hook.
+        If the tensor has no gradient hook of the monitor yet, register one. Otherwise add `site` to the sites that the
+        hook measures.
         """
         sites = self._watched_leaf(tensor) if tensor.is_leaf else self._step.watched.get(tensor)
         if sites is not None:

@@ -97,7 +97,7 @@ class InternalCalls:
     def note(self, log: CallLog, report: Report) -> None:
         """Add the calls of torch in the flight record to `log`. Calls that the quantity intercepted are skipped.
 
-        If a recorder cannot be read, this is reported and the recorder is skipped.
+        If a flight recorder cannot be read, this is reported and the recorder is skipped.
         """
         if not has_groups():
             return

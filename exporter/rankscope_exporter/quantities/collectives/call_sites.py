@@ -18,7 +18,10 @@ from rankscope_exporter.monitors.flight_recorder.entry import (
 
 MAX_FRAMES: Final = 128
 _MOST_STACKS: Final = 4096
-"""Largest number of cached stacks. The limit is needed because recursion can produce any number of different stacks."""
+"""Largest number of cached call stacks.
+
+Recursion can produce any number of different stacks. Without the limit, they could fill the memory.
+"""
 
 _Key = tuple[tuple[CodeType, int], ...]
 

@@ -187,7 +187,10 @@ class Output:
 
 @dataclass(slots=True)
 class _Awaited:
-    """Outputs of an asynchronous call. They are complete after the script has waited for `works` more work objects."""
+    """Outputs of an asynchronous call. They are complete when the script has waited for their work objects.
+
+    `works` is the number of these work objects that the script has not waited for yet.
+    """
 
     name: str
     outputs: Sequence[Output]

@@ -27,8 +27,8 @@ class Mask:
     """A mask of attention scores. `values` is [batch, heads, queries, keys], broadcast with strides of 0.
 
     If `values` is bool, True means that the key is hidden; otherwise it is added to the scores. If `causal` is true,
-    key j is hidden from query i where j > i, both counted from 0, as in torch's `is_causal`. `rows` has the queries
-    that are read.
+    key j is hidden from query i where j > i, both counted from 0, as in torch's `is_causal`. `rows` has the positions
+    of the queries that are read.
     """
 
     values: torch.Tensor | None = None
@@ -36,7 +36,7 @@ class Mask:
     rows: range = field(default_factory=lambda: range(0))
 
     def grouped(self, key_heads: int, rows: range) -> Mask:
-        """Return the mask of the queries `rows`, with the heads divided into [key heads, groups]."""
+        """Return the mask of the queries `rows`, with the dimension of heads split into [key heads, groups]."""
         values = self.values
         if values is not None:
             values = torch.unflatten(values[:, :, rows.start :: rows.step], 1, (key_heads, -1))
@@ -102,7 +102,10 @@ MAX_BYTES: Final = 64 << 20
 """Largest number of bytes of temporary memory that the computation from scores allocates."""
 
 _BYTES_PER_SCORE: Final = 5
-"""Number of elements in memory per score: score, exponential, share of queries and keys, and hidden flag."""
+"""Number of bytes of temporary memory per score, divided by the size of an element.
+
+The memory contains the score, its exponential, its share of queries and keys, and its hidden flag.
+"""
 
 _HIDDEN: Final = -1e30
 _LEAST: Final = -80.0
@@ -134,8 +137,9 @@ Chunk = tuple[slice, slice, slice]
 def chunks(sizes: Sizes, limit: int) -> Iterator[Chunk]:
     """Yield the parts into which a call is divided to limit the memory.
 
-    A part has at most `limit` scores, `limit` elements of queries and `limit` elements of keys. If one query of all
-    heads that share a key head needs more, it is a part of its own; so are the keys of one head.
+    A part has at most `limit` scores, `limit` elements of queries and `limit` elements of keys. If the elements for a
+    single query, in all heads that share a key head, exceed the limit, the query is a separate part. The same applies
+    to the keys of a single head.
     """
     row = sizes.groups * max(sizes.keys, sizes.width)
     whole_head = max(sizes.queries * row, sizes.keys * sizes.width, 1)
@@ -152,7 +156,7 @@ def chunks(sizes: Sizes, limit: int) -> Iterator[Chunk]:
 def sampled_rows(queries: int, rows: int | None) -> range:
     """Return the positions of the queries to read: all, or at most `rows` at equal distances.
 
-    The remainder is divided between both ends.
+    The queries before the first position and after the last one are equal in number, or differ by one.
     """
     if rows is None or queries <= rows:
         return range(queries)
