@@ -128,9 +128,9 @@ class BoundViews:
         return self.instance.facts.get(name, (None, None))[1]
 
     def _find_newest_steps(self, wanted: Sequence[RowRanges], snapshot: Snapshot) -> list[RowRanges]:
-        """Fill the table of newest steps, and return the ranges of the rows of these steps.
+        """Fill the table with the newest step of each rank and kind, and return the ranges of the rows of these steps.
 
-        Also store the fact for `tensor_latest`: whether no rank measured such a step twice.
+        Store in addition a fact for the view `tensor_latest`: whether no rank measured one of these steps twice.
         """
         files = self._files("tensor_stats", wanted, snapshot)
         newest = file_facts.newest_steps(files, self._table)
@@ -192,7 +192,7 @@ class BoundViews:
     def _show(self, dataset: str, wanted: Sequence[RowRanges] | None, snapshot: Snapshot) -> None:
         """Make the view of raw rows of `dataset` read the files that can contain the rows `wanted`.
 
-        None is all files.
+        If `wanted` is None, the view reads all files.
         """
         if snapshot.within(dataset, wanted) == self.files.get(dataset):
             return

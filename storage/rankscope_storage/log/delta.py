@@ -206,7 +206,10 @@ class Log:
         return None
 
     def fsync_to_version(self) -> None:
-        """Make the handle's version durable, which is needed before its rows are acknowledged; see `make_durable`."""
+        """Make the version of the handle durable.
+
+        Call it before rows of this version are acknowledged; see `make_durable`.
+        """
         if self._synced < self.version:
             self.make_durable()
 
@@ -291,7 +294,8 @@ class Log:
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint if CHECKPOINT_COMMITS commits were made since the last one.
 
-        Jobs with many commits call this method, because they may run while no writer appends and writes checkpoints.
+        Jobs with many commits call this method, because a job may run while no writer appends and therefore no writer
+        writes checkpoints.
         """
         if self.version - newest_checkpoint(self.root) >= CHECKPOINT_COMMITS:
             self.checkpoint()
@@ -299,7 +303,8 @@ class Log:
     def clean_up(self) -> None:
         """Delete log entries and checkpoints that a newer checkpoint replaces and that are above the retention age.
 
-        Call it only after `checkpoint`: a deleted file must not be needed after a power failure.
+        Call it only after `checkpoint`, which makes the newer checkpoint durable: a deleted file must not be needed
+        after a power failure.
         """
         with _delta_errors(self.root):
             self._table.cleanup_metadata()

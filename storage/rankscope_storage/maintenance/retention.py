@@ -1,8 +1,8 @@
 """Retention: raw rows are kept for some days, rollups for more days. Events and dimensions are kept forever.
 
-Each job ends in one commit that conflicts with all other rewrites. Either files of raw rows are removed and files of
-rollups added, or nothing changes. A process that is killed before the commit has changed nothing, and the next call
-continues with the remaining jobs.
+The work is divided into jobs. Each job ends in one commit that conflicts with all other rewrites. Either files of raw
+rows are removed and files of rollups added, or nothing changes. A process that is killed before the commit has changed
+nothing, and the next call continues with the remaining jobs.
 """
 
 from __future__ import annotations

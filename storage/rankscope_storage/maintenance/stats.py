@@ -25,7 +25,9 @@ SAMPLES_PER_ROW: Final = {
     "tensor_rollups": 3 * _VALUES + _COUNTS,
     "scalar_rollups": 3,
 }
-"""Measured numbers per row of a dataset: the default statistics without the number of elements. Others have one."""
+"""Measured numbers per row, by dataset: the default statistics without the number of elements.
+
+Datasets that are not listed have one measured number per row."""
 
 TIERS: Final = {
     **dict.fromkeys((*RAW, "scalars", "samples"), "raw"),
