@@ -81,7 +81,7 @@ def delays(expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> Iter
 
 
 def reported_by_alertmanager(alerts: Sequence[Alert], faults: Sequence[Fault]) -> list[bool]:
-    """Return a list with an entry per fault: whether Alertmanager has sent a notification about it."""
+    """Return for each fault, in order, whether Alertmanager has sent a notification about it."""
     received = [alert for alert in alerts if alert.sender is Sender.ALERTMANAGER]
     return [any(_reports(alert, fault) for alert in received) for fault in faults]
 
