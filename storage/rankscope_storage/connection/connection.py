@@ -168,7 +168,10 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[Self]:
-        """Make all queries in the context read the version that is newest at its start. Cheaper than `snapshot`."""
+        """Make all queries in the context read the version that is newest at its start.
+
+        This is cheaper than `snapshot`.
+        """
         self._refresh()
         pinned, self._pinned = self._pinned, True
         try:

@@ -169,9 +169,9 @@ def _columns(schema: pa.Schema, *, prefix: str = "") -> str:
 
 
 def _stamp(log: Log) -> tuple[int, ...] | None:
-    """Return values that distinguish the table of `log` from a later table at the same path; None if it was deleted.
+    """Return values that distinguish the table of `log` from a later table at the same path.
 
-    They are the version and the file attributes of the newest log entry.
+    The values are the version and the file attributes of the newest log entry. Returns None if the table was deleted.
     """
     try:
         status = entry(log.root, log.version).stat()

@@ -80,7 +80,7 @@ class BoundViews:
         self._define([name for name in DEFINITIONS if name in needed], None, snapshot)
 
     def _references(self, query: str) -> tuple[ViewReference, ...] | None:
-        """Return the references of `query` to views and macros; None if it may also read something else."""
+        """Return the references of `query` to views and macros; None if `query` may read anything else."""
         parsed = self.instance.parsed
         if query not in parsed:
             if len(parsed) >= _MOST_PARSED:
@@ -171,7 +171,10 @@ class BoundViews:
                 self.instance.defined[name] = statement
 
     def _statement(self, name: str, snapshot: Snapshot, *, is_analysed: bool) -> str:
-        """Return the cheapest statement that creates the view or macro `name` and is correct for its files."""
+        """Return the cheapest statement that creates the view or macro `name`.
+
+        It must be correct for the files that the view reads.
+        """
         if name in WITHOUT_FILES and not self.files[name]:
             return WITHOUT_FILES[name]
         general = DEFINITIONS[name].statement

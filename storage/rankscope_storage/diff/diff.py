@@ -63,9 +63,10 @@ class Point:
     a: float | int | None
     b: float | int | None
     scale: float | None = None
-    """Smallest scale of the relative difference; only two means have it, if it is known.
+    """Smallest scale of the relative difference.
 
-    Without it, the scale is the larger magnitude of `a` and `b`."""
+    It is None for numbers other than means, and if it is not known. The scale is then the larger magnitude of `a` and
+    `b`."""
 
     @property
     def relative(self) -> float | None:

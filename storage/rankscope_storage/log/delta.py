@@ -262,7 +262,7 @@ class Log:
         """Fsync the log entries and the log folder of the store at `root`; return the newest version.
 
         Entries of other processes are fsynced too. A writer that was killed before its fsync leaves an entry that
-        readers see but that a power failure can erase. Its loss would invalidate all later commits.
+        readers see but that a power failure can erase. The loss of this entry would invalidate all later commits.
         """
         try:
             # Reading the folder is 5 ms cheaper than refreshing the handle, and finds new entries of other processes.

@@ -143,7 +143,7 @@ def torn_entries(root: Path) -> list[Path]:
 def empty_entries(root: Path) -> list[Path]:
     """Return the empty entry files after the newest checkpoint.
 
-    An entry file is empty if power failed before its content was written.
+    Power may have failed before the content of such a file was written. For delta-rs, it is a commit without actions.
     """
     return [entry for entry in _entries_after_checkpoint(root) if not entry.stat().st_size]
 

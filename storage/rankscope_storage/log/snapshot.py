@@ -52,7 +52,10 @@ class FileFilter:
 
 @dataclass(frozen=True, slots=True)
 class RowRanges:
-    """Selects rows of `runs` (None: all runs) whose attempt and step, if they are not null, are in closed ranges."""
+    """Selects rows of `runs` (None: all runs) in the closed ranges `attempts` and `steps`.
+
+    A null attempt or step is in every range.
+    """
 
     runs: frozenset[str] | None = None
     attempts: tuple[float, float] = _ALL

@@ -35,7 +35,7 @@ class RetentionReport:
 
     Rows that remain of divided files are not counted as removed. A dry run does not read these files and counts all
     their rows. `left` is the number of jobs that were not started. `refused` is the number of jobs with files that
-    another process replaced. `failed` has the reasons of all other failed jobs, such as an unreadable file.
+    another process replaced. `failed` has a reason for each other job that failed, such as an unreadable file.
     """
 
     files: int = 0

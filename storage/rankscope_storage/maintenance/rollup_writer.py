@@ -40,8 +40,8 @@ MEMORY_LIMIT: Final = "1GiB"
 PIECE_ROWS: Final = 250_000
 """Number of rollup rows of one file.
 
-A row takes about 300 bytes of memory during aggregation, and the same again during sorting. Compaction does not merge
-files of this size."""
+A row takes about 300 bytes of memory during aggregation, and another 300 bytes during sorting. Compaction does not
+merge files of this size."""
 
 SLICE_ROWS: Final = 2_500_000
 """Number of rows that are aggregated together.

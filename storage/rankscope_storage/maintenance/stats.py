@@ -47,7 +47,7 @@ _FIGURES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """Statistics of the whole store. `groups` has a row for each dataset, part, run or tier."""
+    """Statistics of the whole store. `groups` has a row for each dataset, partition (part), run or tier."""
 
     version: int
     files: int

@@ -109,7 +109,7 @@ def is_countable(value: float) -> bool:
 
 
 def _split(shown: str) -> tuple[str, str | None]:
-    """Return the name and the labels, as JSON text, of a shown scalar such as `loss{"split":"test"}`."""
+    """Return the name and the labels, as JSON text, of a scalar in the form `loss{"split":"test"}`."""
     start = shown.find("{")
     text = shown[start:] if start >= 0 else ""
     return (shown[:start], text) if _text_labels(text or None) else (shown, None)

@@ -49,9 +49,9 @@ class SeriesQuery:
         return all(matcher.matches(labels.get(matcher.name, "")) for matcher in judged)
 
     def without(self, labels: Mapping[str, str]) -> SeriesQuery | None:
-        """Return the query without the matchers of `labels`, which have constant values.
+        """Return the query without the matchers of `labels`, a mapping from labels to constant values.
 
-        Returns None if one of these matchers does not match its label.
+        Returns None if one of these matchers does not match the value of its label.
         """
         if not all(self.fits(name, text) for name, text in labels.items()):
             return None
