@@ -125,7 +125,10 @@ def _state(expected: ExpectedRun, query: Query) -> Check:
 
 
 def _incidents(expected: ExpectedRun, alerts: Sequence[Alert]) -> Iterator[Check]:
-    """Check that the service sent exactly one message per injected fault, which names rank, tensor and step."""
+    """Check that the service sent exactly one message per injected fault.
+
+    The message must name the rank, tensor and step.
+    """
     received = [alert for alert in alerts if alert.sender is Sender.EMBEDDED]
     wanted = len(expected.faults)
     yield Check(len(received) == wanted, f"{len(received)} messages from the service, {wanted} expected")
