@@ -44,7 +44,9 @@ EXAMPLE_ALERTMANAGER: Final = AlertmanagerSettings(
 """Example addresses that a user must replace. `rankscope up --notify` writes the same file with real addresses."""
 
 ALERTS_BOARD: Final = "run_overview"
-"""Name of the board to which alerts link, unless only another board has the panel of the alert."""
+"""Name of the board to which an alert links if the board has the alert's panel.
+
+Otherwise the alert links to a board that has the panel."""
 
 COUNTER_PANELS: Final = (
     "Anomaly count",

@@ -135,7 +135,10 @@ def _run(plan: StartPlan, *, quiet: bool) -> None:
 
 
 def _ignoring_lost_terminal(print_line: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a `print_line` that ignores OSError: even if the terminal is closed, the programs must be stopped."""
+    """Return a function that calls `print_line` and ignores OSError.
+
+    Even if the terminal is closed, the programs must be stopped.
+    """
 
     def try_to_print(line: str) -> None:
         with contextlib.suppress(OSError):

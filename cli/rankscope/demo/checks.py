@@ -81,7 +81,7 @@ def delays(expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> Iter
 
 
 def reported_by_alertmanager(alerts: Sequence[Alert], faults: Sequence[Fault]) -> list[bool]:
-    """Return a list with an entry per fault: whether Alertmanager has sent a notification about it."""
+    """Return for each fault, in order, whether Alertmanager has sent a notification about it."""
     received = [alert for alert in alerts if alert.sender is Sender.ALERTMANAGER]
     return [any(_reports(alert, fault) for alert in received) for fault in faults]
 
@@ -125,7 +125,10 @@ def _state(expected: ExpectedRun, query: Query) -> Check:
 
 
 def _incidents(expected: ExpectedRun, alerts: Sequence[Alert]) -> Iterator[Check]:
-    """Check that the service sent exactly one message per injected fault, which names rank, tensor and step."""
+    """Check that the service sent exactly one message per injected fault.
+
+    The message must name the rank, tensor and step.
+    """
     received = [alert for alert in alerts if alert.sender is Sender.EMBEDDED]
     wanted = len(expected.faults)
     yield Check(len(received) == wanted, f"{len(received)} messages from the service, {wanted} expected")

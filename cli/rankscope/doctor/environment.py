@@ -44,7 +44,7 @@ class Environment(Protocol):
         ...
 
     def check_writable(self, folder: Path) -> None:
-        """Raise OSError if no file can be created in `folder`. No file remains there."""
+        """Raise OSError if no file can be created in `folder`. The function leaves no file in the folder."""
         ...
 
     def listener(self, port: int) -> Listener | None:

@@ -15,7 +15,7 @@ from rankscope.output.rows import columns, printable
 
 ALWAYS: Final = ("run", "state", "steps", "ranks", "started", "duration")
 OPTIONAL: Final = ("attempts", "reason", "tags", "note", "source")
-"""Columns that are omitted, in reverse order, until the lines fit into the terminal."""
+"""Columns that are omitted if the lines do not fit into the terminal; the last one is omitted first."""
 
 _SHORTEST_RUN: Final = 12
 _GAP: Final = 2

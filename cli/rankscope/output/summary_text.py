@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rankscope_storage.api.summaries import AnomalyRow, RunSummary
 
 SHOWN = ("step", "rank", "rule", "kind", "tensor", "op", "value", "baseline", "threshold")
-"""Columns of the list of anomalies in the format `table`. The other formats have all columns."""
+"""Columns of the list of anomalies in the output format `table`. The other formats have all columns."""
 
 
 def summary_lines(found: RunSummary) -> Iterator[str]:

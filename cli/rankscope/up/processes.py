@@ -38,7 +38,7 @@ def child(
 def start(command: Sequence[str | Path], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start `command` in a new process group, append its output to `log`, and return the process.
 
-    Call this function from the main thread, because the kernel stops the child when the thread that started it exits.
+    Call this function from the main thread, because the kernel stops the process when the thread that started it exits.
     """
     wrapped = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid()), *map(str, command)]
     with log.open("ab") as output:

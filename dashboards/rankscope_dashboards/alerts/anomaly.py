@@ -27,7 +27,7 @@ from rankscope_contract.security.escaping import label_value
 from rankscope_dashboards.alerts.alert import Alert
 
 WINDOW: Final = "2m"
-"""Time after a firing of a rule during which the counting alert is active."""
+"""Time for which the counting alert is active after a firing of its rule."""
 
 KEEP_FIRING_FOR: Final = "1m"
 """Time for which the comparison alert remains active after the comparison became false."""
@@ -174,9 +174,9 @@ def _counting_alert(rule: AnomalyRule, window: str) -> Alert:
     """Return the alert on firings of `rule`, including firings between two scrapes.
 
     The alert uses the rank's own counter, and the service's counter of the firings that the service received. The
-    latter is needed because a rank that dies at the firing step cannot be scraped any more. `increase` alone would miss
-    a counter whose first sample is above zero. The second expression therefore covers counters that are new within
-    `window`.
+    service's counter is needed because a rank that dies at the firing step cannot be scraped any more. `increase` alone
+    would miss a counter whose first sample is above zero. A second expression of the condition therefore covers
+    counters that are new within `window`.
     """
     by, counts = "sum by (run, rank, kind)", []
     for metric in (catalogue.ANOMALY_EVENTS, catalogue.ANOMALIES_INGESTED):

@@ -9,7 +9,7 @@ from rankscope_contract.model.events import Severity
 from rankscope_dashboards.alerts.alert import Alert
 
 WINDOW: Final = "10m"
-"""Time after an error of a GPU during which the alert is active."""
+"""Time for which the alert is active after an error of a GPU."""
 
 THROTTLED_FOR: Final = "5m"
 BAD_REASONS: Final = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")

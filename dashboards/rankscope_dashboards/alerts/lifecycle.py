@@ -14,7 +14,7 @@ from rankscope_dashboards.alerts.alert import Alert
 from rankscope_dashboards.deploy.prometheus import SERVICE_JOB
 
 LOSS_WINDOW: Final = "5m"
-"""Time after a loss of records during which the alert on lost records is active."""
+"""Time for which the alert on lost records is active after a loss of records."""
 
 SERVICE_DOWN_FOR: Final = "30s"
 

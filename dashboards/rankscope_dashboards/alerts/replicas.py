@@ -14,7 +14,7 @@ from rankscope_contract.model.events import REPLICA_DESYNC, Severity
 from rankscope_dashboards.alerts.alert import Alert
 
 WINDOW: Final = "2m"
-"""Time after a difference that the service found during which the alert is active."""
+"""Time for which the alert is active after the service found a difference."""
 
 _GROUP: Final = "(run, replicas)"
 _COMMANDS: Final = (

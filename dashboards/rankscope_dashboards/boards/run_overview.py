@@ -29,7 +29,9 @@ from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, SER
 UID: Final = "rankscope-run-overview"
 
 ONCE: Final = "attach|warm_up"
-"""Regular expression for the values of the label `thread` of work that the monitor does only once, at its start."""
+"""Regular expression for values of the label `thread`.
+
+It matches work that the monitor does only once, at its start."""
 
 STATES: Final = {
     RunState.PENDING: "yellow",
@@ -315,8 +317,8 @@ def _sampling_interval() -> PanelBuilder:
 def _firings() -> str:
     """Return PromQL for the number of firings of each rank, rule and kind.
 
-    While a rank is alive, its own counter is the most recent one. After its end, only the service's counter remains.
-    The maximum of both counters counts each firing once.
+    A rank and the service each have such a counter. While the rank is alive, its counter is the more recent one; after
+    its end, only the counter of the service remains. The maximum of both counters counts each firing once.
     """
     both = f"{catalogue.ANOMALY_EVENTS.name}{RANKS} or {catalogue.ANOMALIES_INGESTED.name}{SERVICE_RANKS}"
     return f"max by (run, rank, rule, kind) ({both})"

@@ -116,8 +116,8 @@ def _history(settings: PrometheusSettings) -> dict[str, Any]:
 
     The entry applies only to selectors that contain the job of the ranks. Without this limit, a Prometheus would read
     from remote storage for all queries during the first hours after its start. Alert rules query every tensor at each
-    evaluation. They do not contain the job. Alerts therefore never wait for the store, and stored samples never make an
-    alert fire.
+    evaluation. Their selectors do not contain the job. Alerts therefore never wait for the store, and stored samples
+    never make an alert fire.
     """
     scheme = "http" if settings.tls is None else "https"
     return {

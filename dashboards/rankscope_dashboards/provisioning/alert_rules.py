@@ -103,7 +103,10 @@ def _query(expression: str) -> dict[str, Any]:
 
 
 def _above_zero() -> dict[str, Any]:
-    """Return the threshold condition that Grafana requires: above zero, as all values that our expressions return."""
+    """Return the threshold condition that Grafana requires: above zero.
+
+    All values that our expressions return are above zero.
+    """
     return {
         "refId": CONDITION,
         "datasourceUid": "__expr__",

@@ -72,10 +72,10 @@ class Store:
     def claim(self, shard: str = "0/1", *, owner: str) -> Writer:
         """Take over `shard`, and return the only writer that may append to it from now on.
 
-        A claim takes the shard from every older owner, which may have been killed. An older owner on another machine
-        stops at its next append. Raises ShardLockError, which names the owner, in two cases: a process on this machine
-        holds the shard's lock file, which the kernel releases when the process exits, or another claim is committed
-        concurrently. `owner` (host and pid) is the name that other services report.
+        A claim takes the shard from every older owner. An older owner that still runs on another machine gets an error
+        at its next append and stops. Raises ShardLockError, which names the owner, in two cases: a process on this
+        machine holds the shard's lock file, which the kernel releases when the process exits, or another claim is
+        committed concurrently. `owner` (host and pid) is the name that other services report.
         """
         match = _SHARD.fullmatch(shard)
         if not match or not int(match[1]) < int(match[2]):

@@ -156,14 +156,17 @@ class AnomalyRow:
 def runs(connection: Connection) -> pa.Table:
     """Return a table with one row per run, the latest first.
 
-    A run that is not registered is described by its rows only.
+    For a run that never registered, all values come from its stored rows.
     """
     with connection.pinned():
         return connection.query(_RUNS.format(tensor_runs=_tensor_runs(connection)))
 
 
 def _tensor_runs(connection: Connection) -> str:
-    """Return a query for name and last step of the runs in `tensor_stats`, mostly from statistics in the log."""
+    """Return a query for the name and the last step of each run in `tensor_stats`.
+
+    For files with rows of a single run, the query contains the values from the log; it reads only the other files.
+    """
     files = connection.files_table("tensor_stats").to_pylist()
     own, shared = set(), []
     for file in files:
@@ -179,7 +182,7 @@ def _tensor_runs(connection: Connection) -> str:
 def summary(connection: Connection, run: str) -> RunSummary:
     """Return the summary of `run`.
 
-    For a run that the store does not contain, the summary has no rows in any dataset.
+    For a run that the store does not contain, `rows` of the summary is empty.
     """
     with connection.pinned():
         return _summary(connection, run)

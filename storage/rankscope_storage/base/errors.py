@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""Pattern of the start of a URL. `Path` reduces the two slashes of a URL to one."""
+"""Pattern of the start of a URL. One slash is enough, because `Path` reduces the two slashes of a URL to one."""
 
 
 class StoreError(Exception):
@@ -47,7 +47,10 @@ class ConflictError(StoreError):
 
 
 class FilesGoneError(StoreError):
-    """Vacuum deleted files of the pinned version, which is older than the retention time of replaced files."""
+    """Vacuum has deleted files of the pinned version.
+
+    A file is deleted some hours after a newer version replaced it.
+    """
 
 
 class QueryError(StoreError):

@@ -30,8 +30,8 @@ _durable: set[Path] = set()  # folders with an entry in their parent that this p
 def make_folders(folder: Path, root: Path, sync: Sync) -> None:
     """Create `folder` and its missing parents below `root`, and fsync each parent, so that the path is durable.
 
-    A parent of a folder that already exists is fsynced too, once per process, because the process that created the
-    folder may have been killed before its fsync.
+    If a folder already exists, its parent is fsynced too, once per process: the process that created the folder may
+    have been killed before its fsync.
     """
     missing = []
     while folder != root and not (folder in _durable and folder.is_dir()):

@@ -29,10 +29,11 @@ PARTITION_COLUMNS: Final = ("dataset", "part")
 UNWRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "samples": ("attempt", "rank", "incarnation", "seq", "ordinal", "step", "micro_step", "vpp_stage")
 }
-"""Columns, by dataset, that are null in all rows of most files. A file contains them only if they have a value.
+"""Columns, by dataset, that are null in all rows of most files.
 
-Writing a null column costs 6 ns per row. For these eight columns, that is a fifteenth of the total cost of a sample.
-Delta readers, and the views of this package, read a column that is absent from a file as null."""
+A file contains such a column only if one of its rows has a value in it. Writing a null column costs 6 ns per row. For
+these eight columns, that is a fifteenth of the total cost of a row of `samples`. Delta readers, and the views of this
+package, read a column that is absent from a file as null."""
 
 
 @functools.cache
@@ -50,8 +51,8 @@ def dataset_schema(name: str) -> pa.Schema:
 def fingerprint(name: str, *, whole: bool = False) -> str:
     """Return eight hex digits that identify the column names and types of a file of dataset `name`.
 
-    By default, the file has no UNWRITTEN columns; with `whole`, it has them. The name of every file starts with its
-    fingerprint. A reader therefore finds in the log whether all files have the same columns.
+    By default, the result is for a file without the UNWRITTEN columns; with `whole`, for a file with them. The name of
+    every file starts with its fingerprint. A reader therefore finds in the log whether all files have the same columns.
     """
     unwritten = () if whole else UNWRITTEN.get(name, ())
     text = ";".join(f"{field.name}:{field.type}" for field in dataset_schema(name) if field.name not in unwritten)

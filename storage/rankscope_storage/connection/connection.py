@@ -1,9 +1,9 @@
 """A DuckDB connection to a store, whose views show the newest version in each query.
 
 Each query first refreshes the handle on the log. If the version has changed, the views get new lists of files. Files
-that a query provably does not need are omitted. A view or macro is created when a query first names it. Compaction may
-replace a file, and vacuum may delete it hours later, after the list was made. The query is then repeated once with a
-new list. A `Connection` belongs to one thread.
+that a query provably does not need are omitted. A view or macro is created when a query first names it. After a list
+was made, compaction may replace a file in it, and vacuum may delete this file hours later. A query that does not find a
+file is repeated once with a new list. A `Connection` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def connect(
 
     There is one view per dataset (`tensor_stats`, `scalars`, `events`, …). `runs`, `attempts` and `tensors` show the
     latest version of each row; `runs_history`, `attempts_history` and `tensors_history` show all versions.
-    `tensor_global` combines shards.
+    `tensor_global` combines the shards of each tensor.
     """
     root = local_folder(path)
     instance = acquire(root, locked=locked, single_threaded=single_threaded)
@@ -133,7 +133,10 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         return self._snapshot.paths(FileFilter(dataset, run, steps))
 
     def files_table(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> pa.Table:
-        """Return a table of the files that `files` returns, with part, rows, bytes, and ranges of run and step."""
+        """Return a table of the files that `files` returns.
+
+        The columns are the partition (`part`), the numbers of rows and bytes, and the ranges of run and step.
+        """
         self._refresh()
         return self._snapshot.of(FileFilter(dataset, run, steps))
 
@@ -145,10 +148,11 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         steps: tuple[int, int] | None = None,
         times: tuple[dt.datetime, dt.datetime] | None = None,
     ) -> str:
-        """Return an SQL expression for FROM that reads `dataset` only from files that can have rows of these ranges.
+        """Return an SQL expression for FROM that reads `dataset` only from files that can have the requested rows.
 
-        The expression is faster than the view if there are many files, because DuckDB opens the footers of all files of
-        a view. The statement still needs conditions in its WHERE clause, because the files also contain other rows.
+        These are the rows of `run` within the closed ranges `steps` and `times`; None does not restrict the rows. The
+        expression is faster than the view if there are many files, because DuckDB opens the footers of all files of a
+        view. The statement still needs conditions in its WHERE clause, because the files also contain other rows.
         """
         self._refresh()
         return f"({files_select(dataset, self._snapshot.paths(FileFilter(dataset, run, steps, times)))})"
@@ -164,7 +168,10 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[Self]:
-        """Make all queries in the context read the version that is newest at its start. Cheaper than `snapshot`."""
+        """Make all queries in the context read the version that is newest at its start.
+
+        This is cheaper than `snapshot`.
+        """
         self._refresh()
         pinned, self._pinned = self._pinned, True
         try:

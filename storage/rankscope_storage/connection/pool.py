@@ -34,20 +34,23 @@ RAW: Final = "rankscope_raw."
 DEFINITIONS: Final[Mapping[str, Definition]] = definitions(prefix=RAW)
 """Public views and macros by name, with definitions that are correct for any files and any statement."""
 WITHOUT_FILES: Final = {name: empty_view(name) for name in ROLLUPS.values()}
-"""Statements of views for datasets without files; planning aggregates over no files took 30 ms."""
+"""Statements of empty views, for rollup datasets without files.
+
+The general views took 30 ms to plan, without a file to read."""
 
 IDLE: Final = 4
 """Largest number of unused instances, over all stores. Above it, the instance that was unused for longest is closed."""
 FOOTERS: Final = 250
-"""Number of cached footers of deleted files above which an instance is replaced, plus a quarter of the existing files.
+"""Constant term of the limit above which an instance is replaced.
 
-DuckDB never drops a footer, and one footer takes 20 to 400 kB. With thousands of footers, the memory of a service with
-a status page grew by 140 MB per hour."""
+The limit applies to the number of cached footers of deleted files. The limit is this term plus a quarter of the number
+of existing files. DuckDB never drops a footer, and one footer takes 20 to 400 kB. With thousands of footers, the memory
+of a service with a status page grew by 140 MB per hour."""
 
 
 @dataclass(slots=True, eq=False)
 class DuckDBInstance:
-    """One instance of DuckDB, and the state of its views and of the facts for them."""
+    """One instance of DuckDB, the state of its views, and the facts about files on which the views rely."""
 
     root: Path
     locked: bool
@@ -58,14 +61,14 @@ class DuckDBInstance:
     defined: dict[str, str] = field(default_factory=dict)
     """By view or macro: the statement that created the view or macro in this instance."""
     parsed: dict[str, tuple[ViewReference, ...] | None] = field(default_factory=dict)
-    """By statement: its references to views; None if the statement is not understood."""
+    """By statement: its references to views; None if the statement could not be analysed."""
     footers: set[str] = field(default_factory=set)
     footers_checked: int = 0
     """Number of cached footers when footers of deleted files were last counted."""
     facts: dict[str, tuple[object, Any]] = field(default_factory=dict)
     """By view or macro: the files and runs for which facts were computed, and these facts.
 
-    Its definition relies on them."""
+    The definition of the view or macro relies on these facts."""
     skips_file_validation: bool = False
     """True if DuckDB assumes that a file never changes after it was opened, which is correct for files of a store."""
     log: Log | None = None
@@ -106,7 +109,7 @@ def is_full(instance: DuckDBInstance) -> bool:
 
 
 def replacement(instance: DuckDBInstance) -> DuckDBInstance:
-    """Return another instance that replaces `instance`. DuckDB frees the old instance with its last result."""
+    """Return another instance that replaces `instance`. DuckDB frees the old instance when its last result is freed."""
     fresh = acquire(instance.root, locked=instance.locked, single_threaded=instance.single_threaded)
     fresh.log, fresh.snapshot, fresh.stamp = instance.log, instance.snapshot, instance.stamp
     return fresh
@@ -120,7 +123,7 @@ def cache_log(instance: DuckDBInstance, log: Log) -> Snapshot:
 
 
 def cached_log(instance: DuckDBInstance) -> Log | None:
-    """Return the log handle that `instance` caches; None without a handle, or if its table was deleted since."""
+    """Return the log handle that `instance` caches; None if it caches no handle, or if the table was deleted since."""
     log = instance.log
     return log if log is not None and instance.stamp is not None and _stamp(log) == instance.stamp else None
 
@@ -128,7 +131,7 @@ def cached_log(instance: DuckDBInstance) -> Log | None:
 def skip_file_validation(instance: DuckDBInstance, *, skip: bool) -> None:
     """Set whether DuckDB trusts cached footers.
 
-    This is correct for files of a store, which never change; other files may.
+    This is correct for files of a store, which never change. Other files may change.
     """
     if skip != instance.skips_file_validation and not instance.locked:
         instance.database.execute(f"SET GLOBAL validate_external_file_cache = '{_VALIDATION[skip]}'")
@@ -166,9 +169,9 @@ def _columns(schema: pa.Schema, *, prefix: str = "") -> str:
 
 
 def _stamp(log: Log) -> tuple[int, ...] | None:
-    """Return values that distinguish the table of `log` from a later table at the same path; None if it was deleted.
+    """Return values that distinguish the table of `log` from a later table at the same path.
 
-    They are the version and the file attributes of the newest log entry.
+    The values are the version and the file attributes of the newest log entry. Returns None if the table was deleted.
     """
     try:
         status = entry(log.root, log.version).stat()

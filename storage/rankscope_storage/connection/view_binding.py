@@ -80,7 +80,7 @@ class BoundViews:
         self._define([name for name in DEFINITIONS if name in needed], None, snapshot)
 
     def _references(self, query: str) -> tuple[ViewReference, ...] | None:
-        """Return the references of `query` to views and macros; None if it may also read something else."""
+        """Return the references of `query` to views and macros; None if `query` may read anything else."""
         parsed = self.instance.parsed
         if query not in parsed:
             if len(parsed) >= _MOST_PARSED:
@@ -128,9 +128,9 @@ class BoundViews:
         return self.instance.facts.get(name, (None, None))[1]
 
     def _find_newest_steps(self, wanted: Sequence[RowRanges], snapshot: Snapshot) -> list[RowRanges]:
-        """Fill the table of newest steps, and return the ranges of the rows of these steps.
+        """Fill the table with the newest step of each rank and kind, and return the ranges of the rows of these steps.
 
-        Also store the fact for `tensor_latest`: whether no rank measured such a step twice.
+        Store in addition a fact for the view `tensor_latest`: whether no rank measured one of these steps twice.
         """
         files = self._files("tensor_stats", wanted, snapshot)
         newest = file_facts.newest_steps(files, self._table)
@@ -171,7 +171,10 @@ class BoundViews:
                 self.instance.defined[name] = statement
 
     def _statement(self, name: str, snapshot: Snapshot, *, is_analysed: bool) -> str:
-        """Return the cheapest statement that creates the view or macro `name` and is correct for its files."""
+        """Return the cheapest statement that creates the view or macro `name`.
+
+        It must be correct for the files that the view reads.
+        """
         if name in WITHOUT_FILES and not self.files[name]:
             return WITHOUT_FILES[name]
         general = DEFINITIONS[name].statement
@@ -192,7 +195,7 @@ class BoundViews:
     def _show(self, dataset: str, wanted: Sequence[RowRanges] | None, snapshot: Snapshot) -> None:
         """Make the view of raw rows of `dataset` read the files that can contain the rows `wanted`.
 
-        None is all files.
+        If `wanted` is None, the view reads all files.
         """
         if snapshot.within(dataset, wanted) == self.files.get(dataset):
             return

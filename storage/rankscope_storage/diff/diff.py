@@ -1,7 +1,8 @@
-"""Comparison of two runs, or of two ranks of one run: the differences per step, and in causal order at the first one.
+"""Comparison of two runs, or of two ranks of one run.
 
-Steps are compared in ranges of limited size, so that the memory does not depend on the size of the store. Both sides
-are read through one connection and from one version of the store.
+The result has the number of differences at each step, and a list of all differences at the first different step, in
+causal order. Steps are compared in ranges of limited size, so that the memory does not depend on the size of the store.
+Both sides are read through one connection and from one version of the store.
 """
 
 from __future__ import annotations
@@ -62,9 +63,10 @@ class Point:
     a: float | int | None
     b: float | int | None
     scale: float | None = None
-    """Scale of the relative difference, which only two means have, if known.
+    """Smallest scale of the relative difference.
 
-    For other numbers it is the larger magnitude."""
+    It is None for numbers other than means, and if it is not known. The scale is then the larger magnitude of `a` and
+    `b`."""
 
     @property
     def relative(self) -> float | None:

@@ -1,4 +1,4 @@
-"""SQL for the two sides of a comparison: one row per quantity and step, from the last attempt of the step."""
+"""SQL for the two sides of a comparison: one row per quantity and step, from the last attempt that ran the step."""
 
 from __future__ import annotations
 

@@ -186,8 +186,8 @@ def _options(dataset: str, constant: Sequence[str]) -> dict[str, Any]:
 def counted_columns(dataset: str) -> tuple[str, ...]:
     """Return the columns whose minimum and maximum may be stored in the footer: all columns except floats.
 
-    The range of a float column ignores NaN, but DuckDB relies on it: for a range of finite numbers, `WHERE
-    isnan(value)` would find nothing.
+    The stored range of a float column would ignore NaN, but DuckDB relies on stored ranges: for a range of finite
+    numbers, `WHERE isnan(value)` would find nothing.
     """
     return tuple(name for name, type_ in _leaves(dataset) if not pa.types.is_floating(type_))
 

@@ -97,8 +97,7 @@ def write_file(
 def open_file(path: Path, dataset: str, *, plain: Collection[str] = ()) -> pq.ParquetFile:
     """Return the Parquet file at `path`; text columns, except those in `plain`, are read as dictionaries.
 
-    The file has only the columns with which it was written. An older schema had fewer columns; `conform` adds the
-    others.
+    The result has only the columns of the file. A file with an older schema lacks newer columns; `conform` adds them.
     """
     metadata = pq.read_metadata(path)
     texts = {field.name for field in dataset_schema(dataset) if field.type == pa.string()}

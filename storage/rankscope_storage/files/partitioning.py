@@ -1,7 +1,7 @@
 """Assign rows to partitions and generate the names of data files. This module does no I/O.
 
-The partition `part` is a hint for people and for the selection of files. The columns, and the statistics in the log,
-are authoritative.
+The partition `part` is a hint for people and for the selection of files. Only the columns of the rows, and the
+statistics in the log, determine which rows a file contains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rankscope_storage.base.schema import fingerprint
 from rankscope_storage.files.sorting import dictionary_encoded, one_chunk
 
 OWN_PART_ROWS: Final = 100_000
-"""If a run has at least this many rows of a dataset in one flush, these rows get a separate part."""
+"""If a run has at least this many rows of a dataset in one flush, these rows get a separate part (partition)."""
 
 SHARED_PREFIX: Final = "_shared-"
 
@@ -38,7 +38,7 @@ _ROUNDED_FILE: Final = re.compile(r"-m(\d+)\.parquet$")
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The part of each row of a table: `codes` has one index into `names` per row."""
+    """The part (partition) of each row of a table: `codes` has one index into `names` per row."""
 
     names: Sequence[str]
     codes: npt.NDArray[np.integer]

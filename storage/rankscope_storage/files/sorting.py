@@ -46,7 +46,7 @@ def sort_order(table: pa.Table, keys: Sequence[str], *, together: Collection[str
     For the keys in `together`, equal values are adjacent, but the values can be in any order.
 
     The keys and the row number, in its low bits, are packed into one integer per row, so that one integer sort is
-    enough. If they need more than 63 bits, the slower general sort is used.
+    enough. If keys and row number need more than 63 bits, the slower general sort is used.
     """
     keyed = ((one_chunk(table.column(key)), key in together) for key in keys)
     columns = [_ordinals(column, by_code=by_code) for column, by_code in keyed if not is_constant(column)]

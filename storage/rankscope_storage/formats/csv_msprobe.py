@@ -1,9 +1,9 @@
 """Export as CSV files in msprobe's layout, for msprobe's scripts and for scripts that read msprobe's files.
 
 There is one folder for each rank of each attempt. Its name consists of the start time of the attempt and a hash that is
-always the same, so that a second export of a run continues the folders of the first. With the option `append_output`,
-existing folders are continued instead, and the rows of a step come from the latest attempt of this step. A name that a
-spreadsheet would read as a formula starts with an apostrophe.
+the same in every export, so that a second export of a run continues the folders of the first. With the option
+`append_output`, existing folders are continued instead, and the rows of a step come from the latest attempt of this
+step. A name that a spreadsheet would read as a formula starts with an apostrophe.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ def _families(dataset: str) -> dict[str, frozenset[str]]:
 
 
 def _write_all(selection: Selection, listed: Sequence[Stream], progress: Progress) -> Iterator[Written]:
-    """Write the folders of all streams and yield their results.
+    """Write the folder of each stream (the rows of one rank in one folder), and yield the results.
 
-    `progress` receives numbers of streams, because streams have about equal sizes.
+    `progress` receives numbers of streams instead of rows, because all streams have about the same number of rows.
     """
     processes = min(selection.options.process_num, len(listed))
     if processes == 1:

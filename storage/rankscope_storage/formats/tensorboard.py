@@ -83,7 +83,7 @@ class TensorBoard:
 def write_stream(selection: Selection, stream: Stream, folder: Path) -> Iterator[tuple[int, dict[str, int]]]:
     """Write one event file.
 
-    Yield the number of rows of each written part, and at the end the omitted rows by reason.
+    After each range of steps, yield the number of its rows; at the end, the omitted rows by reason.
     """
     from rankscope_storage.tensorboard.events import EventFile  # noqa: PLC0415 - needs the extra
 

@@ -33,7 +33,7 @@ class Checkpointer:
     def after_commit(self, version: int) -> None:
         """Start writing a checkpoint in a thread if CHECKPOINT_COMMITS commits were made since the last one.
 
-        `version` is the newest version. After a failure, the next attempt follows after as many commits.
+        `version` is the newest version. After a failure, the next attempt is made CHECKPOINT_COMMITS commits later.
         """
         if version - self._newest < CHECKPOINT_COMMITS or (self._thread is not None and self._thread.is_alive()):
             return

@@ -206,7 +206,10 @@ class Log:
         return None
 
     def fsync_to_version(self) -> None:
-        """Make the handle's version durable, which is needed before its rows are acknowledged; see `make_durable`."""
+        """Make the version of the handle durable.
+
+        Call it before rows of this version are acknowledged; see `make_durable`.
+        """
         if self._synced < self.version:
             self.make_durable()
 
@@ -259,7 +262,7 @@ class Log:
         """Fsync the log entries and the log folder of the store at `root`; return the newest version.
 
         Entries of other processes are fsynced too. A writer that was killed before its fsync leaves an entry that
-        readers see but that a power failure can erase. Its loss would invalidate all later commits.
+        readers see but that a power failure can erase. The loss of this entry would invalidate all later commits.
         """
         try:
             # Reading the folder is 5 ms cheaper than refreshing the handle, and finds new entries of other processes.
@@ -291,7 +294,8 @@ class Log:
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint if CHECKPOINT_COMMITS commits were made since the last one.
 
-        Jobs with many commits call this method, because they may run while no writer appends and writes checkpoints.
+        Jobs with many commits call this method, because a job may run while no writer appends and therefore no writer
+        writes checkpoints.
         """
         if self.version - newest_checkpoint(self.root) >= CHECKPOINT_COMMITS:
             self.checkpoint()
@@ -299,7 +303,8 @@ class Log:
     def clean_up(self) -> None:
         """Delete log entries and checkpoints that a newer checkpoint replaces and that are above the retention age.
 
-        Call it only after `checkpoint`: a deleted file must not be needed after a power failure.
+        Call it only after `checkpoint`, which makes the newer checkpoint durable: a deleted file must not be needed
+        after a power failure.
         """
         with _delta_errors(self.root):
             self._table.cleanup_metadata()

@@ -58,12 +58,12 @@ def read_entry(path: Path) -> Entry | None:
 
 
 def watermark_transaction(incarnation: str) -> str:
-    """Return the name of the transaction that stores the watermark of `incarnation`."""
+    """Return the name of the transaction for the watermark (last stored record number) of the process `incarnation`."""
     return f"{_WATERMARK}{incarnation}"
 
 
 def watermarks_of(transactions: Mapping[str, int]) -> dict[str, int]:
-    """Return the watermark of each incarnation, from the transactions that store watermarks."""
+    """Return the watermark of each incarnation (exporter process), from the transactions that store watermarks."""
     return {name.removeprefix(_WATERMARK): seq for name, seq in transactions.items() if name.startswith(_WATERMARK)}
 
 
@@ -80,7 +80,7 @@ def is_cut(text: bytes) -> bool:
 def has_entries(root: Path) -> bool:
     """Return whether a table exists at `root`: its log has an entry or a checkpoint.
 
-    A folder without an entry remains if a full disk interrupted the creation of the table.
+    A log folder without an entry is no table: it remains if a full disk interrupted the creation of the table.
     """
     return any((root / LOG_FOLDER).glob("*.json")) or any((root / LOG_FOLDER).glob("*.parquet"))
 
@@ -143,7 +143,7 @@ def torn_entries(root: Path) -> list[Path]:
 def empty_entries(root: Path) -> list[Path]:
     """Return the empty entry files after the newest checkpoint.
 
-    An entry file is empty if power failed before its content was written.
+    Power may have failed before the content of such a file was written. For delta-rs, it is a commit without actions.
     """
     return [entry for entry in _entries_after_checkpoint(root) if not entry.stat().st_size]
 

@@ -68,7 +68,7 @@ def _holder(descriptor: int) -> str:
 
 
 class ShardLock:
-    """An advisory lock on `_shards/<shard>.lock`, which the kernel releases when its process exits, also by kill -9.
+    """An advisory lock on `_shards/<shard>.lock`, which the kernel releases when the owner exits, even after kill -9.
 
     The lock only proves that an owner is running on this machine. It proves nothing between machines, or on file
     systems without locks (some network mounts). In these cases, only the transaction numbers in the log decide which

@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 _ALL: Final = (-math.inf, math.inf)
 LOG_TIME_STEP: Final = dt.timedelta(milliseconds=1)
-"""Resolution of times in the Delta log, which are rounded down: the last row of a file can be later by this much."""
+"""Resolution of times in the Delta log, which are rounded down.
+
+The last row of a file can be later than the stored maximum by this much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,10 @@ class FileFilter:
 
 @dataclass(frozen=True, slots=True)
 class RowRanges:
-    """Selects rows of `runs` (None: all runs) whose attempt and step, if they are not null, are in closed ranges."""
+    """Selects rows of `runs` (None: all runs) in the closed ranges `attempts` and `steps`.
+
+    A null attempt or step is in every range.
+    """
 
     runs: frozenset[str] | None = None
     attempts: tuple[float, float] = _ALL
@@ -131,10 +136,10 @@ class Snapshot:
         return self._absolute(self.of(wanted))
 
     def within(self, dataset: str, wanted: Sequence[RowRanges] | None) -> list[str]:
-        """Return the absolute paths of files that can contain rows of `dataset` in one of the ranges.
+        """Return the absolute paths of files that can contain rows of `dataset` in one of the ranges `wanted`.
 
-        None instead of a list of ranges selects all files. If no file can contain such rows, one file of the dataset is
-        returned, because DuckDB takes the columns of a view from a file.
+        If `wanted` is None, all files of the dataset are returned. If no file can contain such rows, one file of the
+        dataset is returned, because DuckDB takes the columns of a view from a file.
         """
         every, rows = self._files_of(dataset)
         if wanted is None:

@@ -46,7 +46,7 @@ FROM (
   GROUP BY incarnation, seq HAVING fold > 1)
 """
 _OF_THE_STORE: Final = {"run", "attempt", "rank", "incarnation", "seq", "ordinal", "ts", "ts_origin"}
-"""Columns in which two copies of a row may differ: those that a rename of the run, or a second storage, changes."""
+"""Columns in which two copies of a row may differ. They change if the run is renamed or if a row is stored again."""
 _IMPOSSIBLE: Final = f"""\
 SELECT count(*) AS rows FROM {{rollups}}
 WHERE rows < 1 OR first_ts > ts OR first_step < step OR last_step < first_step OR last_step - step >= {BUCKET_STEPS}

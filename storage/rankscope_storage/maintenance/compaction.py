@@ -1,9 +1,9 @@
 """Merge small files into a few files with adjacent step ranges.
 
-Every file costs a query 0.15 ms. `compaction_plan` therefore selects small files of one part and attempt. They are
-merged in step order and divided at step boundaries, so that no two files of one merge share a step of an attempt. Rows
-after the last step of the slowest live rank are written to a separate file. It is merged later with the rows that this
-rank still sends. Rows that arrive late also remain separate until another merge is worthwhile.
+Every file costs a query 0.15 ms. `compaction_plan` therefore selects small files of one part (partition) and attempt.
+They are merged in step order and divided at step boundaries, so that no two files of one merge share a step of an
+attempt. Rows after the last step of the slowest live rank are written to a separate file. It is merged later with the
+rows that this rank still sends. Rows that arrive late also remain separate until another merge is worthwhile.
 
 The shared parts of past days are merged with each other, and a run that has grown is moved to a separate part. The log
 permits one compaction at a time to commit. A compaction whose commit is refused deletes its files. A compaction that is
@@ -37,9 +37,9 @@ from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.compaction_plan import SILENCE, Merge, plan
 
 MOVED_ROWS: Final = 10_000
-"""Number of rows with which a run that has a separate part is moved there from a shared part.
+"""Smallest number of rows of a run that a merge moves from a shared part to the separate part of the run.
 
-Fewer rows are not worth a file."""
+The limit applies to runs that have a separate part already. Fewer rows are not worth a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def _rewrite(root: Path, merge: Merge, sync: Sync, now: dt.datetime) -> list[Dat
 
 
 def split_by_part(table: pa.Table, merge: Merge) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the part and the rows of each run that is too large for a shared part, then those of all other runs."""
+    """Yield part and rows of each run that is too large for a shared part, then the part and rows of all other runs."""
     if not merge.part.startswith(SHARED_PREFIX) or merge.dataset == "samples":
         yield merge.part, table
         return

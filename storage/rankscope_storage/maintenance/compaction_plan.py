@@ -38,7 +38,9 @@ ROLLUP_WEIGHT: Final = 4
 PAST_FILES: Final = 3
 """Number of small files in the shared parts of all past days above which they are merged."""
 SLOW: Final = dt.timedelta(hours=1)
-"""If a file took longer than this to fill, few rows arrive, and there is time to write each row once more."""
+"""Files that took longer than this to fill are merged again.
+
+Rows then arrive so slowly that there is time to write each row once more."""
 LAST_STEP_ROWS: Final = 1_000
 """Number of rows per step above which the last file is not merged again.
 
@@ -51,8 +53,8 @@ SILENCE: Final = dt.timedelta(minutes=10)
 class Merge:
     """Files of one part, or of the shared parts of several days, that a compaction replaces by one file or a few.
 
-    `own_parts` are the names of the separate parts of runs in this dataset. `closed` means that no more rows of these
-    steps are expected. `rows` is the number of rows of each new file, as far as step boundaries permit.
+    `own_parts` are the names of those parts of the dataset that have rows of only one run. `closed` means that no more
+    rows of these steps are expected. `rows` is the number of rows of each new file, as far as step boundaries permit.
     """
 
     dataset: str

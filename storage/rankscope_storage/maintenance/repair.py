@@ -1,7 +1,7 @@
 """Repair a damaged store: make it readable again, and report the lost rows.
 
-Damaged files are moved to `_damaged/`. Files that no version needs, which killed processes leave, are deleted above a
-certain age. During a repair, the locks of all shards are held, so that no service on this machine writes.
+Damaged files are moved to `_damaged/`. Files that no version needs, which killed processes leave, are deleted if they
+are old enough. During a repair, the locks of all shards are held, so that no service on this machine writes.
 """
 
 from __future__ import annotations

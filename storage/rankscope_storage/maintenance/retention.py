@@ -1,8 +1,8 @@
 """Retention: raw rows are kept for some days, rollups for more days. Events and dimensions are kept forever.
 
-Each job ends in one commit that conflicts with all other rewrites. Either files of raw rows are removed and files of
-rollups added, or nothing changes. A process that is killed before the commit has changed nothing, and the next call
-continues with the remaining jobs.
+The work is divided into jobs. Each job ends in one commit that conflicts with all other rewrites. Either files of raw
+rows are removed and files of rollups added, or nothing changes. A process that is killed before the commit has changed
+nothing, and the next call continues with the remaining jobs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RetentionReport:
 
     Rows that remain of divided files are not counted as removed. A dry run does not read these files and counts all
     their rows. `left` is the number of jobs that were not started. `refused` is the number of jobs with files that
-    another process replaced. `failed` has the reasons of all other failed jobs, such as an unreadable file.
+    another process replaced. `failed` has a reason for each other job that failed, such as an unreadable file.
     """
 
     files: int = 0

@@ -1,7 +1,8 @@
 """Select files with rows that are too old, and the action for each file. This module uses only statistics of the log.
 
 A file is not rolled up before its last bucket is complete, so that few buckets have several rollup rows. A file with
-old and newer rows is divided when enough of its rows are too old. Both wait at most for the `slack` of the limit.
+old and newer rows is divided when enough of its rows are too old. For these two reasons, rows are kept for at most the
+`slack` of the limit longer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WORK_ROWS: Final = 50_000_000
 """Largest number of rows that one commit rolls up. This takes half a minute, for which a stopping service may wait."""
 
 _BY_DAY: Final = frozenset({"samples"})
-"""Datasets in which no file has rows of two days."""
+"""Datasets in which no file has rows of more than one day."""
 
 
 File = Mapping[str, Any]
@@ -86,7 +87,7 @@ def _rolling(group: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
 def _in_part(action: RetentionAction, files: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
     """Yield the jobs for files with both old and newer rows.
 
-    If a run has few rows, compaction merges the rows of many days into one file.
+    Compaction creates such files: if a run has few rows, it merges the rows of many days into one file.
     """
     for file in files:
         if not _is_old(file, limit) and file["ts_min"] is not None and file["ts_min"] < limit.before - limit.slack:

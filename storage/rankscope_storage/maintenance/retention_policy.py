@@ -20,7 +20,10 @@ _LONGEST_SLACK: Final = dt.timedelta(days=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Limit for the age of rows: rows measured before `before` are too old, but some are kept for `slack` longer."""
+    """Limit for the age of rows: rows measured before `before` are too old.
+
+    A job may keep some of them for `slack` longer.
+    """
 
     before: dt.datetime
     slack: dt.timedelta

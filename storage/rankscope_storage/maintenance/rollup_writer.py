@@ -40,8 +40,8 @@ MEMORY_LIMIT: Final = "1GiB"
 PIECE_ROWS: Final = 250_000
 """Number of rollup rows of one file.
 
-A row takes about 300 bytes of memory during aggregation, and the same again during sorting. Compaction does not merge
-files of this size."""
+A row takes about 300 bytes of memory during aggregation, and another 300 bytes during sorting. Compaction does not
+merge files of this size."""
 
 SLICE_ROWS: Final = 2_500_000
 """Number of rows that are aggregated together.
@@ -138,7 +138,7 @@ def _first_names(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[str, 
 def _cheapest(database: duckdb.DuckDBPyConnection, dataset: str, source: str) -> str:
     """Return the rollup query for `source` that uses facts about its rows.
 
-    Finding them takes a tenth of the query's time.
+    Finding these facts takes a tenth of the time of the rollup query.
     """
     facts = database.sql(facts_query(dataset, source))
     [row] = facts.fetchall()

@@ -25,7 +25,9 @@ SAMPLES_PER_ROW: Final = {
     "tensor_rollups": 3 * _VALUES + _COUNTS,
     "scalar_rollups": 3,
 }
-"""Measured numbers per row of a dataset: the default statistics without the number of elements. Others have one."""
+"""Measured numbers per row, by dataset: the default statistics without the number of elements.
+
+Datasets that are not listed have one measured number per row."""
 
 TIERS: Final = {
     **dict.fromkeys((*RAW, "scalars", "samples"), "raw"),
@@ -45,7 +47,7 @@ _FIGURES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """Statistics of the whole store. `groups` has a row for each dataset, part, run or tier."""
+    """Statistics of the whole store. `groups` has a row for each dataset, partition (part), run or tier."""
 
     version: int
     files: int

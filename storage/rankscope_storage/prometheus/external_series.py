@@ -24,7 +24,9 @@ from rankscope_storage.prometheus.query import SeriesQuery
 from rankscope_storage.prometheus.series import ResultLimit, Series, gathered, labelled, split_series
 
 MATCH_BATCH_ROWS: Final = 10_000
-"""Number of series to which the matchers are applied together; at most this number is read beyond the limit."""
+"""Number of series to which the matchers are applied together.
+
+At most this number of series is read beyond the limit of the request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,9 @@ EXPORT_INFO: Final = f"{EXPORT}_info"
 """Metric that marks exported data: its samples are all rows of the store, not only those that Prometheus scraped."""
 
 NULL: Final = "none"
-"""Value of a label for a null in the store, if the absence of the label means that the column has its usual value."""
+"""Value of a label for a null in the store.
+
+It is used for labels whose absence means that the column has its usual value."""
 
 VALUE_OPS_SHOWN: Final = (*VALUE_OPS, *COUNT_OPS)
 BASELINE_SUFFIX: Final = "_baseline"
@@ -107,7 +109,7 @@ def is_countable(value: float) -> bool:
 
 
 def _split(shown: str) -> tuple[str, str | None]:
-    """Return the name and the labels, as JSON text, of a shown scalar such as `loss{"split":"test"}`."""
+    """Return the name and the labels, as JSON text, of a scalar in the form `loss{"split":"test"}`."""
     start = shown.find("{")
     text = shown[start:] if start >= 0 else ""
     return (shown[:start], text) if _text_labels(text or None) else (shown, None)

@@ -31,7 +31,7 @@ IDENTITY: Final[Mapping[str, str]] = {
 class SeriesQuery:
     """One query of remote read over a closed interval in ms.
 
-    With `series_alone`, the answer needs only the last sample of each series.
+    With `series_alone`, the response needs only the last sample of each series.
     """
 
     matchers: tuple[Matcher, ...]
@@ -49,9 +49,9 @@ class SeriesQuery:
         return all(matcher.matches(labels.get(matcher.name, "")) for matcher in judged)
 
     def without(self, labels: Mapping[str, str]) -> SeriesQuery | None:
-        """Return the query without the matchers of `labels`, which have constant values.
+        """Return the query without the matchers of `labels`, a mapping from labels to constant values.
 
-        Returns None if one of these matchers does not match its label.
+        Returns None if one of these matchers does not match the value of its label.
         """
         if not all(self.fits(name, text) for name, text in labels.items()):
             return None
@@ -71,7 +71,7 @@ class SeriesQuery:
     def source(self, connection: Connection, dataset: str, *, of_ranks: bool = True) -> str:
         """Return the FROM clause for raw rows and rollups of `dataset`, from the files that can contain matching rows.
 
-        Set `of_ranks` for rows that ranks sent: only there, the column `run` has the value of the label `run`.
+        Set `of_ranks` for rows that ranks sent: only in these rows, the column `run` has the value of the label `run`.
         """
         runs = self._runs() if of_ranks else None
         run = runs[0] if runs is not None and len(runs) == 1 else None

@@ -24,7 +24,9 @@ from rankscope_storage.prometheus.rank_series import RankSeries
 from rankscope_storage.prometheus.series import ResultLimit, Series, labelled, merge_series
 
 MEMORY_BYTES: Final = 1 << 30
-"""Memory limit of DuckDB for a query, in bytes, if the allowed samples need less."""
+"""Smallest memory limit of DuckDB for a query, in bytes.
+
+It applies if the limit computed from the allowed samples is lower."""
 
 SAMPLE_BYTES: Final = 256
 """Memory limit of DuckDB per allowed sample, in bytes. Five million samples needed 100 to 200 bytes each."""
@@ -42,7 +44,7 @@ class CancelToken:
 
     @property
     def is_cancelled(self) -> bool:
-        """True after a call of `end`."""
+        """True if the request was cancelled by a call of `end`."""
         return self._reason is not None
 
     def end(self, reason: str) -> None:

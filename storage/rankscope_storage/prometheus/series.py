@@ -37,7 +37,7 @@ class ResultLimit:
     _given: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Store the original limits for error messages."""
+        """Store the original limits, which error messages contain."""
         self._given = (self.series, self.samples)
 
     def take_samples(self, count: int) -> None:

@@ -47,7 +47,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A comparison of `column` with `terms`. Several terms have the comparison =: one of them must be equal."""
+    """A comparison of `column` with `terms`.
+
+    With several terms, `comparison` is =, and the column must equal one of them.
+    """
 
     column: str
     comparison: str

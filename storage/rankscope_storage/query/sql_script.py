@@ -1,4 +1,6 @@
-"""Write `rankscope.sql`: the views of a store for the `duckdb` program, which needs no extension for the Delta log.
+"""Write `rankscope.sql`: a script with which the `duckdb` program creates the views of a store.
+
+The program needs no extension for the Delta log:
 
     duckdb -init <store>/rankscope.sql
 

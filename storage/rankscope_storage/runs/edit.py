@@ -43,9 +43,9 @@ RowChange = Callable[[pa.Table], pa.Table | None]
 class Rewrite:
     """A change of the rows of `run`.
 
-    `rows` returns the function that changes rows, for a version of the store, or raises StoreError. `part` is the new
-    part of files that contain only this run. With `forgets`, the watermarks of the run's processes are reset, so that
-    the same rows can be stored again.
+    `rows` gets a version of the store; it returns the function that changes rows, or raises StoreError. `part` is the
+    new part of files that contain only this run. With `forgets`, the watermarks of the run's processes are reset, so
+    that the same rows can be stored again.
     """
 
     run: str
@@ -71,8 +71,8 @@ class RewriteReport:
 def apply_rewrite(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
     """Commit `rewrite`, and retry if a compaction commits first. Raises ConflictError after several refusals.
 
-    A service may append rows of the run meanwhile, from the records that its last ranks still have. They are changed
-    too.
+    A service may append rows of the run meanwhile, from the records that its last ranks still have. These rows are
+    changed too.
     """
     log = Log.open(root, sync)
     change: RowChange | None = None
@@ -193,7 +193,7 @@ def rename(root: Path, run: str, name: str, sync: Sync) -> RewriteReport:
 
 
 def merge(root: Path, run: str, into: str, sync: Sync) -> RewriteReport:
-    """Join `run` to the run `into`: all its rows get this name, and its attempts are numbered after those of `into`."""
+    """Join `run` to the run `into`: all rows of `run` get the name `into`, and its attempts follow those of `into`."""
     if run == into:
         raise StoreError(f"run {run!r} cannot be joined to itself: name two different runs")
 
@@ -211,7 +211,7 @@ def merge(root: Path, run: str, into: str, sync: Sync) -> RewriteReport:
 def _without_services(root: Path, *runs: str) -> Iterator[None]:
     """Hold the locks of all shards in the context if any of `runs` is still live according to the store.
 
-    Raises ShardLockError if a service is running, because rows that it appends would keep the old name.
+    Raises ShardLockError if a service is running, because rows that the service appends would keep the old name.
     """
     with connect(root) as connection:
         states = connection.query("SELECT run, state FROM runs WHERE list_contains($runs, run)", {"runs": list(runs)})

@@ -74,8 +74,9 @@ _ROLLED_BUCKETS: Final = f"""\
 def _raw_buckets(number: str) -> str:
     """Return the query that aggregates raw rows to buckets.
 
-    The query has two halves. The first reads runs with one attempt. The second reads runs with several attempts, and
-    its join removes superseded steps. DuckDB reads no rows for the half that does not apply to the run.
+    The query has two halves. The first half reads the run if it has one attempt. The second half reads the run if it
+    has several attempts, and its join removes superseded steps (steps that a later attempt repeated). DuckDB reads no
+    rows for the half that does not apply to the run.
     """
     one = _BUCKETS.format(number=number, rows=_ONE_ATTEMPT, chosen=f"{_CHOSEN} AND attempts = 1")
     return f"{one}\n  UNION ALL\n{_BUCKETS.format(number=number, rows=_SEVERAL_ATTEMPTS, chosen=_CHOSEN)}"
@@ -119,7 +120,7 @@ GROUP BY ALL ORDER BY step
 SCALAR_CURVE: Final = scalar_curve()
 """Macro that divides the steps of a scalar into buckets of equal length, beginning at the first step.
 
-A bucket has the mean and the range over all steps, ranks and micro-batches of attempts, without superseded steps. A
+A bucket has the mean and the range over all steps, ranks and micro-batches of all attempts, without superseded steps. A
 value that one rank logged several times for a step counts each time. NaN in a bucket appears in `mean` and `highest`. A
 rollup row belongs to the bucket of its first step, and counts only if none of its steps is superseded."""
 

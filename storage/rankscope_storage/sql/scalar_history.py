@@ -1,4 +1,7 @@
-"""SQL text of views of scalars over all attempts of a run; they continue step numbers and mark superseded steps."""
+"""SQL text of views of scalars over all attempts of a run; they continue step numbers and mark superseded steps.
+
+A step is superseded if a later attempt repeated it.
+"""
 
 from __future__ import annotations
 
@@ -124,9 +127,9 @@ CREATE OR REPLACE VIEW scalar_history AS
 {_history(_LAST_VALUES, _PLUS_ROLLUPS, _SPANS_OF_SCALARS, ("run", "name", "labels"))}"""
 """View with one row per scalar, attempt and step: the mean of `parts` numbers, one per rank and micro-batch.
 
-`cumulative_step` continues over all attempts and counts repeated steps again. `stands` is false for superseded steps. A
-row of a rollup covers a hundred steps, from `first_step` to `step`, and is superseded if any of these steps is. In all
-other rows, `first_step` equals `step`."""
+`cumulative_step` continues over all attempts and counts repeated steps again. `stands` is false for superseded steps,
+which a later attempt repeated. A row of a rollup covers a hundred steps, from `first_step` to `step`, and is superseded
+if any of these steps is. In all other rows, `first_step` equals `step`."""
 
 _LOSS_CURVE_OF: Final = """\
 CREATE OR REPLACE VIEW loss_curve AS
@@ -142,8 +145,8 @@ LOSS_LOGGED_ONCE: Final = f"""\
 """
 """A faster definition of the view `loss_curve`, for losses that no rank logged twice for a step of an attempt.
 
-It also requires that the run has no rollups. It takes a third of the time, because it need not distinguish ranks and
-micro-batches."""
+The definition also requires that the run has no rollups. It takes a third of the time of the general definition,
+because it need not distinguish ranks and micro-batches."""
 
 LOSS_OF_SOLE_ATTEMPT: Final = f"""\
 CREATE OR REPLACE VIEW loss_curve AS

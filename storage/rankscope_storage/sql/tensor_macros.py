@@ -31,7 +31,8 @@ def tensor_latest(newest: str = _NEWEST, *, measured_once: bool = False) -> str:
     """Return the statement that creates the view `tensor_latest`.
 
     `newest` is a query for the newest step of each rank and kind. With `measured_once`, the caller guarantees that no
-    rank measured such a step twice. The view then omits the search for repeated rows, which takes most of its time.
+    rank measured such a step twice. The view then omits the search for repeated rows, which would take most of the time
+    of the view.
     """
     # The step is found first and then joined: DuckDB then reads only row groups that can contain it.
     return f"""\
@@ -90,7 +91,7 @@ def bucket_deviations(absent: Collection[str] = ()) -> str:
     """Return the statement that creates the macro `bucket_deviations`.
 
     `absent` has the optional keys that are null in all rows which the macro will read. The macro does not group by
-    them: it would take a tenth longer and result in the same groups.
+    these keys: with them, it would take a tenth longer and return the same groups.
     """
     keys = [name for name in OPTIONAL_KEYS if name not in absent]
     grouped = ", ".join(map(sql_identifier, (*keys, "kind", "tensor")))

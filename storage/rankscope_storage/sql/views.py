@@ -64,7 +64,9 @@ MACROS: Final = (
     SCALAR_CURVE,
     *DEVIATION_MACROS,
 )
-"""Statements of views and macros that need only the views of the datasets and each other, in an order that is valid."""
+"""Statements of views and macros that read only the views of datasets and each other.
+
+Each statement follows the statements that create the views and macros it reads."""
 
 
 VERSION_KEYS: Final = {

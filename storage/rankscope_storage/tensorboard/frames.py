@@ -1,7 +1,7 @@
 """Records of an event file: length, checksum of the length, data, checksum of the data.
 
 `messages` decodes the data. After a damaged record, the reader searches for the next eight bytes that are followed by
-their checksum, and continues there. Random bytes match once in four billion positions.
+their checksum, and continues there. Random bytes look like a length with its checksum at one of four billion positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Select the new rows of a batch by the watermarks of their incarnations. This module does no I/O."""
+"""Select the new rows of a batch by the watermarks of their incarnations.
+
+An incarnation is one exporter process. Its watermark is the number (seq) of its last stored record. This module does no
+I/O.
+"""
 
 from __future__ import annotations
 

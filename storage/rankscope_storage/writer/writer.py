@@ -1,9 +1,9 @@
 """Append rows to one shard, exactly once.
 
 Transaction numbers in the log ensure this. `ingest:<shard>` increases by 1 with every claim and every append, so that
-the append of one of two concurrent owners is refused. `w:<incarnation>` is the last stored seq of a process. Rows at or
-below this seq are dropped, so that a restarted service can read records again. Both numbers change in the commit that
-adds the rows.
+the append of one of two concurrent owners is refused. `w:<incarnation>` is the last stored record number (seq) of an
+exporter process. Rows at or below this seq are dropped, so that a restarted service can read records again. Both
+numbers change in the commit that adds the rows.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ _FIRST_PAUSE_SECONDS: Final = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rows by dataset, and for each of their incarnations the watermark: the last seq that the batch contains.
+    """Rows by dataset, and a watermark for each of their incarnations.
 
-    The rows of an incarnation must include *all* records up to its watermark that were not appended before. `info`
-    becomes part of the commit information in the log: see `Writer.commit_info`.
+    An incarnation is one exporter process; its watermark is the last record number (seq) in the batch. The rows of an
+    incarnation must include *all* records up to its watermark that were not appended before. `info` becomes part of the
+    commit information in the log: see `Writer.commit_info`.
     """
 
     tables: Mapping[str, pa.Table]
@@ -116,9 +117,9 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
     def append(self, batch: Batch) -> Commit:
         """Store the new rows of `batch`; durable on return.
 
-        Raises ShardLostError if a newer claim exists; stop then, because this writer can store nothing more. Raises
-        BatchError for rows that do not fit the schema or the watermarks. Raises StoreError if the disk or the log
-        fails; the same batch may then be appended again.
+        Raises ShardLostError if a newer claim exists. The service must stop after this error, because this writer can
+        store nothing more. Raises BatchError for rows that do not fit the schema or the watermarks. Raises StoreError
+        if the disk or the log fails; the same batch may then be appended again.
         """
         started = time.monotonic()
         tables = {name: conform(table, name) for name, table in batch.tables.items()}

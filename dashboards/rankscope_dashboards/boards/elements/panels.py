@@ -59,8 +59,8 @@ def over_ranks(expression: str, *aggregations: str, by: str = "run", legend: str
 class PanelText:
     """Title, description, unit, range and thresholds of a panel.
 
-    `description` defines the quantity, names good values, and recommends an action for bad values. `thresholds` are
-    pairs of (lowest value, colour), of which the first has the value None.
+    `description` defines the quantity, states which values are good, and recommends an action for bad values.
+    `thresholds` are pairs of (lowest value, colour). The first pair has None as its lowest value.
     """
 
     title: str

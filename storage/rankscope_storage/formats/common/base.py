@@ -1,8 +1,8 @@
 """Interface of an export format, which writes one run of a store in the format of another tool.
 
-A format is a module of `formats` that defines `EXPORT_FORMAT`; `rankscope export --format` offers it by name. It reads
-from one version of the store in batches, because a run may be larger than memory. It never leaves a partly written file
-under the requested name. Options accept times in ISO 8601 and the times in msprobe's folder names, such as
+A format is a module of `formats` that defines `EXPORT_FORMAT`; `rankscope export --format` offers it by name. A format
+reads from one version of the store in batches, because a run may be larger than memory. A format never leaves a partly
+written file under the requested name. Options accept times in ISO 8601 and the times in msprobe's folder names, such as
 `Dec03_21-34-40`, which have no year.
 """
 
@@ -58,8 +58,8 @@ def _closest(text: str, match: re.Match[str], near: dt.datetime) -> dt.datetime:
 def staged_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder; at the end, move its files below `target` and replace files with the same names.
 
-    Raises ExportError for any error of the file system, also of the code inside the context. The temporary folder is
-    then removed.
+    Raises ExportError for any error of the file system, even of the code inside the context. After an error, the
+    temporary folder is removed.
     """
     with _explained(target):
         staged = _temporary_path(target)
@@ -77,8 +77,8 @@ def staged_folder(target: Path) -> Iterator[Path]:
 def staged_file(target: Path) -> Iterator[Path]:
     """Yield the name of a temporary file for the caller to write; at the end, rename this file to `target`.
 
-    Raises ExportError for any error of the file system, also of the code inside the context. The temporary file is then
-    removed.
+    Raises ExportError for any error of the file system, even of the code inside the context. After an error, the
+    temporary file is removed.
     """
     if target.is_dir():
         raise ExportError(f"{target} is a folder: name a file")

@@ -113,7 +113,10 @@ class Selection:
             yield first, last, held
 
     def within(self, first: int, last: int) -> Selection:
-        """Return a selection of the same rows, restricted to a closed range of steps; other files are not opened."""
+        """Return a selection of the same rows, restricted to a closed range of steps.
+
+        Files without these steps are not read.
+        """
         lowest, highest = self.options.steps or (first, last)
         steps = (max(first, lowest), min(last, highest))
         return dataclasses.replace(self, options=dataclasses.replace(self.options, steps=steps))

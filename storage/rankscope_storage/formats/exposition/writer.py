@@ -140,7 +140,7 @@ class FamilyWriter:
     def tensors(self, spec: MetricSpec, ops: Sequence[str], suffix: str) -> None:
         """Write the statistics `ops` of all tensors as samples of the metric `spec`.
 
-        The column of a statistic is named by the op followed by `suffix`.
+        The column of a statistic has the name of its op, followed by `suffix`.
         """
         self._head(spec.name, spec.type, spec.help, spec.unit)
         unusual = f"nullif(coalesce(placement, '{NULL}'), '{PLACEMENT}')"

@@ -37,7 +37,7 @@ _LATEST: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The rows of one rank that are written to one folder.
+    """A stream: the rows of one rank that are written to one folder.
 
     They are the rows of one attempt, or if `attempt` is None, the rows of the latest attempt of each step.
     """

@@ -226,9 +226,9 @@ def _keys(rows: pa.Table, names: pa.StringArray) -> tuple[pa.Array, pa.Array, pa
 def _distinct(
     kinds: pa.ChunkedArray, names: pa.ChunkedArray, indices: pa.ChunkedArray, calls: pa.ChunkedArray | None = None
 ) -> tuple[list[tuple[str, str, int | None, int | None]], Callable[[list[Any], pa.DataType], pa.Array]]:
-    """Return the distinct keys (kind, name, index, call) of rows, and a function.
+    """Return the distinct keys (kind, name, index, call) of rows, and a function that expands values.
 
-    The function converts a list with one value per key to an array with one value per row.
+    The function gets a list with one value per key and returns an array with one value per row.
     """
     number = pc.fill_null(pc.cast(indices, pa.string()), "")
     call = pa.scalar("") if calls is None else pc.fill_null(pc.cast(calls, pa.string()), "")

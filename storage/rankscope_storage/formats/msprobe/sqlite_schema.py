@@ -57,7 +57,8 @@ CREATE TABLE export_facts (
 """
 """Statements that create the tables of the database.
 
-msprobe does not have the table `export_facts`; it contains the run, the partition size, and the meaning of the numbers.
+The table `export_facts` is not one of msprobe's tables. It contains the run, the partition size, and the meaning of the
+numbers.
 """
 
 
