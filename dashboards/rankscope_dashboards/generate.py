@@ -20,8 +20,7 @@ from rankscope_dashboards.alerts.alert import RUNBOOKS
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups, rule_file
 from rankscope_dashboards.boards import boards
 from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, Mail, Receiver, Webhook, alertmanager_config
-from rankscope_dashboards.deploy.prometheus import DEFAULT_ALERTMANAGER, PrometheusSettings, prometheus_config
-from rankscope_dashboards.deploy.yaml_text import as_yaml
+from rankscope_dashboards.deploy.prometheus import DEFAULT_ALERTMANAGER, PrometheusSettings, as_yaml, prometheus_config
 from rankscope_dashboards.provisioning.alert_rules import PanelIndex, alert_rules
 from rankscope_dashboards.provisioning.datasources import board_provider, data_sources
 

@@ -15,9 +15,8 @@ import pytest
 
 from rankscope.base.http_client import Response, UnreachableError
 from rankscope.commands.doctor import run_checks
-from rankscope.doctor.endpoints import Endpoints, find_endpoints
+from rankscope.doctor.endpoints import Endpoints, find_endpoints, numbers
 from rankscope.doctor.environment import LocalEnvironment
-from rankscope.doctor.machine import numbers
 from rankscope.doctor.result import as_json, fail, is_healthy, ok, report_lines, warn
 from rankscope.up.ports import Listener, listeners
 from rankscope.up.state_dir import StateDir

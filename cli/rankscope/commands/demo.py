@@ -105,7 +105,7 @@ def _collect(
 @contextlib.contextmanager
 def _run_prometheus(console: Console, folder: Path, url: str, receiver: AlertReceiver) -> Iterator[Sequence[Sender]]:
     """Run Prometheus and Alertmanager if both are installed; yield the programs that send alerts."""
-    from rankscope.demo.prometheus import missing_executables, run_prometheus
+    from rankscope.demo.report import missing_executables, run_prometheus
 
     if remedies := missing_executables():
         console.print(f"{'alerts':<14}from the service only: {'; '.join(remedies)}", markup=False, soft_wrap=True)

@@ -66,12 +66,12 @@ def doctor(
 
 def run_checks(environment: Environment, where: Endpoints) -> Iterator[CheckResult]:
     """Yield the results of all checks, in the order of the report."""
-    from rankscope.doctor import machine, prometheus, ranks, service
+    from rankscope.doctor import endpoints, prometheus, ranks, service
 
-    yield from machine.machine(environment)
+    yield from endpoints.machine(environment)
     yield from service.service(environment, where.service, where.token)
     yield from service.store(environment, where.store)
     yield from ranks.ranks(environment, where.service, where.token)
     yield from prometheus.prometheus(environment, where.prometheus)
     yield from prometheus.alertmanager(environment, where.alertmanager)
-    yield from machine.ports(environment, where.ports)
+    yield from endpoints.ports(environment, where.ports)

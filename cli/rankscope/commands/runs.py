@@ -164,7 +164,7 @@ def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:
 
 
 def _show(store: Path, run: str, form: Format, output: Path | None) -> None:
-    from rankscope.output.run_details import run_detail_lines, run_details
+    from rankscope.output.runs_text import run_detail_lines, run_details
 
     if form not in (Format.TABLE, Format.JSON):
         raise CommandError("runs show prints text, or JSON with --format json", code=USAGE)

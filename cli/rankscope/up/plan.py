@@ -1,20 +1,23 @@
-"""Create the start plan of `rankscope up` from its options: read the configuration, find executables, select ports."""
+"""Create the start plan of `rankscope up` from its options: read the configuration, find executables, select ports.
+
+The module also parses the addresses of `--notify` into Alertmanager receivers: webhooks and mail. Addresses for the
+service have another syntax, that of Apprise.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.http_client import ClientTls
 from rankscope.base.service_settings import load_settings, service_tls
 from rankscope.up import ports as port_functions
 from rankscope.up.executables import ALERTMANAGER, PROMETHEUS, find_required
-from rankscope.up.notify_addresses import receivers
 from rankscope.up.ports import PortChoice
 from rankscope.up.programs import (
     LOOPBACK,
@@ -28,8 +31,68 @@ from rankscope.up.programs import (
     timing_text,
 )
 from rankscope.up.state_dir import StateDir
-from rankscope_dashboards.deploy.alertmanager import Mail, Webhook
+from rankscope_contract.model.events import Severity
+from rankscope_dashboards.deploy.alertmanager import Mail, Receiver, Webhook
 from rankscope_dashboards.deploy.prometheus import RANKS_JOB, Tls, duration
+
+ADDRESS_FORMS: Final = (
+    "https://host/path for a webhook, or smtp://[user:password@]host:port?to=ADDRESS[&from=ADDRESS][&tls=no] for mail; "
+    "prefix critical= for critical alerts only"
+)
+DEFAULT_SENDER: Final = "rankscope@localhost"
+_MAIL_KEYS: Final = {"to", "from", "tls"}
+
+
+def receivers(addresses: Iterable[str]) -> list[Receiver]:
+    """Return one Alertmanager receiver per address.
+
+    Raises CommandError for an address in an unknown form. The message lists the valid forms and contains no secret.
+    """
+    return [_receiver(number, address) for number, address in enumerate(addresses, 1)]
+
+
+def _receiver(number: int, address: str) -> Receiver:
+    severity, url = _severity(address)
+    scheme = url.partition("://")[0]
+    try:
+        parts = urlsplit(url)
+        way = _webhook(url) if scheme in ("http", "https") else _mail(parts) if scheme == "smtp" else None
+    except ValueError as error:
+        raise CommandError(f"--notify address {number} ({scheme}://…): {error}", code=USAGE) from error
+    if way is None:
+        raise CommandError(
+            f"--notify address {number} ({scheme}://…) is not supported by Alertmanager: write {ADDRESS_FORMS}. "
+            'The service itself supports all Apprise addresses: [notify] mode = "embedded"',
+            code=USAGE,
+        )
+    return Receiver(name=f"address-{number}", integrations=(way,), severities=(severity,) if severity else ())
+
+
+def _severity(address: str) -> tuple[Severity | None, str]:
+    word, equals, rest = address.partition("=")
+    return (Severity(word), rest) if equals and word in tuple(Severity) else (None, address)
+
+
+def _webhook(url: str) -> Webhook:
+    return Webhook(url=url)
+
+
+def _mail(parts: SplitResult) -> Mail:
+    asked = parse_qs(parts.query)
+    if unknown := asked.keys() - _MAIL_KEYS:
+        raise ValueError(f"unknown key {', '.join(sorted(unknown))}: use to, from and tls")
+    if not parts.hostname or "to" not in asked:
+        raise ValueError("write smtp://host:port?to=ADDRESS")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return Mail(
+        to=", ".join(asked["to"]),
+        sender=asked.get("from", [DEFAULT_SENDER])[0],
+        smarthost=f"{host}:{parts.port or 25}",
+        require_tls=asked.get("tls", ["yes"])[0] != "no",
+        username=unquote(parts.username) if parts.username else None,
+        password=unquote(parts.password) if parts.password else None,
+    )
+
 
 if TYPE_CHECKING:
     from rankscope_ingest.base.config import ServiceConfig

@@ -16,8 +16,14 @@ from rankscope.up.state_dir import StateDir
 from rankscope_contract.protocol.channel import HEALTH_PATH
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, rule_file
 from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, Receiver, alertmanager_config
-from rankscope_dashboards.deploy.prometheus import RULE_FILE, PrometheusSettings, Tls, duration, prometheus_config
-from rankscope_dashboards.deploy.yaml_text import as_yaml
+from rankscope_dashboards.deploy.prometheus import (
+    RULE_FILE,
+    PrometheusSettings,
+    Tls,
+    as_yaml,
+    duration,
+    prometheus_config,
+)
 
 LOOPBACK: Final = "127.0.0.1"
 SERVICE, PROMETHEUS, ALERTMANAGER = "service", "prometheus", "alertmanager"

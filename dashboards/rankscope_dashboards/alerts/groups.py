@@ -1,19 +1,174 @@
-"""All alerts of Rankscope in groups, and the Prometheus rule file that contains these groups."""
+"""All alerts of Rankscope in groups, and the Prometheus rule file that contains these groups.
+
+This module defines the alerts on the state of runs and of the service, and those on the GPUs of the ranks. The service
+determines the state of a run, and PromQL only reads it. A dead rank cannot report its own death. All alerts on that
+state except ServiceDown therefore use metrics of the service. ServiceDown fires when the service itself does not
+respond.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Final
 
+from rankscope_contract.metrics import catalogue, hardware
+from rankscope_contract.model.events import RunState, Severity
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_dashboards.alerts.alert import RUNBOOKS, AlertGroup
+from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
 from rankscope_dashboards.alerts.anomaly import KEEP_FIRING_FOR, WINDOW, anomaly_alerts, rule_disagreement
-from rankscope_dashboards.alerts.hardware import hardware_alerts
-from rankscope_dashboards.alerts.lifecycle import lifecycle_alerts
 from rankscope_dashboards.alerts.replicas import replica_alerts
+from rankscope_dashboards.deploy.prometheus import SERVICE_JOB
+
+LOSS_WINDOW: Final = "5m"
+"""Time after a loss of records during which the alert on lost records is active."""
+
+SERVICE_DOWN_FOR: Final = "30s"
+
+
+def lifecycle_alerts() -> tuple[Alert, ...]:
+    """Return the alerts on runs and on the service, most urgent first."""
+    return (_run_failed(), _run_stalled(), _rank_gone(), _ingest_losing(), _service_down())
+
+
+def _run_failed() -> Alert:
+    return Alert(
+        name="RunFailed",
+        expression=_in_state(RunState.FAILED),
+        summary="run {{ $labels.run }} failed",
+        description="A rank ended with an exception, or stopped responding without an exit event. "
+        "`rankscope summary {{ $labels.run }}` shows the rank and the reason.",
+        severity=Severity.CRITICAL,
+        runbook="RunFailed",
+    )
+
+
+def _run_stalled() -> Alert:
+    # No `for`: the service already waits for `stalled_after_seconds` before it sets the state to stalled.
+    return Alert(
+        name="RunStalled",
+        expression=_in_state(RunState.STALLED),
+        summary="run {{ $labels.run }} is stalled",
+        description="All ranks respond, but no rank has completed a step for longer than stalled_after_seconds. "
+        "Likely causes: a collective or a data loader that waits forever. "
+        "`rankscope stacks {{ $labels.run }}` shows the stack of each rank.",
+        severity=Severity.CRITICAL,
+        runbook="RunStalled",
+    )
+
+
+def _rank_gone() -> Alert:
+    return Alert(
+        name="RankGone",
+        expression=f"max by (run, rank) ({catalogue.RANK_VANISHED.name}) == 1",
+        summary="rank {{ $labels.rank }} of run {{ $labels.run }} stopped responding and sent no exit event",
+        description="The service receives no heartbeat and no response from the rank. Likely causes: process killed, "
+        'out of memory, host down, network down. The run has the state "failed" until the rank responds again.',
+        severity=Severity.WARNING,
+        runbook="RankGone",
+        panel="Ranks up",
+    )
+
+
+def _ingest_losing() -> Alert:
+    counter = catalogue.LOST_RECORDS.name
+    return Alert(
+        name="IngestLosing",
+        # `increase` alone would miss the loss if the first sample of the run's counter is above zero.
+        expression=f"sum by (run) (increase({counter}[{LOSS_WINDOW}])) > 0\n  or\n"
+        f"sum by (run) ({counter} unless {counter} offset {LOSS_WINDOW}) > 0",
+        summary="records of run {{ $labels.run }} are lost",
+        description="Records of ranks were overwritten, or lost with their process, before the service read them. The "
+        "history in the store has a gap. Training is not affected.",
+        severity=Severity.WARNING,
+        runbook="IngestLosing",
+        panel="Lost records",
+    )
+
+
+def _service_down() -> Alert:
+    up = f'up{{job="{SERVICE_JOB}"}}'
+    return Alert(
+        name="ServiceDown",
+        # group() replaces the value 0 by 1: Grafana evaluates the same expression and requires a value above zero.
+        expression=f"group by (job, instance) ({up} == 0)\n  or\nabsent({up})",
+        summary="the Rankscope service does not respond",
+        description="Until the service responds again, no step is stored and no alert on runs can fire. Ranks keep "
+        "records in their rings and spools as far as these have capacity. Training continues.",
+        severity=Severity.CRITICAL,
+        runbook="ServiceDown",
+        hold_for=SERVICE_DOWN_FOR,
+        panel="Since last commit",
+    )
+
+
+def _in_state(state: RunState) -> str:
+    return f'max by (run) ({catalogue.RUN_STATE.name}{{state="{state}"}}) == 1'
+
+
+ERROR_WINDOW: Final = "10m"
+"""Time after an error of a GPU during which the alert is active."""
+
+THROTTLED_FOR: Final = "5m"
+BAD_REASONS: Final = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
+"""Throttling reasons that do not occur under normal full load at the power limit of a GPU."""
+
+_BY: Final = "sum by (run, rank, gpu)"
+_GPU_TEXT: Final = "GPU {{ $labels.gpu }} of run {{ $labels.run }} rank {{ $labels.rank }}"
+
+
+def hardware_alerts() -> tuple[Alert, ...]:
+    """Return the GPU alerts, most urgent first."""
+    return (_xid(), _uncorrected(), _throttled())
+
+
+def _xid() -> Alert:
+    return Alert(
+        name="GpuXid",
+        expression=_new(hardware.GPU_XID_ERRORS.name),
+        summary=f"critical driver error (XID) on {_GPU_TEXT}",
+        description="The event of type `xid` in the store contains the XID number and its meaning.",
+        severity=Severity.CRITICAL,
+        runbook="GpuXid",
+        panel="GPU errors",
+    )
+
+
+def _uncorrected() -> Alert:
+    return Alert(
+        name="GpuEccUncorrected",
+        expression=_new(f'{hardware.GPU_ECC_ERRORS.name}{{type="uncorrected"}}'),
+        summary=f"uncorrectable memory error on {_GPU_TEXT}",
+        description="A value that training uses may be wrong, or the driver killed the process that used the memory.",
+        severity=Severity.CRITICAL,
+        runbook="GpuEccUncorrected",
+        panel="GPU errors",
+    )
+
+
+def _throttled() -> Alert:
+    series = f'{hardware.GPU_THROTTLED.name}{{reason=~"{"|".join(BAD_REASONS)}"}}'
+    return Alert(
+        name="GpuThrottled",
+        expression=f"max by (run, rank, gpu) ({series}) == 1",
+        summary=f"{_GPU_TEXT} is throttled by heat or power supply",
+        description=f"The clocks have been reduced for {THROTTLED_FOR}. One slow rank delays all other ranks.",
+        severity=Severity.WARNING,
+        runbook="GpuThrottled",
+        hold_for=THROTTLED_FOR,
+        panel="Throttled GPUs",
+    )
+
+
+def _new(counter: str) -> str:
+    """Return PromQL that holds while `counter` has increased within ERROR_WINDOW.
+
+    The first sample does not count as an increase: the driver's counter can be above zero before a run starts.
+    """
+    return f"{_BY} (increase({counter}[{ERROR_WINDOW}])) > 0"
+
 
 DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
     AnomalyNan(),

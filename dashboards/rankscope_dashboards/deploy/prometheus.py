@@ -1,6 +1,7 @@
 """Build the configuration of a Prometheus that gets the addresses of the ranks from the service.
 
 This module reads and writes no files. The configuration contains no secret, only the path of the token's file.
+`as_yaml` writes it as YAML that is easy to read, and easy to compare with diff.
 """
 
 from __future__ import annotations
@@ -8,7 +9,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+import yaml
+
 from rankscope_contract.protocol.channel import REMOTE_READ_PATH, SERVICE_DISCOVERY_PATH
+
+
+def as_yaml(document: dict[str, Any]) -> str:
+    """Return `document` as YAML text. Keys remain in their order, and texts with several lines become block scalars."""
+    return yaml.dump(document, sort_keys=False, width=10_000, Dumper=_Dumper, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML dumper that writes texts with several lines as block scalars, and that never writes aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - signature of the base class
+        return True
+
+
+def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _block)
+
 
 DEFAULT_SERVICE: Final = "127.0.0.1:9470"
 DEFAULT_ALERTMANAGER: Final = "127.0.0.1:9093"

@@ -9,8 +9,7 @@ A file is readable up to its last complete message, whenever its writer was kill
 """
 
 from rankscope_contract.spool.layout import SpoolError
-from rankscope_contract.spool.lock import FolderLock
-from rankscope_contract.spool.orphan import Orphan
+from rankscope_contract.spool.orphan import FolderLock, Orphan
 from rankscope_contract.spool.reader import SpoolReader, Stretch
 
 __all__ = ["FolderLock", "Orphan", "SpoolError", "SpoolReader", "Stretch"]

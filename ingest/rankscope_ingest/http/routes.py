@@ -7,23 +7,86 @@ page, the JSON API, health and metrics.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from rankscope_contract.protocol import channel
-from rankscope_contract.protocol.channel import Registration, RegistrationReply
+from rankscope_contract.protocol.channel import NODE_METRICS_PATH, Registration, RegistrationReply
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.detect.stall_handler import RankAnswer, parse_stacks_request
-from rankscope_ingest.http.http_sd import per_node, per_rank
 from rankscope_ingest.network.auth import OwnName, challenge, refuse_web_pages, token_guard
+from rankscope_ingest.runs.target import Health, Target
 from rankscope_ingest.status_page.assets import PAGE_HEADERS
 from rankscope_ingest.status_page.collect import Parts
 from rankscope_ingest.status_page.model import Status
 from rankscope_ingest.status_page.page import page
 from rankscope_ingest.targets.registry import parse_registration
+
+_JOB: Final = "rankscope"
+_PREFERENCE: Final = {Health.UP: 0, Health.DRAINING: 1, Health.PENDING: 2, Health.FAILING: 3}
+"""Preference of ranks that share the page of a node; a lower number is better.
+
+A rank that responds to the service probably also responds to Prometheus.
+"""
+
+
+def per_rank(targets: Iterable[Target]) -> list[dict[str, Any]]:
+    """Return the http_sd entry of the metrics page of each live rank."""
+    return [_target(target, target.name) for target in targets if _has_page(target)]
+
+
+def per_node(targets: Iterable[Target]) -> list[dict[str, Any]]:
+    """Return one http_sd entry per run and host.
+
+    A rank that does not share the page of its node has a separate entry.
+    """
+    nodes: dict[tuple[str, str], dict[tuple[str, str], list[Target]]] = defaultdict(lambda: defaultdict(list))
+    found = []
+    for target in targets:
+        registration = target.registration
+        if not _has_page(target):
+            continue
+        if registration.node:
+            nodes[registration.run, registration.host][registration.launch_id, registration.node].append(target)
+        else:
+            found.append(_target(target, target.name))
+    for (run, host), groups in nodes.items():
+        chosen = _page_ranks(groups.values())
+        for position, target in enumerate(chosen):
+            # Containers with the same host name have separate pages; the first one has the plain name.
+            instance = f"{run}@{host}" + (f"/{position}" if position else "")
+            found.append(_target(target, instance, __metrics_path__=NODE_METRICS_PATH))
+    return found
+
+
+def _has_page(target: Target) -> bool:
+    """Return whether the process of `target` is alive and has a metrics page.
+
+    The records of a dead process may be served by another process, which does not serve its metrics page.
+    """
+    return target.health is not Health.GONE and target.registration.served_by is None
+
+
+def _page_ranks(groups: Iterable[list[Target]]) -> list[Target]:
+    """Return one rank of each group of ranks that share a page.
+
+    A group whose ranks all fail is left out if another group has a rank that does not fail.
+    """
+    best = [min(group, key=lambda target: (_PREFERENCE[target.health], target.registration.rank)) for group in groups]
+    alive = [target for target in best if target.health is not Health.FAILING]
+    return sorted(alive or best, key=lambda target: target.registration.rank)
+
+
+def _target(target: Target, instance: str, **labels: str) -> dict[str, Any]:
+    address = urlsplit(target.registration.url)
+    scheme = {"__scheme__": "https"} if address.scheme == "https" else {}
+    return {"targets": [address.netloc], "labels": {"job": _JOB, "instance": instance, **scheme, **labels}}
+
 
 MAX_REQUEST_BYTES: Final = 1 << 20
 _PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -1,19 +1,24 @@
-"""Decode remote read requests, and encode responses with plain samples.
+"""Decode remote read requests, and encode responses with plain samples or as streamed XOR chunks. No I/O.
 
-Responses with streamed chunks are left to `chunked`. The module performs no I/O.
+The chunks have the same bytes as those of Prometheus' package tsdb/chunkenc. The format is that of Facebook's Gorilla:
+a chunk is a stream of bits, in which each sample is written as its difference from the previous sample. All chunks of a
+group are encoded together as NumPy arrays. Only the window of significant bits depends on the previous samples. A loop
+derives it sample by sample, for all chunks at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
 from rankscope_ingest.base.errors import DecodeError
-from rankscope_ingest.base.protobuf import MESSAGES, label_bytes, parse
+from rankscope_ingest.base.protobuf import MESSAGES, as_varint, label_bytes, parse
 from rankscope_storage.prometheus.matchers import Matcher, MatchType
 from rankscope_storage.prometheus.query import SeriesQuery
 from rankscope_storage.prometheus.series import Series
@@ -104,3 +109,228 @@ def _samples(times: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> b
     for place in range(6):
         rows[:, 12 + place] = times >> 7 * place & 0x7F | (0x80 if place < 5 else 0)
     return rows.tobytes()
+
+
+SAMPLES_PER_CHUNK: Final = 120
+
+_HEADER_BITS: Final = 16
+_NO_WINDOW: Final = 255
+_MAX_LEADING: Final = 31  # largest value of five bits
+CONTENT_TYPE: Final = "application/x-streamed-protobuf; proto=prometheus.ChunkedReadResponse"
+FRAME_BYTES: Final = 1 << 20
+"""Size in bytes at which a frame ends, as in Prometheus. Prometheus rejects frames that are 50 times larger."""
+
+SAMPLES_PER_GROUP: Final = 1 << 17
+_XOR: Final = 1  # encoding of a chunk
+
+Integers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bits:
+    """For each sample, a number and the number of its low bits that are written (0 to 64)."""
+
+    values: Words
+    counts: Integers
+
+
+def chunks(times: Integers, values: npt.NDArray[np.float64], starts: Integers) -> list[bytes]:
+    """Return one encoded chunk for each range of samples; `starts` has the position at which each range begins.
+
+    A range has at most 65,535 samples. `times` are in milliseconds and increase within a range.
+    """
+    lengths = np.diff(starts, append=len(times))
+    within = np.arange(len(times)) - np.repeat(starts, lengths)
+    parts = (*_times(times, within), *_values(np.ascontiguousarray(values).view(np.uint64), within, starts, lengths))
+    counts = np.stack([part.counts for part in parts], axis=1)
+    sizes = counts.sum(axis=1)
+    chunk_bytes = _byte_counts(_HEADER_BITS + np.add.reduceat(sizes, starts), counts[starts + lengths - 1, -1])
+    first_words = np.concatenate([[0], np.cumsum((chunk_bytes + 7) >> 3)])
+    ends = np.cumsum(sizes)
+    before = np.repeat(ends[starts] - sizes[starts], lengths)
+    offsets = (np.repeat(first_words[:-1], lengths) << 6) + _HEADER_BITS + ends - sizes - before
+    written = _packed(np.stack([part.values for part in parts], axis=1), counts, offsets, int(first_words[-1]))
+    written[first_words[:-1]] |= lengths.astype(np.uint64) << np.uint64(48)
+    data = written.astype(">u8").tobytes()
+    return [
+        data[first << 3 : (first << 3) + size]
+        for first, size in zip(first_words[:-1].tolist(), chunk_bytes.tolist(), strict=True)
+    ]
+
+
+def _byte_counts(bits: Integers, last: Integers) -> Integers:
+    """Return the number of bytes in which Prometheus writes a chunk of `bits` bits.
+
+    `last` is the number of bits of the last write. Prometheus' writer appends another byte after each complete byte,
+    even if no bits follow.
+    """
+    is_open = (bits % 8 == 0) & (last > 0) & (last % 8 == 0)
+    counts: Integers = ((bits + 7) >> 3) + is_open
+    return counts
+
+
+def _times(times: Integers, within: Integers) -> tuple[_Bits, _Bits]:
+    """Return the encoded times: the first time, then the first difference, then the changes of the difference."""
+    distances = np.diff(times, prepend=times[:1])
+    change = np.diff(distances, prepend=distances[:1])
+    bits, first = change.view(np.uint64), np.zeros(len(times), np.uint64)
+    counts, more = np.full(len(times), 1), np.zeros(len(times), np.int64)
+    is_wide = change != 0
+    for prefix, size in ((0b10, 14), (0b110, 17), (0b1110, 20)):
+        fits = is_wide & (change >= 1 - (1 << (size - 1))) & (change <= 1 << (size - 1))
+        first[fits] = (np.uint64(prefix << size)) | (bits[fits] & np.uint64((1 << size) - 1))
+        counts[fits] = prefix.bit_length() + size
+        is_wide &= ~fits
+    first[is_wide], counts[is_wide], more[is_wide] = 0b1111, 4, 64
+    rest = bits.copy()
+    for position, numbers in ((0, (times << 1) ^ (times >> 63)), (1, distances)):  # zigzag, as Go's signed varint
+        here = np.flatnonzero(within == position)
+        first[here], counts[here], rest[here], more[here] = _varints(numbers[here].view(np.uint64))
+    return _Bits(first, counts), _Bits(rest, more)
+
+
+def _varints(numbers: Words) -> tuple[Words, Integers, Words, Integers]:
+    """Return numbers as encoded varints.
+
+    The result has the first eight bytes and their number of bits, then the last two bytes and their number of bits.
+    """
+    sizes = np.maximum(1, (_bit_lengths(numbers) + 6) // 7)
+    halves = [(np.zeros(len(numbers), np.uint64), np.zeros(len(numbers), np.int64)) for _ in range(2)]
+    for place in range(10):
+        bits, counts = halves[place >= 8]
+        there = sizes > place
+        octet = (numbers >> np.uint64(7 * place)) & np.uint64(0x7F)
+        octet |= np.where(sizes > place + 1, np.uint64(0x80), np.uint64(0))
+        bits[there] = (bits[there] << np.uint64(8)) | octet[there]
+        counts[there] += 8
+    (low, low_counts), (high, high_counts) = halves
+    return low, low_counts, high, high_counts
+
+
+def _values(bits: Words, within: Integers, starts: Integers, lengths: Integers) -> tuple[_Bits, _Bits]:
+    """Return the encoded values: all 64 bits of the first value, then the XOR of each value with the previous value.
+
+    Only a window of significant bits of the XOR is written: the previous window if it covers them, otherwise a new one.
+    """
+    changed = bits.copy()
+    changed[1:] ^= bits[:-1]
+    leading = np.minimum(64 - _bit_lengths(changed), _MAX_LEADING)
+    trailing = np.maximum(_bit_lengths(changed & (~changed + np.uint64(1))) - 1, 0)
+    is_new, leading, trailing = _windows(changed != 0, leading, trailing, starts, lengths)
+    significant = 64 - leading - trailing
+    control = np.where(changed == 0, 0, 0b10)
+    counts = np.where(changed == 0, 1, 2)
+    control[is_new] = 0b11 << 11 | leading[is_new] << 6 | significant[is_new] & 63
+    counts[is_new] = 13
+    payload = changed >> trailing.astype(np.uint64)
+    sizes = np.where(changed == 0, 0, significant)
+    first = within == 0
+    payload[first], sizes[first], counts[first] = bits[first], 64, 0
+    return _Bits(control.astype(np.uint64), counts), _Bits(payload, sizes)
+
+
+def _windows(
+    differs: npt.NDArray[np.bool_], leading: Integers, trailing: Integers, starts: Integers, lengths: Integers
+) -> tuple[npt.NDArray[np.bool_], Integers, Integers]:
+    """Return which samples begin a new window, and the numbers of leading and trailing bits that are not written."""
+    is_new = np.zeros(len(differs), np.bool_)
+    before, behind = leading.copy(), trailing.copy()
+    order = np.argsort(-lengths, kind="stable")
+    starts, lengths = starts[order], lengths[order]
+    open_before, open_behind = np.full(len(starts), _NO_WINDOW), np.full(len(starts), _NO_WINDOW)
+    for place in range(1, int(lengths[0]) if len(lengths) else 0):
+        count = int(np.searchsorted(-lengths, -place, side="left"))
+        here = starts[:count] + place
+        opens = differs[here] & ((leading[here] < open_before[:count]) | (trailing[here] < open_behind[:count]))
+        open_before[:count] = np.where(opens, leading[here], open_before[:count])
+        open_behind[:count] = np.where(opens, trailing[here], open_behind[:count])
+        is_new[here], before[here], behind[here] = opens, open_before[:count], open_behind[:count]
+    before[~differs], behind[~differs] = 0, 0
+    return is_new, before, behind
+
+
+def _packed(values: Words, counts: Integers, offsets: Integers, words: int) -> Words:
+    """Return `words` 64-bit words that contain the encoded parts of all samples.
+
+    `offsets` has the position, in bits, at which the parts of each sample begin.
+    """
+    places = (offsets[:, None] + np.cumsum(counts, axis=1) - counts).ravel()
+    kept = np.flatnonzero(counts.ravel())
+    places, sizes = places[kept], counts.ravel()[kept]
+    aligned = values.ravel()[kept] << (64 - sizes).astype(np.uint64)
+    word, shift = places >> 6, (places & 63).astype(np.uint64)
+    written = np.zeros(words, np.uint64)
+    firsts = np.flatnonzero(np.diff(word, prepend=-1))
+    written[word[firsts]] = np.bitwise_or.reduceat(aligned >> shift, firsts)
+    spills = (places & 63) + sizes > 64
+    written[word[spills] + 1] |= aligned[spills] << (np.uint64(64) - shift[spills])
+    return written
+
+
+def _bit_lengths(numbers: Words) -> Integers:
+    """Return the bit length of each 64-bit number.
+
+    It is the exponent of the upper or lower half as a float, which is exact for 32 bits.
+    """
+    high = (numbers >> np.uint64(32)).astype(np.float64)
+    low = (numbers & np.uint64(0xFFFF_FFFF)).astype(np.float64)
+    return np.where(high > 0, np.frexp(high)[1] + 32, np.frexp(low)[1]).astype(np.int64)
+
+
+def frames(
+    answers: Sequence[Sequence[Series]], frame_bytes: int = FRAME_BYTES, group_samples: int = SAMPLES_PER_GROUP
+) -> Iterator[bytes]:
+    """Yield the response in pieces of whole frames, series by series.
+
+    `answers` has the resulting series of each query. A frame ends at `frame_bytes`; about `group_samples` samples are
+    encoded together.
+    """
+    for query, series in enumerate(answers):
+        for group in _groups(series, group_samples):
+            encoded = iter(_chunks_of(group))
+            yield b"".join(frame for one in group for frame in _frames_of(one, query, encoded, frame_bytes))
+
+
+def _groups(series: Sequence[Series], group_samples: int) -> Iterator[list[Series]]:
+    """Yield groups of series to encode together: many small series together cost little more than one."""
+    group: list[Series] = []
+    samples = 0
+    for one in series:
+        group.append(one)
+        samples += len(one.times_ms)
+        if samples >= group_samples:
+            yield group
+            group, samples = [], 0
+    if group:
+        yield group
+
+
+def _chunks_of(series: Sequence[Series]) -> list[bytes]:
+    times = np.concatenate([one.times_ms for one in series])
+    values = np.concatenate([one.values for one in series])
+    ends = np.cumsum([0, *(len(one.times_ms) for one in series)])
+    starts = [np.arange(first, end, SAMPLES_PER_CHUNK) for first, end in itertools.pairwise(ends)]
+    return chunks(times, values, np.concatenate(starts).astype(np.int64)) if len(times) else []
+
+
+def _frames_of(series: Series, query: int, encoded: Iterator[bytes], frame_bytes: int) -> Iterator[bytes]:
+    """Yield the frames of one series. Each frame repeats the labels of the series."""
+    labels = labels_of(series)
+    head_bytes = sum(map(len, labels))
+    message, size = MESSAGES["ChunkedSeries"](labels=labels), head_bytes
+    for first in range(0, len(series.times_ms), SAMPLES_PER_CHUNK):
+        if size >= frame_bytes:
+            yield _frame(message, query)
+            message, size = MESSAGES["ChunkedSeries"](labels=labels), head_bytes
+        times = series.times_ms[first : first + SAMPLES_PER_CHUNK]
+        chunk = message.chunks.add(min_time_ms=times[0], max_time_ms=times[-1], type=_XOR, data=next(encoded))
+        size += chunk.ByteSize()
+    yield _frame(message, query)
+
+
+def _frame(series: object, query: int) -> bytes:
+    """Return one serialized frame: the length of the message as a varint, its CRC-32C, and the message."""
+    message: bytes = MESSAGES["ChunkedReadResponse"](chunked_series=[series], query_index=query).SerializeToString()
+    check_sum: int = google_crc32c.value(message)
+    return as_varint(len(message)) + check_sum.to_bytes(4, "big") + message

@@ -18,7 +18,7 @@ from aiohttp import web
 from rankscope_ingest.base.config import RemoteReadSection
 from rankscope_ingest.base.errors import DecodeError, RegistrationError
 from rankscope_ingest.base.protobuf import packed, unpacked
-from rankscope_ingest.remote_read import chunked
+from rankscope_ingest.remote_read import codec
 from rankscope_ingest.remote_read.codec import (
     MAX_REQUEST_BYTES,
     SAMPLES,
@@ -40,7 +40,7 @@ SEND_SECONDS: Final = 60.0
 _CHECK_SECONDS: Final = 0.5  # interval of checks for a disconnected client and the time limit
 _MAX_RESPONSES: Final = 3
 _PLAIN: Final = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
-_STREAMED: Final = {"Content-Type": chunked.CONTENT_TYPE}
+_STREAMED: Final = {"Content-Type": codec.CONTENT_TYPE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class RemoteRead:
         except StoreError as error:
             raise RegistrationError(500, str(error)) from error
         if form == STREAMED_XOR_CHUNKS:
-            return _Answer(_STREAMED, chunked.frames(series))
+            return _Answer(_STREAMED, codec.frames(series))
         return _Answer(_PLAIN, iter([packed(read_response(series))]))
 
     def _close(self) -> None:

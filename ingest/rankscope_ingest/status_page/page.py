@@ -16,8 +16,17 @@ from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.models import ENDED
 from rankscope_ingest.status_page.assets import REFRESH_SECONDS, SCRIPT, STYLE
 from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status, TargetStatus
-from rankscope_ingest.status_page.target_html import Budget, exporter_table, target_tables
-from rankscope_ingest.status_page.text_format import ago, count, duration, number, percent, text
+from rankscope_ingest.status_page.target_html import (
+    Budget,
+    ago,
+    count,
+    duration,
+    exporter_table,
+    number,
+    percent,
+    target_tables,
+    text,
+)
 
 MAX_RUNS: Final = 100
 MAX_ROWS: Final = 2000

@@ -13,8 +13,7 @@ import pytest
 from rankscope.base.errors import CommandError
 from rankscope.commands.up import exports, overview
 from rankscope.up.executables import Executable, find_required
-from rankscope.up.notify_addresses import receivers
-from rankscope.up.plan import CommandLine, make_plan
+from rankscope.up.plan import CommandLine, make_plan, receivers
 from rankscope.up.ports import PortChoice, choose, free_port, is_free, valid_ports
 from rankscope.up.programs import Program, ServiceOptions, UpOptions, files, max_notification_seconds, programs
 from rankscope.up.state_dir import StateDir

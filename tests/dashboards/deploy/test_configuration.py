@@ -22,8 +22,7 @@ from rankscope_dashboards.deploy.alertmanager import (
     Webhook,
     alertmanager_config,
 )
-from rankscope_dashboards.deploy.prometheus import PrometheusSettings, Tls, duration, prometheus_config
-from rankscope_dashboards.deploy.yaml_text import as_yaml
+from rankscope_dashboards.deploy.prometheus import PrometheusSettings, Tls, as_yaml, duration, prometheus_config
 from rankscope_dashboards.generate import PROVISIONING
 
 HOOK = Webhook(url="https://alerts.example/hook?key=1")

@@ -15,7 +15,7 @@ from tests.ingest.status_page.statuses import HOSTILE, STARTED, empty, large, ru
 
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.runs.target import Health
-from rankscope_ingest.status_page import assets, text_format
+from rankscope_ingest.status_page import assets, target_html
 from rankscope_ingest.status_page.page import COLOURS, MAX_ROWS, MAX_RUNS, page
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "status"
@@ -160,7 +160,7 @@ def test_degraded_state_is_in_the_title_and_at_the_top():
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
 def test_nan_or_infinite_loss_is_shown(loss):
-    assert f'<dd><span class="red">{text_format.number(loss)}</span></dd>' in page(standing_of(run(loss=loss)))
+    assert f'<dd><span class="red">{target_html.number(loss)}</span></dd>' in page(standing_of(run(loss=loss)))
 
 
 def test_every_health_has_a_row():
@@ -183,10 +183,10 @@ def test_every_health_has_a_row():
     ],
 )
 def test_durations_have_their_two_largest_units(seconds, shown):
-    assert shown == text_format.duration(seconds)
+    assert shown == target_html.duration(seconds)
 
 
 def test_ratio_below_one_is_never_shown_as_100_percent():
     assert ["99.9 %", "100 %", "0 %", "12.5 %"] == [
-        text_format.percent(share) for share in (0.99999, 1.0, 0.0001, 0.125)
+        target_html.percent(share) for share in (0.99999, 1.0, 0.0001, 0.125)
     ]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope_storage.base.errors import BatchError
-from rankscope_storage.writer.watermarks import check_covered, newer
+from rankscope_storage.writer.writer import check_covered, newer
 
 ROWS = st.lists(st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 4) | st.none()), max_size=6)
 LIMITS = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(-1, 5))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankscope_contract.protocol.channel import Registration
-from rankscope_ingest.http.http_sd import per_node, per_rank
+from rankscope_ingest.http.routes import per_node, per_rank
 from rankscope_ingest.runs.models import Liveness
 from rankscope_ingest.runs.target import Health, Target
 
