@@ -41,7 +41,7 @@ def test_toml_file_gives_the_same_configuration_as_python(tmp_path: Path) -> Non
     [
         ({"evry": 2}, ["evry", "Did you mean every?"]),
         ({"serve": {"lisen": "127.0.0.1:0"}}, ["serve.lisen", "Did you mean serve.listen?"]),
-        ({"every": 0}, ["every", "from 1 on", "0"]),
+        ({"every": 0}, ["every", "at least 1", "0"]),
         ({"every": True}, ["every"]),
         ({"quantities": ["gradient"]}, ["'gradient'", "Did you mean 'gradients'?"]),
         ({"quantities": "gradients"}, ["quantities", "['gradients']"]),
@@ -58,7 +58,7 @@ def test_toml_file_gives_the_same_configuration_as_python(tmp_path: Path) -> Non
         ({"exit_wait_seconds": "5"}, ["exit_wait_seconds must be a number"]),
         ({"quantities": None}, ["quantities must be a list"]),
         ({"tensors": [1]}, ["tensors must be a list of names"]),
-        ({"run": 5}, ["run is a name"]),
+        ({"run": 5}, ["run must be a name"]),
         ({"rules": [5]}, ["rules must be a list of tables"]),
         ({"serve": 5}, ["serve must be a table"]),
         ({"serve": {"ring_records": "512"}}, ["ring_records must be a whole number"]),
@@ -124,7 +124,7 @@ def test_error_explains_the_fault_in_a_json_file(tmp_path: Path, text: str, word
         ({"options": {"gradients": {"targets": 5}}}, "targets must be a list of names, not 5"),
         ({"options": {"gradients": {"targets": None}}}, "targets must be a list of names, not None"),
         ({"options": {"gradients": {"ranks": 5}}}, "ranks must be a list of rank numbers, not 5"),
-        ({"sinks": {5: {}}}, "5 is unknown; there are"),
+        ({"sinks": {5: {}}}, "5 is unknown; valid names are"),
         ({5: 1}, "unknown setting 5"),
     ],
 )

@@ -123,7 +123,7 @@ def test_constructor_accepts_old_and_new_orders(positional, named):
     ("positional", "named", "words"),
     [
         ((7,), {}, "process_group must be the process group of the pipeline or None, not 7"),
-        ((), {"params_have_main_grad": "no"}, "params_have_main_grad is True or False, not 'no'"),
+        ((), {"params_have_main_grad": "no"}, "params_have_main_grad must be True or False, not 'no'"),
         ((), {"main_grad": True}, "no argument 'main_grad'; its arguments are process_group"),
         ((None, True, "x", 4), {}, "TrainerMon takes config_file_path, process_group"),
         ((True,), {"params_have_main_grad": True}, "by position and by name"),

@@ -135,7 +135,7 @@ def test_rules_keep_their_order_and_get_unique_names() -> None:
         ({"module_ranks": [True]}, "module_ranks must be a list of rank numbers"),
         ({"l2_targets": {"atention_hook": []}}, "Did you mean l2_targets.attention_hook?"),
         ({"l2_targets": {"linear_hook": "fc"}}, "l2_targets.linear_hook must be a list of modules, not 'fc'"),
-        ({"sa_order": "b,h,s,d"}, "sa_order is 's,b,h,d' or 'b,s,h,d'"),
+        ({"sa_order": "b,h,s,d"}, "sa_order must be 's,b,h,d' or 'b,s,h,d'"),
         ({"cc_distribution": True}, "cc_distribution must be a table of enable, cc_codeline"),
         ({"cc_distribution": {"enabled": True}}, "Did you mean cc_distribution.enable?"),
         ({"cc_distribution": {"enable": 1}}, "cc_distribution.enable must be true or false"),
@@ -147,15 +147,15 @@ def test_rules_keep_their_order_and_get_unique_names() -> None:
         ({"alert": {"rules": {"rule_name": "AnomalyNan"}}}, "alert.rules must be a list of rules"),
         ({"alert": {"rules": [{"rule_name": "AnomalyNaN"}]}}, "Did you mean AnomalyNan?"),
         ({"alert": {"rules": [{"rule_name": "AnomalyTurbulence"}]}}, "AnomalyTurbulence needs args.threshold"),
-        ({"alert": {"rules": [{"rule_name": "AnomalyTurbulence", "args": {"threshold": 0}}]}}, "give a share above 0"),
+        ({"alert": {"rules": [{"rule_name": "AnomalyTurbulence", "args": {"threshold": 0}}]}}, "set a share above 0"),
         ({"alert": {"rules": [{"rule_name": "AnomalyNan", "args": {"limit": 3}}]}}, "args of AnomalyNan"),
         ({"format": "parquet"}, "format must be one of csv, tensorboard, api, not 'parquet'"),
         ({"format": "api", "ops": ["norm", "nons"]}, "'nons' is not a statistic; .* Did you mean 'nans'?"),
         ({"ops": "norm", "wg_distribution": True}, "ops must be a list of names"),
         ({"eps": "small"}, "eps must be a number of at least 0"),
         ({"ndigits": 0}, "ndigits must be a whole number from 1 to 20"),
-        ({"step_count_per_record": 2_000_000}, "step_count_per_record must be a whole number from 1 to 1000000"),
-        ({"append_output": ["Dec03_21-34-40"]}, "append_output is empty or two times"),
+        ({"step_count_per_record": 2_000_000}, "step_count_per_record must be a whole number from 1 to 1,000,000"),
+        ({"append_output": ["Dec03_21-34-40"]}, "append_output must be empty or two times"),
         ({"append_output": ["a", "b"]}, "'a' is not a folder time"),
         ({"squash_name": "yes"}, "squash_name must be true or false"),
     ],
@@ -181,7 +181,7 @@ def test_error_for_a_wrong_file_contains_its_path(tmp_path: Path) -> None:
 
 
 def test_settings_as_a_mapping_are_rejected_by_trainer_mon() -> None:
-    with pytest.raises(ConfigError, match="path of a JSON file, not a dict: settings in Python go to rankscope"):
+    with pytest.raises(ConfigError, match="path of a JSON file, not a dict: pass settings in Python to rankscope"):
         TrainerMon({"wg_distribution": True})  # type: ignore[arg-type]
 
 
