@@ -28,9 +28,8 @@ from rankscope_exporter.api.session_factory import Optimizers, attached
 from rankscope_exporter.base.copies import CopiesDoNothing, NotCopied
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation
-from rankscope_exporter.base.validation import callable_or_none, steps_from
 from rankscope_exporter.config.monitor_config import MonitorConfig
-from rankscope_exporter.config.resolve import Given, config_of
+from rankscope_exporter.config.resolve import Given, callable_or_none, config_of, steps_from
 from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
 from rankscope_exporter.process import lifecycle, stop_signals

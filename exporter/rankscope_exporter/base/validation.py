@@ -1,13 +1,15 @@
-"""Checks of values that several configuration classes share. The functions have no side effects."""
+"""Rules for values of settings. `validate` checks the fields of an options class by the rules in their annotations."""
 
 from __future__ import annotations
 
 import difflib
-import operator
+import functools
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from rankscope_exporter.base.errors import ConfigError
 
@@ -16,17 +18,6 @@ MOST: Final = sys.float_info.max
 
 A Python integer can exceed the range of a float, and then cannot be used in a measurement.
 """
-
-
-def whole(value: Any) -> int | None:
-    """Return `value` as an int if it is a whole number, for example of Python, numpy or torch.
-
-    Return None for any other value.
-    """
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers, or without any
-        return None
 
 
 def is_whole(value: object) -> bool:
@@ -39,37 +30,150 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def steps_from(name: str, value: Any, *, at_least: int) -> int:
-    """Return `value` if it is a number of steps of at least `at_least`.
+def is_list(value: object) -> bool:
+    """Return whether `value` is iterable, but neither a text nor a mapping."""
+    return isinstance(value, Iterable) and not isinstance(value, str | Mapping)
 
-    Otherwise raise ConfigError, which names the argument `name`.
+
+_MOST_QUOTED: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """A rule that accepts some values. The error text is "NAME must be EXPECTED, not VALUE", followed by `advice`."""
+
+    expected: str
+    accepts: Callable[[Any], bool]
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A function that raises ValueError if a value is invalid."""
+
+    function: Callable[[Any], object]
+
+
+class Converted(Checked):
+    """A function that returns the value to store instead, or raises ValueError if the value is invalid."""
+
+
+def at_least(least: int, of: str = "a whole number") -> Allowed:
+    """Return a rule that accepts whole numbers of at least `least`. `of` describes the number in the error text."""
+    return Allowed(f"{of} of at least {least}", lambda value: is_whole(value) and value >= least)
+
+
+def between(least: int, most: int, of: str = "a whole number") -> Allowed:
+    """Return a rule that accepts whole numbers from `least` to `most`."""
+    return Allowed(f"{of} from {least} to {most:,}", lambda value: is_whole(value) and least <= value <= most)
+
+
+def number(expected: str, low: float = -MOST, high: float = MOST, advice: str = "") -> Allowed:
+    """Return a rule that accepts numbers from `low` to `high`. It rejects NaN and infinite numbers."""
+    return Allowed(expected, lambda value: is_number(value) and low <= value <= high, advice)
+
+
+def one_of(*values: object) -> Allowed:
+    """Return a rule that accepts only `values`. The error text contains them, in quotes if there are at most three."""
+    text = " or ".join(filter(None, (", ".join(map(repr, values[:-1])), repr(values[-1]))))
+    if len(values) > _MOST_QUOTED:
+        text = f"one of {', '.join(map(str, values))}"
+    return Allowed(text, lambda value: value in values)
+
+
+def list_of(item: type, expected: str) -> Allowed:
+    """Return a rule that accepts lists whose items are of type `item`. A bool is not an int."""
+    accepts = is_whole if item is int else lambda value: isinstance(value, item)
+    return Allowed(expected, lambda value: is_list(value) and all(map(accepts, value)))
+
+
+def table(expected: str = "a table of settings") -> Allowed:
+    """Return a rule that accepts mappings."""
+    return Allowed(expected, lambda value: isinstance(value, Mapping))
+
+
+def some_text(expected: str) -> Allowed:
+    """Return a rule that accepts texts that are not empty."""
+    return Allowed(expected, lambda value: isinstance(value, str) and value != "")
+
+
+RANKS: Final = Allowed(
+    "a list of rank numbers", lambda value: is_list(value) and all(is_whole(rank) and rank >= 0 for rank in value)
+)
+_BY_TYPE: Final[Mapping[object, Allowed]] = {
+    bool: Allowed("true or false", lambda value: isinstance(value, bool)),
+    int: Allowed("a whole number", is_whole),
+    float: number("a number"),
+    str: Allowed("text", lambda value: isinstance(value, str)),
+    Mapping: table(),
+}
+
+
+class _Rule(NamedTuple):
+    is_optional: bool
+    is_list: bool
+    allowed: Allowed | None
+    checks: tuple[Checked, ...]
+
+
+def validate(options: Any, error: type[ValueError] = ValueError, prefix: str = "") -> None:
+    """Check the fields of the dataclass object `options` by the rules in their annotations.
+
+    Raises `error` for the first field with an invalid value. The text begins with `prefix` and the name of the field.
+
+    A rule is an `Allowed` in `Annotated`. Without one, the type of the field determines the rule. Then each `Checked`
+    and `Converted` of the field is called, in order. A field of type tuple accepts any list and stores a tuple. None is
+    valid only if the annotation contains it.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigError(f"{name} must be a whole number of steps of at least {at_least}, not {value!r}")
-    return value
+    for name, rule in _rules_of(options.__class__).items():
+        given = value = getattr(options, name)
+        if value is None and rule.is_optional:
+            continue
+        if rule.is_list and is_list(value):
+            value = tuple(value)
+        if rule.allowed is not None and not rule.allowed.accepts(value):
+            advice = f": write [{value!r}]" if rule.is_list and isinstance(value, str) else rule.allowed.advice
+            raise error(f"{prefix}{name} must be {rule.allowed.expected}, not {given!r}{advice}")
+        for check in rule.checks:
+            try:
+                result = check.function(value)
+            except ValueError as cause:
+                text = str(cause)
+                raise error(prefix + (text if text.startswith(name) else f"{name}: {text}")) from cause
+            value = result if isinstance(check, Converted) else value
+        if value is not given:
+            object.__setattr__(options, name, value)
 
 
-def callable_or_none(name: str, value: Any) -> Any:
-    """Return `value` if it is a function or None. Otherwise raise ConfigError, which names the argument `name`."""
-    if value is not None and not callable(value):
-        raise ConfigError(f"{name} must be a function of one argument, not {value!r}")
-    return value
+@functools.cache
+def _rules_of(options_class: type[Any]) -> Mapping[str, _Rule]:
+    hints = get_type_hints(options_class, include_extras=True)
+    return {item.name: _rule(hints[item.name]) for item in fields(options_class)}
 
 
-def listed(name: str, value: Any, of: type) -> tuple[Any, ...]:
-    """Return the items of `value` as a tuple.
+def _rule(hint: Any) -> _Rule:
+    given: list[Any] = []
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    stated = [member for member in members if member is not NoneType]
+    if len(stated) == 1:
+        hint = stated[0]
+    if get_origin(hint) is Annotated:
+        hint, *given = get_args(hint)
+    allowed = next((item for item in given if isinstance(item, Allowed)), None) or _of_type(hint)
+    checks = tuple(item for item in given if isinstance(item, Checked))
+    return _Rule(len(stated) < len(members), get_origin(hint) is tuple, allowed, checks)
 
-    Raises ConfigError, which names the setting `name`, if `value` is no list or an item is not of type `of`.
-    """
-    if isinstance(value, str) or not isinstance(value, Iterable) or isinstance(value, Mapping):
-        raise ConfigError(
-            f"{name} must be a list, not {value!r}" + (f": write [{value!r}]" if isinstance(value, str) else "")
-        )
-    items = tuple(value)
-    for item in items:
-        if not isinstance(item, of):
-            raise ConfigError(f"{name} must be a list of names, but {item!r} is not a name")
-    return items
+
+def _of_type(hint: Any) -> Allowed | None:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return one_of(*arguments)
+    if origin in (tuple, list):
+        return list_of(arguments[0], "a list of names" if arguments[0] is str else "a list")
+    if is_dataclass(hint):
+        cls: Any = hint
+        return Allowed(f"a {cls.__name__}", lambda value: isinstance(value, cls))
+    return _BY_TYPE.get(origin or hint)
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -114,8 +218,3 @@ def share_of(value: Any) -> float | None:
             f'max_overhead must be a share between 0 and 1, such as 0.01 or "1 %", not {value!r}; null sets no limit'
         )
     return float(share)
-
-
-def percent(share: float) -> str:
-    """Return a share as a text in percent with three significant digits, such as "1.25 %"."""
-    return f"{100 * share:.3g} %"

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rankscope_contract.security.redaction import redacted
+from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.identity import script_commit
 
@@ -38,3 +39,20 @@ def public_settings(config: MonitorConfig) -> dict[str, Any]:
     settings["rules"] = [{"rule_name": type(rule).__name__, "args": asdict(rule)} for rule in config.rules]
     shown: dict[str, Any] = redacted({**settings, "argv": sys.argv})
     return shown | {"git_commit": script_commit(sys.argv[0])}
+
+
+def steps_from(name: str, value: Any, *, at_least: int) -> int:
+    """Return `value` if it is a number of steps of at least `at_least`.
+
+    Otherwise raise ConfigError, which names the argument `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(f"{name} must be a whole number of steps of at least {at_least}, not {value!r}")
+    return value
+
+
+def callable_or_none(name: str, value: Any) -> Any:
+    """Return `value` if it is a function or None. Otherwise raise ConfigError, which names the argument `name`."""
+    if value is not None and not callable(value):
+        raise ConfigError(f"{name} must be a function of one argument, not {value!r}")
+    return value

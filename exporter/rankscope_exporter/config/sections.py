@@ -5,33 +5,29 @@ A dataclass validates each section.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.validation import check_keys, did_you_mean, listed
+from rankscope_exporter.base.validation import Checked, at_least, check_keys, did_you_mean, number, table, validate
 from rankscope_exporter.observers.throughput.peaks import ThroughputConfig
 from rankscope_exporter.quantities import select_quantities
 from rankscope_exporter.serving.config import ServeConfig
+
+_SECONDS: Final = number("a number of seconds of at least 0", 0, advice="; 0 disables the readings")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareConfig:
     """Settings of the thread that reads hardware metrics of the rank's GPU, process and machine."""
 
-    every_seconds: float = 5.0
+    every_seconds: Annotated[float, _SECONDS] = 5.0
     """Seconds between two readings of the hardware; 0 disables the readings."""
 
     def __post_init__(self) -> None:
-        value = self.every_seconds
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ConfigError(
-                f"hardware.every_seconds must be a number of seconds of at least 0, not {value!r}; "
-                "0 disables the readings"
-            )
+        validate(self, ConfigError, "hardware.")
 
 
 TABLES: Final[Mapping[str, type[Any]]] = {
@@ -49,14 +45,6 @@ def tables_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _table(name, settings[name], cls) for name, cls in TABLES.items() if name in settings}
 
 
-def check_tables(config: object) -> None:
-    """Raise ConfigError if the value of a section is not an object of its dataclass."""
-    for name, cls in TABLES.items():
-        value = getattr(config, name)
-        if not isinstance(value, cls):
-            raise ConfigError(f"{name} must be a {cls.__name__}, not {value!r}")
-
-
 def _table(name: str, value: Any, cls: type[Any]) -> Any:
     if isinstance(value, cls):
         return value
@@ -67,7 +55,7 @@ def _table(name: str, value: Any, cls: type[Any]) -> Any:
 
 
 ALL: Final = "*"
-_LEAST: Final = {"steps": 1, "cooldown_steps": 0, "max_captures": 1}
+OptionTables = Annotated[Mapping[str, Mapping[str, Any]], table("a table of tables by quantity")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +67,14 @@ class CaptureConfig:
 
     rules: tuple[str, ...] = (ALL,)
     """Names of the rules whose firing starts a capture; "*" means all rules."""
-    quantities: tuple[str, ...] = ("activations", "gradients", "parameters")
+    quantities: Annotated[tuple[str, ...], Checked(select_quantities)] = ("activations", "gradients", "parameters")
     """Names of the quantities that are measured in addition during a capture."""
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    options: OptionTables = field(default_factory=dict)
     """Options of quantities during a capture, by name of the quantity. The default is the options of the monitor."""
-    steps: int = 5
-    cooldown_steps: int = 100
+    steps: Annotated[int, at_least(1)] = 5
+    cooldown_steps: Annotated[int, at_least(0)] = 100
     """Number of steps after a capture in which firings do not start another capture."""
-    max_captures: int = 10
+    max_captures: Annotated[int, at_least(1)] = 10
     """Maximum number of captures per process. Without it, a permanently broken run would be measured at every step."""
     flight_record: bool = True
     """True records the latest collectives of each rank at a capture, if there is a process group."""
@@ -95,17 +83,7 @@ class CaptureConfig:
         given: object = self.rules
         if given == ALL:
             object.__setattr__(self, "rules", (ALL,))
-        for name in ("rules", "quantities"):
-            object.__setattr__(self, name, listed(f"capture.{name}", getattr(self, name), str))
-        select_quantities(self.quantities)  # names the nearest one
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"capture.{name} must be a whole number of at least {least}, not {value!r}")
-        if not isinstance(self.flight_record, bool):
-            raise ConfigError(f"capture.flight_record must be true or false, not {self.flight_record!r}")
-        if not isinstance(self.options, Mapping):
-            raise ConfigError(f"capture.options must be a table of tables by quantity, not {self.options!r}")
+        validate(self, ConfigError, "capture.")
         for name in self.options:
             if name not in self.quantities:
                 select_quantities([name])
@@ -135,7 +113,7 @@ class CaptureConfig:
 
 
 def checked_capture(
-    given: Any,
+    capture: CaptureConfig | None,
     rules: Sequence[AnomalyRule],
     options: Mapping[str, Mapping[str, Any]],
     monitor_with: Callable[..., object],
@@ -147,7 +125,6 @@ def checked_capture(
     The result is None if captures are disabled. `monitor_with` is a function that creates the monitor's configuration
     with changed settings.
     """
-    capture = CaptureConfig.of(given)
     if capture is not None:
         names = [rule.name for rule in rules]
         for name in capture.rules:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import torch
 
 from rankscope_exporter.adapters.base import ParameterState
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.base.validation import at_least
 from rankscope_exporter.model.parameter_names import local_tensor, real_parts
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
 from rankscope_exporter.records.host_transfer import Numbers, Row
@@ -25,14 +26,13 @@ _EDGES: Final = 3  # below, above and nonfinite come before the bins
 class AdamUpdatesOptions(QuantityOptions):
     """Options: the bins of both histograms."""
 
-    bins: int = 30
+    bins: Annotated[int, at_least(1)] = 30
     low: float = -1.0
     high: float = 1.0
     """Values outside of the range from `low` to `high` are counted separately, not in the bins."""
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
-        self._check_whole("bins", 1)
         if not self.low < self.high:
             raise ValueError(f"low ({self.low}) must be below high ({self.high})")
 

@@ -6,15 +6,21 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from torch import nn
 
-from rankscope_exporter.base.validation import is_number, is_whole
-from rankscope_exporter.quantities.base import QuantityOptions
+from rankscope_exporter.base.validation import Allowed, at_least, is_number, is_whole, number
+from rankscope_exporter.quantities.base import QuantityOptions, TargetNames
 
-Argument = int | str
+Argument = Annotated[
+    int | str,
+    Allowed(
+        "the position or the name of an argument",
+        lambda value: (is_whole(value) and value >= 0) or (isinstance(value, str) and value != ""),
+    ),
+]
 """The position of an argument of `forward`, from 0, or the name of the argument.
 
 In both cases, the argument is found whether it is passed by position or by keyword.
@@ -25,6 +31,8 @@ NONE: Final = "none"
 
 _MASKS: Final = ("attn_mask", "attention_mask", "mask")
 _CAUSAL: Final = ("is_causal", "causal", "attn_mask_type")
+_CAUSAL_VALUES: Final = Allowed("true, false or 'auto'", lambda value: isinstance(value, bool) or value == AUTO)
+_FINITE: Final = number("a finite number")
 _SCALES: Final = ("scale", "softmax_scale")
 _LETTERS: Final = "bhsd"
 _TRUE_HIDES: Final = ("megatron.", "mindspeed.", "transformer_engine.")
@@ -38,7 +46,7 @@ In torch's scaled_dot_product_attention, True means that a key is visible.
 class AttentionOptions(QuantityOptions):
     """Options: the modules, and the meaning of their arguments. If there are no targets, nothing is measured."""
 
-    targets: tuple[str, ...] = ()
+    targets: TargetNames = ()
     """Modules whose `forward` receives query and key with separate heads. Projections are outside of these modules."""
     order: str = "s,b,h,d"
     """Order of the dimensions of query and key, by four letters: s sequence, b batch, h heads, d width of a head."""
@@ -49,22 +57,22 @@ class AttentionOptions(QuantityOptions):
 
     "auto" reads the parameter attn_mask, attention_mask or mask; "none" reads no mask.
     """
-    mask_true: str = AUTO
+    mask_true: Literal["auto", "attends", "hides"] = "auto"
     """Meaning of True in a mask: "attends", as in torch's scaled_dot_product_attention, or "hides", as in Megatron.
 
     "auto" is "hides" for modules of Megatron, MindSpeed and Transformer Engine, and "attends" for all other modules.
     """
-    causal: bool | str = AUTO
+    causal: Annotated[bool | str, _CAUSAL_VALUES] = AUTO
     """Hide later keys in addition to the mask: true, false or "auto".
 
     "auto" reads the arguments is_causal, causal and attn_mask_type, then the attributes of the module with these names.
     """
-    scale: float | None = None
+    scale: Annotated[float, _FINITE] | None = None
     """Factor of the products of query and key.
 
     Null reads the argument scale or softmax_scale; without them it is 1 / √d.
     """
-    rows: int | None = None
+    rows: Annotated[int, at_least(1)] | None = None
     """Largest number of queries per sequence that are read. They have equal distances. Null reads all queries."""
 
     def __post_init__(self) -> None:
@@ -73,17 +81,6 @@ class AttentionOptions(QuantityOptions):
         if sorted(order.split(",")) != sorted(_LETTERS):
             raise ValueError(f"order must be 's,b,h,d' or these letters in another order, not {self.order!r}")
         object.__setattr__(self, "order", order)
-        for name in ("query", "key", "mask"):
-            value = getattr(self, name)
-            if not (isinstance(value, str) and value) and not (is_whole(value) and value >= 0):
-                raise ValueError(f"{name} must be the position or the name of an argument, not {value!r}")
-        if self.mask_true not in (AUTO, "attends", "hides"):
-            raise ValueError(f"mask_true must be 'auto', 'attends' or 'hides', not {self.mask_true!r}")
-        if not isinstance(self.causal, bool) and self.causal != AUTO:
-            raise ValueError(f"causal must be true, false or 'auto', not {self.causal!r}")
-        if self.scale is not None and not _is_finite(self.scale):
-            raise ValueError(f"scale must be a finite number, not {self.scale!r}")
-        self._check_whole("rows", 1)
 
     @property
     def permutation(self) -> tuple[int, ...]:

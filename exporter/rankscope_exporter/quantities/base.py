@@ -7,8 +7,8 @@ that opens at sampled steps, and the registration of hooks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from rankscope_exporter.adapters.base import GradientSource, TensorSpec
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.placement import Layout
-from rankscope_exporter.base.validation import is_whole
+from rankscope_exporter.base.validation import RANKS, Checked, at_least, list_of, validate
 from rankscope_exporter.model.name_patterns import Targets, target_notices
 from rankscope_exporter.records.host_transfer import Numbers, Row
 from rankscope_exporter.statistics.selection import chosen_ops
@@ -174,48 +174,35 @@ class Hooking(ModelHookContext, Protocol):
         ...
 
 
+TargetNames = Annotated[tuple[str, ...], Checked(Targets)]
+"""Type of a setting with names, globs and regular expressions."""
+_STATISTICS: Final = list_of(str, "a list of statistics")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantityOptions:
     """The options that every quantity has. Subclasses add options.
 
     The constructor validates the values and raises ValueError with the name of the wrong option. A list becomes a
-    tuple. An option of type bool accepts no other type.
+    tuple. An option of type bool accepts no other type. If a subclass changes the default value of a field, it must
+    also repeat the rule of the field.
     """
 
-    targets: tuple[str, ...] = ("*",)
+    targets: TargetNames = ("*",)
     """Names, globs, or regular expressions after "re:", of parameters or, if the quantity reads modules, of modules."""
-    start_step: int | None = None
+    start_step: Annotated[int, at_least(0)] | None = None
     """Number of the first step to sample; null samples from the beginning."""
-    every: int | None = None
+    every: Annotated[int, at_least(1)] | None = None
     """Sample every n-th step; null means the value of the monitor's `every`."""
-    times: int | None = None
+    times: Annotated[int, at_least(0)] | None = None
     """Stop sampling after this number of sampled steps; null means no limit."""
-    ranks: tuple[int, ...] | None = None
+    ranks: Annotated[tuple[int, ...], RANKS] | None = None
     """Numbers of the ranks that measure this quantity; null means all ranks."""
-    ops: tuple[str, ...] | None = None
+    ops: Annotated[tuple[str, ...], _STATISTICS, Checked(chosen_ops)] | None = None
     """Statistics (ops) to publish; null means the value of the monitor's `ops`."""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, list):
-                object.__setattr__(self, item.name, tuple(value))
-            if item.type == "bool" and not isinstance(value, bool):
-                raise ValueError(f"{item.name} must be true or false, not {value!r}")
-        self._check_whole("start_step", 0)
-        self._check_whole("every", 1)
-        self._check_whole("times", 0)
-        ranks = () if self.ranks is None else self.ranks
-        if not isinstance(ranks, tuple) or not all(is_whole(rank) and rank >= 0 for rank in ranks):
-            raise ValueError(f"ranks must be a list of rank numbers, not {self.ranks!r}")
-        Targets(self.targets)
-        if self.ops is not None:
-            chosen_ops(self.ops)
-
-    def _check_whole(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if value is not None and not (is_whole(value) and value >= least):
-            raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        validate(self)
 
 
 class Quantity:

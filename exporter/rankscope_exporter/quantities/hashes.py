@@ -12,16 +12,17 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 import torch
 
 from rankscope_contract.model.kinds import COUNT_OPS, Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import ranks_text
+from rankscope_exporter.base.validation import at_least
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.model.parameter_names import local_tensor, plain_name
-from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table, TargetNames
 from rankscope_exporter.quantities.optimizer_state import KIND_OF_STATE
 from rankscope_exporter.records.host_transfer import Numbers, Row
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable
@@ -43,23 +44,17 @@ class HashesOptions(QuantityOptions):
 
     "all" hashes all, to compare runs by `rankscope diff`.
     """
-    every: int | None = 100
+    every: Annotated[int, at_least(1)] | None = 100
     """Sample every n-th step; must be equal on all ranks. Null means the value of the monitor's `every`."""
     state: bool = False
     """Also hash the state of the optimizers."""
-    buffers: tuple[str, ...] = ()
+    buffers: TargetNames = ()
     """Names or globs of buffers to hash, which must be equal on all ranks.
 
     Buffers of BatchNorm differ between ranks, unless BatchNorm is synchronised.
     """
     everywhere: bool = False
     """Treat all tensors that are not sharded as replicas. Needed if the training loop itself reduces gradients."""
-
-    def __post_init__(self) -> None:
-        QuantityOptions.__post_init__(self)
-        if self.of not in ("replicas", "all"):
-            raise ValueError(f"of must be 'replicas' or 'all', not {self.of!r}")
-        Targets(self.buffers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,15 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import torch
 from torch import nn
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.base.validation import Converted, number
 from rankscope_exporter.model.module_names import NamedModule
-from rankscope_exporter.quantities.base import Hooking, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.base import Hooking, QuantityOptions, SamplingGate, Table, TargetNames
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,
     Running,
@@ -29,6 +30,7 @@ SPECTRAL_NORM: Final = "spectral_norm"
 STABLE_RANK: Final = "stable_rank"
 
 _FINEST: Final = 1e-5  # below it, float32 itself is the limit
+_TOLERANCE: Final = number(f"a number of at least {_FINEST:g} and below 1", _FINEST, math.nextafter(1, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +40,12 @@ class LinearOptions(QuantityOptions):
     An empty list of targets selects all modules with a 2-D `weight` or `wg`.
     """
 
-    tolerance: float = 0.01
+    targets: Annotated[TargetNames, Converted(lambda names: names or ("*",))] = ("*",)
+    tolerance: Annotated[float, _TOLERANCE] = 0.01
     """Largest relative error by which the spectral norm may be too low.
 
     A tenth of the tolerance needs about three times the number of steps.
     """
-
-    def __post_init__(self) -> None:
-        if isinstance(self.targets, list | tuple) and not self.targets:
-            object.__setattr__(self, "targets", ("*",))
-        QuantityOptions.__post_init__(self)
-        if not isinstance(self.tolerance, float) or not _FINEST <= self.tolerance < 1:
-            raise ValueError(f"tolerance must be a number of at least {_FINEST:g} and below 1, not {self.tolerance!r}")
 
 
 class Linear(ModuleQuantity):

@@ -13,13 +13,14 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import torch
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
+from rankscope_exporter.base.validation import Allowed
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.hook_handles import GradientHooks
@@ -83,21 +84,19 @@ _SHARE: Final = 4
 """Divisor of the free memory: if `sum_micro_batches` is null, sums may use at most a quarter of the free memory."""
 
 
+_THREE_VALUES: Final = Allowed("true, false or null", lambda value: isinstance(value, bool))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientsOptions(QuantityOptions):
     """Options of the quantity `gradients`, for sums over micro-batches that the framework does not keep."""
 
-    sum_micro_batches: bool | None = None
+    sum_micro_batches: Annotated[bool, _THREE_VALUES] | None = None
     """Keep the sum of this rank's own gradients over micro-batches that are reduced separately.
 
     True: always; false: never. Null: if the sum fits into a quarter of the free memory, from the step on at which such
     an accumulation was detected.
     """
-
-    def __post_init__(self) -> None:
-        QuantityOptions.__post_init__(self)
-        if self.sum_micro_batches not in (None, True, False):
-            raise ValueError(f"sum_micro_batches must be true, false or null, not {self.sum_micro_batches!r}")
 
 
 class MicroBatchSums:

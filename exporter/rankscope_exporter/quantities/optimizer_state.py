@@ -13,7 +13,7 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.model.parameter_names import local_tensor
-from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table, TargetNames
 from rankscope_exporter.statistics.tensor_access import dtype_name
 
 # Key in `optimizer.state[parameter]` and kind, for optimizers with `betas` and for those with `momentum`.
@@ -27,12 +27,8 @@ KIND_OF_STATE: Final[dict[str, str]] = dict((*ADAM_STATE, *MOMENTUM_STATE))
 class OptimizerStateOptions(QuantityOptions):
     """Options: the state to measure in addition to moments and momentum."""
 
-    names: tuple[str, ...] = ()
+    names: TargetNames = ()
     """Keys, or globs, of additional tensors in `optimizer.state[parameter]`: "max_exp_avg_sq", "square_avg", "*"."""
-
-    def __post_init__(self) -> None:
-        QuantityOptions.__post_init__(self)
-        Targets(self.names)
 
 
 class OptimizerState(Quantity):

@@ -6,17 +6,17 @@ import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import torch
 from torch import nn
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.validation import is_whole
+from rankscope_exporter.base.validation import Checked, at_least, is_whole
 from rankscope_exporter.model.module_names import NamedModule
 from rankscope_exporter.model.parameter_names import entry
 from rankscope_exporter.model.pytree import Found, ObjectSpec, received, returned
-from rankscope_exporter.quantities.base import QuantityOptions, Table
+from rankscope_exporter.quantities.base import QuantityOptions, Table, TargetNames
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,
     Running,
@@ -38,34 +38,26 @@ _TOP_K: Final = ("top_k", "topk", "num_experts_per_tok")
 class RouterOptions(QuantityOptions):
     """Options: the modules that are routers, and the location of their logits. Without targets, nothing is measured."""
 
-    targets: tuple[str, ...] = ()
+    targets: TargetNames = ()
     """Modules that return a logit for each expert.
 
     This is usually the linear layer with the name `gate` or `router`.
     """
-    logits: str = "returned"
+    logits: Literal["returned", "computed"] = "returned"
     """Source of the logits: "returned" by the module, or "computed" from its first argument and its weight.
 
     "computed" is for modules that return probabilities, such as Megatron's router.
     """
-    output: str | None = None
+    output: Annotated[str, Checked(ObjectSpec.parse)] | None = None
     """The part of the module's output that contains the logits: "tensor", "tuple[2]:1", "dict:logits".
 
     Null means the first tensor in the output.
     """
-    top_k: int | None = None
+    top_k: Annotated[int, at_least(1)] | None = None
     """Number of experts per token.
 
     Null reads `top_k`, `topk` or `num_experts_per_tok` of the module or its parent module.
     """
-
-    def __post_init__(self) -> None:
-        QuantityOptions.__post_init__(self)
-        if self.logits not in ("returned", "computed"):
-            raise ValueError(f"logits must be 'returned' or 'computed', not {self.logits!r}")
-        if self.output is not None:
-            ObjectSpec.parse(self.output)
-        self._check_whole("top_k", 1)
 
 
 class Router(ModuleQuantity):

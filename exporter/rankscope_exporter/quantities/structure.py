@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import torch
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import placement_of
+from rankscope_exporter.base.validation import at_least, some_text
 from rankscope_exporter.model.module_names import NamedModule
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.model.pytree import Found, Slot, children, received, returned
@@ -182,22 +183,17 @@ _TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"  # with a separato
 class StructureOptions(QuantityOptions):
     """Options: the steps to sample, and additional outputs of the structure."""
 
-    times: int | None = 1
+    times: Annotated[int, at_least(0)] | None = 1
     """Number of sampled steps. One step is enough, because the structure of a model seldom changes."""
     stacks: bool = True
     """Also record the call stack of each module."""
     print_struct: bool = False
     """Also print the structure on rank 0, and write `module_struct/rank<r>/module_struct.json` as msprobe does."""
-    output_dir: str | None = None
+    output_dir: Annotated[str, some_text("the path of a folder")] | None = None
     """Folder of the file `module_struct.json`.
 
     Null means the environment variable MONITOR_OUTPUT_DIR; without it, `monitor_output` in the working directory.
     """
-
-    def __post_init__(self) -> None:
-        QuantityOptions.__post_init__(self)
-        if self.output_dir is not None and not (isinstance(self.output_dir, str) and self.output_dir):
-            raise ValueError(f"output_dir must be the path of a folder, not {self.output_dir!r}")
 
 
 class Structure(ModuleQuantity):

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_exporter.base.validation import percent
 from rankscope_exporter.reactions.overhead_window import MOST_STRETCH, OverheadWindow, Verdict, WindowResult
 from rankscope_exporter.reconfiguration.agreement import Agreement
 from rankscope_exporter.reconfiguration.change_queue import PlannedChange
@@ -90,8 +89,8 @@ def _reason(request: DecimationRequest, before: int) -> str:
     if request.stretch > 1:
         interval = f"one in {request.stretch} of the configured steps is sampled"
     previous = "measuring" if before == 1 else f"measuring one in {before}"
-    cost = f"{previous} costs {percent(request.share)} of the time of training on rank {request.rank}"
-    return f"{interval}: {cost}, max_overhead is {percent(request.max_overhead)}"
+    cost = f"{previous} costs {_percent(request.share)} of the time of training on rank {request.rank}"
+    return f"{interval}: {cost}, max_overhead is {_percent(request.max_overhead)}"
 
 
 class OverheadController(StepObserver):
@@ -208,8 +207,8 @@ class OverheadController(StepObserver):
         if not self._is_floor_reported:
             self._is_floor_reported = True
             self._say(
-                f"the monitor costs {percent(share)} of the time of training, above max_overhead = "
-                f"{percent(self._max_overhead)}, although only one in {MOST_STRETCH} of the configured steps is "
+                f"the monitor costs {_percent(share)} of the time of training, above max_overhead = "
+                f"{_percent(self._max_overhead)}, although only one in {MOST_STRETCH} of the configured steps is "
                 "sampled: sampling is not the cause"
             )
 
@@ -230,3 +229,8 @@ class OverheadController(StepObserver):
         self.stretch = stretch
         if self._window is not None:
             self._window.restart(stretch)
+
+
+def _percent(share: float) -> str:
+    """Return a share as a text in percent with three significant digits, such as "1.25 %"."""
+    return f"{100 * share:.3g} %"

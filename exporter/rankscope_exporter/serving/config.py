@@ -13,11 +13,12 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from rankscope_contract.security.tls import Reloading, reloading_client, server_context
 from rankscope_contract.security.web_config import WebConfig, WebConfigError, read_web_config
 from rankscope_exporter.base.errors import ServeError
+from rankscope_exporter.base.validation import Converted, at_least, validate
 from rankscope_exporter.serving.addresses import Address
 
 T = TypeVar("T")
@@ -88,8 +89,8 @@ _BOOLS: Final = ("insecure", "node_page", "spool_sync")
 
 For example, RANKSCOPE_SPOOL_DIR overrides `spool_dir`.
 """
-_PATHS: Final = ("token_file", "web_config", "ca_file", "cert_file", "key_file", "discovery_dir", "spool_dir")
-_SIZES: Final = ("ring_records", "ring_bytes", "series_budget", "spool_bytes")
+FilePath = Annotated[str, Converted(lambda name: str(Path(name).expanduser()))]
+_Size = Annotated[int, at_least(1)]
 _TRUE: Final = ("1", "true", "yes", "on")
 _FALSE: Final = ("0", "false", "no", "off")
 
@@ -104,52 +105,28 @@ class ServeConfig:
     listen: str = "127.0.0.1:0"
     advertise: str | None = None  # host or host:port under which other machines reach this rank; None: from `listen`
     token: str | None = field(default=None, repr=False)
-    token_file: str | None = None
-    web_config: str | None = None  # file with the TLS settings of this rank's server, in the format of Prometheus
-    ca_file: str | None = None  # this file and the next two: TLS for requests to the service
-    cert_file: str | None = None
-    key_file: str | None = None
+    token_file: FilePath | None = None
+    web_config: FilePath | None = None  # file with the TLS settings of this rank's server, in the format of Prometheus
+    ca_file: FilePath | None = None  # this file and the next two: TLS for requests to the service
+    cert_file: FilePath | None = None
+    key_file: FilePath | None = None
     insecure: bool = False
     ingest_url: str | None = None
-    ring_records: int = 1024
-    ring_bytes: int = 256 * 1024 * 1024  # limit for the records above MIN_RING_RECORDS, which are always kept
-    series_budget: int = 20_000  # largest number of tensor series on the metrics page
+    ring_records: Annotated[int, at_least(MIN_RING_RECORDS)] = 1024
+    ring_bytes: _Size = 256 * 1024 * 1024  # limit for the records above MIN_RING_RECORDS, which are always kept
+    series_budget: _Size = 20_000  # largest number of tensor series on the metrics page
     page_ops: Literal["judged", "all"] = "judged"  # ops on the metrics page: those that rules use, or all
-    discovery_dir: str | None = None  # Prometheus file_sd folder, used when there is no service
+    discovery_dir: FilePath | None = None  # Prometheus file_sd folder, used when there is no service
     node_page: bool = False  # one metrics page for all ranks of a launch on this host
-    spool_dir: str | None = None  # folder where each record is written until a store has committed it
-    spool_bytes: int = 1024 * 1024 * 1024
+    spool_dir: FilePath | None = None  # folder where each record is written until a store has committed it
+    spool_bytes: _Size = 1024 * 1024 * 1024
     spool_sync: bool = False  # call fdatasync after each record
 
     def __post_init__(self) -> None:
-        self._check_types()
-        for name in _PATHS:
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, str(Path(value).expanduser()))
+        validate(self, ServeError)
         self._check_token()
         self._check_addresses()
         self._check_files()
-        if self.ring_records < MIN_RING_RECORDS:
-            raise ServeError(f"ring_records is {self.ring_records}: at least {MIN_RING_RECORDS} are needed")
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ServeError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if self.page_ops not in ("judged", "all"):
-            raise ServeError(f"page_ops is {self.page_ops!r}: use 'judged' or 'all'")
-
-    def _check_types(self) -> None:
-        for name in _TEXTS:
-            value = getattr(self, name)
-            if not isinstance(value, str) and (value is not None or name == "listen"):
-                raise ServeError(f"{name} must be text, not {value!r}")
-        for name in _SIZES:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ServeError(f"{name} must be a whole number, not {value!r}")
-        for name in _BOOLS:
-            if not isinstance(getattr(self, name), bool):
-                raise ServeError(f"{name} must be true or false, not {getattr(self, name)!r}")
 
     def _check_token(self) -> None:
         if self.token is not None and self.token_file is not None:

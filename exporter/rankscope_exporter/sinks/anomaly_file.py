@@ -22,6 +22,7 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.msprobe.csv_layout import their_step
 from rankscope_contract.msprobe.files import ANOMALY_FILE, ANOMALY_FOLDER, NOT_KNOWN, anomaly_message, anomaly_tag
+from rankscope_exporter.base.validation import validate
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink
@@ -80,11 +81,11 @@ def _unused(key: str, op: str | None, keys: set[str]) -> str:
 class AnomalyOptions:
     """Settings of the sink `anomalies`."""
 
-    folder: str | None = None
+    folder: files.Folder | None = None
     """The output folder. The default is the environment variable MONITOR_OUTPUT_DIR, or else ./monitor_output."""
 
     def __post_init__(self) -> None:
-        files.check_folder(self.folder)
+        validate(self)
 
 
 class Anomalies(Sink):

@@ -11,7 +11,7 @@ import datetime as dt
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,6 +31,7 @@ from rankscope_contract.msprobe.csv_layout import (
     window,
 )
 from rankscope_contract.msprobe.files import CSV_KEYS, MICRO_STEP, STACKS_COLUMNS, STACKS_FILE
+from rankscope_exporter.base.validation import Checked, between, list_of, validate
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink
@@ -52,38 +53,41 @@ _NAN: Final = pa.scalar("nan", pa.string())
 _BRACKETS: Final = (pa.scalar("[", pa.string()), pa.scalar("]", pa.string()))
 
 
+_TIMES: Final = list_of(str, "two folder times, such as Dec03_21-34-40")
+
+
+def _check_times(value: Sequence[str]) -> None:
+    try:
+        window(value)
+    except ValueError as error:
+        raise ValueError(str(error).replace("append_output", "append_to")) from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CsvOptions:
     """Settings of the sink `csv`, most of which exist in msprobe under other names."""
 
-    folder: str | None = None
+    folder: files.Folder | None = None
     """The output folder. The default is the environment variable MONITOR_OUTPUT_DIR, or else ./monitor_output."""
-    steps_per_file: int = 1
+    steps_per_file: Annotated[int, between(1, MOST_STEPS, "a number")] = 1
     """Number of steps in each file; the first file begins with step 0 of msprobe.
 
     The setting of msprobe is step_count_per_record.
     """
-    digits: int | None = None
+    digits: Annotated[int, between(1, MOST_DIGITS, "a number")] | None = None
     """Maximum number of digits after the decimal point; null writes all digits. The setting of msprobe is ndigits."""
-    append_to: tuple[str, str] | None = None
+    append_to: Annotated[tuple[str, str], _TIMES, Checked(_check_times)] | None = None
     """Two times. The sink adds its files to an existing folder of this rank that was created between these times.
 
     The setting of msprobe is append_output.
     """
     squash_name: bool = False
     """True removes the prefixes of wrapping modules from names. The setting of msprobe is squash_name."""
-    ops: tuple[str, ...] = OPS
+    ops: files.Ops = OPS
     """Names of the statistics that become columns, in order. Statistics that are not published are omitted."""
 
     def __post_init__(self) -> None:
-        files.check_folder(self.folder)
-        files.check_truth("squash_name", self.squash_name)
-        _check_whole("steps_per_file", self.steps_per_file, MOST_STEPS)
-        if self.digits is not None:
-            _check_whole("digits", self.digits, MOST_DIGITS)
-        if self.append_to is not None:
-            object.__setattr__(self, "append_to", _pair(self.append_to))
-        object.__setattr__(self, "ops", files.chosen_ops(self.ops))
+        validate(self)
 
     @property
     def begun(self) -> Window | None:
@@ -297,22 +301,6 @@ def _quoted(cell: str) -> str:
 def _joined(parts: Sequence[pa.Array | pa.Scalar]) -> str:
     lines = pc.binary_join_element_wise(*parts, _COMMA)
     return "\n".join(lines.to_pylist()) + "\n"
-
-
-def _check_whole(name: str, value: Any, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"{name} must be a number from 1 to {most:,}, not {value!r}")
-
-
-def _pair(value: Any) -> tuple[str, str]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"append_to must be two folder times, such as Dec03_21-34-40, not {value!r}")  # noqa: TRY004
-    try:
-        window(value)
-    except ValueError as error:
-        raise ValueError(str(error).replace("append_output", "append_to")) from error
-    first, last = value
-    return first, last
 
 
 def _octets(text: str) -> bytes:

@@ -7,14 +7,14 @@ child inherits no open file, and a file that was moved is created again.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
 
 from rankscope_contract.msprobe.csv_layout import OPS
 from rankscope_contract.msprobe.names import Squash
+from rankscope_exporter.base.validation import Allowed, Checked, did_you_mean, is_list
 from rankscope_exporter.records.step_record import StepRecord
 
 _PORTION: Final = 4096
@@ -93,33 +93,31 @@ def output_folder(given: str | None, environment: Mapping[str, str] = os.environ
     return path.absolute()
 
 
-def check_folder(folder: Any) -> None:
-    """Raise ValueError if a value of the setting `folder` is not a path."""
-    if folder is not None and not (isinstance(folder, str) and folder and "\0" not in folder):
-        raise ValueError(f"folder must be a path, not {folder!r}; the default is {FOLDER_VARIABLE} or {DEFAULT_FOLDER}")
-
-
-def check_truth(name: str, value: Any) -> None:
-    """Raise ValueError if a value of a setting is not a bool."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, not {value!r}")  # noqa: TRY004 - becomes a ConfigError
-
-
-def chosen_ops(ops: Any) -> tuple[str, ...]:
-    """Return the statistics that the setting `ops` names, in the same order.
-
-    Raises ValueError for an unknown or repeated name.
-    """
-    if isinstance(ops, str) or not isinstance(ops, Sequence) or not ops:
-        raise ValueError(f"ops must be a list of some of {', '.join(OPS)}, not {ops!r}")
-    for op in ops:
-        if op not in OPS:
-            near = difflib.get_close_matches(str(op), OPS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"ops: {op!r} is unknown; valid names are {', '.join(OPS)}{hint}")
+def _check_ops(ops: Sequence[str]) -> None:
+    unknown = [op for op in ops if op not in OPS]
+    if unknown:
+        raise ValueError(
+            f"ops: {unknown[0]!r} is unknown; valid names are {', '.join(OPS)}.{did_you_mean(unknown[0], OPS)}"
+        )
     if len(set(ops)) < len(ops):
         raise ValueError(f"ops contains a statistic twice: {', '.join(ops)}")
-    return tuple(ops)
+
+
+Folder = Annotated[
+    str,
+    Allowed(
+        "a path",
+        lambda value: isinstance(value, str) and value != "" and "\0" not in value,
+        f"; the default is {FOLDER_VARIABLE} or {DEFAULT_FOLDER}",
+    ),
+]
+"""Type of the setting of an output folder."""
+Ops = Annotated[
+    tuple[str, ...],
+    Allowed(f"a list of some of {', '.join(OPS)}", lambda value: is_list(value) and len(value) > 0),
+    Checked(_check_ops),
+]
+"""Type of the setting of the statistics to write, in this order."""
 
 
 class Numbering:

@@ -10,10 +10,11 @@ import collections
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import PlanEntry
+from rankscope_exporter.base.validation import between, validate
 from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.sinks.base import Sink
 
@@ -26,12 +27,11 @@ MOST_STEPS: Final = 10_000
 class ApiOptions:
     """Settings of the sink `api`."""
 
-    steps: int = 8
+    steps: Annotated[int, between(1, MOST_STEPS, "a number")] = 8
     """Number of measured steps that the sink stores. Each step takes 56 bytes per tensor."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or not 1 <= self.steps <= MOST_STEPS:
-            raise ValueError(f"steps must be a number from 1 to {MOST_STEPS:,}, not {self.steps!r}")
+        validate(self)
 
 
 @dataclass(frozen=True, slots=True)

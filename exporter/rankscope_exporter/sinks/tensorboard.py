@@ -25,6 +25,7 @@ import pyarrow as pa
 
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.msprobe.csv_layout import MICRO_STEP_FAMILIES, OPS, OTHER, plain, their_step
+from rankscope_exporter.base.validation import validate
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink
@@ -157,17 +158,15 @@ Numbers = Sequence[tuple[bytes, float]]
 class TensorBoardOptions:
     """Settings of the sink `tensorboard`."""
 
-    folder: str | None = None
+    folder: files.Folder | None = None
     """The output folder. The default is the environment variable MONITOR_OUTPUT_DIR, or else ./monitor_output."""
     squash_name: bool = False
     """True removes the prefixes of wrapping modules from names. The setting of msprobe is squash_name."""
-    ops: tuple[str, ...] = OPS
+    ops: files.Ops = OPS
     """Names of the statistics to write. Statistics that are not published are omitted."""
 
     def __post_init__(self) -> None:
-        files.check_folder(self.folder)
-        files.check_truth("squash_name", self.squash_name)
-        object.__setattr__(self, "ops", files.chosen_ops(self.ops))
+        validate(self)
 
 
 class TensorBoard(Sink):

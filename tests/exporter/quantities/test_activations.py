@@ -379,7 +379,7 @@ def test_notice_about_unmatched_target_names_the_nearest_modules():
             "is not a pattern for a part of an object: write 'tensor', 'tuple",
         ),
         ({"targets": {"head": {"inputs": "tensor"}}}, "'inputs' is unknown; valid names are input, output, input_grad"),
-        ({"targets": {"head": "tensor"}}, "is a table of input, output"),
+        ({"targets": {"head": "tensor"}}, "must be a table of input, output"),
         ({"targets": ["a"], "parts": {"b": {}}}, "is not in targets: add 'b' to targets"),
         ({"parts": ["a"]}, "parts must be a table of tables"),
         ({"inputs": 1}, "inputs must be true or false"),

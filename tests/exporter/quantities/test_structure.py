@@ -233,7 +233,7 @@ def test_default_folder_of_the_structure_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"print_struct": "yes"}, "print_struct is true or false"),
+        ({"print_struct": "yes"}, "print_struct must be true or false"),
         ({"output_dir": 3}, "output_dir must be the path of a folder"),
         ({"stack": True}, r"Did you mean options\.structure\.stacks"),
     ],

@@ -577,7 +577,7 @@ def test_spool_settings_are_checked():
 
     assert (str(Path("~/spool").expanduser()), True) == (found.spool_dir, found.spool_sync)
     assert ServeConfig().spool_dir is None
-    with pytest.raises(ConfigError, match="spool_bytes is 0"):
+    with pytest.raises(ConfigError, match="spool_bytes must be a whole number of at least 1, not 0"):
         ServeConfig(spool_bytes=0)
     with pytest.raises(ConfigError, match="spool_dir must be text"):
         ServeConfig(spool_dir=5)

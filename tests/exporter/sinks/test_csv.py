@@ -275,7 +275,7 @@ def test_default_folder_is_that_of_the_environment(tmp_path, monkeypatch):
         ({"digits": True}, "digits must be a number from 1 to 20"),
         ({"append_to": ["Dec03_21-34-40"]}, "append_to must be two folder times"),
         ({"append_to": ["Dec03_21-34-40", "later"]}, "append_to: 'later' is not a folder time"),
-        ({"ops": ["norms"]}, "'norms' is unknown, .*did you mean 'norm'"),
+        ({"ops": ["norms"]}, "'norms' is unknown; valid names are .* Did you mean 'norm'"),
         ({"ops": "norm"}, "ops must be a list"),
         ({"folder": 3}, "folder must be a path"),
         ({"squash_name": 1}, "squash_name must be true or false"),

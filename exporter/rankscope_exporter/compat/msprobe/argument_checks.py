@@ -8,6 +8,7 @@ optimizer: wrong hints are reported, and no result depends on a hint.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +17,6 @@ import torch
 
 from rankscope_exporter.adapters import are_chunks
 from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.validation import whole
 
 AS_IN_THE_MANUAL: Final = ("grad_acc_steps", "optimizer", "dp_group", "tp_group", "start_iteration")
 AS_IN_THE_CODE: Final = ("optimizer", "grad_acc_steps", "tp_group", "dp_group", "start_iteration")
@@ -73,7 +73,7 @@ class Attachment:
         given = dict(named)
         names: tuple[str, ...] = ("model",)
         if len(positional) > 1:
-            is_count = isinstance(positional[1], float) or whole(positional[1]) is not None
+            is_count = isinstance(positional[1], float) or _whole(positional[1]) is not None
             names += AS_IN_THE_MANUAL if is_count else AS_IN_THE_CODE
         if len(positional) > len(names):
             raise ConfigError(f"{call} takes {len(names)} arguments by position, not {len(positional)}: name them")
@@ -159,9 +159,9 @@ def wrong_hints(hints: Construction, given: Attachment) -> Iterator[str]:
             f"the {len(given.chunks)} models are no chunks that Megatron-Core's DDP wraps, and the first is monitored: "
             "make a TrainerMon for each"
         )
-    if (whole(given.grad_acc_steps) or 0) < 1:
+    if (_whole(given.grad_acc_steps) or 0) < 1:
         yield f"grad_acc_steps={given.grad_acc_steps!r} is no number of micro-batches; they are counted anyway"
-    if not _is_iteration(whole(given.start_iteration)):
+    if not _is_iteration(_whole(given.start_iteration)):
         yield f"start_iteration={given.start_iteration!r} is no number of a step, so steps count from 1"
 
 
@@ -170,7 +170,7 @@ def first_step(given: Attachment) -> int:
 
     It is one more than in msprobe, because msprobe counts from 0.
     """
-    started = whole(given.start_iteration)
+    started = _whole(given.start_iteration)
     return 1 + started if started is not None and _is_iteration(started) else 1
 
 
@@ -205,3 +205,14 @@ def _class_names(optimizer: Any) -> list[str]:
 
 def _is_iteration(number: int | None) -> bool:
     return number is not None and 0 <= number <= MOST_ITERATIONS
+
+
+def _whole(value: Any) -> int | None:
+    """Return `value` as an int if it is a whole number, for example of Python, numpy or torch.
+
+    Return None for any other value.
+    """
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers, or without any
+        return None

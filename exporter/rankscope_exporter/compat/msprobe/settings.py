@@ -7,14 +7,24 @@ a configuration with another effect than intended costs a training run.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.validation import MOST, check_keys, is_number, is_whole
+from rankscope_exporter.base.validation import (
+    MOST,
+    RANKS,
+    Allowed,
+    at_least,
+    between,
+    check_keys,
+    list_of,
+    number,
+    table,
+    validate,
+)
 from rankscope_exporter.model.pytree import parse_specs
 
 _RULES: Final = ("AnomalyTurbulence", "AnomalyNan")
@@ -68,30 +78,40 @@ def _threshold(name: str, arguments: Any) -> float | None:
     return float(threshold)
 
 
-FORMATS: Final = ("csv", "tensorboard", "api")
+Format = Literal["csv", "tensorboard", "api"]
+FORMATS: Final = get_args(Format)
 SA_ORDERS: Final = ("s,b,h,d", "b,s,h,d")
 L2_HOOKS: Final = ("attention_hook", "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook")
 CC_KEYS: Final = ("enable", "cc_codeline", "cc_pre_hook", "cc_log_only")
 WITHOUT_END: Final = 100_000_000
 """The value of msprobe's setting `collect_times` that means no limit."""
 
-_MOST_DIGITS: Final = 20
-_LEAST: Final = {"step_interval": 1, "step_count_per_record": 1, "ndigits": 1}
-_MOST: Final = {"step_count_per_record": 1_000_000, "ndigits": _MOST_DIGITS}
+_ORDER: Final = Allowed(
+    " or ".join(map(repr, SA_ORDERS)), lambda value: isinstance(value, str) and value.replace(" ", "") in SA_ORDERS
+)
+_FORMAT: Final = Allowed(f"one of {', '.join(FORMATS)}", lambda value: value in FORMATS)
+_TIMES: Final = Allowed("empty or two times", lambda value: _are(value, str) and len(value) in (0, 2))
+_TARGETS: Final = Allowed(
+    'a table such as {"layers.0": {"output": "tensor"}}',
+    lambda value: isinstance(value, Mapping) and all(isinstance(item, Mapping) for item in value.values()),
+)
+_Count = Annotated[int, at_least(0)]
+_Share = Annotated[float, number("a number of at least 0", 0)]
+_Ranks = Annotated[list[int], Allowed("a list of rank numbers such as [0, 1]", RANKS.accepts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MsprobeSettings:
     """The settings of one configuration of msprobe. The class method `of` creates and validates an object."""
 
-    targets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    targets: Annotated[Mapping[str, Mapping[str, str]], _TARGETS] = field(default_factory=dict)
     dynamic_on: bool = False
-    start_step: int = 0
-    collect_times: int = WITHOUT_END
-    step_interval: int = 1
+    start_step: _Count = 0
+    collect_times: _Count = WITHOUT_END
+    step_interval: Annotated[int, at_least(1)] = 1
     print_struct: bool = False
     stack_info: bool = False
-    module_ranks: list[int] = field(default_factory=list)
+    module_ranks: _Ranks = field(default_factory=list)
     ur_distribution: bool = False
     xy_distribution: bool = False
     all_xy: bool = False
@@ -102,17 +122,21 @@ class MsprobeSettings:
     wg_distribution: bool = False
     monitor_mbs_grad: bool = False
     mg_direction: bool = False
-    cc_distribution: Mapping[str, Any] = field(default_factory=dict)
-    l2_targets: Mapping[str, list[str]] = field(default_factory=dict)
+    cc_distribution: Annotated[Mapping[str, Any], table(f"a table of {', '.join(CC_KEYS)}")] = field(
+        default_factory=dict
+    )
+    l2_targets: Annotated[Mapping[str, list[str]], table(f"a table of {', '.join(L2_HOOKS)}")] = field(
+        default_factory=dict
+    )
     recording_l2_features: bool = False
-    sa_order: str = SA_ORDERS[0]
-    alert: Mapping[str, Any] = field(default_factory=dict)
-    format: str = FORMATS[0]
-    ops: list[str] = field(default_factory=list)
-    eps: float = 1e-8
-    ndigits: int = 6
-    step_count_per_record: int = 1
-    append_output: list[str] = field(default_factory=list)
+    sa_order: Annotated[str, _ORDER] = SA_ORDERS[0]
+    alert: Annotated[Mapping[str, Any], table("a table of rules and dump")] = field(default_factory=dict)
+    format: Annotated[Format, _FORMAT] = "csv"
+    ops: Annotated[list[str], list_of(str, 'a list of names such as ["norm", "nans"]')] = field(default_factory=list)
+    eps: _Share = 1e-8
+    ndigits: Annotated[int, between(1, 20)] = 6
+    step_count_per_record: Annotated[int, between(1, 1_000_000)] = 1
+    append_output: Annotated[list[str], _TIMES] = field(default_factory=list)
     squash_name: bool = False
 
     @classmethod
@@ -122,49 +146,24 @@ class MsprobeSettings:
         All keys must be known. Raises ConfigError if a value is invalid.
         """
         made = cls(**settings)
-        made._check_simple()
+        validate(made, ConfigError)
         made._check_targets()
         made._check_collectives()
         made._check_alert()
         return made
 
-    def _check_simple(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(item.default, bool):
-                _expect(isinstance(value, bool), item.name, "true or false", value)
-            elif item.type == "int":
-                least, most = _LEAST.get(item.name, 0), _MOST.get(item.name, math.inf)
-                bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-                _expect(is_whole(value) and least <= value <= most, item.name, f"a whole number {bounds}", value)
-        _expect(is_number(self.eps) and 0 <= self.eps <= MOST, "eps", "a number of at least 0", self.eps)
-        _expect(self.format in FORMATS, "format", f"one of {', '.join(FORMATS)}", self.format)
-        order = self.sa_order.replace(" ", "") if isinstance(self.sa_order, str) else self.sa_order
-        _expect(order in SA_ORDERS, "sa_order", " or ".join(map(repr, SA_ORDERS)), self.sa_order)
-        _expect(_are(self.ops, str), "ops", 'a list of names such as ["norm", "nans"]', self.ops)
-        ranks = self.module_ranks
-        right = _are(ranks, int) and all(is_whole(rank) and rank >= 0 for rank in ranks)
-        _expect(right, "module_ranks", "a list of rank numbers such as [0, 1]", ranks)
-        times = self.append_output
-        _expect(_are(times, str) and len(times) in (0, 2), "append_output", "empty or two times", times)
-
     def _check_targets(self) -> None:
-        targets, hooks = self.targets, self.l2_targets
-        right = isinstance(targets, Mapping) and all(isinstance(item, Mapping) for item in targets.values())
-        _expect(right, "targets", 'a table such as {"layers.0": {"output": "tensor"}}', targets)
-        for name, parts in targets.items():  # also without xy_distribution, which can be enabled later
+        for name, parts in self.targets.items():  # also without xy_distribution, which can be enabled later
             try:
                 parse_specs(name, parts)
             except ValueError as error:
                 raise ConfigError(f"targets: {error}") from error
-        _expect(isinstance(hooks, Mapping), "l2_targets", f"a table of {', '.join(L2_HOOKS)}", hooks)
-        check_keys(hooks, L2_HOOKS, "l2_targets.")
-        for name, modules in hooks.items():
+        check_keys(self.l2_targets, L2_HOOKS, "l2_targets.")
+        for name, modules in self.l2_targets.items():
             _expect(_are(modules, str), f"l2_targets.{name}", "a list of modules", modules)
 
     def _check_collectives(self) -> None:
         asked = self.cc_distribution
-        _expect(isinstance(asked, Mapping), "cc_distribution", f"a table of {', '.join(CC_KEYS)}", asked)
         check_keys(asked, CC_KEYS, "cc_distribution.")
         for name, value in asked.items():
             if name == "cc_codeline":
@@ -174,7 +173,6 @@ class MsprobeSettings:
                 _expect(isinstance(value, bool), f"cc_distribution.{name}", "true or false", value)
 
     def _check_alert(self) -> None:
-        _expect(isinstance(self.alert, Mapping), "alert", "a table of rules and dump", self.alert)
         check_keys(self.alert, ("rules", "dump"), "alert.")
         _expect(isinstance(self.alert.get("dump", False), bool), "alert.dump", "true or false", self.alert.get("dump"))
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final, Literal, get_args
 
 import torch
 
 from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.validation import is_number
+from rankscope_exporter.base.validation import at_least, number, validate
 
-METHODS: Final = ("auto", "given", "formula", "6n", "off")
+Method = Literal["auto", "given", "formula", "6n", "off"]
+AboveZero = Annotated[float, number("a number above 0", math.ulp(0.0))]
 
 _COUNTED: Final = ("counted", "count")
 """Values of `throughput.method` in earlier releases, which counted FLOPs automatically. They are rejected."""
@@ -27,19 +28,19 @@ _COUNTED: Final = ("counted", "count")
 class ThroughputConfig:
     """Settings of TFLOP/s and MFU. FLOPs are those of forward and backward pass, without recomputed activations."""
 
-    method: str = "auto"
+    method: Method = "auto"
     """Method for the FLOPs of a step.
 
     "auto" uses the first available of: given, formula, 6n. "given" uses only FLOPs from the settings or the script.
     "formula" and "6n" use only the formula of this name if no FLOPs are given. "off" publishes neither TFLOP/s nor MFU.
     """
-    flops_per_token: float | None = None
+    flops_per_token: AboveZero | None = None
     """FLOPs of the full model for one token, even if each rank holds only a part of the model."""
-    flops_per_sample: float | None = None
+    flops_per_sample: AboveZero | None = None
     """FLOPs of the full model for one sample, even if each rank holds only a part of the model."""
-    peak_tflops: float | None = None
+    peak_tflops: AboveZero | None = None
     """Peak of one device in TFLOP/s for dense matrices. The default is read from the table of device names."""
-    model_parallel: int | None = None
+    model_parallel: Annotated[int, at_least(1, "a number of ranks")] | None = None
     """Number of ranks that together compute one copy of the model.
 
     The default is derived from the framework and the groups of attach().
@@ -48,19 +49,11 @@ class ThroughputConfig:
     def __post_init__(self) -> None:
         if self.method in _COUNTED:
             raise ConfigError(
-                f"throughput.method must be one of {', '.join(METHODS)}; {self.method!r} is not supported, because "
-                "FLOPs are not counted during training: call rankscope.count_flops() before attach() and set "
+                f"throughput.method must be one of {', '.join(get_args(Method))}; {self.method!r} is not supported, "
+                "because FLOPs are not counted during training: call rankscope.count_flops() before attach() and set "
                 "throughput.flops_per_token or throughput.flops_per_sample to the result"
             )
-        if self.method not in METHODS:
-            raise ConfigError(f"throughput.method must be one of {', '.join(METHODS)}, not {self.method!r}")
-        for name in ("flops_per_token", "flops_per_sample", "peak_tflops"):
-            value = getattr(self, name)
-            if value is not None and not (is_number(value) and 0 < value < math.inf):
-                raise ConfigError(f"throughput.{name} must be a number above 0, not {value!r}")
-        count = self.model_parallel
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise ConfigError(f"throughput.model_parallel must be a number of ranks of at least 1, not {count!r}")
+        validate(self, ConfigError, "throughput.")
 
 
 @dataclass(frozen=True, slots=True)

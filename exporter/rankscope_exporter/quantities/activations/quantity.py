@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import torch
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.base.validation import table
 from rankscope_exporter.model.module_names import NamedModule
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.model.pytree import Found, Slot, Specs, parse_specs, received, returned
@@ -33,6 +34,8 @@ from rankscope_exporter.quantities.base import Hooking, QuantityOptions, Samplin
 from rankscope_exporter.quantities.hook_handles import TensorHooks, hook_after, hook_before, in_backward
 from rankscope_exporter.quantities.module_quantity import ModuleQuantity
 from rankscope_exporter.statistics.tensor_access import why_not_measurable
+
+_TABLES: Final = table("a table of tables by target")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,7 @@ class ActivationOptions(QuantityOptions):
 
     The targets then only select tensors by `parts`.
     """
-    parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    parts: Annotated[Mapping[str, Mapping[str, str]], _TABLES] = field(default_factory=dict)
     """Tensors to measure, by target: {"head": {"input": "tuple[2]:0", "output": "tensor"}}.
 
     Tensors that an entry does not name are not measured. For a target without an entry, or with an empty one, all
@@ -68,8 +71,6 @@ class ActivationOptions(QuantityOptions):
             object.__setattr__(self, "parts", {**targets, **self.parts})
             object.__setattr__(self, "targets", tuple(targets) or ("*",))
         QuantityOptions.__post_init__(self)
-        if not isinstance(self.parts, Mapping):
-            raise ValueError(f"parts must be a table of tables by target, not {self.parts!r}")  # noqa: TRY004 - becomes a ConfigError
         for target, described in self.parts.items():
             parse_specs(target, described)
             if target not in self.targets:

@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import torch.distributed as dist
 
@@ -19,6 +19,7 @@ from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
+from rankscope_exporter.base.validation import Checked, at_least, list_of
 from rankscope_exporter.model.name_patterns import target_notices
 from rankscope_exporter.model.pytree import MAX_TENSORS
 from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
@@ -44,6 +45,15 @@ from rankscope_exporter.quantities.hook_handles import CoverageNotes, in_backwar
 from rankscope_exporter.statistics.tensor_access import dtype_name, why_not_measurable
 
 
+def _check_all(expressions: Iterable[str]) -> None:
+    """Raise ValueError for an invalid regular expression."""
+    for expression in expressions:
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise ValueError(f"call_sites: {expression!r} is not a regular expression: {error}") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOptions(QuantityOptions):
     """Options: the calls to measure.
@@ -54,12 +64,12 @@ class CollectiveOptions(QuantityOptions):
 
     inputs: bool = False
     """Also measure the input tensors of a call, before the call runs."""
-    call_sites: tuple[str, ...] = ()
+    call_sites: Annotated[tuple[str, ...], list_of(str, "a list of regular expressions"), Checked(_check_all)] = ()
     """Regular expressions.
 
     A call is measured if one of them is found in its call stack; without any, all calls are measured.
     """
-    most_calls: int = 64
+    most_calls: Annotated[int, at_least(1)] = 64
     """Largest number of measured calls per step, for one function at one line of the script."""
     log_only: bool = False
     """True: measure nothing, but log the calls and their call sites in the first step, or in `times` steps."""
@@ -68,19 +78,6 @@ class CollectiveOptions(QuantityOptions):
         if self.log_only is True and self.times is None:
             object.__setattr__(self, "times", 1)
         QuantityOptions.__post_init__(self)
-        self._check_whole("most_calls", 1)
-        if self.most_calls is None:
-            raise ValueError("most_calls must be a whole number of at least 1, not None")
-        self._check_call_sites()
-
-    def _check_call_sites(self) -> None:
-        if not isinstance(self.call_sites, tuple) or not all(isinstance(item, str) for item in self.call_sites):
-            raise ValueError(f"call_sites must be a list of regular expressions, not {self.call_sites!r}")
-        for expression in self.call_sites:
-            try:
-                re.compile(expression)
-            except re.error as error:
-                raise ValueError(f"call_sites: {expression!r} is not a regular expression: {error}") from error
 
 
 _NOT_SEEN: Final = (

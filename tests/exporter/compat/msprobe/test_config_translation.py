@@ -154,7 +154,7 @@ def test_rules_keep_their_order_and_get_unique_names() -> None:
         ({"ops": "norm", "wg_distribution": True}, "ops must be a list of names"),
         ({"eps": "small"}, "eps must be a number of at least 0"),
         ({"ndigits": 0}, "ndigits must be a whole number from 1 to 20"),
-        ({"step_count_per_record": 2_000_000}, "step_count_per_record must be a whole number from 1 to 1000000"),
+        ({"step_count_per_record": 2_000_000}, "step_count_per_record must be a whole number from 1 to 1,000,000"),
         ({"append_output": ["Dec03_21-34-40"]}, "append_output must be empty or two times"),
         ({"append_output": ["a", "b"]}, "'a' is not a folder time"),
         ({"squash_name": "yes"}, "squash_name must be true or false"),

@@ -1,0 +1,118 @@
+"""Tests of the rules of settings: each accepts valid values, and its error text names the field and the value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from rankscope_exporter import ConfigError
+from rankscope_exporter.base.validation import (
+    RANKS,
+    Checked,
+    Converted,
+    at_least,
+    between,
+    list_of,
+    number,
+    one_of,
+    some_text,
+    table,
+    validate,
+)
+
+
+def _no_spaces(text: str) -> None:
+    if " " in text:
+        raise ValueError("contains a space")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inner:
+    size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    flag: bool = True
+    count: int = 1
+    share: float = 0.5
+    text: str = "a"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    choice: Literal["a", "b"] = "a"
+    names: tuple[str, ...] = ()
+    inner: _Inner = field(default_factory=_Inner)
+    steps: Annotated[int, at_least(1)] = 1
+    digits: Annotated[int, between(1, 1000)] | None = None
+    ratio: Annotated[float, number("a share from 0 to 1", 0, 1, "; 0 disables it")] = 0
+    signal: Annotated[str, one_of("A", "B", "C", "D")] = "A"
+    numbers: Annotated[tuple[int, ...], list_of(int, "a list of numbers")] = ()
+    tables: Annotated[Mapping[str, Any], table("a table of tables")] = field(default_factory=dict)
+    path: Annotated[str, some_text("a path")] | None = None
+    ranks: Annotated[tuple[int, ...], RANKS] | None = None
+    word: Annotated[str, Checked(_no_spaces)] = "a"
+    upper: Annotated[str, Converted(str.upper)] = "A"
+    anything: Any = None
+
+    def __post_init__(self) -> None:
+        validate(self, ConfigError, "section.")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("flag", False), ("count", -1), ("share", 2), ("text", ""), ("settings", {"a": 1}), ("choice", "b")),
+        *(("names", ("a", "b")), ("inner", _Inner(size=2)), ("steps", 1), ("digits", 1000), ("digits", None)),
+        *(("ratio", 0), ("ratio", 1.0), ("signal", "D"), ("numbers", (1,)), ("tables", {}), ("path", "a")),
+        *(("path", None), ("ranks", (0, 7)), ("word", "ab"), ("anything", object)),
+    ],
+)
+def test_valid_value_is_stored_unchanged(name: str, value: object) -> None:
+    assert getattr(_Options(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("flag", 1, "must be true or false, not 1"),
+        ("count", True, "must be a whole number, not True"),
+        ("count", None, "must be a whole number, not None"),
+        ("share", math.nan, "must be a number, not nan"),
+        ("share", math.inf, "must be a number, not inf"),
+        ("text", 5, "must be text, not 5"),
+        ("settings", [], "must be a table of settings, not []"),
+        ("choice", "c", "must be 'a' or 'b', not 'c'"),
+        ("names", "a", "must be a list of names, not 'a': write ['a']"),
+        ("names", [5], "must be a list of names, not [5]"),
+        ("inner", {}, "must be a _Inner, not {}"),
+        ("steps", 0, "must be a whole number of at least 1, not 0"),
+        ("digits", 1001, "must be a whole number from 1 to 1,000, not 1001"),
+        ("ratio", 2, "must be a share from 0 to 1, not 2; 0 disables it"),
+        ("signal", "E", "must be one of A, B, C, D, not 'E'"),
+        ("numbers", [True], "must be a list of numbers, not [True]"),
+        ("tables", 3, "must be a table of tables, not 3"),
+        ("path", "", "must be a path, not ''"),
+        ("ranks", [-1], "must be a list of rank numbers, not [-1]"),
+    ],
+)
+def test_invalid_value_is_rejected_with_the_name_of_the_field(name: str, value: object, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _Options(**{name: value})
+
+    assert str(caught.value) == f"section.{name} {text}"
+
+
+def test_error_of_a_check_names_the_field() -> None:
+    with pytest.raises(ConfigError, match=r"^section\.word: contains a space$"):
+        _Options(word="a b")
+
+
+def test_list_becomes_a_tuple_and_converted_value_is_stored() -> None:
+    options = _Options(names=["a"], ranks=[1], upper="b")
+
+    assert options.names == ("a",)
+    assert options.ranks == (1,)
+    assert options.upper == "B"
