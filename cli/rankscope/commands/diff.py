@@ -75,11 +75,9 @@ def diff(
         bounds = step_range(steps)
         _check_finite(tolerance=tolerance, absolute=absolute)
         with open_store(store) as connection:
-            a, b = _sides(connection, runs, ranks, attempts)
             found = divergence(
                 connection,
-                a,
-                b,
+                *_sides(connection, runs, ranks, attempts),
                 Tolerance(relative=tolerance, absolute=absolute),
                 DiffSelection(kinds=tuple(kind or ()), ranks=tuple(rank or ()), steps=bounds),
                 top=top,
