@@ -1,6 +1,7 @@
-"""Background work on the event loop: periodic jobs, their faults, interruptible waits, and a budget for reads.
+"""Background work on the event loop: periodic jobs, their faults, interruptible waits, and the cost of reads.
 
-A fault in a job stops neither the other jobs nor the service.
+`ReadBudget` limits the CPU time of repeated reads of the store. A fault in a job stops neither the other jobs nor the
+service.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ A limit is needed because the texts of faults can contain changing numbers.
 
 
 class WakeUp:
-    """A wait with a timeout that other code on the event loop can end early. At most one task may wait at a time.
+    """A waiter for one task: the task waits with a timeout, and other code on the event loop can end the wait early.
 
-    The implementation uses a timer of the event loop, because `asyncio.timeout` is slower: on timeout, that function
-    cancels the task and catches the exception.
+    At most one task may wait at a time. The implementation uses a timer of the event loop, because `asyncio.timeout` is
+    slower: on timeout, that function cancels the task and catches the exception.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class WakeUp:
         self._over.set()
 
     def clear(self) -> None:
-        """Cancel a call of `set` that has not ended a wait yet."""
+        """Discard an earlier call of `set` that has not ended a wait yet, so that it does not end the next wait."""
         self._is_set = False
         self._over.clear()
 
@@ -109,8 +110,8 @@ class Job:
 
     `interval` is the number of seconds from the end of one call to the start of the next call. If `interval` is a
     callable, it is called whenever a job ends or the loop is woken up. A coroutine function runs as a separate task, so
-    that other jobs do not wait for it. It may run until it is cancelled; `interval` is then the pause before it is
-    restarted after a fault.
+    that other jobs do not wait for it. It may run until it is cancelled; For a coroutine function, `interval` is the
+    pause after a fault before the function is called again.
     """
 
     name: str
@@ -121,7 +122,7 @@ class Job:
     task: asyncio.Future[None] | None = field(default=None, init=False)
 
     def due_at(self) -> float:
-        """Return the time of the next call in monotonic seconds; infinite while the job runs."""
+        """Return the time, in monotonic seconds, at which the job must be called next; infinity while the job runs."""
         if self.task is not None:
             return math.inf
         return self.ended_at + (self.interval() if callable(self.interval) else self.interval)

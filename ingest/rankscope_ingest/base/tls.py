@@ -24,7 +24,7 @@ from rankscope_ingest.base.errors import ConfigError
 log = logging.getLogger(__name__)
 
 RELOAD_SECONDS: Final = 5.0
-"""Interval of the check for changed certificate files."""
+"""Time in seconds between two checks for changed certificate files."""
 
 
 def read_service_web_config(path: Path) -> WebConfig:
@@ -55,7 +55,10 @@ def server_tls(path: str | None) -> Reloading | None:
 
 
 def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None) -> Reloading:
-    """Return the TLS contexts for connections to ranks. Raises ConfigError if the files cannot be used."""
+    """Return the client TLS contexts with which the service connects to ranks.
+
+    Raises ConfigError if the files cannot be used.
+    """
     ca, cert, key = (None if name is None else Path(name) for name in (ca_file, cert_file, key_file))
     try:
         return reloading_client(ca, cert, key)
