@@ -1,4 +1,7 @@
-"""Build the targets for Prometheus' http_sd: one per rank, or one per node if its ranks share a page. No I/O."""
+"""Build the targets for Prometheus' http_sd: one per rank, or one per node.
+
+A node has one target if its ranks share one metrics page. The module performs no I/O.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _JOB: Final = "rankscope"
 _PREFERENCE: Final = {Health.UP: 0, Health.DRAINING: 1, Health.PENDING: 2, Health.FAILING: 3}
 """Preference of ranks that share the page of a node; a lower number is better.
 
-A rank that responds to the service probably also responds to Prometheus.
+Ranks that respond to the service come first, because they probably also respond to Prometheus.
 """
 
 
@@ -26,7 +29,7 @@ def per_rank(targets: Iterable[Target]) -> list[dict[str, Any]]:
 def per_node(targets: Iterable[Target]) -> list[dict[str, Any]]:
     """Return one http_sd entry per run and host.
 
-    A rank that does not share the page of its node has a separate entry.
+    A rank that does not share the metrics page of its node has a separate entry.
     """
     nodes: dict[tuple[str, str], dict[tuple[str, str], list[Target]]] = defaultdict(lambda: defaultdict(list))
     found = []
@@ -50,15 +53,16 @@ def per_node(targets: Iterable[Target]) -> list[dict[str, Any]]:
 def _has_page(target: Target) -> bool:
     """Return whether the process of `target` is alive and has a metrics page.
 
-    The records of a dead process may be served by another process, which does not serve its metrics page.
+    The records of a dead process may be served by another process, which does not serve the metrics page of the dead
+    process.
     """
     return target.health is not Health.GONE and target.registration.served_by is None
 
 
 def _page_ranks(groups: Iterable[list[Target]]) -> list[Target]:
-    """Return one rank of each group of ranks that share a page.
+    """Return one rank of each group of ranks that share a metrics page.
 
-    A group whose ranks all fail is left out if another group has a rank that does not fail.
+    A group is left out if polls of all its ranks fail and another group has a rank whose polls succeed.
     """
     best = [min(group, key=lambda target: (_PREFERENCE[target.health], target.registration.rank)) for group in groups]
     alive = [target for target in best if target.health is not Health.FAILING]
