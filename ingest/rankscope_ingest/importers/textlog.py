@@ -66,7 +66,10 @@ _MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
 _TYPICAL: Final = {"loss", "eval_loss", "step_seconds", "grad_norm", "learning_rate", "samples_per_second"}
 _MANY: Final = 5
 _WRAPPED: Final = re.compile(r"\b(?:(?:np|numpy|jnp|torch)\.\w{1,16}|tensor)\(([^(),]{1,40})(?:, [^()]{0,80})?\)")
-"""A pattern for a number as the `repr` of a type prints it: np.float64(2.5), tensor(2.5, device='cuda:0')."""
+"""A regular expression for a number as the `repr` of a type prints it.
+
+Examples: np.float64(2.5), tensor(2.5, device='cuda:0').
+"""
 _FEWEST: Final = 2
 
 

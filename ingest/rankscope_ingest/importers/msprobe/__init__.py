@@ -79,7 +79,7 @@ def _detect_folder(found: Found) -> Detection:
 def _read_folder(folder: Folder, faults: Faults, attempt: int) -> Generator[Imported, None, int]:
     """Yield the records in the files of one rank.
 
-    Return the largest number of times that a family of files repeats its steps.
+    Return how often the steps are repeated, for the family of files with the most repetitions.
     """
     repeats = 0
     for family, files in folder.families.items():

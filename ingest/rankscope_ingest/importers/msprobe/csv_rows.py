@@ -94,7 +94,10 @@ def read_header(path: Path) -> list[str]:
 
 
 def _lines(path: Path, faults: Faults, report: Report) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the bytes of each line of the file; call `report` for each line that is too long."""
+    """Yield the number (from 1) and the bytes of each line of the file.
+
+    Call `report` for each line that is too long.
+    """
     own = Faults(read_bytes=faults.read_bytes)
     for numbered in itertools.chain(read_lines(path, own), [None]):
         faults.read_bytes = own.read_bytes
@@ -255,7 +258,10 @@ class Rows:
         )
 
     def spread(self, values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
-        """Return a column with the value that belongs to the name of each row. `values` has one value per name."""
+        """Return a column with one value per row: the value in `values` for the name of the row.
+
+        `values` has one value per name.
+        """
         return pa.array(values, arrow_type).take(pa.array(self.codes))
 
 
