@@ -1,6 +1,6 @@
 """Send one notification for each incident.
 
-The order is: commit the incident, send the message, and store that the message was sent. The docstring of
+The incident is committed first; then the message is sent; then it is stored that the message was sent. The docstring of
 `detect.incidents` explains this order.
 """
 
@@ -53,7 +53,7 @@ class Announcer:
         count: Callable[[str], None],
         retry_seconds: Sequence[float] = RETRY_SECONDS,
     ) -> None:
-        """Set the dependencies.
+        """Set the functions that the announcer calls.
 
         `record` adds a state of an incident to the batch, `commit` commits the batch, and `count` counts the outcome of
         a notification: `sent`, `failed` or `muted`.
