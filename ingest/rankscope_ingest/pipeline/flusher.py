@@ -1,9 +1,9 @@
-"""Commit batches one at a time in a thread. Keep and retry a failed batch.
+"""Commit batches one at a time in a thread, and retry a failed batch.
 
-A commit that failed may have reached the store. The store detects this when the same batch is appended again. A failed
-batch is therefore never merged with later rows: rows without a seq would be stored twice. Rows that the store rejects
-as invalid would be rejected at every retry. They are moved to quarantine, and all other rows are stored (see
-`quarantine`).
+A commit that failed for the service may nevertheless be complete in the store. The store detects this when the same
+batch is appended again. A failed batch is therefore never merged with later rows: rows without a seq would be stored
+twice. Rows that the store rejects as invalid would be rejected at every retry. They are moved to quarantine, and all
+other rows are stored (see `quarantine`).
 """
 
 from __future__ import annotations
