@@ -38,7 +38,10 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class _Bits:
-    """For each sample, a number and the number of its low bits that are written (0 to 64)."""
+    """Numbers to write to the bit stream, one per sample.
+
+    `counts` is how many low bits of each number are written (0 to 64).
+    """
 
     values: Words
     counts: Integers
@@ -71,8 +74,8 @@ def chunks(times: Integers, values: npt.NDArray[np.float64], starts: Integers) -
 def _byte_counts(bits: Integers, last: Integers) -> Integers:
     """Return the number of bytes in which Prometheus writes a chunk of `bits` bits.
 
-    `last` is the number of bits of the last write. Prometheus' writer appends another byte after each complete byte,
-    even if no bits follow.
+    `last` is the number of bits that the last write appends to the chunk. Prometheus' writer appends another byte after
+    each complete byte, even if no bits follow.
     """
     is_open = (bits % 8 == 0) & (last > 0) & (last % 8 == 0)
     counts: Integers = ((bits + 7) >> 3) + is_open
@@ -80,7 +83,7 @@ def _byte_counts(bits: Integers, last: Integers) -> Integers:
 
 
 def _times(times: Integers, within: Integers) -> tuple[_Bits, _Bits]:
-    """Return the encoded times: the first time, then the first difference, then the changes of the difference."""
+    """Return the encoded times: the first time, the first difference, then the change of each further difference."""
     distances = np.diff(times, prepend=times[:1])
     change = np.diff(distances, prepend=distances[:1])
     bits, first = change.view(np.uint64), np.zeros(len(times), np.uint64)
@@ -100,9 +103,10 @@ def _times(times: Integers, within: Integers) -> tuple[_Bits, _Bits]:
 
 
 def _varints(numbers: Words) -> tuple[Words, Integers, Words, Integers]:
-    """Return numbers as encoded varints.
+    """Return numbers encoded as varints, each in two parts.
 
-    The result has the first eight bytes and their number of bits, then the last two bytes and their number of bits.
+    The result has the first eight bytes of each varint and their number of bits, then its remaining bytes (at most two)
+    and their number of bits.
     """
     sizes = np.maximum(1, (_bit_lengths(numbers) + 6) // 7)
     halves = [(np.zeros(len(numbers), np.uint64), np.zeros(len(numbers), np.int64)) for _ in range(2)]
@@ -142,7 +146,10 @@ def _values(bits: Words, within: Integers, starts: Integers, lengths: Integers) 
 def _windows(
     differs: npt.NDArray[np.bool_], leading: Integers, trailing: Integers, starts: Integers, lengths: Integers
 ) -> tuple[npt.NDArray[np.bool_], Integers, Integers]:
-    """Return which samples begin a new window, and the numbers of leading and trailing bits that are not written."""
+    """Return which samples begin a new window, and the numbers of bits that are not written.
+
+    The second and third array have the numbers of leading and trailing bits outside the window of each sample.
+    """
     is_new = np.zeros(len(differs), np.bool_)
     before, behind = leading.copy(), trailing.copy()
     order = np.argsort(-lengths, kind="stable")
@@ -180,7 +187,8 @@ def _packed(values: Words, counts: Integers, offsets: Integers, words: int) -> W
 def _bit_lengths(numbers: Words) -> Integers:
     """Return the bit length of each 64-bit number.
 
-    It is the exponent of the upper or lower half as a float, which is exact for 32 bits.
+    The length is derived from the exponent of the upper or lower 32 bits as a float, because a float represents 32 bits
+    exactly.
     """
     high = (numbers >> np.uint64(32)).astype(np.float64)
     low = (numbers & np.uint64(0xFFFF_FFFF)).astype(np.float64)
@@ -202,7 +210,7 @@ def frames(
 
 
 def _groups(series: Sequence[Series], group_samples: int) -> Iterator[list[Series]]:
-    """Yield groups of series to encode together: many small series together cost little more than one."""
+    """Yield groups of series that are encoded together, because many small series cost little more than one series."""
     group: list[Series] = []
     samples = 0
     for one in series:
