@@ -20,7 +20,10 @@ from rankscope_ingest.remote_write.decoder import DecodedRequest
 from rankscope_storage.prometheus.series import STALE_BITS
 
 RECEIPTS: Final = "rankscopeWritten"
-"""Key in the information of a commit; its value lists the receipts of the remote write requests that were committed."""
+"""Key in the metadata of a commit.
+
+The value lists the receipts (hashes of the bodies) of the committed remote write requests.
+"""
 
 FROM_PROMETHEUS: Final = "prometheus"
 

@@ -102,7 +102,7 @@ INLINE_BYTES: Final = 65_536
 """A body with fewer bytes is decoded on the event loop, which takes less time than starting work in a thread."""
 
 _MAX_INCOMING_BODIES: Final = 4
-"""Limit of the bytes that are being received, as a multiple of the maximum size of a body."""
+"""Maximum total size of the bodies that are received at the same time, as a multiple of the maximum size of a body."""
 
 
 class RemoteWrite:
@@ -325,7 +325,7 @@ class RemoteWrite:
 
 
 def _fail(waiting: asyncio.Future[None], error: Exception) -> None:
-    """Make the request that waits for `waiting` fail with `error`.
+    """Set `error` as the result of the future `waiting`, so that the request that awaits the future fails.
 
     The error is marked as retrieved, so that asyncio does not log it if no request waits.
     """
