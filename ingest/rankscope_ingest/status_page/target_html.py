@@ -1,4 +1,4 @@
-"""HTML tables of ranks and exporters. Pure.
+"""HTML tables of ranks and exporters for the status page.
 
 Degraded ranks are always visible; healthy and ended ranks are in collapsed sections.
 """
@@ -16,7 +16,7 @@ from rankscope_ingest.status_page.model import TargetStatus
 from rankscope_ingest.status_page.text_format import ago, count, duration, percent, text
 
 MAX_LAG_SECONDS: Final = 60.0
-"""Lag in seconds above which a rank is not healthy, although it responds."""
+"""Age in seconds of the oldest uncommitted record above which a rank is not healthy, even if it responds."""
 
 FULL_RING: Final = 0.9
 
@@ -41,7 +41,7 @@ class Budget:
         self._rows = rows
 
     def take(self, wanted: int) -> int:
-        """Reserve table rows; return how many of the `wanted` rows are within the limit."""
+        """Reserve table rows; return how many of the `wanted` rows may be added to the page."""
         taken = min(wanted, self._rows)
         self._rows -= taken
         return taken

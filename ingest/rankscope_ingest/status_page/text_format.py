@@ -1,4 +1,4 @@
-"""Format numbers and names as HTML text. Pure."""
+"""Format numbers and names as HTML text for the status page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def percent(ratio: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text in its two largest units."""
+    """Return a duration in seconds as text with its two largest units, such as hours and minutes."""
     if not math.isfinite(seconds):
         return "∞"
     if seconds > _MILLENNIUM_SECONDS:  # for example with 2^63 - 1 planned steps
