@@ -45,7 +45,7 @@ class WakeUp:
         self._is_set = False
 
     def set(self) -> None:
-        """End the current wait, or the next one if no task waits."""
+        """End the current wait. If no task waits, end the next wait as soon as it begins."""
         self._is_set = True
         self._over.set()
 

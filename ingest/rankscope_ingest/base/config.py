@@ -193,7 +193,8 @@ class StoreSection(_Section):
 class RetentionSection(_Section):
     """Configuration section [retention]: number of days for which rows are kept.
 
-    The age of a row is measured by its time column. Rows of a dataset without a limit are kept forever.
+    The age of a row is measured by its time column. If no number of days is set for a dataset, its rows are never
+    deleted.
     """
 
     raw_days: Days | None = None
@@ -265,7 +266,7 @@ class SpoolSection(_Section):
 
 
 class NotifySection(_Section):
-    """Configuration section [notify]: which program sends notifications, and to which URLs.
+    """Configuration section [notify]: the URLs to which notifications are sent, and the program that sends them.
 
     The service sends notifications only in mode `embedded`. In the other modes, Alertmanager or Grafana sends them.
     """

@@ -36,7 +36,10 @@ class RegistrationError(IngestError):
 
 
 class BusyError(IngestError):
-    """The service has no capacity at present. The client may send the same request again later."""
+    """The service rejects a request because it has no capacity at present.
+
+    The client may send the same request again later.
+    """
 
 
 class ServiceError(IngestError):

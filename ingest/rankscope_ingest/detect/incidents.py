@@ -39,10 +39,10 @@ from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS
 from rankscope_ingest.runs.text import last_reports
 
 ANNOUNCED_PER_HOUR: Final = 30
-"""Maximum number of messages per run and hour.
+"""Maximum number of incident messages per run and hour.
 
-A rule with a bad threshold could otherwise send hundreds of messages. Incidents above the limit are stored and counted,
-but not sent.
+Without it, a rule with a bad threshold could cause hundreds of messages. Incidents above the limit are stored and
+counted, but not sent.
 """
 
 _HOUR_SECONDS: Final = 3600.0
@@ -97,7 +97,7 @@ class IncidentTracker:
             self._over.append(incident)
 
     def unsettled(self) -> list[Incident]:
-        """Return the incidents that are not announced yet because they wait for records of other ranks."""
+        """Return the incidents that are not announced yet, because they still wait for records of other ranks."""
         return [incident for incidents in self._open.values() for incident in incidents if not incident.is_settled]
 
     def settle(

@@ -162,7 +162,7 @@ class RunMonitor:
         return waiting
 
     def progress(self) -> tuple[RunProgress, ...]:
-        """Return the progress of the latest attempt of each run."""
+        """Return, for each run, the progress of the latest attempt."""
         targets: dict[AttemptKey, list[Target]] = defaultdict(list)
         for target in self.registry.targets:
             targets[target.attempt_key].append(target)

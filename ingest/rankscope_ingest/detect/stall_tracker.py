@@ -63,7 +63,7 @@ class Report:
 
 @dataclass(slots=True)
 class Stall:
-    """One stall of an attempt. Times are monotonic seconds."""
+    """One stall of an attempt: a period without a step. Times are monotonic seconds."""
 
     since: float
     opened_at: float
@@ -137,7 +137,7 @@ class StallTracker:
         return self._reports.setdefault(key, {}).setdefault(rank, Report(now))
 
     def _forget_replaced_processes(self, attempt: Attempt) -> None:
-        """Remove the reports of replaced processes.
+        """Remove the reports of processes that another process of the same rank has replaced.
 
         A replaced process has ended and cannot report the end of its hang.
         """

@@ -349,7 +349,7 @@ class _Follower:
     def new(self, entry: Any) -> _Branch | None:
         """Return the branch to which `entry`, the next entry of the file, belongs.
 
-        Return None if the entry is already imported.
+        Return None if an earlier file contained the entry, so that it is already imported.
         """
         if self._own is not None and self._is_last:
             return self._own

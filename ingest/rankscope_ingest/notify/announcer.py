@@ -67,8 +67,8 @@ class Announcer:
     async def announce(self, incident: Incident, *, is_repeated: bool = False) -> None:
         """Store and send `incident`.
 
-        A muted incident is stored but not sent. With `is_repeated`, the incident is already in the store and is only
-        sent.
+        A muted incident is stored but not sent. If `is_repeated` is true, the incident is already in the store and is
+        only sent.
         """
         if not is_repeated:
             self._record(incident, MUTED if incident.is_muted else OPENED)

@@ -69,8 +69,8 @@ def plain_text(table: pa.Table) -> pa.Table:
 class _Records:
     """All records of a batch of bodies.
 
-    `columns` has the columns that are equal in all rows of a record, and `starts` the number of the first record of
-    each body.
+    `columns` has the columns that are equal in all rows of a record, and `starts` has, for each body, the index of its
+    first record in the batch.
     """
 
     columns: Mapping[str, pa.Array]

@@ -36,7 +36,7 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowContext:
-    """Values of the columns that are equal in all rows of one process of a rank."""
+    """Column values that are equal in all rows of one process of a rank, such as the run and the rank."""
 
     run: str
     attempt: int

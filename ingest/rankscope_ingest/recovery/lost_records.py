@@ -61,7 +61,7 @@ class LostRecords:
     def forget(self, target: Target) -> None:
         """Remove a target, but keep the number of its lost records.
 
-        Its process may become reachable again after hours.
+        The number is kept because the process of the target may become reachable again after hours.
         """
         if target.given_up > target.cursor:
             self._given_up[target.incarnation] = GivenUp(last=target.given_up, records=target.given_up - target.cursor)

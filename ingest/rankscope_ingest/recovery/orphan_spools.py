@@ -313,8 +313,8 @@ def register_orphan(runs: RunTracker, target: Target, now: float, wall: int) -> 
 def drain_orphan(runs: RunTracker, target: Target, now: float, wall: int) -> None:
     """Record that all records of a dead process are read.
 
-    If they contain no exit report, the process is recorded as vanished after its last record. `now` is in monotonic
-    seconds, `wall` in UTC µs.
+    If these records contain no exit report, the process is recorded as vanished after its last record. `now` is in
+    monotonic seconds, `wall` in UTC µs.
     """
     attempt = runs.get(target.attempt_key)
     rank = None if attempt is None else attempt.ranks.get(target.registration.rank)

@@ -236,7 +236,7 @@ class RemoteWrite:
         self._counts.write_answered("ok")
 
     def _begin(self, body: bytes, reserved: int) -> asyncio.Future[None] | None:
-        """Return a future that completes when `body` is stored, or None if it was stored before."""
+        """Return a future that completes when `body` is stored, or None if the same body was stored before."""
         receipt = hashlib.blake2b(body, digest_size=12).hexdigest()
         if receipt in self._stored or receipt in self._open:
             self.release(reserved)

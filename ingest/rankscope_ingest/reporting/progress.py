@@ -56,7 +56,7 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class RunMeter:
-    """Loss, rates and counts of one attempt, collected from the poll responses of its ranks."""
+    """Loss, speed and counts of one attempt, collected from the poll responses of its ranks."""
 
     loss: float | None = None
     rows_stored: int = 0

@@ -79,7 +79,7 @@ class ImportReport:
     attempts: int = 0
     state: str | None = None
     is_known: bool = False
-    """True if the log was imported before, whether or not it has grown since then."""
+    """True if the log was imported before, even if it has grown since then."""
     is_replacement: bool = False
     """True if another log was at this path at the last import, because the log was rotated or truncated since then."""
 

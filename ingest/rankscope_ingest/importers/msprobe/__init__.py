@@ -108,7 +108,7 @@ def _run(found: Found) -> ImportedRun:
 
 
 def _started(folder: Folder) -> dt.datetime | None:
-    """Return the time of the launch: the time in the name of the first folder, which has no year.
+    """Return the time of the launch, which is in the name of its first folder, without a year.
 
     The year is derived from the modification times of the files in the folder. Return None if it cannot be derived.
     """

@@ -2,8 +2,8 @@
 
 Metrics of other exporters become rows of `samples`. Rankscope's metrics (`rankscope_loss`, `rankscope_tensor_value`, …)
 become rows of the datasets from which they were exported, with the step that their rank had at that time. If a dump
-contains several runs, all its metrics become `samples`, because they cannot be separated. To import one run, dump it
-with promtool's option `--match '{run="…"}'`.
+contains several runs, all its metrics become `samples`, because the metrics of different runs cannot be separated. To
+import one run, dump it with promtool's option `--match '{run="…"}'`.
 
 The file is ordered by series, but rows must be stored in the order of time. The samples are therefore written to a
 temporary DuckDB database, which uses disk space above its memory limit. Memory use does not depend on the size of the

@@ -159,8 +159,8 @@ class EventRows:
     def finish(self, *, settled: bool) -> Iterator[ImportedBlock]:
         """Yield the remaining rows.
 
-        If the file is not `settled`, it may still grow: the tensor statistics of its last step may be incomplete and
-        are left out.
+        If the file is not `settled`, it may still grow. The tensor statistics of its last step are then left out,
+        because they may be incomplete.
         """
         if settled:
             self._close_step()
