@@ -91,7 +91,7 @@ class BackgroundFaults:
             self._logged.add((task, text))
 
     def attempt(self, task: str, function: Callable[[], object]) -> None:
-        """Call `function`. If it raises an exception, report the exception as a fault of `task` and return."""
+        """Call `function`. If it raises an exception, record the exception as a fault of `task` and return normally."""
         try:
             function()
         except Exception as error:  # noqa: BLE001 - it is logged and reported
@@ -110,8 +110,8 @@ class Job:
 
     `interval` is the number of seconds from the end of one call to the start of the next call. If `interval` is a
     callable, it is called whenever a job ends or the loop is woken up. A coroutine function runs as a separate task, so
-    that other jobs do not wait for it. It may run until it is cancelled; For a coroutine function, `interval` is the
-    pause after a fault before the function is called again.
+    that other jobs do not wait for it. The coroutine may run until it is cancelled. Its `interval` is then the pause
+    after a fault before the function is called again.
     """
 
     name: str
@@ -165,8 +165,8 @@ async def run_jobs(
 class ReadBudget:
     """Schedules repeated reads of the store so that they take at most `READ_SHARE` of the time of one CPU core.
 
-    The pause after a read is at least `interval_seconds`. It grows by one interval with each successful read, up to
-    `max_intervals` intervals. A failed read is retried after one interval.
+    The pause after a read is at least `interval_seconds`. The pause grows by one interval with each successful read, up
+    to `max_intervals` intervals. A failed read is retried after one interval.
     """
 
     def __init__(self, interval_seconds: float, *, clock: Callable[[], float], max_intervals: int = 1) -> None:

@@ -4,10 +4,10 @@ The module performs no I/O; the caller passes the time. Replicas that must be eq
 difference between two hashes is reported.
 
 The service can name the wrong rank only when it has the hashes of the other ranks, and ranks can deliver a step late. A
-step is therefore compared when all ranks of its group have delivered it, or WAIT_SECONDS after the first difference. It
-is compared again when a late rank delivers it.
+step is therefore compared when all ranks of its group have delivered it, or WAIT_SECONDS after the first difference.
+The step is compared again when a late rank delivers it.
 
-A tensor that continues to differ is reported once. It can be reported again after it was equal on all ranks.
+A tensor that continues to differ is reported once. The tensor can be reported again after it was equal on all ranks.
 """
 
 from __future__ import annotations

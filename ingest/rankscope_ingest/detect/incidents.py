@@ -1,9 +1,9 @@
 """Group anomaly events into one incident per cause, and convert failed attempts into incidents.
 
 The module performs no I/O. One cause can produce thousands of events: a bad gradient affects each reduced gradient and
-moment after it. All anomalies of an attempt whose steps are within `quiet_steps` of each other therefore belong to one
-incident, for every rule, tensor and rank. Another incident is opened after a pause of more than `quiet_steps`, or by a
-later step whose severity is higher than the announced severity.
+optimizer moment after it. All anomalies of an attempt whose steps are within `quiet_steps` of each other therefore
+belong to one incident, for every rule, tensor and rank. Another incident is opened after a pause of more than
+`quiet_steps`, or by a later step whose severity is higher than the announced severity.
 
 The causally first event names the incident. The incident settles when all live ranks have delivered its first step, or
 after `group_wait_seconds`. It is then announced once. After a restart of the service, the incident also waits for ranks

@@ -59,7 +59,8 @@ async def request_stacks(
 ) -> list[RankAnswer]:
     """Request the stacks of the live targets concurrently; return the responses in ascending order of the ranks.
 
-    `ranks` are the ranks to ask; None means all live ranks. `fetch` sends POST /stacks to a URL. It raises FetchError.
+    `ranks` are the ranks to ask; None means all live ranks. `fetch` sends POST /stacks to the URL of a rank and returns
+    the response. If `fetch` raises FetchError, the error becomes the result of that rank.
     """
     limit = asyncio.Semaphore(MAX_REQUESTS)
 

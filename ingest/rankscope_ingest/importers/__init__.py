@@ -84,8 +84,8 @@ def find_importer(path: Path) -> Importer:
 def run_name(path: Path) -> str:
     """Return the run name for the log at `path` if the user gave none.
 
-    It is the name of the file without suffix, or the name of the folder. A number at the end of a rotated log is
-    removed too: `train.log.1` belongs to the run `train`. The names `trainer_state.json` and `checkpoint-N` are the
+    The run name is the name of the file without suffix, or the name of the folder. A number at the end of a rotated log
+    is removed too: `train.log.1` belongs to the run `train`. The names `trainer_state.json` and `checkpoint-N` are the
     same in every run, so the name of the enclosing folder is returned instead.
     """
     path = path.absolute()

@@ -1,9 +1,8 @@
 """Import logs that have one object per line, as JSON or as the `repr` of a Python dictionary.
 
 Examples: `{"step": 10, "loss": 2.07}`, `{'loss': 2.07, 'epoch': 0.1}`, `[INFO:swift] {'loss': 2.07}`. The module
-`common.objects` converts an object to a record. If the first record of a log is a JSON line, dictionaries that are
-printed in the same log are repetitions of the same steps by another program. They are counted as unreadable lines, like
-lines without an object.
+`common.objects` converts an object to a record. If the first record of a log is a JSON line, printed dictionaries in
+the same log are assumed to repeat the same steps. They are counted as unreadable lines, like lines without an object.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ _TEXT_CHARACTERS: Final = 200
 class Kind(enum.StrEnum):
     """The kind of a line of a log.
 
-    Lines of the kinds BLANK, OTHER_JSON and NONE contain no record. They are counted, and the counts are stored with
-    the run under these names.
+    Lines of the kinds BLANK, OTHER_JSON and NONE contain no record. The lines of each kind are counted, and the counts
+    are stored with the run under these names.
     """
 
     JSON = "objects"
@@ -67,9 +66,10 @@ class JsonLines:
     name = "jsonl"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the confidence that each line of the file contains an object. It is about the share of lines that do.
+        """Return the confidence that each line of the file contains an object.
 
-        The lines are sampled from the beginning, the middle and the end of the file.
+        The confidence is about the share of lines that contain one. The lines are sampled from the beginning, the
+        middle and the end of the file.
         """
         if path.is_dir():
             return NOT_MINE

@@ -81,8 +81,8 @@ class TextLog:
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that the file has this format.
 
-        It depends on the share of lines with a step and a typical quantity, such as the loss. The lines are sampled
-        from the beginning, the middle and the end of the file.
+        The confidence depends on the share of lines with a step and a typical quantity, such as the loss. The lines are
+        sampled from the beginning, the middle and the end of the file.
         """
         if path.is_dir() or b"\0" in head[:4096]:
             return NOT_MINE
@@ -102,8 +102,8 @@ class TextLog:
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per line with a step and numbers, then the facts about the run.
 
-        A last line without line end may be incomplete. It is a record only if it has the same names as the previous
-        record and as many decimals in its last number.
+        A last line without line end may be incomplete. It counts as a record only if it has the same names as the
+        previous record and as many decimals in its last number.
         """
         counts = {"other_lines": 0}
         torn = torn_size(path)

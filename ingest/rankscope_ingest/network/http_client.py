@@ -1,6 +1,6 @@
 """HTTP client of the service for ranks and exporters.
 
-It connects only to allowed networks and does not use redirects, proxies or cookies. `record_channel.client` and
+The client connects only to allowed networks and does not use redirects, proxies or cookies. `record_channel.client` and
 `scrape.http` send the requests and check the responses.
 """
 

@@ -50,7 +50,7 @@ class PendingBatch:
     info: Mapping[str, str] = field(default_factory=dict)  # stored in the information of the commit
 
     def as_it_came(self) -> object:
-        """Return the undecoded content of the batch. It is written to quarantine if it cannot be decoded."""
+        """Return the undecoded content of the batch. This content is written to quarantine if it cannot be decoded."""
         return self
 
     def tables(self) -> dict[str, pa.Table]:
@@ -111,7 +111,10 @@ class FlushClock:
         self._notify = flusher
 
     def want_flush(self) -> None:
-        """Request a flush. It happens immediately, or up to SOON_SECONDS later if the batch will soon be full."""
+        """Request a flush.
+
+        The flush happens immediately, or up to SOON_SECONDS later if the batch will soon be full.
+        """
         if not self.is_empty:
             self._wanted = True
             self._notify()

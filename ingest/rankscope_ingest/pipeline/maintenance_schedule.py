@@ -39,9 +39,9 @@ The delay exists because the service reads the backlog of all ranks directly aft
 """
 CHECK_SECONDS: Final = 1.0
 _NICER: Final = 10
-"""Nice value of the maintenance thread, about a tenth of a busy processor.
+"""Nice value of the maintenance thread, with which the thread gets about a tenth of a busy processor.
 
-It is not the maximum, because the thread sometimes holds the GIL.
+A higher value is not used, because the thread sometimes holds the GIL, for which other threads then wait.
 """
 
 Retain = Callable[[], RetentionReport]

@@ -1,8 +1,8 @@
 """Move rows that the store rejects at every attempt into separate files, so that all other rows are stored.
 
-A rejected batch is divided until the rejected part is one poll response of one rank, or one table of the service. This
-part is written to a folder next to the data that no query reads, before the watermark advances past the part. An event
-in the store, a counter and a log message report the quarantine.
+A rejected batch is divided until the rejected part is one poll response of one rank, or one table of the service.
+Before the watermark advances past this part, the part is written to a folder next to the data, which no query reads. An
+event in the store, a counter and a log message report the quarantine.
 """
 
 from __future__ import annotations

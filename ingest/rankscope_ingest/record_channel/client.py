@@ -96,8 +96,8 @@ class Fetcher(HttpClient):
     ) -> Answer:
         """Request the records after the sequence number `after`: up to `max_bytes` bytes, but at least one record.
 
-        `committed` is the last committed sequence number. It is sent to the rank together with `lease`; neither is sent
-        if `lease` is None. Raises FetchError if the request fails or the response violates the protocol.
+        `committed` is the last committed sequence number. This number and `lease` are sent to the rank; if `lease` is
+        None, neither is sent. Raises FetchError if the request fails or the response violates the protocol.
         """
         headers = {"Accept": channel.ARROW_STREAM, channel.SCHEMA_HEADER: str(SCHEMA_VERSION), **self._authorization}
         query = {"incarnation": incarnation, "after": str(after), "max_bytes": str(max_bytes)}

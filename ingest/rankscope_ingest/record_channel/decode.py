@@ -1,11 +1,10 @@
-"""Convert checked bodies of the record channel into one table per dataset. No I/O.
+"""Convert checked bodies of the record channel into one table per dataset.
 
-Hundreds of bodies are decoded together. Work is done per batch instead of per body where possible, and never per
-tensor. The statistics of all ranks with the same plan are copied into one array, transposed from record order to tensor
-order. The rows of a tensor are then adjacent, rank by rank, as in the store.
-
-Null, NaN, Inf and 0 remain distinct. A stored statistic of a tensor is never NaN, so NaN represents null in its NumPy
-arrays. Scalars and events can be NaN and remain in Arrow.
+The module performs no I/O. Hundreds of bodies are decoded together. Work is done per batch instead of per body where
+possible, and never per tensor. The statistics of all ranks with the same plan are copied into one array, transposed
+from record order to tensor order. The rows of a tensor are then adjacent, rank by rank, as in the store. Null, NaN, Inf
+and 0 remain distinct. A stored statistic of a tensor is never NaN, so NaN represents null in its NumPy arrays. Scalars
+and events can be NaN and remain in Arrow.
 """
 
 from __future__ import annotations

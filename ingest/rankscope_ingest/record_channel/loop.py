@@ -146,7 +146,7 @@ class Pace:
         """Return the delay until the next poll, in seconds, after a failed poll.
 
         The delay doubles with each failure up to a limit and is shortened by up to half, depending on `jitter` (0 to
-        1). It is at least `retry_after` seconds.
+        1). The result is at least `retry_after` seconds.
         """
         longest = min(self.max_backoff_seconds, self.poll_seconds * 2.0 ** min(failures_in_row - 1, 16))
         return max(longest * (0.5 + 0.5 * jitter), retry_after or 0.0)

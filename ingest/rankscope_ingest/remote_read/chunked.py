@@ -1,8 +1,9 @@
-"""Encode series as streamed XOR chunks, with the same bytes as Prometheus' package tsdb/chunkenc. No I/O.
+"""Encode series as streamed XOR chunks, with the same bytes as Prometheus' package tsdb/chunkenc.
 
-The format is that of Facebook's Gorilla: a chunk is a stream of bits, in which each sample is written as its difference
-from the previous sample. All chunks of a group are encoded together as NumPy arrays. Only the window of significant
-bits depends on the previous samples. A loop derives it sample by sample, for all chunks at the same time.
+The module performs no I/O. The format is that of Facebook's Gorilla: a chunk is a stream of bits, in which each sample
+is written as its difference from the previous sample. All chunks of a group are encoded together as NumPy arrays. Only
+the window of significant bits depends on the previous samples. A loop derives it sample by sample, for all chunks at
+the same time.
 """
 
 from __future__ import annotations

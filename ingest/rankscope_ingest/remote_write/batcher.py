@@ -1,7 +1,8 @@
-"""Collect decoded remote write requests in batches, and build the table of one flush. No I/O.
+"""Collect decoded remote write requests in batches, and build the table of one flush.
 
-The sender gets its response after the commit, so a batch waits only for a short time. Each request is identified by a
-receipt, which is a hash of its body. The receipts of a batch are stored in the information of its commit.
+The module performs no I/O. The sender gets its response after the commit, so a batch waits only for a short time. Each
+request is identified by a receipt, which is a hash of its body. The receipts of a batch are stored in the metadata of
+its commit.
 """
 
 from __future__ import annotations

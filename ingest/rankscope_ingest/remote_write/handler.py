@@ -1,8 +1,8 @@
 """Receive remote write requests: respond after the commit, reject requests without capacity, store repetitions once.
 
 Prometheus keeps a request in its write-ahead log until the response arrives, and sends a rejected request (status 503)
-again. The receiver detects a repeated request by its receipt, a hash of the body. It compares the receipt with those of
-waiting requests, of requests that this process has stored, and, after a restart, of the newest commits.
+again. The receiver detects a repeated request by its receipt, a hash of the body. The receiver compares the receipt
+with those of waiting requests, of requests that this process has stored, and, after a restart, of the newest commits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rows that the service adds to the store: launches, gaps, incidents, and versions of runs and attempts.
 
 The column `ts_origin` of these rows is "ingest". A gap row, which reports lost records, has the seq of the last lost
-record. The store drops rows whose seq it already has. It therefore drops a repeated gap row together with the repeated
-records around it. Other rows have no seq. A repeated version of a run does not change any query result.
+record. The store drops rows whose seq it already has. The store therefore drops a repeated gap row together with the
+repeated records around it. Other rows have no seq. A repeated version of a run does not change any query result.
 """
 
 from __future__ import annotations

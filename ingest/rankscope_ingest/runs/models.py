@@ -57,7 +57,7 @@ class Liveness:
         """Return whether the process must be considered dead at `now`.
 
         A refused connection alone is not sufficient: while heartbeats arrive, only the HTTP server of the rank may have
-        failed. It only shortens the timeout after the last sign of life.
+        failed. The refused connection only shortens the timeout after the last sign of life.
         """
         is_refused = self.last_refused > self.last_sign
         limit = limits.refused_after_seconds if is_refused else limits.failed_after_seconds

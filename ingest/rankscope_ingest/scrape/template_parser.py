@@ -1,9 +1,10 @@
 """Parse a page with the layout of an earlier page of the same exporter, so that only the numbers must be parsed.
 
-The module performs no I/O. A layout is derived from a page that was parsed exactly. It contains all bytes of the page
-except the numbers, including comments. It is used for a later page only if all these bytes are equal and each series
-has a plain number. Any difference, such as another series, a time or an exemplar, requires exact parsing. Spaces and
-escapes in labels are part of the compared bytes and need no parsing. NumPy and Arrow do the work and release the GIL.
+The module performs no I/O. A layout is derived from a page that was parsed exactly. The layout contains all bytes of
+the page except the numbers, including comments. The layout is used for a later page only if all these bytes are equal
+and each series has a plain number. Any difference, such as another series, a time or an exemplar, requires exact
+parsing. Spaces and escapes in labels are part of the compared bytes and need no parsing. NumPy and Arrow do the work
+and release the GIL.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class AttemptNumbers:
     def number(self, run: str, launch_id: str, is_over: Callable[[int], bool] | None = None) -> tuple[int, bool]:
         """Return the attempt of a launch, and whether the attempt is new.
 
-        It is new if the launch is unknown, or if `is_over` returns true for its known attempt.
+        The attempt is new if the launch is unknown, or if `is_over` returns true for its known attempt.
         """
         known = self._numbers[run].get(launch_id)
         if known is not None and not (is_over and is_over(known)):

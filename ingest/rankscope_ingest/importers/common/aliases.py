@@ -77,7 +77,7 @@ class Alias:
     def labels(self, source_name: str, extra: Mapping[str, str] | None = None) -> str | None:
         """Return the labels of a scalar as JSON.
 
-        They contain `source_name`, the name of the quantity in the log, and the unit in the log, each only if it
+        The labels contain `source_name`, the name of the quantity in the log, and the unit in the log, each only if it
         differs from the stored name or unit. `extra` has further labels. The result is None if there are no labels.
         """
         found = dict(extra or {})

@@ -66,9 +66,9 @@ class ImportedRecord:
 class ImportedBlock:
     """Many records of one source as Arrow tables, which are stored faster than single records.
 
-    Each table has columns of its dataset and the column `record` (int32): the number of the row's record, from 0 within
-    the block. The columns step, rank, ts, attempt, micro_step, vpp_stage and ts_origin are optional; null means that
-    the row has no such value.
+    Each table has columns of its dataset and the column `record` (int32). For each row, `record` is the number of the
+    record to which the row belongs, from 0 within the block. The columns step, rank, ts, attempt, micro_step, vpp_stage
+    and ts_origin are optional; null means that the row has no such value.
     """
 
     records: int

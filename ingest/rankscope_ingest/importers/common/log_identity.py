@@ -1,8 +1,9 @@
-"""Recognize logs that were imported before, also after they have grown or were moved; a replaced log is another log.
+"""Recognize logs that were imported before, even if a log has grown or was moved since then.
 
-A log is the same if it still begins with the bytes that the last import read. A log that was truncated since then is
-the same if its whole content is the beginning of these bytes. Each import is stored as an event of type `import`, which
-contains the number and digests of the bytes read. No other state is needed.
+A log whose content was replaced is another log. A log is the same if it still begins with the bytes that the last
+import read. A log that was truncated since then is the same if its whole content is the beginning of these bytes. Each
+import is stored as an event of type `import`, which contains the number and digests of the bytes read. No other state
+is needed.
 """
 
 from __future__ import annotations

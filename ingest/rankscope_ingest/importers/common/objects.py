@@ -125,7 +125,7 @@ class StepStreams:
     A step below the previous step begins a new stream of steps, and each stream is one attempt. An exception is a step
     that another stream with a recent record expects as its next one. A restart is therefore a new attempt from its
     first step on, and alternating lines of two processes that write one file are two attempts. A repeated step belongs
-    to the same attempt; both records are stored, the later one last. Each rank is counted separately.
+    to the same attempt; both records are stored, in the order of the log. Each rank is counted separately.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,10 @@ class _Record:
     split: str | None = None
 
     def epoch(self) -> float | None:
-        """Return the epoch in the object, also if it is given as text; None without an epoch."""
+        """Return the epoch in the object as a number, or None if the object has no epoch.
+
+        The value in the log may be a text.
+        """
         for key, value in self.numbers.items():
             if key.lower() == EPOCH:
                 return value if isinstance(value, float) else None

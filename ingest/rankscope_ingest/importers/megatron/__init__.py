@@ -168,8 +168,8 @@ class _Reading:
     """Reads one Megatron log chunk by chunk, and holds the state between the chunks.
 
     `take` must be called with chunks of complete lines. The result for a line depends only on the lines before it and
-    on the few lines after it that may continue it. A log that has grown therefore yields the previous records first, in
-    the same order.
+    on the few next lines that may be its continuation. A log that has grown therefore yields the previous records
+    first, in the same order.
     """
 
     def __init__(self, faults: Faults) -> None:
@@ -294,7 +294,8 @@ class _Reading:
         """Return whether a row of a Megatron log is complete, as far as this can be derived from the log.
 
         A complete row ends with a bar (`|`), except in dialects that print no bar at the end. The last line of a log
-        may be incomplete even with a bar at its end. It counts as complete if earlier rows end with the same key.
+        may be incomplete even with a bar at its end. Such a line counts as complete if earlier rows end with the same
+        key.
         """
         if not row.parts or is_cut(row.keys, self._whole_keys):
             return False

@@ -1,8 +1,8 @@
 """Parse the companion lines of a Megatron log: the lines with data between its rows.
 
-They contain validations, checkpoints, timers, memory, arguments, the end of a run, and errors. The module performs no
-I/O. If such a line belongs to a step but does not contain it, the step is that of the row before the line; the caller
-adds it.
+These lines contain validations, checkpoints, timers, memory, arguments, the end of a run, and errors. The module
+performs no I/O. If such a line belongs to a step but does not contain it, the step is that of the row before the line;
+the caller adds it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ class Cells(NamedTuple):
 def read_cells(path: Path, faults: Faults, report: Report) -> Iterator[Cells]:
     """Yield the rows of the file at `path` in batches; call `report` for each unreadable line.
 
-    A last line without line end may be incomplete. It is a row only if it ends with a complete data type.
+    A last line without line end may be incomplete. Such a line counts as a row only if it ends with a complete data
+    type.
     """
     header: list[str] = []
     waiting: list[bytes] = []
@@ -182,7 +183,7 @@ def _is_text(line: bytes) -> bool:
 def _is_whole(header: Sequence[str], line: bytes) -> bool:
     """Return whether a line without line end is complete.
 
-    It is complete if it ends with a data type; a number at the end may lack digits.
+    The line is complete if it ends with a data type. If it ends with a number, digits may be missing.
     """
     last = line.rpartition(b",")[2]
     return header[-1] == "dtype" and (last == b"nan" or last.removeprefix(b"torch.") in _DTYPES)

@@ -58,8 +58,8 @@ Tables = dict[str, pa.Table]
 class FamilyReader:
     """Converts the files of one family of one rank, which must be passed in the order of their steps.
 
-    `repeats` is the largest number of times that a file repeats its steps. Each repetition is another attempt, so the
-    attempt numbers of the next launch must be higher than those of all repetitions.
+    `repeats` is the largest number of times that a file repeats its steps. Each repetition is stored as another
+    attempt, so the attempt numbers of the next launch must be higher than those of all repetitions.
     """
 
     def __init__(self, family: str, *, rank: int | None, attempt: int, source: str) -> None:
@@ -271,7 +271,7 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
 def statistics_of(given: Mapping[str, Floats], shapes: Shapes, *, has_shape: bool) -> tuple[Mask, dict[str, pa.Array]]:
     """Return a boolean array that marks the rows whose tensor was present, and their columns of `tensor_stats`.
 
-    `given` has the collected statistics as arrays; `has_shape` is whether the file has a column of shapes.
+    `given` has the collected statistics as arrays; `has_shape` states whether the file has a column of shapes.
     """
     known = {op: values for op, values in given.items() if op in OPS}
     values = [known[op] for op in VALUE_OPS if op in known]

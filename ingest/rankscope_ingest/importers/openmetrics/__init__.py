@@ -118,7 +118,8 @@ class OpenMetrics:
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that the file is OpenMetrics text.
 
-        It depends on the share of lines that are samples; TYPE and HELP lines raise it.
+        The confidence depends on the share of lines that are samples, and is higher if the file has TYPE and HELP
+        lines.
         """
         if path.is_dir():
             return NOT_MINE

@@ -1,8 +1,8 @@
-"""Parse lines of OpenMetrics, of Prometheus' older text format, and of `promtool tsdb dump`. No I/O.
+"""Parse lines of OpenMetrics, of Prometheus' older text format, and of `promtool tsdb dump`.
 
-A sample is `name{label="value"} number [time]`. Dumps write `{__name__="name", label="value"} number time`, and
-Prometheus 3 writes `{"name",label="value"} …`. The escape sequences of all three formats are accepted; dumps quote
-strings as Go does.
+The module performs no I/O. A sample is `name{label="value"} number [time]`. Dumps write `{__name__="name",
+label="value"} number time`, and Prometheus 3 writes `{"name",label="value"} …`. The escape sequences of all three
+formats are accepted; dumps quote strings as Go does.
 """
 
 from __future__ import annotations
