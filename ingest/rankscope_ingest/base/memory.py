@@ -67,7 +67,10 @@ def unfreeze_gc() -> None:
 
 
 def trim() -> None:
-    """Return free memory to the system, except `KEPT_BYTES` at the end of the heap. No effect without glibc."""
+    """Return free memory to the system, except `KEPT_BYTES` at the end of the heap.
+
+    Without glibc, the function has no effect.
+    """
     if (malloc_trim := of_glibc("malloc_trim")) is not None:
         malloc_trim(ctypes.c_size_t(KEPT_BYTES))
 

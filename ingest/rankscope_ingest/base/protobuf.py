@@ -110,7 +110,10 @@ def packed(data: bytes) -> bytes:
 
 
 def _varint(data: bytes) -> tuple[int, int]:
-    """Return the varint at the start of `data` and its length in bytes. Raises DecodeError if it is truncated."""
+    """Return the varint at the start of `data` and its length in bytes.
+
+    Raises DecodeError if the varint is truncated.
+    """
     value = 0
     for place, octet in enumerate(data[:10]):
         value |= (octet & 0x7F) << 7 * place

@@ -1,7 +1,8 @@
-"""Convert registrations and polled records into rows for the store, run states and incidents. Performs no I/O.
+"""Convert registrations and polled records into rows for the store, run states and incidents.
 
-All methods run on the event loop. `RecordSink` passes polled records, HTTP handlers pass registrations, and the
-periodic jobs of the service call the methods for decisions that depend on time, such as dead ranks and stalled runs.
+The module performs no I/O. All methods run on the event loop. `RecordSink` passes polled records, HTTP handlers pass
+registrations, and the periodic jobs of the service call the methods for decisions that depend on time, such as dead
+ranks and stalled runs.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class TextLog:
     name = "textlog"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the confidence that the file has this format.
+        """Return the confidence that the file is a text log whose lines contain a step and numbers.
 
         The confidence depends on the share of lines with a step and a typical quantity, such as the loss. The lines are
         sampled from the beginning, the middle and the end of the file.

@@ -86,7 +86,7 @@ class Flusher:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._appender.watermark, incarnation)
 
     async def commit_now(self) -> None:
-        """Return when all rows that the batcher contains at the call are committed.
+        """Wait until all rows that the batcher contains at the time of the call are committed.
 
         Failed commits are retried without a limit.
         """

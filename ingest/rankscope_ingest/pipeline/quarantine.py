@@ -139,7 +139,7 @@ def _part(batch: PendingBatch, pieces: list[tuple[str, pa.Table]], bodies: Any, 
 
 
 def _numbered(table: pa.Table) -> pa.ChunkedArray:
-    """Return a boolean mask of the rows that have a seq of a process."""
+    """Return a boolean mask of the rows that have a sequence number (seq), and thus belong to a record of a process."""
     if "seq" not in table.column_names or "incarnation" not in table.column_names:
         return pa.chunked_array([pa.repeat(pa.scalar(False), table.num_rows)])
     return pc.and_(pc.is_valid(table["seq"]), pc.is_valid(table["incarnation"]))

@@ -35,7 +35,7 @@ from rankscope_ingest.targets.registry import Accepted, Registry, check_registra
 log = logging.getLogger(__name__)
 
 SERVICE: Final = "service"
-"""Value of `served_by` for a spool that the service reads.
+"""Value of `served_by` in the registration of a dead process whose spool this service reads.
 
 If a rank reads the spool, the value is the incarnation id of that rank.
 """

@@ -28,7 +28,10 @@ _NO_WINDOW: Final = 255
 _MAX_LEADING: Final = 31  # largest value of five bits
 CONTENT_TYPE: Final = "application/x-streamed-protobuf; proto=prometheus.ChunkedReadResponse"
 FRAME_BYTES: Final = 1 << 20
-"""Size in bytes at which a frame ends, as in Prometheus. Prometheus rejects frames that are 50 times larger."""
+"""Size in bytes at which a frame ends, as in Prometheus.
+
+The size at which Prometheus rejects a received frame is 50 times larger.
+"""
 
 SAMPLES_PER_GROUP: Final = 1 << 17
 _XOR: Final = 1  # encoding of a chunk

@@ -99,7 +99,10 @@ _MAX_WAITING_REQUESTS: Final = 2_048
 _MAX_RECEIPTS: Final = 8_192
 _COMMITS_READ: Final = 64
 INLINE_BYTES: Final = 65_536
-"""A body with fewer bytes is decoded on the event loop, which takes less time than starting work in a thread."""
+"""Size in bytes below which a body is decoded on the event loop.
+
+Decoding such a small body takes less time than starting work in a thread.
+"""
 
 _MAX_INCOMING_BODIES: Final = 4
 """Maximum total size of the bodies that are received at the same time, as a multiple of the maximum size of a body."""

@@ -1,8 +1,8 @@
 """Read the goodput of all runs from the store while the runs continue.
 
 Goodput is the share of the run time that was spent in steps that count. The store contains all launches of a run and
-survives a restart of the service, so this module keeps no sums. Rows that are not committed are not included: the ratio
-is as old as the last commit and the last read.
+survives a restart of the service, so this module need not add up times itself. Rows that are not committed are not
+included: the ratio is as old as the last commit and the last read.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class EndKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """The failure of one rank. It happened between the times `earliest` and `latest`, in UTC µs."""
+    """The failure of one rank. The failure happened between the times `earliest` and `latest`, in UTC µs."""
 
     kind: EndKind
     rank: Rank

@@ -69,7 +69,7 @@ class _Known:
     rows: PageRows
 
     def with_values(self, values: npt.NDArray[np.float64]) -> PageRows:
-        """Return the samples of a page that has this layout and the given values."""
+        """Return the samples of a page that has this layout and the numbers in `values`."""
         return replace(self.rows, values=pa.array(values), exact=False)
 
 

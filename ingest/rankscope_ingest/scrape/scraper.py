@@ -62,7 +62,10 @@ class Sink(Protocol):
         ...
 
     def read(self, how: str, samples: int) -> None:
-        """Count samples by the parser that read them: `layout` or `exact`."""
+        """Count samples by the parser that read them. `layout`: the page was parsed with its cached layout.
+
+        `exact`: the page was parsed completely.
+        """
         ...
 
     def dropped(self, reason: str, samples: int) -> None:

@@ -78,7 +78,10 @@ class Pipeline:
 
     @property
     def degraded(self) -> str | None:
-        """Return the reason why the store accepts rows more slowly than they arrive, or None if it does not."""
+        """Return the reason why the store accepts rows more slowly than they arrive.
+
+        Return None if the store is fast enough.
+        """
         is_full = "rows arrive faster than the store commits them: polling waits for commits"
         return self.flusher.trouble or self.remote_write.trouble or (is_full if self.batcher.is_full else None)
 

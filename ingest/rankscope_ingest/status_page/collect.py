@@ -88,8 +88,8 @@ class Parts(Protocol):
 class StatusCollector:
     """Collects the status of the service.
 
-    A collector stores the start time of the service and the observations from which lags are computed. `total` returns
-    the sum over all series of one metric of the service.
+    A collector stores the start time of the service and the observations from which the age of uncommitted records is
+    computed. `total` returns the sum over all series of one metric of the service.
     """
 
     def __init__(

@@ -77,7 +77,10 @@ class Pollers:
 
 
 def _log_error(task: asyncio.Task[None]) -> None:
-    """Log an unexpected error that has ended a poll loop. The next heartbeat of the rank starts a new loop."""
+    """Log the unexpected error of a poll loop that has ended because of it.
+
+    The next heartbeat of the rank starts a new loop.
+    """
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error(
             "unexpected error in the poll loop of a rank, restarting at its next heartbeat: %r", error, exc_info=error

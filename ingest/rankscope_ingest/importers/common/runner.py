@@ -54,7 +54,7 @@ Progress = Callable[[int], None]
 
 
 class Appender(Protocol):
-    """The interface of a store writer, as far as an import needs it."""
+    """The methods of a store writer that an import uses."""
 
     def append(self, batch: Batch) -> Commit:
         """Store the rows of the batch durably, except those of records that are already stored."""

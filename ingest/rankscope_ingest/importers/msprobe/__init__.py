@@ -77,7 +77,7 @@ def _detect_folder(found: Found) -> Detection:
 
 
 def _read_folder(folder: Folder, faults: Faults, attempt: int) -> Generator[Imported, None, int]:
-    """Yield the records in the files of one rank.
+    """Yield the records in the msprobe files of one rank.
 
     Return how often the steps are repeated, for the family of files with the most repetitions.
     """

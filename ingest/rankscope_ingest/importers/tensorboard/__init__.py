@@ -130,10 +130,10 @@ def _place(folder: Path) -> Place:
 
 
 def _labels(relative: Path) -> dict[str, str]:
-    """Return the label `folder`, which distinguishes `train/` from `validation/`.
+    """Return the value of the label `folder` from the names of the file's folders.
 
-    Folder names for ranks and attempts are left out, because rank and attempt are columns. Without other names, the
-    result is empty.
+    The label distinguishes, for example, `train/` from `validation/`. Folder names for ranks and attempts are left out,
+    because rank and attempt are columns. If there are no other folder names, the result is empty.
     """
     parts = [part for part in relative.parts if not _FOLDER_RANK.fullmatch(part)]
     return {"folder": "/".join(parts)} if parts else {}
