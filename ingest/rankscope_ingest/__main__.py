@@ -14,10 +14,10 @@ from rankscope_storage.base.errors import ShardLostError, StoreError
 
 
 def main() -> int:
-    """Run the service with the configuration file that is the only command line argument; return the exit status.
+    """Run the service with the configuration file that is the only command line argument.
 
-    0: the service was stopped. 1: an error occurred. 2: wrong command line. 3: another service has taken over the
-    shard.
+    Return the exit status: 0 if the service was stopped, 1 after an error, 2 for a wrong command line, and 3 if another
+    service has taken over the shard of this service.
     """
     if len(sys.argv) != 2:
         sys.stderr.write("usage: python -m rankscope_ingest CONFIG.toml\n")

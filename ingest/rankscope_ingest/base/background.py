@@ -1,6 +1,7 @@
-"""Background work on the event loop: periodic jobs, their faults, interruptible waits, and a budget for reads.
+"""Background work on the event loop: periodic jobs, their faults, interruptible waits, and the cost of reads.
 
-A fault in a job stops neither the other jobs nor the service.
+`ReadBudget` limits the CPU time of repeated reads of the store. A fault in a job stops neither the other jobs nor the
+service.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ A limit is needed because the texts of faults can contain changing numbers.
 
 
 class WakeUp:
-    """A wait with a timeout that other code on the event loop can end early. At most one task may wait at a time.
+    """A waiter for one task: the task waits with a timeout, and other code on the event loop can end the wait early.
 
-    The implementation uses a timer of the event loop, because `asyncio.timeout` is slower: on timeout, that function
-    cancels the task and catches the exception.
+    At most one task may wait at a time. The implementation uses a timer of the event loop, because `asyncio.timeout` is
+    slower: on timeout, that function cancels the task and catches the exception.
     """
 
     def __init__(self) -> None:
@@ -44,12 +45,12 @@ class WakeUp:
         self._is_set = False
 
     def set(self) -> None:
-        """End the current wait, or the next one if no task waits."""
+        """End the current wait. If no task waits, end the next wait as soon as it begins."""
         self._is_set = True
         self._over.set()
 
     def clear(self) -> None:
-        """Cancel a call of `set` that has not ended a wait yet."""
+        """Discard an earlier call of `set` that has not ended a wait yet, so that it does not end the next wait."""
         self._is_set = False
         self._over.clear()
 
@@ -90,7 +91,7 @@ class BackgroundFaults:
             self._logged.add((task, text))
 
     def attempt(self, task: str, function: Callable[[], object]) -> None:
-        """Call `function`. If it raises an exception, report the exception as a fault of `task` and return."""
+        """Call `function`. If it raises an exception, record the exception as a fault of `task` and return normally."""
         try:
             function()
         except Exception as error:  # noqa: BLE001 - it is logged and reported
@@ -109,8 +110,8 @@ class Job:
 
     `interval` is the number of seconds from the end of one call to the start of the next call. If `interval` is a
     callable, it is called whenever a job ends or the loop is woken up. A coroutine function runs as a separate task, so
-    that other jobs do not wait for it. It may run until it is cancelled; `interval` is then the pause before it is
-    restarted after a fault.
+    that other jobs do not wait for it. The coroutine may run until it is cancelled. Its `interval` is then the pause
+    after a fault before the function is called again.
     """
 
     name: str
@@ -121,7 +122,7 @@ class Job:
     task: asyncio.Future[None] | None = field(default=None, init=False)
 
     def due_at(self) -> float:
-        """Return the time of the next call in monotonic seconds; infinite while the job runs."""
+        """Return the time, in monotonic seconds, at which the job must be called next; infinity while the job runs."""
         if self.task is not None:
             return math.inf
         return self.ended_at + (self.interval() if callable(self.interval) else self.interval)
@@ -164,8 +165,8 @@ async def run_jobs(
 class ReadBudget:
     """Schedules repeated reads of the store so that they take at most `READ_SHARE` of the time of one CPU core.
 
-    The pause after a read is at least `interval_seconds`. It grows by one interval with each successful read, up to
-    `max_intervals` intervals. A failed read is retried after one interval.
+    The pause after a read is at least `interval_seconds`. The pause grows by one interval with each successful read, up
+    to `max_intervals` intervals. A failed read is retried after one interval.
     """
 
     def __init__(self, interval_seconds: float, *, clock: Callable[[], float], max_intervals: int = 1) -> None:

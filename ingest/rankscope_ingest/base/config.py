@@ -24,7 +24,10 @@ LabelName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_]*$")]
 
 
 def _unmapped(network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
-    """Convert an IPv4 network in IPv4-mapped IPv6 form to an IPv4 network. Addresses are compared in IPv4 form."""
+    """Return an IPv4-mapped IPv6 network as an IPv4 network, and any other network unchanged.
+
+    Addresses are compared in IPv4 form.
+    """
     mapped = ipaddress.IPv6Network("::ffff:0:0/96")
     if not isinstance(network, ipaddress.IPv6Network) or not network.subnet_of(mapped):
         return network
@@ -190,7 +193,8 @@ class StoreSection(_Section):
 class RetentionSection(_Section):
     """Configuration section [retention]: number of days for which rows are kept.
 
-    The age of a row is measured by its time column. Rows of a dataset without a limit are kept forever.
+    The age of a row is measured by its time column. If no number of days is set for a dataset, its rows are never
+    deleted.
     """
 
     raw_days: Days | None = None
@@ -262,7 +266,7 @@ class SpoolSection(_Section):
 
 
 class NotifySection(_Section):
-    """Configuration section [notify]: which program sends notifications, and to which URLs.
+    """Configuration section [notify]: the URLs to which notifications are sent, and the program that sends them.
 
     The service sends notifications only in mode `embedded`. In the other modes, Alertmanager or Grafana sends them.
     """
@@ -358,6 +362,6 @@ class ServiceConfig(_Section):
 
     @property
     def token(self) -> str | None:
-        """Return the bearer token that ranks and the service use for each other, or None if no token is set."""
+        """Return the bearer token that ranks and the service send to each other, or None if no token is set."""
         token = self.service.token
         return None if token is None else token.get_secret_value()

@@ -26,7 +26,8 @@ _PATH_KEYS: Final = {
 }
 """Keys whose values are file names, by section.
 
-A value that is a URL is not changed here; the validation rejects it if necessary.
+Relative file names are resolved against the folder of the configuration file. A value that is a URL is not changed; the
+validation rejects it if the key does not accept URLs.
 """
 
 

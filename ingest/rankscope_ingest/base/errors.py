@@ -18,7 +18,7 @@ class DecodeError(IngestError):
 class FetchError(IngestError):
     """A poll failed.
 
-    `reason` is one of a fixed set of words; it is the value of the label `reason` of the counter of failed polls.
+    `reason` is one of a fixed set of texts and the value of the label `reason` of the counter of failed polls.
     """
 
     def __init__(self, reason: str, text: str, *, retry_after_seconds: float | None = None) -> None:
@@ -36,7 +36,10 @@ class RegistrationError(IngestError):
 
 
 class BusyError(IngestError):
-    """The service has no capacity at present. The client may send the same request again later."""
+    """The service rejects a request because it has no capacity at present.
+
+    The client may send the same request again later.
+    """
 
 
 class ServiceError(IngestError):

@@ -1,10 +1,10 @@
 """Allocator and garbage collector settings of a service process.
 
-A flush allocates some hundred megabytes of columns and frees them. The kernel clears each memory page that it allocates
-to the process again. This took half of the time of decoding bodies and a sixth of the service's CPU time. Therefore the
-process keeps free memory, up to a limit. One heap serves all threads, because memory that one thread frees in a heap is
-not available to threads with other heaps. `share_allocator` must be called before threads are started and before Arrow
-is imported.
+Each flush (a write of collected rows to the store) allocates some hundred megabytes and frees them. The kernel clears
+each memory page that it allocates to the process again. Without the settings of this module, the clearing took half of
+the time of decoding bodies and a sixth of the service's CPU time. Therefore the process keeps free memory, up to a
+limit. One heap serves all threads, because memory that one thread frees in a heap is not available to threads with
+other heaps. `share_allocator` must be called before threads are started and before Arrow is imported.
 
 The limit applies only to free memory at the end of the heap. Free memory between used blocks grows for hours as the
 heap fragments. The service returns this memory to the system every ten minutes, and after each maintenance task that
@@ -59,7 +59,7 @@ def tune_allocator() -> None:
 
 
 def unfreeze_gc() -> None:
-    """Make the garbage collector include the objects again that were excluded as frozen.
+    """Undo `gc.freeze`: make the garbage collector examine all objects again.
 
     Some libraries search for leaked objects when a process exits and need these objects.
     """
@@ -67,7 +67,10 @@ def unfreeze_gc() -> None:
 
 
 def trim() -> None:
-    """Return free memory to the system, except `KEPT_BYTES` at the end of the heap. No effect without glibc."""
+    """Return free memory to the system, except `KEPT_BYTES` at the end of the heap.
+
+    Without glibc, the function has no effect.
+    """
     if (malloc_trim := of_glibc("malloc_trim")) is not None:
         malloc_trim(ctypes.c_size_t(KEPT_BYTES))
 
@@ -75,7 +78,7 @@ def trim() -> None:
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes, or 0 on a system without /proc.
 
-    With 0, `trim` has no effect.
+    If the result is 0, `trim` does nothing.
     """
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]

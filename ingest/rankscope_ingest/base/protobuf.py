@@ -21,7 +21,10 @@ _MAX_COMPRESSION: Final = 64
 """Maximum compression ratio of a snappy block: the longest copy element produces 64 bytes from three."""
 
 _SCALARS: Final = {"double": 1, "int64": 3, "int32": 5, "string": 9, "bytes": 12}
-"""Numbers of FieldDescriptorProto.Type by name. Any other type name is a message of this schema (type number 11)."""
+"""Numbers of FieldDescriptorProto.Type by name.
+
+A type name that is missing here is the name of a message of this schema (type number 11).
+"""
 
 _MESSAGES: Final = {
     "WriteRequest": ("repeated TimeSeries timeseries = 1", "repeated bytes metadata = 3"),
@@ -63,7 +66,7 @@ def _message_classes() -> dict[str, Any]:
 
 
 MESSAGES: Final = _message_classes()
-"""Message classes of the schema by name."""
+"""The protobuf message classes for Prometheus remote read and remote write, by message name."""
 
 
 def parse(name: str, data: bytes) -> Any:
@@ -107,7 +110,10 @@ def packed(data: bytes) -> bytes:
 
 
 def _varint(data: bytes) -> tuple[int, int]:
-    """Return the varint at the start of `data` and its length in bytes. Raises DecodeError if it is truncated."""
+    """Return the varint at the start of `data` and its length in bytes.
+
+    Raises DecodeError if the varint is truncated.
+    """
     value = 0
     for place, octet in enumerate(data[:10]):
         value |= (octet & 0x7F) << 7 * place

@@ -24,7 +24,7 @@ from rankscope_ingest.base.errors import ConfigError
 log = logging.getLogger(__name__)
 
 RELOAD_SECONDS: Final = 5.0
-"""Interval of the check for changed certificate files."""
+"""Time in seconds between two checks for changed certificate files."""
 
 
 def read_service_web_config(path: Path) -> WebConfig:
@@ -44,7 +44,8 @@ def read_service_web_config(path: Path) -> WebConfig:
 def server_tls(path: str | None) -> Reloading | None:
     """Return the TLS context of the HTTPS server of the service.
 
-    When certificates are reloaded, the context object is not replaced. Raises ConfigError if the files cannot be used.
+    When certificates are reloaded, they are loaded into the same context object. Raises ConfigError if the files cannot
+    be used.
     """
     if path is None:
         return None
@@ -55,7 +56,10 @@ def server_tls(path: str | None) -> Reloading | None:
 
 
 def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None) -> Reloading:
-    """Return the TLS contexts for connections to ranks. Raises ConfigError if the files cannot be used."""
+    """Return the client TLS contexts with which the service connects to ranks.
+
+    Raises ConfigError if the files cannot be used.
+    """
     ca, cert, key = (None if name is None else Path(name) for name in (ca_file, cert_file, key_file))
     try:
         return reloading_client(ca, cert, key)
@@ -74,7 +78,7 @@ def tls_trouble(error: BaseException | None) -> str | None:
 
 
 class _Handshake(ssl.SSLObject):
-    """A server connection that logs a failed TLS handshake, once for each reason, because asyncio does not log it."""
+    """A server connection that logs each reason of a failed TLS handshake once. asyncio does not log such failures."""
 
     _logged: ClassVar[set[str]] = set()
 
@@ -95,7 +99,7 @@ class _Handshake(ssl.SSLObject):
 class _ServerContext:
     """Loads renewed certificates into the TLS context of the listening server.
 
-    The context object is not replaced, because asyncio cannot replace it.
+    The context object remains the same, because asyncio cannot replace the context of a listening server.
     """
 
     def __init__(self, path: Path) -> None:

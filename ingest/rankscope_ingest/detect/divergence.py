@@ -1,13 +1,13 @@
 """Compare the hashes of replicas step by step and report tensors that differ.
 
-Pure: the caller passes the time. Replicas that must be equal have equal hashes, so every difference between two hashes
-is reported.
+The module performs no I/O; the caller passes the time. Replicas that must be equal have equal hashes, so every
+difference between two hashes is reported.
 
 The service can name the wrong rank only when it has the hashes of the other ranks, and ranks can deliver a step late. A
-step is therefore compared when all ranks of its group have delivered it, or WAIT_SECONDS after the first difference. It
-is compared again when a late rank delivers it.
+step is therefore compared when all ranks of its group have delivered it, or WAIT_SECONDS after the first difference.
+The step is compared again when a late rank delivers it.
 
-A tensor that continues to differ is reported once. It can be reported again after it was equal on all ranks.
+A tensor that continues to differ is reported once. The tensor can be reported again after it was equal on all ranks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from rankscope_ingest.runs.models import AttemptKey
 from rankscope_ingest.runs.text import divergence_text
 
 WAIT_SECONDS: Final = 10.0
-"""Maximum time to wait for the hashes of the other ranks after two ranks differ."""
+"""Maximum time in seconds to wait for the hashes of further ranks after two ranks of a replica group differ."""
 
 KEPT_STEPS: Final = 16
-"""Maximum number of steps per group that are kept while ranks have not delivered them.
+"""Maximum number of steps per replica group whose hashes wait for ranks that have not delivered the step.
 
 If a rank is further behind, the oldest steps are dropped, and the rank is compared at later steps.
 """
 
 MAX_EVENTS: Final = 200
-"""Maximum number of events per attempt and check.
+"""Maximum number of divergence events that one check stores for an attempt.
 
-Without a limit, a model that was never synchronised would cause one event per tensor.
+Without it, a model that was never synchronised would cause one event for each of its tensors.
 """
 
 _COLUMNS: Final = ("run", "attempt", "rank", "step", "replicas", "kind", "tensor", "vpp_stage", "hash")
@@ -81,13 +81,19 @@ class Diverged(ReplicatedTensor):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks whose hash differs from that of the majority; all ranks of the group without a majority."""
+        """Return the ranks whose hash differs from that of the majority.
+
+        If there is no majority, return all ranks of the group.
+        """
         wrong = self.ranks_by_hash[1:] if self.has_majority else self.ranks_by_hash
         return tuple(sorted(rank for _, ranks in wrong for rank in ranks))
 
     @property
     def rank(self) -> int | None:
-        """Return the rank whose hash differs from the majority, or None if more than one rank differs."""
+        """Return the only rank whose hash differs from that of the majority.
+
+        Return None if several ranks differ or if there is no majority.
+        """
         return self.ranks[0] if len(self.ranks) == 1 else None
 
     @property
@@ -116,7 +122,7 @@ class DivergenceChanges:
     opened: set[AttemptKey] = field(default_factory=set)
 
     def by_attempt(self) -> dict[AttemptKey, list[Diverged]]:
-        """Return the diverged tensors of each attempt, by attempt key and in causal order."""
+        """Return a mapping from attempt key to the diverged tensors of the attempt, in causal order."""
         found: dict[AttemptKey, list[Diverged]] = defaultdict(list)
         for item in sorted(self.diverged, key=lambda item: item.causal):
             found[item.attempt_key].append(item)
@@ -133,7 +139,7 @@ class _Reported:
 
 @dataclass(slots=True)
 class _Step:
-    """Hashes of one replica group at one step. Ranks whose hashes are all equal share one entry."""
+    """The tensor hashes of one replica group at one step. Ranks with equal hashes of all tensors share one entry."""
 
     members: dict[bytes, list[int]] = field(default_factory=dict)
     contents: dict[bytes, dict[Name, int]] = field(default_factory=dict)
@@ -177,7 +183,7 @@ def largest_first(groups: Iterable[tuple[int, tuple[int, ...]]]) -> RanksByHash:
 class DivergenceTracker:
     """Finds replicas that diverge.
 
-    Stores the steps that some ranks have not delivered yet, and the reported divergences.
+    Keeps the hashes of steps that some ranks have not delivered yet, and the divergences that were reported.
     """
 
     def __init__(self, reported: Iterable[Diverged] = ()) -> None:
@@ -245,9 +251,10 @@ class DivergenceTracker:
         return any(reported for (attempt, _), reported in self._reported.items() if attempt == key)
 
     def _judge(self, group: GroupKey, number: int, step: _Step, changes: DivergenceChanges, now: float) -> bool:
-        """Compare the replicas of one step if possible, and add the differences to `changes`.
+        """Compare the hashes of one replica group at one step.
 
-        Return False if the step must wait for late ranks, whose hashes may show which rank is wrong.
+        Add the tensors that differ or are equal again to `changes`. Return False if the comparison must wait for ranks
+        that have not delivered the step. The hashes of these ranks may show which rank is wrong.
         """
         delivered = step.ranks
         is_complete = delivered >= set(parse_ranks(group[1]))

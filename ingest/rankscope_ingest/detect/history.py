@@ -96,11 +96,14 @@ class History:
 
     @property
     def launches(self) -> list[tuple[str, str, int]]:
-        """Return the attempt number of each known launch, with its run and launch id."""
+        """Return (run, launch id, attempt number) of each launch in the store."""
         return [(attempt.run, attempt.launch_id, attempt.number) for attempt in self.attempts if attempt.launch_id]
 
     def restore(self, runs: RunTracker, incidents: IncidentTracker) -> None:
-        """Restore active attempts and open incidents to `runs` and `incidents`, and register ended ones as past."""
+        """Add the attempts to `runs` and the incidents to `incidents`.
+
+        Active attempts and open incidents continue; ended ones are added as past.
+        """
         for attempt in self.attempts:
             if not attempt.has_ended:
                 runs.restore(attempt, self.read_at)
@@ -116,7 +119,7 @@ class History:
 
 
 def read_history(store: Connection, now: float) -> History:
-    """Return the history in the store.
+    """Return the state of earlier services, as read from the store.
 
     The timeouts of ranks of active attempts start at `now`, because the store does not contain the times of heartbeats.
     """
@@ -150,7 +153,7 @@ def read_history(store: Connection, now: float) -> History:
 
 
 def _given_up(store: Connection) -> dict[str, GivenUp]:
-    """Return the records that were lost with dead processes and have not arrived since, by incarnation id."""
+    """Return the records of dead processes that were counted as lost and have not arrived since, by incarnation id."""
     found: dict[str, GivenUp] = {}
     for row in store.query(_GIVEN_UP).to_pylist():
         details = parse_details(row["details"])
@@ -212,7 +215,7 @@ def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
 
 
 def _incidents(store: Connection, now: float) -> list[tuple[Incident, str]]:
-    """Return each incident of the store with its latest state."""
+    """Return each incident that is stored, with the latest state that is stored for it."""
     latest: dict[str, tuple[Incident, str]] = {}
     for row in store.query(_INCIDENTS).to_pylist():
         details = parse_details(row["details"])

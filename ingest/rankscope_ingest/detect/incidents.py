@@ -1,9 +1,9 @@
 """Group anomaly events into one incident per cause, and convert failed attempts into incidents.
 
-Pure. One cause can produce thousands of events: a bad gradient affects each reduced gradient and moment after it. All
-anomalies of an attempt whose steps are within `quiet_steps` of each other therefore belong to one incident, for every
-rule, tensor and rank. Another incident is opened after a pause of more than `quiet_steps`, or by a later step whose
-severity is higher than the announced severity.
+The module performs no I/O. One cause can produce thousands of events: a bad gradient affects each reduced gradient and
+optimizer moment after it. All anomalies of an attempt whose steps are within `quiet_steps` of each other therefore
+belong to one incident, for every rule, tensor and rank. Another incident is opened after a pause of more than
+`quiet_steps`, or by a later step whose severity is higher than the announced severity.
 
 The causally first event names the incident. The incident settles when all live ranks have delivered its first step, or
 after `group_wait_seconds`. It is then announced once. After a restart of the service, the incident also waits for ranks
@@ -39,10 +39,10 @@ from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS
 from rankscope_ingest.runs.text import last_reports
 
 ANNOUNCED_PER_HOUR: Final = 30
-"""Maximum number of messages per run and hour.
+"""Maximum number of incident messages per run and hour.
 
-A rule with a bad threshold could otherwise send hundreds of messages. Incidents above the limit are stored and counted,
-but not sent.
+Without it, a rule with a bad threshold could cause hundreds of messages. Incidents above the limit are stored and
+counted, but not sent.
 """
 
 _HOUR_SECONDS: Final = 3600.0
@@ -51,7 +51,10 @@ _REMEMBERED: Final = 256
 
 
 class IncidentTracker:
-    """Open and past incidents of all attempts. Decides when an incident is announced and when it is resolved."""
+    """Open and past incidents of all attempts.
+
+    An instance decides when each incident is announced and when it is resolved.
+    """
 
     def __init__(self, *, group_wait_seconds: float, quiet_steps: int) -> None:
         self._group_wait_seconds = group_wait_seconds
@@ -61,7 +64,10 @@ class IncidentTracker:
         self._announced_at: dict[str, deque[float]] = defaultdict(deque)
 
     def observe(self, symptom: Symptom, now: float) -> Incident | None:
-        """Add a symptom; return the incident that the symptom opened, or None if it belongs to a known incident."""
+        """Add a symptom to the incident to which it belongs.
+
+        If there is none, open an incident with this symptom and return it; otherwise return None.
+        """
         key = symptom.run, symptom.attempt
         incidents = self._open[key]
         for incident in reversed(incidents):
@@ -86,12 +92,12 @@ class IncidentTracker:
         self._open[incident.attempt_key].append(incident)
 
     def remember(self, incident: Incident) -> None:
-        """Remember a past incident, so that late records of a rank do not open it again."""
+        """Remember a past incident, so that late records of a rank do not open the incident again."""
         if incident.last_step is not None:
             self._over.append(incident)
 
     def unsettled(self) -> list[Incident]:
-        """Return the incidents that are not announced yet because they wait for records of other ranks."""
+        """Return the incidents that are not announced yet, because they still wait for records of other ranks."""
         return [incident for incidents in self._open.values() for incident in incidents if not incident.is_settled]
 
     def settle(
@@ -118,8 +124,8 @@ class IncidentTracker:
     def resolve(self, steps: Mapping[AttemptKey, Mapping[int, int | None]]) -> list[Incident]:
         """Remove and return the settled incidents that are resolved.
 
-        An incident is resolved when all live ranks are more than `quiet_steps` past its last step, or when no rank is
-        alive. `steps` contains, for each attempt, the last step of each live rank.
+        An incident is resolved when all live ranks are more than `quiet_steps` past the last step of the incident, or
+        when no rank is alive. `steps` contains, for each attempt, the last step of each live rank.
         """
         resolved = []
         for key, incidents in list(self._open.items()):
@@ -183,7 +189,9 @@ def _all_passed(live: Mapping[int, int | None], step: int | None) -> bool:
 
 
 CLEAR_SECONDS: Final = CLOCKS_DIFFER_MICROSECONDS / 1e6
-"""A rank that was alive this many seconds after the failure was found did not fail at the same time as the first rank.
+"""Time in seconds after the detection of a failure.
+
+A rank that is still alive after this time did not fail together with the first failed rank.
 """
 
 
@@ -220,7 +228,10 @@ class FailureAlerts:
         return due
 
     def _is_clear(self, attempt: Attempt, now: float) -> bool:
-        """Return whether the first failed rank of `attempt` is final: no further report of a rank can change it."""
+        """Return whether it is final which rank of `attempt` failed first.
+
+        It is final if no further report of a rank can change the result.
+        """
         since, live = attempt.settled_at, attempt.live_ranks
         if since is None or not live or now - since >= self._wait_seconds:
             return True

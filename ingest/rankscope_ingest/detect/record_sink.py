@@ -1,7 +1,7 @@
-"""Add polled records to the service.
+"""Add the rows of polled records to the batch, and update the state of the service from the records.
 
-The rows are added to the batch. Their events, hashes and steps update run states, stalls, divergences and incidents.
-`RecordSink` runs on the event loop, once for each poll. It implements the protocol `Sink` of the polling loops.
+The records change run states, stalls, divergences and incidents. `RecordSink` runs on the event loop, once for each
+poll. It implements the protocol `Sink` of the polling loops.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class RecordSink:
         log.info("poll failed: %s", error, extra={"target": target.name, "reason": error.reason})
 
     def on_drained(self, target: Target) -> None:
-        """Record that a rank, or the spool of a dead process, has no uncommitted records, and stop polling it."""
+        """Stop polling a rank, or the spool of a dead process, that has no uncommitted records left.
+
+        Record that the process has ended.
+        """
         now = self._monitor.clock()
         target.leave(now)
         if not target.is_dead:
@@ -74,7 +77,7 @@ class RecordSink:
     def on_replaced(self, target: Target, incarnation: str) -> None:
         """Record that another process responds at the address of `target`.
 
-        The process of `target` can therefore not be running there.
+        The process of `target` can therefore no longer run at this address.
         """
         target.liveness.note_refusal(self._monitor.clock())
         log.info(

@@ -1,7 +1,8 @@
-"""Convert registrations and polled records into rows for the store, run states and incidents. Performs no I/O.
+"""Convert registrations and polled records into rows for the store, run states and incidents.
 
-All methods run on the event loop. `RecordSink` passes polled records, HTTP handlers pass registrations, and the
-periodic jobs of the service call the methods for decisions that depend on time, such as dead ranks and stalled runs.
+The module performs no I/O. All methods run on the event loop. `RecordSink` passes polled records, HTTP handlers pass
+registrations, and the periodic jobs of the service call the methods for decisions that depend on time, such as dead
+ranks and stalled runs.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ REMEMBER_SECONDS: Final = 600.0
 REMEMBER_ATTEMPT_SECONDS: Final = 3600.0
 
 PAUSE_SECONDS: Final = 5.0
-"""Time between two updates from which the service concludes that it was suspended or had no CPU time.
+"""Minimum time in seconds between two updates of the run states that counts as a pause of the service.
 
-Updates are due once a second.
+Updates are due once a second. A longer time means that the service was suspended or had no CPU time.
 """
 
 
@@ -104,8 +105,8 @@ class RunMonitor:
     def ordinals(self, count: int) -> int:
         """Reserve `count` new arrival numbers; return the first one.
 
-        An arrival number is the present time in UTC µs, increased if necessary so that it is above all numbers in the
-        store.
+        An arrival number is the present time in UTC µs, increased if necessary so that it is higher than all arrival
+        numbers in the store.
         """
         first = max(self.wall(), self._last_ordinal + 1)
         self._last_ordinal = first + count - 1
@@ -116,7 +117,7 @@ class RunMonitor:
         return Stamp(self.wall(), self.ordinals(1))
 
     def meter(self, key: AttemptKey) -> RunMeter:
-        """Return the progress counters of an attempt. They are created at the first call."""
+        """Return the progress counters of an attempt. The counters are created at the first call for the attempt."""
         return self._meters.setdefault(key, RunMeter())
 
     def add_event(self, row: Row) -> None:
@@ -124,7 +125,7 @@ class RunMonitor:
         self.batcher.add({"events": rows_table("events", [row])}, self.clock())
 
     def record_incident(self, incident: Incident, state: str) -> None:
-        """Add an event to the current batch which records that the incident reached `state`."""
+        """Add an event to the current batch which records that `incident` reached the state `state`."""
         self.add_event(incident_row(incident, state, self.stamp()))
 
     # Calls by HTTP handlers and by the flusher.
@@ -162,7 +163,7 @@ class RunMonitor:
         return waiting
 
     def progress(self) -> tuple[RunProgress, ...]:
-        """Return the progress of the latest attempt of each run."""
+        """Return, for each run, the progress of the latest attempt."""
         targets: dict[AttemptKey, list[Target]] = defaultdict(list)
         for target in self.registry.targets:
             targets[target.attempt_key].append(target)
@@ -172,7 +173,7 @@ class RunMonitor:
     # Decisions that depend on time.
 
     def update_runs(self) -> list[Incident]:
-        """Return the progress of the latest attempt of each run."""
+        """Update the states of all runs, and return the incidents of failed attempts that must be announced now."""
         now, wall = self.clock(), self.wall()
         self._exclude_pause(now)
         changes = self.runs.tick(now, wall)
@@ -215,7 +216,7 @@ class RunMonitor:
     def due_incidents(self) -> list[Incident]:
         """Return the incidents that must be announced now.
 
-        Other incidents wait for ranks; poll these ranks immediately.
+        If another incident waits for records of ranks, poll these ranks immediately.
         """
         if not self.incidents.unsettled():
             return []
@@ -256,7 +257,7 @@ class RunMonitor:
     def _unattended_targets(self) -> Iterable[Target]:
         """Yield the targets that `RunTracker.tick` does not check for timeouts.
 
-        These are processes that have sent an exit report or that a newer process has replaced.
+        These are targets whose process has sent an exit report or was replaced by a newer process.
         """
         for target in self.registry.targets:
             rank = target.registration.rank

@@ -1,4 +1,4 @@
-"""Request stacks from ranks concurrently, and act on stalls.
+"""Request stacks from ranks concurrently, and handle stalled runs.
 
 A rank that does not respond does not delay the other requests.
 """
@@ -38,9 +38,10 @@ class RankAnswer:
 
 
 def parse_stacks_request(body: bytes) -> tuple[str, list[int] | None]:
-    """Return the run and the requested ranks of a POST /api/v1/stacks body. The ranks are None if all are requested.
+    """Return the run and the requested ranks of a POST /api/v1/stacks body.
 
-    Raises RegistrationError with an example of a valid body if `body` is malformed.
+    The ranks are None if the stacks of all ranks are requested. Raises RegistrationError with an example of a valid
+    body if `body` is malformed.
     """
     try:
         document = json.loads(body)
@@ -58,8 +59,8 @@ async def request_stacks(
 ) -> list[RankAnswer]:
     """Request the stacks of the live targets concurrently; return the responses in ascending order of the ranks.
 
-    `ranks` limits the request to these ranks; None requests all. `fetch` sends POST /stacks to a URL. It raises
-    FetchError.
+    `ranks` are the ranks to ask; None means all live ranks. `fetch` sends POST /stacks to the URL of a rank and returns
+    the response. If `fetch` raises FetchError, the error becomes the result of that rank.
     """
     limit = asyncio.Semaphore(MAX_REQUESTS)
 
@@ -82,7 +83,7 @@ _NO_RESPONSE: Final = "no response: C code may hold its interpreter (docs/hangs.
 
 
 class StallHandler:
-    """Acts on stalls: requests stacks and sends notifications. Runs on the event loop."""
+    """Handles stalled attempts: requests the stacks of their ranks and sends notifications. Runs on the event loop."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class StallHandler:
         self._spawn = spawn
 
     def check(self) -> None:
-        """Check all attempts for stalls and start the actions that are due."""
+        """Check all attempts for stalls and start the requests for stacks and the notifications that are due."""
         actions = self._monitor.stalls.check(self._monitor.runs.attempts(), self._monitor.clock())
         for key, ranks in actions.to_request:
             self._spawn(self._collect_stacks(key, ranks))
@@ -112,9 +113,9 @@ class StallHandler:
             self._spawn(self._announcer.resolve(incident, resolved_message(incident) if has_continued else None))
 
     async def request(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
-        """Request the stacks of the live ranks of an attempt; return one answer per rank.
+        """Request the stacks of the live ranks of an attempt; return one result per rank.
 
-        `ranks` limits the request to these ranks; None requests all.
+        `ranks` are the ranks to ask; None means all live ranks.
         """
         targets = [target for target in self._monitor.registry.targets if target.attempt_key == (run, attempt)]
         return await request_stacks(self._fetch, targets, ranks)

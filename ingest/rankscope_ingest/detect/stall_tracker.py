@@ -1,8 +1,8 @@
 """Find stalled attempts, the rank that blocks the others, and the place in the code at which each rank waits.
 
-An attempt is stalled when its state is `stalled`, or when a rank reports that its training hangs. Ranks send stacks,
-flight records and hang events in their records, because of a hang or on request. No blocking rank is named unless these
-reports identify one. Pure: the caller passes the time.
+An attempt is stalled when its state is `stalled`, or when a rank reports that its training hangs. If a rank detects a
+hang, or if the service requests it, the records of the rank contain stacks, flight records and hang events. A blocking
+rank is named only if these reports identify it. The module performs no I/O; the caller passes the time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rankscope_ingest.runs.models import Attempt, AttemptKey
 from rankscope_ingest.runs.text import hang_reason, last_reports, wait_places
 
 WAIT_SECONDS: Final = 10.0
-"""Maximum time in seconds for which a notification waits for stacks.
+"""Maximum time in seconds for which the notification about a stall waits for the stacks of the ranks.
 
 A rank cannot send stacks while C code holds the lock of the interpreter.
 """
 
 QUIET_SECONDS: Final = 2.0
-"""Seconds to wait after the last report.
+"""Time in seconds between the last report of a rank and the notification about a stall.
 
-Ranks with a flight recorder send the flight record shortly after the stacks.
+The notification waits because ranks with a flight recorder send the flight record shortly after the stacks.
 """
 
 _TYPES: Final = pa.array([EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD])
@@ -40,7 +40,7 @@ _TYPES: Final = pa.array([EventType.HANG, EventType.STACKS, EventType.FLIGHT_REC
 
 @dataclass(slots=True)
 class Report:
-    """The latest stacks, flight record and hang of one rank. Times are arrival times in monotonic seconds."""
+    """The latest stacks, flight record and hang event of one rank. Times are arrival times in monotonic seconds."""
 
     at: float  # of the last report
     stacks: StackDump | None = None
@@ -63,7 +63,7 @@ class Report:
 
 @dataclass(slots=True)
 class Stall:
-    """One stall of an attempt. Times are monotonic seconds."""
+    """One stall of an attempt: a period without a step. Times are monotonic seconds."""
 
     since: float
     opened_at: float
@@ -73,7 +73,10 @@ class Stall:
 
 @dataclass(slots=True, kw_only=True)
 class StallActions:
-    """Result of one check: ranks whose stacks must be requested, incidents to announce, and stalls that have ended."""
+    """Result of one check for stalled attempts.
+
+    It contains the ranks whose stacks must be requested, the incidents to announce, and the stalls that have ended.
+    """
 
     to_request: list[tuple[AttemptKey, tuple[int, ...]]] = field(default_factory=list)
     due: list[Incident] = field(default_factory=list)
@@ -111,7 +114,7 @@ class StallTracker:
         self._report(key, rank, now).refusal = reason
 
     def check(self, attempts: Iterable[Attempt], now: float) -> StallActions:
-        """Return the actions that are due at `now`.
+        """Return what must be done at `now`: request stacks, announce incidents, and report stalls that have ended.
 
         `attempts` contains all active attempts. The state of every other attempt is removed.
         """
@@ -134,7 +137,7 @@ class StallTracker:
         return self._reports.setdefault(key, {}).setdefault(rank, Report(now))
 
     def _forget_replaced_processes(self, attempt: Attempt) -> None:
-        """Remove the reports of replaced processes.
+        """Remove the reports of processes that another process of the same rank has replaced.
 
         A replaced process has ended and cannot report the end of its hang.
         """

@@ -72,7 +72,10 @@ def symptoms(events: pa.Table | None) -> list[Symptom]:
 
 
 def firings(events: pa.Table | None) -> dict[tuple[str, str], int]:
-    """Return the number of firings in `events` by (rule, kind). The kind of a scalar is the empty string."""
+    """Return the number of rule firings in `events` by (rule, kind of tensor).
+
+    For a firing of a rule about a scalar, the kind is the empty string.
+    """
     if events is None:
         return {}
     chosen = pc.and_(pc.equal(events["type"], EventType.ANOMALY), pc.is_valid(events["rule"]))
@@ -102,7 +105,10 @@ def _symptom(row: dict[str, Any], level: int, count: int) -> Symptom:
 
 
 def _causal_columns(events: pa.Table) -> list[npt.NDArray[Any]]:
-    """Return the elements of the sort key `causal_key` as columns, the most significant column first."""
+    """Return arrays by which `events` can be sorted in causal order, the most significant one first.
+
+    The arrays contain the elements of the sort key `causal_key`.
+    """
     stages = _by_word(events["kind"], causal_stage)
     sign = np.where(stages < CAUSAL_STAGE["act_grad_in"], 1, -1)
     micro_steps = _integers(events["micro_step"], NO_CALL)
@@ -118,10 +124,7 @@ def _causal_columns(events: pa.Table) -> list[npt.NDArray[Any]]:
 
 
 def _by_word(column: pa.ChunkedArray, number: Any) -> npt.NDArray[Any]:
-    """Return a column with `number(word)` for each word of the input column.
-
-    `number` is called once for each distinct word.
-    """
+    """Return an array with `number(text)` for each text in `column`. `number` is called once for each distinct text."""
     encoded = column.combine_chunks().dictionary_encode(null_encoding="encode")
     numbers = np.array([number(word) for word in encoded.dictionary.to_pylist()], dtype=np.float64)
     positions: npt.NDArray[np.int32] = encoded.indices.to_numpy(zero_copy_only=False)

@@ -1,7 +1,7 @@
 """HTTP routes of the service.
 
-They serve the registration and pokes of ranks, stacks, remote read and write, discovery for Prometheus, the status
-page, the JSON API, health and metrics.
+They serve the registration of ranks, requests to poll a rank immediately, stacks, remote read and write, discovery for
+Prometheus, the status page, the JSON API, health and metrics.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Backend(Parts, Protocol):
     async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
         """Return the Python stacks of the live ranks of an attempt.
 
-        If `ranks` is not None, return only those of these ranks.
+        `ranks` are the ranks to ask; None means all live ranks.
         """
         ...
 
@@ -134,10 +134,10 @@ class Backend(Parts, Protocol):
 
 
 def make_application(backend: Backend, token: str | None, is_own_name: OwnName | None) -> web.Application:
-    """Return the aiohttp application of the service. With a token, all paths except the health page require it.
+    """Return the aiohttp application of the service.
 
-    `is_own_name` returns whether a host name in a request is a name of this service. If it is None, all host names are
-    accepted.
+    If the service has a token, all paths except the health page require the token. `is_own_name` returns whether a host
+    name in a request is a name of this service. If it is None, all host names are accepted.
     """
     routes = _Routes(backend, has_token=token is not None)
     guards = [_errors_as_text, token_guard(token), refuse_web_pages(is_own_name)]

@@ -1,7 +1,8 @@
 """Importers, which store the log files of other training programs as runs of Rankscope.
 
 To add an importer, add a module to this package that defines `IMPORTER`; `common.importer` describes the interface.
-`import_records` imports one log. A repeated import of the same log stores only the records that were added since.
+`import_records` imports one log. A repeated import of the same log stores only the records that were added to the log
+since the last import.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def importers() -> dict[str, Importer]:
 
 
 def detections(path: Path) -> list[tuple[Importer, Detection]]:
-    """Return all importers, each with its confidence that it can read `path`; the highest confidence comes first.
+    """Return all importers, each with its confidence that it can read `path`, by descending confidence.
 
-    `path` is a file or a folder. Raises IngestError if it cannot be read.
+    `path` is a file or a folder. Raises IngestError if the file or folder cannot be read.
     """
     with readable(path):
         head = b"" if path.is_dir() else _head(path)
@@ -83,8 +84,8 @@ def find_importer(path: Path) -> Importer:
 def run_name(path: Path) -> str:
     """Return the run name for the log at `path` if the user gave none.
 
-    It is the name of the file without suffix, or the name of the folder. A number at the end of a rotated log is
-    removed too: `train.log.1` belongs to the run `train`. The names `trainer_state.json` and `checkpoint-N` are the
+    The run name is the name of the file without suffix, or the name of the folder. A number at the end of a rotated log
+    is removed too: `train.log.1` belongs to the run `train`. The names `trainer_state.json` and `checkpoint-N` are the
     same in every run, so the name of the enclosing folder is returned instead.
     """
     path = path.absolute()

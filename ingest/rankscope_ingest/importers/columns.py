@@ -1,8 +1,8 @@
 """Import tables of numbers with one row per step.
 
-Two kinds of tables are accepted. One has a heading that names a step and a typical quantity such as the loss, like
-Lightning's `metrics.csv`; an empty cell is an absent value. The other has no heading and two columns, step and loss, as
-torchtitan writes them; the numbers of the first column must increase.
+Two kinds of tables are accepted. The first kind has a heading that names a step and a typical quantity such as the
+loss, like Lightning's `metrics.csv`; an empty cell is an absent value. The second kind has no heading and two columns,
+step and loss, as torchtitan writes them; the numbers of the first column must increase.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Columns:
         return Detection(0.7 * share, f"{len(rows)} rows of an increasing integer and another number")
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield one record per row of the table, then the facts about the run."""
+        """Yield one record per row of the table, then an object with facts about the run."""
         layout: Layout | None = None
         torn = torn_size(path)
 

@@ -1,9 +1,8 @@
 """Import logs that have one object per line, as JSON or as the `repr` of a Python dictionary.
 
 Examples: `{"step": 10, "loss": 2.07}`, `{'loss': 2.07, 'epoch': 0.1}`, `[INFO:swift] {'loss': 2.07}`. The module
-`common.objects` converts an object to a record. If the first record of a log is a JSON line, dictionaries that are
-printed in the same log are repetitions of the same steps by another program. They are counted as unreadable lines, like
-lines without an object.
+`common.objects` converts an object to a record. If the first record of a log is a JSON line, printed dictionaries in
+the same log are assumed to repeat the same steps. They are counted as unreadable lines, like lines without an object.
 """
 
 from __future__ import annotations
@@ -34,15 +33,19 @@ _WHOLE_DOCUMENT: Final = b'"log_history"'
 _NAMES: Final = {"nan": math.nan, "NaN": math.nan, "inf": math.inf, "Infinity": math.inf, "null": None}
 _FUNCTION: Final = re.compile(r"<[^<>']*>")  # grad_fn=<NllLossBackward0> is not valid Python
 _NUMERIC: Final = re.compile(r"[Tt]ensor|Parameter|[Aa]rray|b?float\d*|u?int\d*|bool_?|Decimal|longdouble|half")
-"""A pattern for types whose `repr` contains a number: tensor(2.3, device='cuda:0'), np.float64(2.3), array([1, 2])."""
+"""A regular expression for types whose `repr` contains a number.
+
+Examples: tensor(2.3, device='cuda:0'), np.float64(2.3), array([1, 2]).
+"""
 
 _TEXT_CHARACTERS: Final = 200
 
 
 class Kind(enum.StrEnum):
-    """The kind of a line.
+    """The kind of a line of a log.
 
-    BLANK, OTHER_JSON and NONE are counted; the counts are stored with the run under these names.
+    Lines of the kinds BLANK, OTHER_JSON and NONE contain no record. The lines of each kind are counted, and the counts
+    are stored with the run under these names.
     """
 
     JSON = "objects"
@@ -63,9 +66,10 @@ class JsonLines:
     name = "jsonl"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the confidence that the file has this format: about the share of lines that contain an object.
+        """Return the confidence that each line of the file contains an object.
 
-        The lines are sampled from the beginning, the middle and the end of the file.
+        The confidence is about the share of lines that contain one. The lines are sampled from the beginning, the
+        middle and the end of the file.
         """
         if path.is_dir():
             return NOT_MINE
@@ -84,7 +88,7 @@ class JsonLines:
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per line with an object, then the facts about the run.
 
-        If the first record is a JSON line, only JSON lines are records.
+        If the first record is a JSON line, only JSON lines are imported as records.
         """
         counts = {str(kind): 0 for kind in (Kind.BLANK, Kind.OTHER_JSON, Kind.NONE)}
         first: Kind | None = None

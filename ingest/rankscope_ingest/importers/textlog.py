@@ -66,7 +66,10 @@ _MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
 _TYPICAL: Final = {"loss", "eval_loss", "step_seconds", "grad_norm", "learning_rate", "samples_per_second"}
 _MANY: Final = 5
 _WRAPPED: Final = re.compile(r"\b(?:(?:np|numpy|jnp|torch)\.\w{1,16}|tensor)\(([^(),]{1,40})(?:, [^()]{0,80})?\)")
-"""A pattern for a number as the `repr` of a type prints it: np.float64(2.5), tensor(2.5, device='cuda:0')."""
+"""A regular expression for a number as the `repr` of a type prints it.
+
+Examples: np.float64(2.5), tensor(2.5, device='cuda:0').
+"""
 _FEWEST: Final = 2
 
 
@@ -76,10 +79,10 @@ class TextLog:
     name = "textlog"
 
     def detect(self, path: Path, head: bytes) -> Detection:
-        """Return the confidence that the file has this format.
+        """Return the confidence that the file is a text log whose lines contain a step and numbers.
 
-        It depends on the share of lines with a step and a typical quantity, such as the loss. The lines are sampled
-        from the beginning, the middle and the end of the file.
+        The confidence depends on the share of lines with a step and a typical quantity, such as the loss. The lines are
+        sampled from the beginning, the middle and the end of the file.
         """
         if path.is_dir() or b"\0" in head[:4096]:
             return NOT_MINE
@@ -99,8 +102,8 @@ class TextLog:
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per line with a step and numbers, then the facts about the run.
 
-        A last line without line end may be incomplete. It is a record only if it has the same names as the previous
-        record and as many decimals in its last number.
+        A last line without line end may be incomplete. It counts as a record only if it has the same names as the
+        previous record and as many decimals in its last number.
         """
         counts = {"other_lines": 0}
         torn = torn_size(path)

@@ -5,9 +5,10 @@ of any size is read in bounded memory. The complete entries of a truncated file 
 reported as a fault. A list of entries without an enclosing object, NaN and Infinity are accepted. The Trainer logs no
 time, so records have none; the end of the run is the modification time of its newest file.
 
-Every checkpoint repeats the history of the earlier ones, so only its new entries are imported. The histories of all
-checkpoints form a tree. Histories of one training agree up to the end of the shorter one. A checkpoint of an earlier
-training in the same folder differs at some entry; from that entry on, its history is another branch.
+Every checkpoint repeats the history of the earlier ones, so only the entries that earlier checkpoints do not contain
+are imported. The histories of all checkpoints form a tree. Histories of one training agree up to the end of the shorter
+one. A checkpoint of an earlier training in the same folder differs at some entry; from that entry on, its history is
+another branch.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ _FINAL: Final = 1 << 62  # the run's own file follows its checkpoints
 
 
 class TrainerState:
-    """The importer of `trainer_state.json`."""
+    """The importer of the file `trainer_state.json`, which the Hugging Face Trainer writes."""
 
     name = "trainer_state"
 
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that `path` is a `trainer_state.json`, or a folder or archive with such files.
 
-        It depends on the key `log_history`, on the file name, and on whether the file is a list of entries.
+        The confidence depends on the key `log_history`, on the file name, and on whether the file is a list of entries.
         """
         if path.is_dir():
             return Detection(0.9, f"a folder with {STATE_FILE}") if any(_walk(path)) else NOT_MINE
@@ -323,9 +324,9 @@ def _label(state: PurePath) -> str:
 
 @dataclass(slots=True)
 class _Branch:
-    """One branch of the tree of histories.
+    """One branch of the tree that the histories of all checkpoints form.
 
-    It is identified by the first entry that only this branch has; its records are numbered from that entry on.
+    The branch is identified by the first entry that only this branch has; its records are numbered from that entry on.
     """
 
     source: str
@@ -348,7 +349,7 @@ class _Follower:
     def new(self, entry: Any) -> _Branch | None:
         """Return the branch to which `entry`, the next entry of the file, belongs.
 
-        Return None if the entry is already imported.
+        Return None if an earlier file contained the entry, so that it is already imported.
         """
         if self._own is not None and self._is_last:
             return self._own

@@ -1,9 +1,10 @@
 """Authenticate requests, and protect a service without a token against requests of foreign web pages in a browser.
 
-A web page in a browser on this machine can send requests to the service on loopback. Without permission, it can send
-forms and plain text to any address, but not JSON or protobuf. A POST must therefore have one of these two types. With
-DNS rebinding, the host name of a page resolves to this machine, and the browser sends that name in the Host header. The
-host must therefore be a known name of the service.
+A web page in a browser on this machine can send requests to the service on loopback. Without permission of the server,
+the page can send forms and plain text to any address, but neither JSON nor protobuf. Therefore, the service accepts a
+POST only with the content type JSON or protobuf. With DNS rebinding, the host name of a page resolves to this machine,
+and the browser sends that name in the Host header. Therefore, the service accepts only requests whose Host header
+contains one of its names.
 """
 
 from __future__ import annotations
@@ -80,10 +81,11 @@ OwnName = Callable[[str], bool]
 
 
 def own_names(section: ServiceSection, host_name: Callable[[], str] = socket.gethostname) -> OwnName | None:
-    """Return a function that returns whether a host name is a name of this service; None if no check is needed.
+    """Return a function that checks whether a host name is a name of this service; None if no check is needed.
 
-    The check is not needed with a token, which a foreign web page does not have. It is not needed with TLS either,
-    because the page has no certificate for the name.
+    The check protects against requests of foreign web pages. If the service has a token, no check is needed, because
+    such a page does not have the token. With TLS, no check is needed either, because the certificate of the service is
+    not valid for the host name of such a page.
     """
     if section.token is not None or section.web is not None:
         return None

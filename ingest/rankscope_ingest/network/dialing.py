@@ -50,7 +50,7 @@ def address_of(host: str) -> Address | None:
 def check_allowed(url: str, addresses: Iterable[Address], networks: Sequence[Network]) -> None:
     """Raise RegistrationError with status 403 if any of `addresses` is outside `networks`.
 
-    The message names the setting to change.
+    The message names the setting that allows further networks.
     """
     for address in addresses:
         if not is_allowed(address, networks):

@@ -1,6 +1,6 @@
 """HTTP client of the service for ranks and exporters.
 
-It connects only to allowed networks and does not use redirects, proxies or cookies. `record_channel.client` and
+The client connects only to allowed networks and does not use redirects, proxies or cookies. `record_channel.client` and
 `scrape.http` send the requests and check the responses.
 """
 
@@ -24,7 +24,10 @@ from rankscope_ingest.base.tls import tls_trouble
 from rankscope_ingest.network.dialing import Address, AllowedResolver, ForbiddenAddressError, address_of, is_allowed
 
 KEEPALIVE_SECONDS: Final = 120.0
-"""Time in seconds after which an idle connection is closed. Most targets are requested more often."""
+"""Time in seconds after which an idle connection is closed.
+
+Most targets are requested at shorter intervals, so that their connections remain open.
+"""
 
 _CONNECT_SECONDS: Final = 5.0
 
@@ -32,7 +35,8 @@ _CONNECT_SECONDS: Final = 5.0
 class HttpClient:
     """A pool of HTTP connections to hosts in the allowed networks, for use with `async with`.
 
-    `tls` returns the TLS context for HTTPS. `server_name` replaces the host name with which certificates are compared.
+    `tls` returns the TLS context for HTTPS. `server_name`, if set, is the name for which certificates must be valid,
+    instead of the host name in the URL.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Open the listening socket of the service, and find the address under which ranks reach it.
 
-The socket is IPv4 or IPv6; with the address `[::]` it accepts both.
+The socket accepts IPv4 or IPv6 connections, depending on the configured address; with the address `[::]` it accepts
+both.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def open_socket(listen: str) -> socket.socket:
 def advertised(section: ServiceSection, bound: int, host_name: Callable[[], str] = socket.gethostname) -> str:
     """Return the host:port that users set as RANKSCOPE_INGEST_URL on the ranks.
 
-    It is the setting `advertise`, or else the setting `listen` with the host name in place of a wildcard address.
-    `bound` is the port of the socket.
+    The result is the setting `advertise` if it is set. Otherwise it is the setting `listen`, with the host name in
+    place of a wildcard address. `bound` is the port of the socket.
     """
     if section.advertise is not None:
         host, port = split_address(section.advertise)

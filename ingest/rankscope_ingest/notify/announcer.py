@@ -1,6 +1,6 @@
 """Send one notification for each incident.
 
-The order is: commit the incident, send the message, and store that the message was sent. The docstring of
+The incident is committed first; then the message is sent; then it is stored that the message was sent. The docstring of
 `detect.incidents` explains this order.
 """
 
@@ -22,7 +22,8 @@ RETRY_SECONDS: Final = (0.5, 2.0, 8.0, 30.0, 60.0, 120.0)
 COMMIT_WAIT_SECONDS: Final = 0.5
 """Maximum time in seconds to wait for the commit of an incident before its message is sent.
 
-Incidents are grouped for 1 s, so a message is sent within 2 s even if the store is slow.
+Before this, an incident waits 1 s for further events with the same cause. A message is therefore sent within 2 s even
+if the store is slow.
 """
 
 
@@ -53,7 +54,7 @@ class Announcer:
         count: Callable[[str], None],
         retry_seconds: Sequence[float] = RETRY_SECONDS,
     ) -> None:
-        """Set the dependencies.
+        """Set the functions that the announcer calls.
 
         `record` adds a state of an incident to the batch, `commit` commits the batch, and `count` counts the outcome of
         a notification: `sent`, `failed` or `muted`.
@@ -67,8 +68,8 @@ class Announcer:
     async def announce(self, incident: Incident, *, is_repeated: bool = False) -> None:
         """Store and send `incident`.
 
-        A muted incident is stored but not sent. With `is_repeated`, the incident is already in the store and is only
-        sent.
+        A muted incident is stored but not sent. If `is_repeated` is true, the incident is already in the store and is
+        only sent.
         """
         if not is_repeated:
             self._record(incident, MUTED if incident.is_muted else OPENED)

@@ -1,8 +1,8 @@
 """Collect poll responses, scrapes and rows in batches, and decide when to flush a batch.
 
-Pure: no I/O; the time is an argument. The rows of a batch count as pending until the commit of the batch. The flusher
-retries a failed batch unchanged and before the next batch. Rows of an incarnation are therefore never reordered, and
-the watermark is always the end of a sequence of records without gaps.
+The module performs no I/O, and the time is an argument. The rows of a batch count as pending until the commit of the
+batch. The flusher retries a failed batch unchanged and before the next batch. Rows of an incarnation are therefore
+never reordered, and the watermark is always the end of a sequence of records without gaps.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rankscope_ingest.scrape.sample_table import Grid, Scrape
 SAMPLES_A_ROW: Final = 3
 """Number of samples of exporters that count as one row for the decision to flush.
 
-Each flush stores the names of all series again, so larger flushes are cheaper: a sample in a flush of five scrapes
-costs two thirds of a sample in a flush of three.
+The number is high because larger flushes are cheaper: each flush stores the names of all series again. If a flush
+contains five scrapes, a sample costs one third less than in a flush of three scrapes.
 """
 
 SOON_SECONDS: Final = 2.0
-"""Maximum delay in seconds of a requested flush if the batch is nearly full.
+"""Maximum time in seconds by which a requested flush is delayed if the batch will soon be full.
 
-If ranks start and exit often, each of them would otherwise cause a small file, and compaction would write every row
+Without this delay, each start or exit of a rank would write a small file, and compaction would have to write its rows
 again.
 """
 
@@ -50,11 +50,11 @@ class PendingBatch:
     info: Mapping[str, str] = field(default_factory=dict)  # stored in the information of the commit
 
     def as_it_came(self) -> object:
-        """Return the content that is written to quarantine if `tables` fails."""
+        """Return the undecoded content of the batch. This content is written to quarantine if it cannot be decoded."""
         return self
 
     def tables(self) -> dict[str, pa.Table]:
-        """Decode the content; return one table per dataset."""
+        """Decode the content of the batch; return a mapping from dataset to table."""
         tables = decode(self.bodies) if self.bodies else {}
         for dataset, pieces in self.pieces.items():
             decoded = [plain_text(tables[dataset])] if dataset in tables else []
@@ -69,8 +69,8 @@ class PendingBatch:
 class FlushClock:
     """Counts pending rows and decides when the next flush is due. Rows are pending until their commit.
 
-    A batch is due after `rest_seconds` because of its age. The flusher is notified of every event that can make a batch
-    due earlier: a batch starts, a batch is full, or a flush is requested.
+    A batch becomes due because of its age after the time that `rest_seconds` returns. The flusher is notified of every
+    event that can make a batch due earlier: a batch starts, a batch is full, or a flush is requested.
     """
 
     flush_rows: int
@@ -107,17 +107,23 @@ class FlushClock:
         return self.max_pending_rows - self.pending_rows
 
     def notify(self, flusher: Callable[[], None]) -> None:
-        """Set the function that is called whenever a batch may be due earlier than after `rest_seconds`."""
+        """Set the function that is called when a batch may be due earlier than `rest_seconds` returned."""
         self._notify = flusher
 
     def want_flush(self) -> None:
-        """Request a flush. It happens immediately, or up to SOON_SECONDS later if the batch will soon be full."""
+        """Request a flush.
+
+        The flush happens immediately, or up to SOON_SECONDS later if the batch will soon be full.
+        """
         if not self.is_empty:
             self._wanted = True
             self._notify()
 
     def due(self, now: float) -> str | None:
-        """Return the reason why the batch is due ("rows", "age" or "wanted"), or None if it is not due."""
+        """Return the reason why the current batch must be flushed now, or None if a flush is not due.
+
+        The reason is "rows" if the batch is full, "age" if it is old enough, and "wanted" if a flush was requested.
+        """
         if self._opened_at is None:
             return None
         if self._is_filled:
@@ -127,7 +133,10 @@ class FlushClock:
         return "age" if now - self._opened_at >= self.flush_after_seconds else None
 
     def rest_seconds(self, now: float) -> float:
-        """Return the seconds until the batch can be due without a notification; infinite without a batch."""
+        """Return the seconds until the current batch is due because of its age; infinity without a batch.
+
+        If a flush was requested, return the time until the next check.
+        """
         if self._opened_at is None:
             return math.inf
         if self._is_filled:
@@ -171,7 +180,10 @@ class FlushClock:
             self._notify()
 
     def _taken(self) -> None:
-        """Count the collected rows as part of the batch in flight. Later rows start another batch."""
+        """Count the collected rows as rows of a batch that is being committed.
+
+        Rows that are added later start another batch.
+        """
         self._rows_in_flight += self._rows
         if self._opened_at is not None:
             self._filled = self._opened_at, self._weight
@@ -202,7 +214,10 @@ class Batcher(FlushClock):
         self.add({}, now)
 
     def add(self, tables: Mapping[str, pa.Table], now: float, *, watermarks: Mapping[str, int] | None = None) -> None:
-        """Add tables of rows by dataset, and the watermarks that the commit of these rows reaches."""
+        """Add tables of rows by dataset, and the watermarks that apply after the commit of these rows.
+
+        A watermark is the last committed sequence number of an incarnation.
+        """
         for dataset, table in tables.items():
             if table.num_rows:
                 self._pieces[dataset].append(table)

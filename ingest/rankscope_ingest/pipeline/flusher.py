@@ -1,9 +1,9 @@
-"""Commit batches one at a time in a thread. Keep and retry a failed batch.
+"""Commit batches one at a time in a thread, and retry a failed batch.
 
-A commit that failed may have reached the store. The store detects this when the same batch is appended again. A failed
-batch is therefore never merged with later rows: rows without a seq would be stored twice. Rows that the store rejects
-as invalid would be rejected at every retry. They are moved to quarantine, and all other rows are stored (see
-`quarantine`).
+A commit that failed for the service may nevertheless be complete in the store. The store detects this when the same
+batch is appended again. A failed batch is therefore never merged with later rows: rows without a seq would be stored
+twice. Rows that the store rejects as invalid would be rejected at every retry. They are moved to quarantine, and all
+other rows are stored (see `quarantine`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Flusher:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._appender.watermark, incarnation)
 
     async def commit_now(self) -> None:
-        """Return when all rows that the batcher contains at the call are committed.
+        """Wait until all rows that the batcher contains at the time of the call are committed.
 
         Failed commits are retried without a limit.
         """

@@ -1,7 +1,7 @@
-"""Schedule maintenance of the store next to the flushes.
+"""Schedule maintenance of the store while the service flushes batches.
 
 Compaction runs after a number of commits; vacuum and retention run at intervals. All jobs run one after another in one
-thread, and share no lock with appends. The thread has a lower priority, so that maintenance does not delay the
+thread, and need no lock that a flush holds. The thread has a lower priority, so that maintenance does not delay the
 receiving of records on a busy machine. Compaction uses hundreds of megabytes, which are returned to the system after
 each job. After a job that used little memory, no memory is returned, because the next flush would request it again.
 """
@@ -35,17 +35,17 @@ MAINTAIN_SECONDS: Final = 1800.0
 FIRST_RETENTION_SECONDS: Final = 60.0
 """Delay in seconds of the first retention after the start.
 
-Directly after the start, the service reads the backlog of all ranks.
+The delay exists because the service reads the backlog of all ranks directly after its start.
 """
 CHECK_SECONDS: Final = 1.0
 _NICER: Final = 10
-"""Nice value of the maintenance thread, about a tenth of a busy processor.
+"""Nice value of the maintenance thread, with which the thread gets about a tenth of a busy processor.
 
-It is not the maximum, because the thread sometimes holds the GIL.
+A higher value is not used, because the thread sometimes holds the GIL, for which other threads then wait.
 """
 
 Retain = Callable[[], RetentionReport]
-"""Callable that performs one commit of retention and reports how many commits remain."""
+"""Callable that deletes expired rows in one commit, and returns a report with the number of commits that remain."""
 
 
 class MaintenanceSchedule:
@@ -90,7 +90,10 @@ class MaintenanceSchedule:
             log.info("compaction skipped: another process compacts the store")
 
     def _retain_some(self) -> None:
-        """Perform one commit of retention. If commits remain, the next one is due after the other jobs."""
+        """Delete expired rows in one commit.
+
+        If further commits are necessary, the next one follows after the other due jobs.
+        """
         assert self._retain is not None
         report = self._retain()
         for text in report.failed:

@@ -1,8 +1,8 @@
 """Move rows that the store rejects at every attempt into separate files, so that all other rows are stored.
 
-A rejected batch is divided until the rejected part is one poll response of one rank, or one table of the service. This
-part is written to a folder next to the data that no query reads, before the watermark advances past the part. An event
-in the store, a counter and a log message report the quarantine.
+A rejected batch is divided until the rejected part is one poll response of one rank, or one table of the service.
+Before the watermark advances past this part, the part is written to a folder next to the data, which no query reads. An
+event in the store, a counter and a log message report the quarantine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Quarantine:
     def keep(self, batch: PendingBatch, why: str) -> Path:
         """Write the rejected rows to disk and return their folder.
 
-        The name of the folder is the same each time the same rows are written.
+        If the same rows are written again, the name of the folder is the same.
         """
         folder = self._store / FOLDER / _name(batch)
         make_folders(folder, self._store, sync_to_disk)
@@ -85,9 +85,9 @@ class Quarantine:
 def parts(batch: PendingBatch) -> list[PendingBatch]:
     """Return the smallest batches that can be stored one after another.
 
-    Each batch is one poll response with the rows of the service that refer to its records. Rows with the seq of a
-    record, such as gap events, must remain with that response, because the store would drop them as already stored if
-    they came later.
+    Each batch contains one poll response, together with the rows of the service that refer to its records. Rows with
+    the seq of a record, such as gap events, must remain with that response, because the store would drop them as
+    already stored if they came later.
     """
     found, pieces = [], [(dataset, table) for dataset, tables in batch.pieces.items() for table in tables]
     pieces += [("samples", scrape.table()) for scrape in batch.scrapes]
@@ -139,7 +139,7 @@ def _part(batch: PendingBatch, pieces: list[tuple[str, pa.Table]], bodies: Any, 
 
 
 def _numbered(table: pa.Table) -> pa.ChunkedArray:
-    """Return a boolean mask of the rows that have a seq of a process."""
+    """Return a boolean mask of the rows that have a sequence number (seq), and thus belong to a record of a process."""
     if "seq" not in table.column_names or "incarnation" not in table.column_names:
         return pa.chunked_array([pa.repeat(pa.scalar(False), table.num_rows)])
     return pc.and_(pc.is_valid(table["seq"]), pc.is_valid(table["incarnation"]))
@@ -156,7 +156,7 @@ def _of(table: pa.Table, incarnation: str, last: int) -> pa.ChunkedArray:
 def _name(batch: PendingBatch) -> str:
     """Return the name of the quarantine folder.
 
-    It is the same if the same records are received again after a restart.
+    If the same records are received again after a restart, the name is the same.
     """
     for incarnation, last in batch.watermarks.items():
         return f"{path_segment(incarnation)}-{last}"

@@ -1,8 +1,8 @@
 """Admission control of polls: the bytes requested from all ranks together are limited to the free memory.
 
 Received rows are counted only when they arrive, and thousands of responses may be on their way. A poll therefore
-reserves rows before its request and requests only as many bytes. The number of waiting records of a rank is not used
-for this limit, because it may be out of date. A poll waits if there is no capacity.
+reserves rows before its request and requests only as many bytes. The limit does not depend on the number of waiting
+records that a rank last reported, because that number may be out of date. A poll waits if there is no capacity.
 
 A rank that hangs holds its reservation until the timeout. A rank that missed its last poll is therefore asked for a
 single record. All such ranks together have a quarter of the capacity, so that they do not block healthy ranks.
@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 _SPARE_SHARE: Final = 16
-"""Divisor for the number of rows that a poll may reserve: a 16th of the free half, if this exceeds the expected rows.
+"""Divisor that determines how many rows a poll may reserve beyond the rows that are expected from its rank.
 
-The rank may have more records by now. The other half of the free capacity is for expected rows only, so that hundreds
-of hanging ranks cannot reserve everything.
+A rank may have more records than expected. A poll therefore reserves up to a 16th of half of the free capacity, if that
+is more than the expected rows. The other half is only for expected rows, so that hundreds of hanging ranks cannot
+reserve all capacity.
 """
 
 _FAILING_SHARE: Final = 4
@@ -30,7 +31,7 @@ _FAILING_SHARE: Final = 4
 
 @dataclass(slots=True, kw_only=True)
 class _Lane:
-    """The reservations of one group of ranks, healthy or failing, and the polls that wait for capacity.
+    """The reservations of one group of ranks (healthy or failing), and the polls of this group that wait for capacity.
 
     `reserved` is the number of reserved rows; its limit is `max_rows`.
     """
@@ -57,7 +58,7 @@ class PollBudget:
     def learn(self, *, records: int, rows: int, size: int) -> None:
         """Update the average numbers of rows and bytes per record with a received body of `size` uncompressed bytes.
 
-        The unit is that of `max_bytes` in requests.
+        The parameter `max_bytes` of a poll request also counts uncompressed bytes.
         """
         self._records += records
         self._rows += rows
@@ -95,7 +96,7 @@ class PollBudget:
     def _must_wait(self, lane: _Lane, rows: int) -> bool:
         """Return whether a poll must wait before it reserves `rows` rows.
 
-        Without other reservations it need not wait, whatever the number of rows.
+        If no other poll has reserved rows, the poll need not wait, whatever the number of rows.
         """
         if lane.reserved and lane.reserved + rows > lane.max_rows:
             return True
@@ -104,7 +105,7 @@ class PollBudget:
     def _expected(self, records: int) -> int:
         """Return the expected number of rows of `records` records.
 
-        It is at least that of one record and at most that of a response of maximum size.
+        The result is at least the number of rows of one record, and at most that of a response of maximum size.
         """
         if not self._records:
             return self._max_rows // _SPARE_SHARE
@@ -131,7 +132,7 @@ class PollBudget:
     def _wake_next(self) -> None:
         """Wake the longest waiting poll of healthy ranks and that of failing ranks.
 
-        Each wakes the next one after its check.
+        Each woken poll wakes the next poll of its group after it has checked the capacity.
         """
         for lane in (self._healthy, self._failing):
             while lane.waiting:

@@ -2,7 +2,7 @@
 
 A stream that is truncated between two messages looks like a valid shorter stream. The end-of-stream marker is therefore
 required. A body of 8 MB that is compressed with lz4 can declare terabytes, and pyarrow has no limit. The declared sizes
-of all compressed buffers are therefore added before pyarrow decompresses them. They are read directly from the
+of all compressed buffers are therefore added before pyarrow decompresses them. The sizes are read directly from the
 flatbuffers that Arrow's Message.fbs defines.
 """
 

@@ -1,7 +1,7 @@
-"""HTTP requests of the record channel: send one to a rank, check the headers, and return the complete body.
+"""HTTP requests of the record channel: send a request to a rank and return the complete body of the response.
 
-Errors are raised as FetchError. docs/record-channel.md describes the protocol. `arrow_guard` reads a body, and
-`validate` checks its content.
+The headers of the response are checked. Errors are raised as FetchError. docs/record-channel.md describes the protocol.
+`arrow_guard` reads a body, and `validate` checks its content.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TEXT_BYTES: Final = 2000
 class RingStatus:
     """The state of a rank's ring buffer, from the headers of a response.
 
-    `head` is the sequence number of its newest record, or None if the header is missing.
+    `head` is the sequence number of the newest record in the buffer, or None if the header is missing.
     """
 
     head: int | None = None
@@ -96,8 +96,8 @@ class Fetcher(HttpClient):
     ) -> Answer:
         """Request the records after the sequence number `after`: up to `max_bytes` bytes, but at least one record.
 
-        `committed` is the last committed sequence number. It is sent to the rank together with `lease`; neither is sent
-        if `lease` is None. Raises FetchError if the request fails or the response violates the protocol.
+        `committed` is the last committed sequence number. This number and `lease` are sent to the rank; if `lease` is
+        None, neither is sent. Raises FetchError if the request fails or the response violates the protocol.
         """
         headers = {"Accept": channel.ARROW_STREAM, channel.SCHEMA_HEADER: str(SCHEMA_VERSION), **self._authorization}
         query = {"incarnation": incarnation, "after": str(after), "max_bytes": str(max_bytes)}

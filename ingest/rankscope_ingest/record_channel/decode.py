@@ -1,11 +1,10 @@
-"""Convert checked bodies of the record channel into one table per dataset. No I/O.
+"""Convert checked bodies of the record channel into one table per dataset.
 
-Hundreds of bodies are decoded together. Work is done per batch instead of per body where possible, and never per
-tensor. The statistics of ranks with the same plan form one grid, which is transposed while it is filled. As in the
-store, the rows of a tensor are then adjacent, rank by rank.
-
-Null, NaN, Inf and 0 remain distinct. A stored statistic of a tensor is never NaN, so NaN represents null in its NumPy
-arrays. Scalars and events can be NaN and remain in Arrow.
+The module performs no I/O. Hundreds of bodies are decoded together. Work is done per batch instead of per body where
+possible, and never per tensor. The statistics of all ranks with the same plan are copied into one array, transposed
+from record order to tensor order. The rows of a tensor are then adjacent, rank by rank, as in the store. Null, NaN, Inf
+and 0 remain distinct. A stored statistic of a tensor is never NaN, so NaN represents null in its NumPy arrays. Scalars
+and events can be NaN and remain in Arrow.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def decode_one(body: ValidBody, dataset: str) -> pa.Table | None:
 
 
 def plain_text(table: pa.Table) -> pa.Table:
-    """Return `table` with plain instead of dictionary-encoded text, as in the tables that the service builds."""
+    """Return `table` with its dictionary-encoded text columns converted to plain text columns."""
     for number, field in enumerate(table.schema):
         if pa.types.is_dictionary(field.type):
             plain = field.with_type(field.type.value_type)
@@ -69,8 +68,8 @@ def plain_text(table: pa.Table) -> pa.Table:
 class _Records:
     """All records of a batch of bodies.
 
-    `columns` has the columns that are equal in all rows of a record, and `starts` the number of the first record of
-    each body.
+    `columns` has the columns that are equal in all rows of a record, and `starts` has, for each body, the index of its
+    first record in the batch.
     """
 
     columns: Mapping[str, pa.Array]
@@ -180,13 +179,13 @@ def _counts(cells: _Cells, columns: dict[str, pa.Array]) -> pa.Array | None:
 
 
 def _transposed(parts: Sequence[npt.NDArray[Number]], plan: PlanColumns, number: int) -> npt.NDArray[Number]:
-    """Return one statistic as a flat array in the order of the store: by tensor and then by record."""
+    """Return one statistic as a flat array ordered by tensor and then by record, as in the store."""
     by_record = np.concatenate([part[:, number] for part in parts])
     return by_record.T.take(plan.order, axis=0).reshape(-1)
 
 
 def _transposed_counts(parts: Sequence[npt.NDArray[np.int64]], plan: PlanColumns, number: int) -> npt.NDArray[np.int64]:
-    """Return one count as a flat array in the order of the store.
+    """Return one count (such as the number of NaN) as a flat array, ordered by tensor and then by record.
 
     This is faster than `_transposed` if the count is equal in all records, as most counts are.
     """
@@ -218,7 +217,10 @@ def _integers(column: pa.Array) -> npt.NDArray[np.integer]:
 
 
 def _over(own: pa.Array, of_record: pa.Array | None) -> pa.Array:
-    """Return `own`, the column of the rows, with null values replaced by the values of the records, `of_record`."""
+    """Return the column `own` with each null replaced by the value in `of_record`.
+
+    `own` has the values of the rows, and `of_record` the value of the record to which each row belongs.
+    """
     if of_record is None or own.null_count == 0:
         return own
     return of_record if own.null_count == len(own) else pc.coalesce(own, of_record)
@@ -244,8 +246,8 @@ def _nested(bodies: Sequence[ValidBody], dataset: str, records: _Records) -> pa.
 
 
 def _as_held(field: pa.Field, columns: Mapping[str, pa.Array]) -> pa.Field:
-    """Return `field` with the type of its column in `columns`.
+    """Return `field` with the type that its column in `columns` has.
 
-    Text that is stored per row is not dictionary-encoded.
+    Text columns whose values differ per row are plain text, not dictionary-encoded.
     """
     return field.with_type(columns[field.name].type) if field.name in columns else field

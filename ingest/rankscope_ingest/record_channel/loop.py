@@ -35,9 +35,9 @@ _CALM_SHARE: Final = 0.5  # of the flush interval, its upper limit: ranks learn 
 _GROUP_SIZE: Final = 32
 """Number of targets in a group that is polled at the same time.
 
-From the second target of a group on, the code is already in the caches of the processor. With 20 ranks, a poll of four
-steps takes 2.8 ms of CPU time alone, and 1.5 ms in a group of seven. In other measurements, a poll of five steps takes
-1.3 ms in groups of seven, and 1.1 ms in one group of 20.
+From the second target of a group on, the code is already in the caches of the processor. Measured with 20 ranks: a poll
+of four steps takes 2.8 ms of CPU time if targets are polled singly, and 1.5 ms in groups of seven. In another
+measurement, a poll of five steps takes 1.3 ms in groups of seven, and 1.1 ms in one group of 20.
 """
 _INLINE_BYTES: Final = 262_144  # decompressing a smaller body takes less time than waking a thread
 
@@ -73,15 +73,19 @@ class Sink(Protocol):
         ...
 
     def ordinals(self, count: int) -> int:
-        """Return the first of `count` new ordinals. Ordinals number all records in the order of their arrival."""
+        """Reserve `count` new ordinals and return the first one.
+
+        Ordinals number all records in the order of their arrival.
+        """
         ...
 
     def on_body(
         self, target: Target, body: ValidBody, plans: dict[str, PlanColumns], *, size: int, inflated: int
     ) -> None:
-        """Add the rows of `body` to the batch and move the cursor of `target`; if one of them fails, do neither.
+        """Add the rows of `body` to the batch, and move the cursor of `target` behind them.
 
-        `size` is the number of received bytes, and `inflated` the number of bytes after decompression.
+        If one of these two actions fails, neither takes effect. `size` is the number of received bytes, and `inflated`
+        the number of bytes after decompression.
         """
         ...
 
@@ -116,7 +120,7 @@ class Pace:
     targets: Callable[[], int] = lambda: 1
 
     def offset(self, incarnation: str, interval: float) -> float:
-        """Return the time of the target's polls within each interval, in seconds from its beginning.
+        """Return when the target is polled within each poll interval, in seconds from the beginning of the interval.
 
         Targets are polled in groups that are spread evenly over the interval. The result is the same after a restart.
         """
@@ -126,8 +130,8 @@ class Pace:
     def after_answer(self, target: Target, now: float) -> float:
         """Return the delay until the next poll, in seconds, after a response without further records.
 
-        It is usually the time until the next regular poll of the target. It is shorter if the ring is more than half
-        full, or if the process is about to exit.
+        The delay is usually the time until the next regular poll of the target. The delay is shorter if the ring is
+        more than half full, or if the process is about to exit.
         """
         if target.health is Health.DRAINING and target.committed >= target.cursor:
             return min(DRAINING_POLL_SECONDS, self.poll_seconds)  # before that, it waits for a commit, which pokes
@@ -142,7 +146,7 @@ class Pace:
         """Return the delay until the next poll, in seconds, after a failed poll.
 
         The delay doubles with each failure up to a limit and is shortened by up to half, depending on `jitter` (0 to
-        1). It is at least `retry_after` seconds.
+        1). The result is at least `retry_after` seconds.
         """
         longest = min(self.max_backoff_seconds, self.poll_seconds * 2.0 ** min(failures_in_row - 1, 16))
         return max(longest * (0.5 + 0.5 * jitter), retry_after or 0.0)
@@ -188,7 +192,7 @@ class TargetLoop:
     def poke(self) -> None:
         """Poll immediately, also during a delay after a failure.
 
-        There is at least 0.25 s between two polls that are caused by this method.
+        Two polls that this method causes are at least 0.25 s apart.
         """
         self._wake_up.set()
 

@@ -25,7 +25,10 @@ NAME_COLUMNS: Final = ("kind", "tensor", "index", "placement", "shard_group", "c
 KEPT_PLANS: Final = 256
 
 MAX_CONCURRENT_REQUESTS: Final = 4
-"""Maximum number of concurrent plan requests. A thousand ranks that start together mostly use the same plan."""
+"""Maximum number of concurrent plan requests.
+
+A low limit is sufficient, because a thousand ranks that start together mostly use the same plan.
+"""
 
 
 class PlanColumns:

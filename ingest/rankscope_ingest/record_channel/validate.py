@@ -1,8 +1,9 @@
 """Check a body of the record channel completely, so that decoding it later cannot fail.
 
-The cursor moves as soon as a body is checked. The flush thread later converts its numbers to rows, together with those
-of hundreds of other bodies (`decode`). Until then the numbers remain in the received form, which takes half of the
-memory of the rows. Data that the service needs immediately, such as steps and events, is taken from the checked body.
+The cursor (the last received sequence number of a rank) moves as soon as a body is checked. The flush thread later
+converts its numbers to rows, together with those of hundreds of other bodies (`decode`). Until then the numbers remain
+in the received form, which takes half of the memory of the rows. Data that the service needs immediately, such as steps
+and events, is taken from the checked body.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowContext:
-    """Values of the columns that are equal in all rows of one process of a rank."""
+    """Column values that are equal in all rows of one process of a rank, such as the run and the rank."""
 
     run: str
     attempt: int
@@ -208,7 +209,7 @@ def _measured(flat: Mapping[str, pa.Array], used: Sequence[str | None], plan_id:
 def _numbers(lists: pa.ListArray, name: str, records: Positions, ops: int, tensors: int) -> pa.Array:
     """Return the flat numbers of the given records after checking that each record has `ops` numbers per tensor.
 
-    Raises DecodeError if a record has another number.
+    Raises DecodeError if a record has more or fewer numbers.
     """
     if len(records) != len(lists):
         lists = lists.take(pa.array(records))

@@ -1,4 +1,4 @@
-"""Count lost records once, and reverse the count for records that arrive later.
+"""Count each lost record once, and subtract it again if the record arrives later.
 
 This module returns rows; the caller adds them to the batch. `Target.given_up` is the seq of the last record that was
 counted as lost when the process was found dead. Records up to this seq can still arrive: from a process that was only
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """The records of a dead process that were counted as lost: the last seq, and the number of records."""
+    """The records of a dead process that were counted as lost: their last sequence number, and how many they are."""
 
     last: int
     records: int
@@ -50,7 +50,7 @@ class LostRecords:
         self._accounts: dict[str, RunMeter] = {}  # meters that already include the lost records, by incarnation
 
     def recall(self, target: Target) -> None:
-        """Restore on a new target the records that were counted as lost when its process was found dead earlier."""
+        """Set on a new target the records that were counted as lost when its process was found dead earlier."""
         if known := self._given_up.get(target.incarnation):
             target.given_up = known.last
             target.records_lost += known.records
@@ -61,7 +61,7 @@ class LostRecords:
     def forget(self, target: Target) -> None:
         """Remove a target, but keep the number of its lost records.
 
-        Its process may become reachable again after hours.
+        The number is kept because the process of the target may become reachable again after hours.
         """
         if target.given_up > target.cursor:
             self._given_up[target.incarnation] = GivenUp(last=target.given_up, records=target.given_up - target.cursor)
@@ -81,9 +81,9 @@ class LostRecords:
         return rows
 
     def of_unread(self, target: Target, reason: str) -> list[Row]:
-        """Return a row of `events` for the published records of a dead process that were not polled.
+        """Return a list with a row of `events` that reports the records of a dead process that were not polled.
 
-        The list is empty if the service has polled all published records.
+        The list is empty if the service has polled all published records of the process.
         """
         first = max(target.cursor, target.given_up) + 1
         if target.head < first:

@@ -1,8 +1,8 @@
 """Read the spools of dead processes in folders that this service can access.
 
-If the lock of a spool is free, its process is dead. The service claims such a spool and polls it under the URL of its
-folder like a draining rank. Cursor, watermark and batches are therefore the same as for other targets. File operations
-run in threads.
+A process locks its spool while it runs; a free lock therefore means that the process is dead. The service claims such a
+spool and polls it like a draining rank, with the folder as its URL. Cursor, watermark and batches are therefore the
+same as for other targets. File operations run in threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rankscope_ingest.targets.registry import Accepted, Registry, check_registra
 log = logging.getLogger(__name__)
 
 SERVICE: Final = "service"
-"""Value of `served_by` for a spool that the service reads.
+"""Value of `served_by` in the registration of a dead process whose spool this service reads.
 
 If a rank reads the spool, the value is the incarnation id of that rank.
 """
@@ -235,9 +235,10 @@ class SpoolScanner:
             log.warning("[spool] folders: scan timed out after %g s, starting without the spools", START_SECONDS)
 
     async def scan(self) -> None:
-        """Register new spools of dead processes, delete spools that the store has, and release others.
+        """Register new spools of dead processes, and delete spools whose records are all in the store.
 
-        A claimed spool is released if its process is alive or reading it failed. A later scan can claim it again.
+        A claimed spool is released if its process is alive or reading it failed. A later scan can claim such a spool
+        again.
         """
         if self._first is not None:
             await self._first
@@ -288,9 +289,9 @@ class SpoolScanner:
 def register_orphan(runs: RunTracker, target: Target, now: float, wall: int) -> Attempt:
     """Record that the spool of a dead process is available; return the attempt of the process.
 
-    The spool is no sign of life. A process that was already considered dead remains dead; another process is considered
-    dead when its spool is drained. If a newer process has replaced the dead one as this rank, nothing changes. `now` is
-    in monotonic seconds, `wall` in UTC µs.
+    An available spool does not count as a sign of life. A process that was already considered dead remains dead; any
+    other process is considered dead when its spool is drained. If a newer process runs as the same rank, nothing
+    changes. `now` is in monotonic seconds, `wall` in UTC µs.
     """
     attempt = runs.get(target.attempt_key)
     known = None if attempt is None else attempt.ranks.get(target.registration.rank)
@@ -312,8 +313,8 @@ def register_orphan(runs: RunTracker, target: Target, now: float, wall: int) -> 
 def drain_orphan(runs: RunTracker, target: Target, now: float, wall: int) -> None:
     """Record that all records of a dead process are read.
 
-    If they contain no exit report, the process is recorded as vanished after its last record. `now` is in monotonic
-    seconds, `wall` in UTC µs.
+    If these records contain no exit report, the process is recorded as vanished after its last record. `now` is in
+    monotonic seconds, `wall` in UTC µs.
     """
     attempt = runs.get(target.attempt_key)
     rank = None if attempt is None else attempt.ranks.get(target.registration.rank)

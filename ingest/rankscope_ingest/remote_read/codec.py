@@ -26,7 +26,7 @@ from rankscope_storage.prometheus.series import Series
 SAMPLES, STREAMED_XOR_CHUNKS = 0, 1
 MAX_REQUEST_BYTES: Final = 1 << 20
 SERIES_ALONE: Final = "series"
-"""The function name in the hints of a query for which Prometheus needs only series, without samples.
+"""The function name in the hints of a remote read query that asks only for the labels of series, without samples.
 
 Prometheus sends such queries when it lists series, for example for the menus of Grafana.
 """
@@ -94,7 +94,7 @@ def labels_of(series: Series) -> list[bytes]:
 def _samples(times: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> bytes:
     """Return the samples as serialized fields of a TimeSeries message.
 
-    All samples whose time takes six bytes have the same length. They are therefore written as columns of one array.
+    If the times take six bytes each, all encoded samples have the same length and are written as columns of one array.
     """
     if len(times) and not _SIX_BYTES_FROM <= times.min() <= times.max() < _SIX_BYTES_BELOW:
         sample = MESSAGES["Sample"]

@@ -33,7 +33,7 @@ from rankscope_storage.prometheus.read import CancelToken, read
 READ_SECONDS: Final = 45.0
 """Time limit of one query in seconds.
 
-It is below the 60 s after which Prometheus cancels a remote read by default, without showing a reason.
+The limit is below 60 s, after which Prometheus by default cancels a remote read without showing a reason.
 """
 
 SEND_SECONDS: Final = 60.0

@@ -1,7 +1,8 @@
-"""Collect decoded remote write requests in batches, and build the table of one flush. No I/O.
+"""Collect decoded remote write requests in batches, and build the table of one flush.
 
-The sender gets its response after the commit, so a batch waits only for a short time. Each request is identified by a
-receipt, which is a hash of its body. The receipts of a batch are stored in the information of its commit.
+The module performs no I/O. The sender gets its response after the commit, so a batch waits only for a short time. Each
+request is identified by a receipt, which is a hash of its body. The receipts of a batch are stored in the metadata of
+its commit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from rankscope_ingest.remote_write.decoder import DecodedRequest
 from rankscope_storage.prometheus.series import STALE_BITS
 
 RECEIPTS: Final = "rankscopeWritten"
-"""Key in the information of a commit; its value lists the receipts of the remote write requests that were committed."""
+"""Key in the metadata of a commit.
+
+The value lists the receipts (hashes of the bodies) of the committed remote write requests.
+"""
 
 FROM_PROMETHEUS: Final = "prometheus"
 

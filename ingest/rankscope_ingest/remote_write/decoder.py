@@ -29,9 +29,9 @@ A series with at most 256 bytes of labels counts as one; it takes about 800 byte
 
 _BYTES_PER_SERIES: Final = 256  # of labels; a series with longer labels counts several times
 _SWEEP_ROUNDS: Final = 4
-"""Number of received series, per entry of the full cache, after which a generation ends.
+"""Length of a generation of the cache: the number of received series, divided by the capacity of the cache.
 
-It is high enough that every active series is received in each generation.
+The length is sufficient for every active series to be received in each generation.
 """
 
 _MAX_LABELS: Final = 128
@@ -85,8 +85,8 @@ class WriteReader:
     """Decoder of remote write requests with a bounded cache of series. Calls must not overlap.
 
     When the cache is full, new series are decoded at each request until inactive series are removed. Evicting the
-    oldest entries would be worse: senders repeat all series in turn. With one series too many, every entry would be
-    evicted before it is used again.
+    oldest entries would be worse. Senders send all series in turn, so with one series more than the capacity, every
+    entry would be evicted before it is used again.
     """
 
     def __init__(self, max_known_series: int = MAX_KNOWN_SERIES) -> None:
@@ -159,8 +159,8 @@ class WriteReader:
     def _learn(self, head: bytes) -> tuple[KnownSeries, int, int]:
         """Return the series whose labels are serialized in `head`, and its numbers of exemplars and histograms.
 
-        The series is added to the cache if there is capacity. Its key excludes exemplars and histograms, which change.
-        Raises DecodeError if `head` is malformed.
+        The series is added to the cache if there is capacity. The key in the cache excludes exemplars and histograms,
+        which change. Raises DecodeError if `head` is malformed.
         """
         fields = parse("SeriesHead", head)
         for unknown in UnknownFieldSet(fields):
@@ -185,7 +185,7 @@ class WriteReader:
         return one, *counts
 
     def _sweep(self) -> None:
-        """Remove all series from the cache that were received neither in this generation nor in the previous one."""
+        """Remove from the cache all series that were received neither in this generation nor in the previous one."""
         self._swept_in = self._generation
         oldest = self._generation - 1
         self._by_head = {key: one for key, one in self._by_head.items() if one.generation >= oldest}
@@ -227,7 +227,10 @@ def _check_times(first_ms: int, last_ms: int) -> None:
 
 
 def _repeated(series: Sequence[KnownSeries], times: Sequence[int], values: Sequence[float]) -> set[int]:
-    """Return the positions of samples that are equal to the latest one of their series; update the latest ones."""
+    """Return the positions of samples that are equal to the latest sample of their series.
+
+    The latest sample of each series is updated.
+    """
     repeated = set()
     for place, (one, ms, value) in enumerate(zip(series, times, values, strict=True)):
         if ms > one.latest_ms:

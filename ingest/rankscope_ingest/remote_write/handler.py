@@ -1,8 +1,8 @@
 """Receive remote write requests: respond after the commit, reject requests without capacity, store repetitions once.
 
 Prometheus keeps a request in its write-ahead log until the response arrives, and sends a rejected request (status 503)
-again. The receiver detects a repeated request by its receipt, a hash of the body. It compares the receipt with those of
-waiting requests, of requests that this process has stored, and, after a restart, of the newest commits.
+again. The receiver detects a repeated request by its receipt, a hash of the body. The receiver compares the receipt
+with those of waiting requests, of requests that this process has stored, and, after a restart, of the newest commits.
 """
 
 from __future__ import annotations
@@ -99,10 +99,13 @@ _MAX_WAITING_REQUESTS: Final = 2_048
 _MAX_RECEIPTS: Final = 8_192
 _COMMITS_READ: Final = 64
 INLINE_BYTES: Final = 65_536
-"""A body with fewer bytes is decoded on the event loop, which takes less time than starting work in a thread."""
+"""Size in bytes below which a body is decoded on the event loop.
+
+Decoding such a small body takes less time than starting work in a thread.
+"""
 
 _MAX_INCOMING_BODIES: Final = 4
-"""Limit of the bytes that are being received, as a multiple of the maximum size of a body."""
+"""Maximum total size of the bodies that are received at the same time, as a multiple of the maximum size of a body."""
 
 
 class RemoteWrite:
@@ -236,7 +239,7 @@ class RemoteWrite:
         self._counts.write_answered("ok")
 
     def _begin(self, body: bytes, reserved: int) -> asyncio.Future[None] | None:
-        """Return a future that completes when `body` is stored, or None if it was stored before."""
+        """Return a future that completes when `body` is stored, or None if the same body was stored before."""
         receipt = hashlib.blake2b(body, digest_size=12).hexdigest()
         if receipt in self._stored or receipt in self._open:
             self.release(reserved)
@@ -325,7 +328,7 @@ class RemoteWrite:
 
 
 def _fail(waiting: asyncio.Future[None], error: Exception) -> None:
-    """Make the request that waits for `waiting` fail with `error`.
+    """Set `error` as the result of the future `waiting`, so that the request that awaits the future fails.
 
     The error is marked as retrieved, so that asyncio does not log it if no request waits.
     """

@@ -1,8 +1,8 @@
 """Read the goodput of all runs from the store while the runs continue.
 
 Goodput is the share of the run time that was spent in steps that count. The store contains all launches of a run and
-survives a restart of the service, so this module keeps no sums. Rows that are not committed are not included: the ratio
-is as old as the last commit and the last read.
+survives a restart of the service, so this module need not add up times itself. Rows that are not committed are not
+included: the ratio is as old as the last commit and the last read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WITHOUT_TIME: Final = frozenset({"tensor_stats", "tensors", "samples"})
 
 READ_SECONDS: Final = 20.0
 _MAX_INTERVALS: Final = 15
-"""Maximum pause between two reads, in intervals.
+"""Maximum pause between two reads of the goodput, as a multiple of READ_SECONDS.
 
 The ratio of a long run changes slowly, so the pause grows with each read.
 """
@@ -40,7 +40,10 @@ def read_goodput(path: str) -> Ratios:
 
 
 class GoodputReader:
-    """The latest goodput of each run. It is read again after a commit, as often as a `ReadBudget` allows."""
+    """The latest goodput of each run.
+
+    The goodput is read again after a commit, but not more often than a `ReadBudget` allows.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Snapshots of the progress of runs and of the service, for the command line and for metrics. Pure."""
+"""Snapshots of the progress of runs and of the service, for the command line and for metrics."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class RunMeter:
-    """Loss, rates and counts of one attempt, collected from the poll responses of its ranks."""
+    """Loss, speed and counts of one attempt, collected from the poll responses of its ranks."""
 
     loss: float | None = None
     rows_stored: int = 0
@@ -68,8 +68,8 @@ class RunMeter:
     def observe(self, rank: int, scalars: Mapping[str, pa.Array] | pa.Table | None, ts: int, step: int | None) -> None:
         """Update the values from the scalars of one poll response of a rank.
 
-        `step` is the last step in the response. `ts` is the time of that step in UTC µs by the clock of the rank; with
-        the arrival time, a backlog would look like a high rate.
+        `step` is the last step in the response. `ts` is the time of that step in UTC µs by the clock of the rank; if
+        the arrival time were used instead, a backlog would look like a high rate.
         """
         seconds = ts / 1e6
         newest = self._steps[-1][1] if self._steps else None
@@ -133,7 +133,7 @@ def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -
 def last_value(scalars: Mapping[str, pa.Array] | pa.Table, name: str) -> float | None:
     """Return the newest value of the scalar `name`, or None if there is none.
 
-    Values without labels are preferred. A value with labels is used only if all values have labels.
+    Values without labels are preferred. A value with labels is used only if there is no value without labels.
     """
     # A body has a few dozen scalars: a Python loop over them is faster than one call of an Arrow kernel.
     found = [position for position, known in enumerate(scalars["name"].to_pylist()) if known == name]

@@ -1,8 +1,8 @@
-"""Rows that the service adds to the store: launches, gaps, incidents, and versions of runs and attempts. Pure.
+"""Rows that the service adds to the store: launches, gaps, incidents, and versions of runs and attempts.
 
-The column `ts_origin` of these rows is "ingest". A gap row has the seq of the last lost record. If the store already
-has the surrounding records, it therefore drops the gap row together with them. Other rows have no seq. A repeated
-version of a run does not change any query result.
+The column `ts_origin` of these rows is "ingest". A gap row, which reports lost records, has the seq of the last lost
+record. The store drops rows whose seq it already has. The store therefore drops a repeated gap row together with the
+repeated records around it. Other rows have no seq. A repeated version of a run does not change any query result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rankscope_ingest.runs.text import headline
 LIVE: Final = "live"
 
 SYMPTOM_COLUMNS: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold")
-"""Columns of `events` that have the same names as fields of `Symptom`."""
+"""Columns of the dataset `events` that have the same names as fields of the class `Symptom`."""
 
 Row = dict[str, Any]
 
@@ -38,7 +38,7 @@ class Stamp:
     ordinal: int
 
     def columns(self) -> Row:
-        """Return the columns `ts`, `ordinal` and `ts_origin` of the row."""
+        """Return the columns `ts`, `ordinal` and `ts_origin` of the row to which this stamp belongs."""
         return {"ts": self.ts, "ordinal": self.ordinal, "ts_origin": FROM_INGEST}
 
 
@@ -49,7 +49,7 @@ def event_row(stamp: Stamp, kind: EventType, severity: str, message: str, detail
 
 
 def compact_json(value: object) -> str:
-    """Return `value` as JSON without spaces, with sorted keys."""
+    """Return `value` as a JSON text without spaces and with sorted keys."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -137,9 +137,9 @@ def _rank_columns(target: Target) -> Row:
 
 
 REFRESH_MICROSECONDS: Final = 60_000_000
-"""Interval at which a new version of an active run is stored.
+"""Time in µs after which a new version of an active run is stored.
 
-After a crash, the stored last step is at most this old.
+If the service crashes, the last step in the store is at most this old.
 """
 
 
@@ -156,7 +156,7 @@ class Versions:
         self._known_plans: set[tuple[str, int, str]] = set()
 
     def of_attempt(self, attempt: Attempt, *, is_latest: bool) -> dict[str, pa.Table]:
-        """Return a table for `attempts`, and also one for `runs` if the attempt is the latest one of its run."""
+        """Return a table for `attempts`, and a table for `runs` if the attempt is the latest one of its run."""
         stamp = self._stamp()
         self._written_at[attempt.key] = stamp.ts
         start = self._run_starts.setdefault(attempt.run, attempt.started_at)

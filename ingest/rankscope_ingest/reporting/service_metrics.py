@@ -47,7 +47,10 @@ _INITIAL_LABELS: Final = {
     catalogue.REMOTE_WRITE_REQUESTS: ("ok", "repeated", "busy", "malformed", "too_large", "unsupported"),
     catalogue.REMOTE_WRITE_DROPPED: ("exemplar", "histogram", "metadata", "oversized", "repeated"),
 }
-"""Label values of counters that exist from the start with value 0, so that Prometheus sees the first increase."""
+"""Label values with which counters are created at the start of the service, with value 0.
+
+Otherwise Prometheus would miss the first increase of a counter.
+"""
 
 
 _RUN_GAUGES: Final[Mapping[MetricSpec, Callable[[RunProgress], float | None]]] = {
@@ -134,7 +137,10 @@ class ServiceMetrics:
         self.count(catalogue.EXPORTER_SCRAPES, 1, outcome)
 
     def read(self, parser: str, samples: int) -> None:
-        """Count the samples of a scrape by the parser that read them. `parser` is layout or exact."""
+        """Count the samples of a scrape by the parser that read them.
+
+        `parser` is `layout` (the cached layout of the page was used) or `exact` (the page was parsed completely).
+        """
         self.count(catalogue.EXPORTER_SAMPLES, samples, parser)
 
     def dropped(self, reason: str, samples: int) -> None:
@@ -154,7 +160,10 @@ class ServiceMetrics:
         self.count(catalogue.REMOTE_WRITE_DROPPED, count, reason)
 
     def show_exporters(self, up: Iterable[bool | None]) -> None:
-        """Set the numbers of external exporters that are up (True), down (False), or not scraped yet (None)."""
+        """Set the gauges of the numbers of external exporters, by the result of the last scrape.
+
+        The result is True if the exporter was up, False if it was down, and None if it was not scraped yet.
+        """
         tally = Tally(up)
         for health, state in (("up", True), ("down", False), ("pending", None)):
             self._series(catalogue.EXPORTERS, health).set(tally[state])
@@ -188,7 +197,7 @@ class ServiceMetrics:
                     families[spec].labels(run.run).set(value)
 
     def show_goodput(self, ratios: Mapping[str, float], runs: Collection[str]) -> None:
-        """Set the goodput of each of `runs` that has a ratio in `ratios`."""
+        """Set the gauge of the goodput for each run in `runs` whose goodput is in `ratios`."""
         family = self._cleared(catalogue.RUN_GOODPUT)
         for run in ratios.keys() & runs:
             family.labels(run).set(ratios[run])
@@ -205,9 +214,9 @@ class ServiceMetrics:
                 self._families[catalogue.ANOMALIES_INGESTED.name].remove(*labels)
 
     def _show_ranks(self, spec: MetricSpec, values: Mapping[tuple[str, str], float]) -> None:
-        """Set a gauge for each (run, rank), and remove its other series.
+        """Set a gauge for each (run, rank), and remove all other series of the gauge.
 
-        Series are reused, because creating a series takes 20 times as long as setting its value.
+        Existing series are reused, because creating a series takes 20 times as long as setting its value.
         """
         children = self._children[spec.name]
         for labels in children.keys() - values.keys():

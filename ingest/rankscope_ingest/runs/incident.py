@@ -1,4 +1,7 @@
-"""Symptoms and incidents: the results of detection. Rows of `events` and notifications are made from them."""
+"""Symptoms and incidents: the results of detection.
+
+Rows of `events` and notifications are built from symptoms and incidents.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from rankscope_contract.model.events import Severity
 from rankscope_ingest.runs.models import Attempt, AttemptKey
 
 RUN_FAILED: Final = "RunFailed"
-"""Rule name of the incident that reports a failed run. Rules that ranks evaluate do not use this name."""
+"""Rule name of the incident that reports a failed run. No rule that a rank evaluates has this name."""
 
 RUN_STALLED: Final = "RunStalled"
 """Rule name of the incident that reports a stalled run."""
@@ -88,7 +91,7 @@ class Incident:
 
     @property
     def key(self) -> str:
-        """Return the unique key of the incident. The key is the same each time the same records are evaluated."""
+        """Return the unique key of the incident. If the same records are evaluated again, the key is the same."""
         return self.fixed_key or incident_key(self.first)
 
     def awaited(self, live: Mapping[int, int | None]) -> list[int]:

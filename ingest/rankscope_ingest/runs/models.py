@@ -12,9 +12,9 @@ from rankscope_ingest.base.config import RunsSection
 ENDED: Final = frozenset({RunState.COMPLETED, RunState.STOPPED, RunState.FAILED})
 
 ARRIVAL_SECONDS: Final = 6.0
-"""Maximum time in seconds until the first successful poll of a rank.
+"""Time in seconds for which incidents wait for the first successful poll of a new rank.
 
-The time starts at the restart of the service or at the registration of the rank.
+The time starts when the rank registers or when the restarted service restores the rank from the store.
 """
 
 AttemptKey = tuple[str, int]
@@ -39,7 +39,7 @@ class Liveness:
     def exclude(self, seconds: float, now: float) -> None:
         """Do not count `seconds` toward the timeouts of the process.
 
-        The caller uses this after a time in which the service could not receive anything.
+        The caller calls this method after a pause of `seconds` in which the service could not receive anything.
         """
         shift = min(seconds, now - self.last_sign)
         self.last_sign += shift
@@ -48,8 +48,8 @@ class Liveness:
     def is_alive(self, now: float, ttl_seconds: float) -> bool:
         """Return whether the process is considered alive at `now`.
 
-        Its last heartbeat or response must be less than `ttl_seconds` old, and no connection may have been refused
-        since then.
+        Its last heartbeat or response must be less than `ttl_seconds` old, and the process may not have refused a
+        connection since then.
         """
         return self.last_refused <= self.last_sign and now - self.last_sign < ttl_seconds
 
@@ -57,7 +57,7 @@ class Liveness:
         """Return whether the process must be considered dead at `now`.
 
         A refused connection alone is not sufficient: while heartbeats arrive, only the HTTP server of the rank may have
-        failed. A refused connection shortens the timeout.
+        failed. The refused connection only shortens the timeout after the last sign of life.
         """
         is_refused = self.last_refused > self.last_sign
         limit = limits.refused_after_seconds if is_refused else limits.failed_after_seconds
@@ -105,10 +105,10 @@ class Rank:
         return was_vanished
 
     def vanish(self, now: float, wall: int) -> None:
-        """Record that the process is considered dead since `now`, or `wall` in UTC µs.
+        """Record that the process is considered dead from now on.
 
-        If the rank was read from the store and never responded to this service, the time of its last sign of life is
-        unknown.
+        `now` is the time in monotonic seconds, `wall` the same time in UTC µs. If the rank was read from the store and
+        never responded to this service, the time of its last sign of life is unknown.
         """
         self.is_vanished, self.never_answered, self.silent_until = True, self.is_restored, wall
         self.silent_from = None if self.is_restored else wall - round((now - self.liveness.last_sign) * 1e6)
@@ -172,9 +172,9 @@ class Attempt:
         return self.has_ended and not self.live_ranks and (self.settled_at is None or now - self.settled_at >= seconds)
 
     def note_activity(self, *, of_work: bool = False) -> None:
-        """Record that a rank was active. If the attempt had ended, its state is evaluated again.
+        """Record that a rank of the attempt was active. If the attempt had ended, its state is evaluated again.
 
-        `of_work` states that the rank trained, which can reopen a completed or stopped attempt.
+        With `of_work`, the rank continued to train; this can reopen a completed or stopped attempt.
         """
         if self.has_ended:
             self.has_activity = True

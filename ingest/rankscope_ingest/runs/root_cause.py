@@ -2,7 +2,8 @@
 
 When one rank fails, the others usually fail within seconds, because they lose the connection to their peer or the
 launcher ends them. Their reports may arrive earlier than the report of the first rank, so the order of arrival is no
-evidence. If the evidence does not identify the first rank, the result names no rank. Pure: the caller passes the time.
+evidence. If the evidence does not identify the first rank, the result names no rank. The module performs no I/O; the
+caller passes the time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _PEER_LOST: Final = re.compile(
 class EndKind(enum.IntEnum):
     """Kind of failure of a rank.
 
-    If the order in time is unknown, the kind with the lower number is considered the cause.
+    If it is unknown which of two ranks failed first, the failure of the kind with the lower number is considered the
+    cause.
     """
 
     RAISED = 0
@@ -46,7 +48,7 @@ class EndKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """The failure of one rank. It happened between the times `earliest` and `latest`, in UTC µs."""
+    """The failure of one rank. The failure happened between the times `earliest` and `latest`, in UTC µs."""
 
     kind: EndKind
     rank: Rank
@@ -58,7 +60,7 @@ class RankEnd:
 class Cause:
     """The ranks that may have failed first.
 
-    All `ends` are of the same kind, and none of them is known to be earlier than another one.
+    All `ends` are of the same kind, and for no two of them is it known which happened first.
     """
 
     ends: tuple[RankEnd, ...]
@@ -73,8 +75,9 @@ class Cause:
     def culprit(self) -> int | None:
         """Return the rank that failed first, or None if the reports do not identify it.
 
-        If the rank lost a peer, another rank failed earlier. If the rank vanished, it may have been killed because of a
-        rank that never registered.
+        The result is None if several ranks may have failed first. It is None if the only candidate failed because it
+        lost a peer, because then an unknown rank failed earlier. It is None if the candidate vanished and some ranks
+        never registered, because one of these may have failed first.
         """
         if (
             len(self.ends) > 1
@@ -88,7 +91,8 @@ class Cause:
     def moment(self) -> int:
         """Return the time of the first failure in UTC µs.
 
-        This is the earliest possible time if it is known, else the time at which the service found the failure.
+        The result is the earliest possible time of the failure if it is known, else the time at which the service found
+        the failure.
         """
         return min(end.latest if end.earliest is None else end.earliest for end in self.ends)
 

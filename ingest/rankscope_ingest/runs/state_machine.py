@@ -1,6 +1,6 @@
-"""The state machine of an attempt: decide the state from the facts about its ranks. Pure.
+"""The state machine of an attempt: decide the state from the facts about its ranks.
 
-docs/runs.md shows the state machine as a table.
+The module performs no I/O. docs/runs.md shows the state machine as a table.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def judge(attempt: Attempt, now: float, wall: int, limits: RunsSection) -> State
 def _ended(attempt: Attempt, signal: Cause | None, wall: int) -> StateDecision:
     """Return the final state of an attempt that has no live and no failed ranks: stopped or completed.
 
-    `signal` describes the ranks that a signal ended, or is None. `wall` is the present time in UTC µs.
+    `signal` is a text about the ranks that a signal ended, or None if there are none. `wall` is the present time in UTC
+    µs.
     """
     ranks = attempt.ranks.values()
     moment = max((rank.exited_at for rank in ranks if rank.exited_at is not None), default=wall)

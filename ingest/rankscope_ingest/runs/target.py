@@ -58,7 +58,7 @@ class Target:
 
     @property
     def identity(self) -> tuple[str, str, int]:
-        """Return (run, launch id, rank). At most one live process has this identity."""
+        """Return (run, launch id, rank). At most one live process has this combination."""
         return self.registration.run, self.registration.launch_id, self.registration.rank
 
     @property
@@ -68,7 +68,7 @@ class Target:
 
     @property
     def is_dead(self) -> bool:
-        """Return whether the process is dead and another process serves its records from its spool."""
+        """Return whether the process is dead and another process serves the dead process's records from its spool."""
         return self.registration.served_by is not None
 
     @property

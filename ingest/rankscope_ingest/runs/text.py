@@ -1,6 +1,6 @@
-"""All texts for users about runs and incidents. Pure.
+"""All texts for users about runs and incidents.
 
-They are the reasons of run states, the evidence for the first failed rank, the last reports of ranks, and
+These texts are the reasons of run states, the evidence for the first failed rank, the last reports of ranks, and
 notifications.
 """
 
@@ -18,18 +18,19 @@ from rankscope_ingest.runs.models import Attempt, Rank
 from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS, Cause, EndKind
 
 MAX_GROUPS: Final = 3
-"""Maximum number of groups of ranks that a reason lists.
+"""Maximum number of groups of ranks in the reason for the state of a run.
 
-Without a limit, 1,000 ranks could end in 1,000 different ways.
+Without this limit, 1,000 ranks that ended in different ways would give 1,000 entries.
 """
 
 MAX_LINES: Final = 12
 """Maximum number of lines in one section of a notification. The ranks that may block other ranks are listed first."""
 
 _AGES: Final = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 21_600.0, 86_400.0)
-"""Limits of age classes, in seconds.
+"""Limits, in seconds, of the classes into which the ages of rank reports are grouped.
 
-Ranks are polled at different times. Reports whose ages are in the same class share a line.
+Ranks are polled at different times, so the ages of their last reports differ slightly. Ranks whose reports are in the
+same class share a line of the text.
 """
 
 _SILENT: Final = "stopped responding without an exit report"
@@ -58,7 +59,7 @@ def failure_reason(cause: Cause) -> str:
 
 
 def failure_evidence(cause: Cause) -> str:
-    """Return the evidence for the rank that failed first, or the reason why that rank is unknown."""
+    """Return a text with the evidence for the rank that failed first, or the reason why that rank is unknown."""
     names = ranks_text([end.rank.number for end in cause.ends])
     if cause.culprit is not None:
         return f"{names}: first rank to " + {
@@ -82,7 +83,10 @@ def exit_reports(ranks: Iterable[Rank], default: str = "ended") -> str:
 
 
 def short_of_plan(attempt: Attempt) -> str | None:
-    """Return a text which states that an attempt completed before its last planned step, or None if it did not."""
+    """Return a text which states that an attempt completed before its last planned step.
+
+    Return None if the attempt reached the last planned step, or if the step or the plan is unknown.
+    """
     planned, last = attempt.planned_steps, attempt.last_step
     is_short = planned is not None and last is not None and last < planned
     return f"ended at step {last} of {planned} planned" if is_short else None
@@ -120,7 +124,7 @@ def divergence_text(groups: Sequence[Sequence[int]], differing: Sequence[int] | 
 
 
 def _listing(ranks: Iterable[Rank], form: str, text_of: Callable[[Rank], str], separator: str = ", ") -> str:
-    """Return `form` filled in for each group of ranks that have an equal text.
+    """Return the format string `form`, filled in once for each group of ranks with an equal text and joined.
 
     `text_of` returns the text of a rank. The groups are in order of their lowest rank; at most MAX_GROUPS are listed.
     """
@@ -141,7 +145,7 @@ def _bounded(lines: list[str]) -> list[str]:
 
 
 def last_reports(attempt: Attempt, now: float) -> tuple[str, ...]:
-    """Return the last reports as lines such as `ranks 0-3, 5: step 12, 4 s ago`.
+    """Return the last reports of the ranks as lines such as `ranks 0-3, 5: step 12, 4 s ago`.
 
     The ranks with the lowest step come first; at the same step, the ranks with the oldest report.
     """

@@ -1,4 +1,4 @@
-"""Track all runs: registrations, steps, exit reports and timeouts of their ranks. Pure: the caller passes the time.
+"""Track all runs: registrations, steps, exit reports and timeouts of their ranks. The caller passes the time.
 
 The state of a run is the state of its latest attempt. An attempt fails as soon as one rank raised an exception, or
 stopped responding without an exit report. An attempt ends when all its ranks have ended. Ranks that never registered
@@ -21,14 +21,20 @@ from rankscope_ingest.runs.state_machine import StateDecision, judge
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunChanges:
-    """Result of one `tick`: the attempts whose state changed, and the ranks that are now considered dead."""
+    """Result of one evaluation of all runs by `RunTracker.tick`.
+
+    It contains the attempts whose state changed, and the ranks that are now considered dead.
+    """
 
     changed: tuple[Attempt, ...]
     vanished: tuple[Rank, ...]
 
 
 class RunTracker:
-    """All attempts of all runs. Past attempts, which ended long ago or under an earlier service, are not evaluated."""
+    """All attempts of all runs.
+
+    An attempt that ended long ago or under an earlier service is a past attempt, whose state is not evaluated.
+    """
 
     def __init__(self, limits: RunsSection) -> None:
         self.limits = limits
@@ -62,9 +68,9 @@ class RunTracker:
         return rank is not None and rank.incarnation == incarnation and not rank.has_ended
 
     def restore(self, attempt: Attempt, now: float = 0.0) -> None:
-        """Add an attempt of the store whose state is still evaluated.
+        """Add an attempt that was read from the store and whose state is still evaluated.
 
-        Its timeouts start at `now`, in monotonic seconds.
+        The timeouts of its ranks start at `now`, in monotonic seconds.
         """
         # A stalled attempt remains stalled until its next step; the store does not contain the time of the last step.
         attempt.progressed_at = float("-inf") if attempt.state is RunState.STALLED else now
@@ -72,12 +78,18 @@ class RunTracker:
         self._note_number(attempt)
 
     def remember(self, attempt: Attempt) -> None:
-        """Add an ended attempt of the store as past. Its state is evaluated again if one of its ranks reports."""
+        """Add an ended attempt that was read from the store as a past attempt.
+
+        The state of a past attempt is evaluated again only if one of its ranks reports.
+        """
         self._past[attempt.key] = attempt
         self._note_number(attempt)
 
     def forget(self, key: AttemptKey) -> None:
-        """Make an ended attempt a past one. Its state is evaluated again if one of its ranks reports."""
+        """Move an ended attempt to the past attempts.
+
+        The state of a past attempt is evaluated again only if one of its ranks reports.
+        """
         if attempt := self._attempts.pop(key, None):
             if attempt.state is not RunState.FAILED:  # a failed one keeps its lost ranks: only some may come back
                 attempt.ranks.clear()
@@ -86,8 +98,8 @@ class RunTracker:
     def is_over(self, key: AttemptKey, registration: Registration) -> bool:
         """Return whether the attempt `key` is over, so that the registering process starts a new attempt.
 
-        Ranks without a process group derive their launch id. They derive the same launch id when they are started
-        again, so a known launch id does not prove that the attempt continues.
+        Ranks without a process group derive their launch id. When such a rank is started again, it derives the same
+        launch id. A known launch id therefore does not prove that the attempt continues.
         """
         attempt = self._attempts.get(key) or self._past.get(key)
         if attempt is None or attempt.live_ranks:
@@ -149,7 +161,7 @@ class RunTracker:
     ) -> None:
         """Record the last step of new records of a rank.
 
-        Any change of the step counts as progress, because training may return to an earlier step. `now` is in monotonic
+        A lower step counts as progress too, because training may return to an earlier step. `now` is in monotonic
         seconds.
         """
         attempt = self._wake(key)
@@ -195,7 +207,7 @@ class RunTracker:
     def exclude(self, seconds: float, now: float) -> None:
         """Do not count `seconds` toward the timeouts of all ranks.
 
-        The caller uses this after a time in which the service itself did not run.
+        The caller calls this method after a pause of `seconds` in which the service itself did not run.
         """
         for attempt in self._attempts.values():
             attempt.progressed_at = min(now, attempt.progressed_at + seconds)
@@ -220,7 +232,10 @@ class RunTracker:
         self._newest[attempt.run] = max(attempt.number, self._newest.get(attempt.run, 0))
 
     def _wake(self, key: AttemptKey) -> Attempt | None:
-        """Return the attempt with this key, or None. A past attempt is evaluated again from now on."""
+        """Return the attempt with this key, or None if the key is unknown.
+
+        If it is a past attempt, its state is evaluated again from now on.
+        """
         if key in self._past:
             self._attempts[key] = self._past.pop(key)
         return self._attempts.get(key)

@@ -30,7 +30,7 @@ _SCHEMES: Final = ("http", "https")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapeTarget:
-    """One exporter page to scrape. `name` is the value of the column `target` in the rows of this page."""
+    """One exporter page to scrape. `name` is stored in the column `target` of all rows that come from this page."""
 
     name: str
     url: str
@@ -112,14 +112,17 @@ _YAML: Final = (".yml", ".yaml")
 
 
 ShowTargets = Callable[[str, list[ScrapeTarget]], None]
-"""A function that replaces all exporters of one source, such as `Scraper.show`.
+"""A function that replaces all exporters of one source, such as one list.
 
-Its arguments are source and exporters.
+The arguments are the source and the new exporters.
 """
 
 
 class ExporterList:
-    """One [[exporter_lists]] section of the configuration file: reads its files or its URL at an interval."""
+    """One [[exporter_lists]] section of the configuration file, with the exporters that its list contains.
+
+    The list is read from the files or the URL of the section at an interval.
+    """
 
     def __init__(self, section: ExporterListSection, fetch: PageFetcher, show: ShowTargets) -> None:
         self._section = section

@@ -41,8 +41,9 @@ class PageRows:
     """The samples of one page, as columns.
 
     `ts` is null for samples that have no time on the page; the whole column is None if no sample has a time. `doubled`
-    and `out_of_bounds` are numbers of samples that were dropped. `exact` is false if the page was parsed with a cached
-    layout.
+    is the number of samples that were dropped because they repeat a series and time of the page. `out_of_bounds` is the
+    number of samples that were dropped because their time is too old or in the future. `exact` is false if the page was
+    parsed with a cached layout.
     """
 
     metrics: pa.Array
@@ -61,14 +62,14 @@ class PageRows:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The layout of a target's page, and the samples of the page from which the layout was derived."""
+    """The cached layout of a target's page, and the samples of the page from which the layout was derived."""
 
     layout: Layout
     target_labels: tuple[tuple[str, str], ...]
     rows: PageRows
 
     def with_values(self, values: npt.NDArray[np.float64]) -> PageRows:
-        """Return the samples of a page that has this layout and the given values."""
+        """Return the samples of a page that has this layout and the numbers in `values`."""
         return replace(self.rows, values=pa.array(values), exact=False)
 
 
@@ -137,7 +138,7 @@ class PageReader:
 def _has_lines_of(body: bytes, layout: Layout) -> bool:
     """Return whether `body` has as many lines as its layout.
 
-    Only then may the page be parsed together with other pages.
+    Pages for which the result is false are not parsed together with other pages.
     """
     return body.endswith(b"\n") and body.count(b"\n") == len(layout.fixed_lengths)
 
@@ -170,7 +171,7 @@ def _numbers_of(bodies: Sequence[bytes], layouts: Sequence[Layout]) -> list[npt.
 
 
 def _merged(labels: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the labels of a series together with `own`, the labels of the target, without empty labels.
+    """Return the labels of a series together with `own`, the labels of the target. Empty labels are left out.
 
     As in Prometheus, a label of the series is renamed to `exported_…` if its name is `instance` or a label of the
     target.
@@ -191,7 +192,10 @@ def _free_name(name: str, taken: set[str], labels: Mapping[str, str]) -> str:
 
 
 def _first_ones(samples: Sequence[Sample], labels: Sequence[str | None]) -> list[int]:
-    """Return the positions of the samples, without samples whose series and time already occurred on the page."""
+    """Return the positions of the samples to store.
+
+    A sample is left out if its series and time already occurred on the page.
+    """
     seen: dict[tuple[str, str | None, int | None], int] = {}
     for place, (sample, text) in enumerate(zip(samples, labels, strict=True)):
         seen.setdefault((sample.metric, text, sample.ts), place)

@@ -1,8 +1,8 @@
-"""Parse one page exactly: plain pages by a regular expression, all other pages by the parsers of prometheus_client.
+"""Parse one page exactly: plain pages by a regular expression, other pages by the parsers of prometheus_client.
 
-The parsers of prometheus_client take 25 µs per sample. A page without times, escapes and exemplars is parsed faster,
-with the same result. Comments are removed before parsing, because prometheus_client renames counters that have a TYPE
-comment. As in Prometheus, a page is accepted or rejected as a whole.
+No cached layout is used. The parsers of prometheus_client take 25 µs per sample. A page without times, escapes and
+exemplars is parsed faster, with the same result. Comments are removed before parsing, because prometheus_client renames
+counters that have a TYPE comment. As in Prometheus, a page is accepted or rejected as a whole.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def parse_exactly(text: str, *, openmetrics: bool = False) -> list[Sample]:
 def parse_plain(text: str) -> list[Sample] | None:
     """Return the samples of a plain page in order.
 
-    Return None if any line has more than a series and a number; only the exact parser can parse such a page.
+    Return None if any line has more than a series and a number; only the parsers of prometheus_client can parse such a
+    page.
     """
     samples = []
     for line in text.split("\n"):
@@ -86,9 +87,9 @@ def parse_plain(text: str) -> list[Sample] | None:
 
 
 def _without_exemplar(line: str) -> str:
-    """Return `line` without its exemplar.
+    """Return `line`, a sample, without its exemplar.
 
-    The parser would treat the value of the exemplar as the time of the sample.
+    The parser of prometheus_client would treat the value of the exemplar as the time of the sample.
     """
     if " # " not in line:
         return line

@@ -26,7 +26,7 @@ Numbers = npt.NDArray[np.float64]
 class Series:
     """The series of one page, in the order of the page.
 
-    Consecutive pages with the same series share one object, so that equal series can be detected by identity.
+    Consecutive pages with the same series share one object, so that equal series can be recognized with `is`.
     """
 
     target: str
@@ -54,7 +54,10 @@ class Scrape:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """The series of one page in the sort order of the store: positions on the page, and codes of the names."""
+    """The series of one page in the sort order of the store.
+
+    The fields are the positions of the series on the page, and the dictionary codes of their metric names and labels.
+    """
 
     order: npt.NDArray[np.int64]
     metrics: Codes

@@ -2,7 +2,7 @@
 
 Samples whose time on the page is repeated are dropped. As in Prometheus, every scrape adds `up`,
 `scrape_duration_seconds` and `scrape_samples_scraped`. A failed scrape adds only `up` 0 and its duration, so that a
-constant series differs from one that could not be read.
+series whose value does not change can be distinguished from a series that could not be read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ FROM_EXPORTER: Final = "exporter"
 OLDEST_DAYS: Final = 62
 """Maximum age, in days, of the time of a sample on a page.
 
-The store writes a separate file for each day. A remote write request has the same limit.
+A limit is needed because the store writes a separate file for each day. The samples of a remote write request have the
+same limit.
 """
 
 AHEAD_MINUTES: Final = 10
@@ -47,8 +48,8 @@ _Series = tuple[str, str | None]
 class ScrapeTables:
     """Builds the scrapes of one exporter.
 
-    The names of its series are joined with those of the samples about the scrape only when the series of its pages
-    change.
+    To save time, the names of the page's series and those of the samples about the scrape are combined only when the
+    series of the page change.
     """
 
     def __init__(self, exporter: ScrapeTarget) -> None:
@@ -117,9 +118,9 @@ def _samples_table(*columns: pa.Array) -> pa.Table:
 class OwnTimes:
     """The latest time of each series of an exporter whose samples have times on the page.
 
-    A sample that has the same time as in the previous scrape is not new. A series may disappear from the page and
-    return with its previous time. The latest times of removed series are therefore kept, up to twice the number of
-    series of the largest page; the oldest are removed first.
+    If a sample has the same time as in the previous scrape, it is the same sample and is not stored again. A series may
+    disappear from the page and return with its previous time. The latest times of removed series are therefore kept, up
+    to twice the number of series of the largest page; the oldest are removed first.
     """
 
     def __init__(self) -> None:
@@ -127,9 +128,10 @@ class OwnTimes:
         self._largest = 0
 
     def fresh(self, rows: PageRows, scraped_at: int) -> PageRows:
-        """Return `rows` without samples that are not newer than the latest one of their series, or out of bounds.
+        """Return `rows` without old samples and without samples whose time is out of bounds.
 
-        The bounds of a time are 62 days before and 10 minutes after `scraped_at`, the time of the scrape in UTC µs.
+        A sample is old if it is not newer than the latest sample of its series. The bounds of a time are 62 days before
+        and 10 minutes after `scraped_at`, the time of the scrape in UTC µs.
         """
         if rows.ts is None:
             return rows
@@ -175,7 +177,7 @@ class SeriesNames:
         return names._filtered(named.ts.is_null())
 
     def without(self, others: SeriesNames) -> Self:
-        """Return the series of this set that are not in `others`."""
+        """Return the series that are in this set but not in `others`."""
         return self._filtered(pc.invert(pc.is_in(self._keys(), others._keys())))
 
     def _filtered(self, kept: pa.BooleanArray) -> Self:
@@ -187,7 +189,7 @@ class SeriesNames:
 
 
 class ActiveSeries:
-    """The series on the last page of one exporter, without series that have times on the page."""
+    """The series on the last page of one exporter, without series whose samples have times on the page."""
 
     def __init__(self) -> None:
         self._page: pa.Array | None = None  # its metrics: the same object for all pages with the same series
@@ -205,7 +207,7 @@ class ActiveSeries:
         return ended if ended is not None and len(ended.metrics) else None
 
     def clear(self) -> SeriesNames | None:
-        """Remove all series, and return them as series that have ended; None if there were none."""
+        """Remove all series, and return them as series that have ended. Return None if there were no series."""
         before, self._page, self._names = self._names, None, None
         return before if before is not None and len(before.metrics) else None
 

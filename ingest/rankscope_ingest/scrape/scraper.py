@@ -1,8 +1,9 @@
 """Scrape exporters, each in a separate task at its own interval, and pass the samples to a sink.
 
-An exporter keeps no history, so samples that are not scraped are lost. While the store is slow, scrapes are
-nevertheless skipped and counted, because pages in memory would have no limit. At most `MAX_CONCURRENT` scrapes run at a
-time. Exporters whose last scrape failed have a separate limit, so that hanging exporters do not delay healthy ones.
+An exporter keeps no history, so samples that are not scraped are lost. Nevertheless, scrapes are skipped while the
+store is slow, because otherwise the memory for pages would have no limit. Skipped scrapes are counted. At most
+`MAX_CONCURRENT` scrapes run at a time. Exporters whose last scrape failed have a separate limit, so that hanging
+exporters do not delay healthy ones.
 """
 
 from __future__ import annotations
@@ -61,11 +62,18 @@ class Sink(Protocol):
         ...
 
     def read(self, how: str, samples: int) -> None:
-        """Count samples by the parser that read them: `layout` or `exact`."""
+        """Count samples by the parser that read them. `layout`: the page was parsed with its cached layout.
+
+        `exact`: the page was parsed completely.
+        """
         ...
 
     def dropped(self, reason: str, samples: int) -> None:
-        """Count samples that are not stored, with the reason: doubled, repeated or out_of_bounds."""
+        """Count samples that are not stored, with the reason: doubled, repeated or out_of_bounds.
+
+        `doubled`: the series and the time occur twice on the page. `repeated`: the sample is not newer than the last
+        one of its series. `out_of_bounds`: the time is too old or in the future.
+        """
         ...
 
 
@@ -108,7 +116,7 @@ class Followed:
 
 
 class Scraper:
-    """Scrapes the exporters of all sources of targets.
+    """Scrapes the exporters of all sources, such as the configuration file and lists of exporters.
 
     `clock` returns monotonic seconds; `wall` returns the time as UTC µs.
     """
@@ -135,9 +143,9 @@ class Scraper:
         return [*self._tasks.values(), *self._parser.tasks]
 
     def show(self, source: str, exporters: Iterable[ScrapeTarget]) -> None:
-        """Replace the exporters of `source`, and start and stop scrapes accordingly.
+        """Replace the exporters of `source`, and start or stop the scrapes of those that were added or removed.
 
-        If several exporters have the same name, only that of the first source is scraped.
+        If several exporters have the same name, only the exporter of the first source is scraped.
         """
         self._lists[source] = tuple(exporters)
         wanted: dict[str, ScrapeTarget] = {}
@@ -162,7 +170,8 @@ class Scraper:
     async def scrape(self, followed: Followed) -> None:
         """Scrape the exporter once, and pass its samples to the sink.
 
-        A failed scrape raises no error: it is stored as the sample `up` with the value 0 and recorded in `followed`.
+        A failed scrape raises no error: it is stored as the sample `up` with the value 0 and recorded in `followed`,
+        the state of the exporter.
         """
         exporter, sink = followed.exporter, self._sink
         if sink.is_full:
@@ -263,7 +272,7 @@ def _own_names(followed: Followed) -> SeriesNames:
 class PageQueue:
     """Parses pages in a thread. Pages that arrive while the thread is busy are parsed together afterwards.
 
-    `reader` is a parameter for tests.
+    Tests can replace the parser with `reader`.
     """
 
     def __init__(self, reader: PageReader | None = None) -> None:

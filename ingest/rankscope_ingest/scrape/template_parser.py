@@ -1,9 +1,10 @@
 """Parse a page with the layout of an earlier page of the same exporter, so that only the numbers must be parsed.
 
-The module performs no I/O. A layout is derived from a page that was parsed exactly. It contains all bytes of the page
-except the numbers, including comments. It is used for a later page only if all these bytes are equal and each series
-has a plain number. Any difference, such as another series, a time or an exemplar, requires exact parsing. Spaces and
-escapes in labels are part of the compared bytes and need no parsing. NumPy and Arrow do the work and release the GIL.
+The module performs no I/O. A layout is derived from a page that was parsed exactly. The layout contains all bytes of
+the page except the numbers, including comments. The layout is used for a later page only if all these bytes are equal
+and each series has a plain number. Any difference, such as another series, a time or an exemplar, requires exact
+parsing. Spaces and escapes in labels are part of the compared bytes and need no parsing. NumPy and Arrow do the work
+and release the GIL.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _OF_A_BYTE: Final = 4  # that many bits are set in it
 _WORD: Final = 8  # bytes
 _VIEW: Final = np.dtype([("length", "<i4"), ("prefix", "<u4"), ("buffer", "<i4"), ("offset", "<i4")])
 _VIEW_BYTES: Final = 12
-"""Maximum size of a text that Arrow stores inside a view of 16 bytes.
+"""Maximum size in bytes of a text that Arrow stores inside an element (a view of 16 bytes) of a string view array.
 
 The view of a longer text contains only the first four bytes and a reference to the text.
 """
@@ -40,7 +41,7 @@ class Layout:
 
     The fixed part of a line is the series with the space after it, or a whole comment. `long` has the fixed parts of
     more than 12 bytes, which Arrow views refer to without a copy; `short` has the others. `numbers` are the lines with
-    a number, and `others` are the lines without one. `taken` has the positions of the samples to keep: samples that
+    a number, and `others` are the lines without one. `taken` has the positions of the samples to store; samples that
     repeat a series are dropped.
     """
 
@@ -55,7 +56,7 @@ class Layout:
 
 
 def learn(body: bytes, samples: Sequence[Sample], taken: Sequence[int]) -> Layout | None:
-    """Return the layout of the page `body` with these `samples`, of which those at the positions `taken` are kept.
+    """Return the layout of the page `body`, which contains `samples`. The samples at the positions `taken` are stored.
 
     Return None if any line has more than a series, one space and a number.
     """

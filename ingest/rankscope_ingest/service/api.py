@@ -27,7 +27,10 @@ from rankscope_ingest.status_page.model import Status
 
 @dataclass(kw_only=True)
 class Api:
-    """The service as HTTP handlers see it: its components, its URL, and whether it is draining."""
+    """Implementation of the HTTP API of the service.
+
+    An instance holds the components of the service, its URL, and whether it is draining.
+    """
 
     config: ServiceConfig
     metrics: ServiceMetrics
@@ -68,9 +71,9 @@ class Api:
         return self.polling.poke(incarnation)
 
     async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
-        """Request the stacks of the live ranks of an attempt; return one answer per rank.
+        """Request the stacks of the live ranks of an attempt; return one result per rank.
 
-        `ranks` limits the request to these ranks; None requests all.
+        `ranks` are the ranks to ask; None means all live ranks.
         """
         return await self.stalls.request(run, attempt, ranks)
 
@@ -87,7 +90,7 @@ class Api:
         return self.polling.targets
 
     def exporters(self) -> Iterable[Mapping[str, object]]:
-        """Return the scrape state of each external exporter, as a JSON object."""
+        """Return the scrape state of each external exporter, as one JSON object per exporter."""
         return self.external_exporters.described()
 
     def runs(self) -> tuple[RunProgress, ...]:

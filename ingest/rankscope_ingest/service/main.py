@@ -1,4 +1,4 @@
-"""Run the service: claim the shard of the store, read the earlier state, and serve until a signal arrives."""
+"""Run the service: claim the shard of the store, read the stored state, and serve until a signal arrives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def run(
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `stop`; then poll and commit the remaining records, and return.
+    """Run the service until SIGTERM, SIGINT or `stop`; then poll and commit the remaining records, and return.
 
     `on_ready` receives the URL of the service as soon as the service accepts requests. `on_progress` receives a
     snapshot each second and one at the end. Raises IngestError or StoreError with a message for the user if the service

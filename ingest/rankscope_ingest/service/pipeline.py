@@ -37,7 +37,7 @@ def make_batcher(config: ServiceConfig) -> Batcher:
 
 
 class Pipeline:
-    """The writer of the store and the components that pass rows to the writer.
+    """The component that writes to the store, and the components that pass rows to it.
 
     Other components add rows to `batcher`.
     """
@@ -78,7 +78,10 @@ class Pipeline:
 
     @property
     def degraded(self) -> str | None:
-        """Return the reason why the store does not accept rows as fast as they arrive, or None."""
+        """Return the reason why the store accepts rows more slowly than they arrive.
+
+        Return None if the store is fast enough.
+        """
         is_full = "rows arrive faster than the store commits them: polling waits for commits"
         return self.flusher.trouble or self.remote_write.trouble or (is_full if self.batcher.is_full else None)
 

@@ -43,7 +43,7 @@ class Polling:
         monitor: RunMonitor,
         watermark: Callable[[str], Awaitable[int]],
     ) -> None:
-        """Create the components that all polling loops share.
+        """Create the polling component and the objects that all polling loops share.
 
         `watermark` returns the sequence number of the last committed record of a process.
         """
@@ -152,13 +152,13 @@ class ExternalExporters:
         self._batcher.add_scrape(scrape, time.monotonic())
 
     def described(self) -> Iterable[Mapping[str, object]]:
-        """Return the scrape state of each external exporter, as a JSON object."""
+        """Return the scrape state of each external exporter, as one JSON object per exporter."""
         now = time.monotonic()
         return [exporter.described(now) for exporter in self.followed]
 
     @asynccontextmanager
     async def scraping(self) -> AsyncIterator[None]:
-        """Return a context manager: the exporters are scraped until the context exits."""
+        """Return a context manager that scrapes the exporters until its `with` block is left."""
         async with self._fetcher:
             self._scraper.show("[[exporters]]", map(configured, self._config.exporters))
             lists = [

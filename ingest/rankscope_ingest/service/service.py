@@ -41,9 +41,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SETTLE_SECONDS: Final = 0.1
-"""Interval of the check for incidents to announce, while an incident waits for records of other ranks."""
+"""Interval in seconds at which the service checks which incidents it can announce.
+
+The interval applies while an incident waits for records of other ranks.
+"""
 UPDATE_SECONDS: Final = 1.0
-"""Interval at which the states of all runs are updated. Most other jobs have the same interval."""
+"""Interval in seconds at which the states of all runs are updated. Most other jobs have the same interval."""
 
 
 class Service:
@@ -239,7 +242,8 @@ class Service:
 async def _results(task: str, works: Iterable[Awaitable[T]]) -> list[T]:
     """Await all `works` concurrently and return their results.
 
-    If one of them raises an exception, the exception is logged under the name `task`, and the result is left out.
+    If an element of `works` raises an exception, the exception is logged with the text `task`, and the list has no
+    result for the element.
     """
     results = await asyncio.gather(*works, return_exceptions=True)
     for error in results:

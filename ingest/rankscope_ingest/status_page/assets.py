@@ -1,7 +1,8 @@
 """Style, script and content security policy of the status page.
 
-The page contains the style and the script, so that it needs no other request. The policy lists the digests of both. A
-browser therefore executes no other script, even if a hostile name, such as that of a run, contains one.
+The page contains the style and the script, so that it needs no other request. The policy lists the digests of the style
+and the script. A browser therefore executes no other script, even if a hostile name, such as a run name, contains
+script code.
 """
 
 from __future__ import annotations

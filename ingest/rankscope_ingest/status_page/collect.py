@@ -26,14 +26,18 @@ from rankscope_ingest.status_page.tags_cache import NONE, LabelReader, Labels
 MAX_OBSERVATIONS: Final = 256
 """Maximum number of observations per rank.
 
-If commits fail for hours, every second observation is dropped, but the oldest one is kept.
+An observation is the newest sequence number of the rank at one time. If commits fail for hours and the limit is
+reached, every second observation is dropped, but the oldest one is kept.
 """
 
 _Observations = deque[tuple[int, float]]
 
 
 class LagClock:
-    """Observations of each rank with uncommitted records: the seq of its newest record (head), and the time."""
+    """Derives the age of uncommitted records from observations of each rank.
+
+    An observation is the seq of the newest record of the rank (head), and the time.
+    """
 
     def __init__(self) -> None:
         self._observations: dict[str, _Observations] = {}
@@ -69,7 +73,7 @@ class Parts(Protocol):
         ...
 
     def exporters(self) -> Iterable[Mapping[str, object]]:
-        """Return the scrape state of each external exporter, as a JSON object."""
+        """Return the scrape state of each external exporter, as one JSON object per exporter."""
         ...
 
     def runs(self) -> Iterable[RunProgress]:
@@ -84,8 +88,8 @@ class Parts(Protocol):
 class StatusCollector:
     """Collects the status of the service.
 
-    A collector stores the start time of the service and the observations from which lags are computed. `total` returns
-    the sum over all series of one metric of the service.
+    A collector stores the start time of the service and the observations from which the age of uncommitted records is
+    computed. `total` returns the sum over all series of one metric of the service.
     """
 
     def __init__(
@@ -110,7 +114,10 @@ class StatusCollector:
         self._labels = LabelReader(store.path, clock=clock)
 
     def look(self) -> None:
-        """Record the heads of all ranks; the service calls this about once per second."""
+        """Record the sequence number of the newest record of each rank.
+
+        The service calls this method about once per second.
+        """
         self._lag.look(self._parts.targets(), self._clock())
 
     def close(self) -> None:

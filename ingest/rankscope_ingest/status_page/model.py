@@ -1,7 +1,7 @@
-"""The status as dataclasses. Pure.
+"""The status of the service, its runs and targets as dataclasses.
 
-The fields are equal to those of the JSON API: names contain units, and unknown values are null. The status page shows
-only these values, so everything on the page is also available in the API.
+The fields are those of the JSON API: names contain units, and unknown values are null. The status page shows only these
+values, so the API contains everything that the page shows.
 """
 
 from __future__ import annotations

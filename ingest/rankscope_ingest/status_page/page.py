@@ -1,4 +1,4 @@
-"""Generate the HTML of the status page at `/` from a status. Pure.
+"""Generate the HTML of the status page, which the service serves at `/`.
 
 The page shows the state of the service, then the runs with their ranks, newest first. It works without scripts. The
 number of rows is limited; the page shows how many rows are left out, and the JSON API contains all of them.
@@ -30,7 +30,7 @@ from rankscope_ingest.status_page.target_html import (
 
 MAX_RUNS: Final = 100
 MAX_ROWS: Final = 2000
-"""Maximum number of targets on the page, and also of exporters."""
+"""Maximum number of targets on the page. The maximum number of exporters is the same."""
 
 _ICON: Final = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 8 8'%3E"
@@ -170,7 +170,7 @@ COLOURS: Final = {
 
 
 def article(run: RunStatus, targets: Sequence[TargetStatus], budget: Budget) -> Iterator[str]:
-    """Yield the HTML of a run and its ranks. `budget` limits the number of ranks."""
+    """Yield the HTML of a run and its ranks. `budget` limits the number of ranks on the whole page."""
     progress = run.progress
     yield "<article>"
     yield from _head(run)
@@ -230,7 +230,7 @@ def _left(progress: RunProgress) -> str:
 
 
 def _facts(run: RunStatus) -> Iterator[tuple[str, str]]:
-    """Yield (name, HTML) of each known value of a run."""
+    """Yield (name, HTML of the value) for each property of a run whose value is known."""
     progress = run.progress
     missing = progress.world_size - progress.ranks_alive
     is_short = missing > 0 and progress.state not in ENDED

@@ -50,7 +50,10 @@ class LabelReader:
         self.labels: Mapping[str, Labels] = {}
 
     async def fresh(self) -> Mapping[str, Labels]:
-        """Return the current tags and notes by run, or the previous ones if the store does not respond in time."""
+        """Return the current tags and notes by run.
+
+        If the store does not respond in time, return the tags and notes of the previous read.
+        """
         if self._query is None and self._budget.is_due:
             self._query = asyncio.get_running_loop().run_in_executor(self._thread, self._read)
         if self._query is not None:

@@ -1,4 +1,4 @@
-"""HTML tables of ranks and exporters, and numbers and names as HTML text. Pure.
+"""HTML tables of ranks and exporters for the status page, and numbers and names as HTML text.
 
 Degraded ranks are always visible; healthy and ended ranks are in collapsed sections.
 """
@@ -71,7 +71,7 @@ def ago(seconds: float | None) -> str:
 
 
 MAX_LAG_SECONDS: Final = 60.0
-"""Lag in seconds above which a rank is not healthy, although it responds."""
+"""Age in seconds of the oldest uncommitted record above which a rank is not healthy, even if it responds."""
 
 FULL_RING: Final = 0.9
 
@@ -96,7 +96,7 @@ class Budget:
         self._rows = rows
 
     def take(self, wanted: int) -> int:
-        """Reserve table rows; return how many of the `wanted` rows are within the limit."""
+        """Reserve table rows; return how many of the `wanted` rows may be added to the page."""
         taken = min(wanted, self._rows)
         self._rows -= taken
         return taken

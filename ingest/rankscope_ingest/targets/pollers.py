@@ -55,7 +55,10 @@ class Pollers:
             self._poked_early.add(incarnation)
 
     async def loop_of(self, target: Target) -> TargetLoop:
-        """Return the poll loop of `target`. A new loop requests the records after the watermark in the store."""
+        """Return the poll loop of `target`.
+
+        If there is no loop yet, create one that requests the records after the last stored sequence number.
+        """
         if target.incarnation not in self._loops:
             mark = await self._watermark(target.incarnation)
             # For a process that was declared dead, received records may not be committed yet.
@@ -74,7 +77,10 @@ class Pollers:
 
 
 def _log_error(task: asyncio.Task[None]) -> None:
-    """Log an unexpected error that has ended a poll loop. The next heartbeat of the rank starts a new loop."""
+    """Log the unexpected error of a poll loop that has ended because of it.
+
+    The next heartbeat of the rank starts a new loop.
+    """
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error(
             "unexpected error in the poll loop of a rank, restarting at its next heartbeat: %r", error, exc_info=error
@@ -82,9 +88,9 @@ def _log_error(task: asyncio.Task[None]) -> None:
 
 
 _NO_INCARNATION: Final = "-"
-"""An incarnation that no process has.
+"""An incarnation id that no process has.
 
-A rank rejects a request for it, and names its own incarnation in the response.
+A rank rejects a request with this id, and its response contains the incarnation id of the rank.
 """
 
 

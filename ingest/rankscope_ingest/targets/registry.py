@@ -22,7 +22,10 @@ from rankscope_ingest.runs.target import Health, Target
 
 
 class AttemptNumbers:
-    """Attempt numbers (0, 1, …) by run and launch id. The service initializes them from the store when it starts."""
+    """Attempt numbers (0, 1, …) by run and launch id.
+
+    When the service starts, it initializes these numbers from the store.
+    """
 
     def __init__(self, known: Iterable[tuple[str, str, int]] = ()) -> None:
         """Add the known triples of run, launch id and attempt, which must be in ascending order of attempts."""
@@ -34,7 +37,7 @@ class AttemptNumbers:
     def number(self, run: str, launch_id: str, is_over: Callable[[int], bool] | None = None) -> tuple[int, bool]:
         """Return the attempt of a launch, and whether the attempt is new.
 
-        It is new if the launch is unknown, or if `is_over` returns true for its known attempt.
+        The attempt is new if the launch is unknown, or if `is_over` returns true for its known attempt.
         """
         known = self._numbers[run].get(launch_id)
         if known is not None and not (is_over and is_over(known)):
@@ -61,7 +64,8 @@ _LATEST_START = 4_102_444_800_000_000
 HEARTBEATS_A_SECOND: Final = 100
 """Maximum number of heartbeats per second of all ranks together.
 
-With more ranks, each rank sends heartbeats less often. Successful polls also show that a rank is alive.
+If there are so many ranks that this number would be exceeded, each rank sends heartbeats less often. This is safe
+because successful polls also show that a rank is alive.
 """
 
 MAX_STRETCH: Final = 2.0
@@ -86,7 +90,10 @@ def new_lease() -> str:
 
 
 class Registry:
-    """All registered targets by incarnation. The repeated registration of a process is its heartbeat."""
+    """All registered targets by incarnation.
+
+    A process sends its registration repeatedly; each repetition is a heartbeat.
+    """
 
     def __init__(
         self,
@@ -172,7 +179,7 @@ class Registry:
     def forget(self, incarnation: str) -> None:
         """Delete a target that is gone and whose records are committed.
 
-        The attempt of its process is remembered in case the process registers again.
+        The attempt of the target's process is remembered in case the process registers again.
         """
         if target := self._targets.pop(incarnation, None):
             self._lives[incarnation] = target.attempt
@@ -217,7 +224,7 @@ class Registry:
 def _reject_changed_identity(known: Target, registration: Registration) -> None:
     """Raise RegistrationError if the registration of a known process changes the run, launch or rank.
 
-    The stored rows of the process contain these values.
+    These values must not change, because the stored rows of the process contain them.
     """
     if (registration.run, registration.launch_id, registration.rank) != known.identity:
         was = known.registration

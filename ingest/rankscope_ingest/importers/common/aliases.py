@@ -1,7 +1,8 @@
 """Map the names of quantities in logs to stored names and units: `lr`, `optim/lr` and others become `learning_rate`.
 
 An unknown name is stored unchanged. A unit in parentheses after a name, as in `data time (ms)`, is recognized with
-known and unknown names. Names are compared without regard to case; spaces, dashes and underscores are equal.
+known and unknown names. Names are compared without regard to case; a space, a dash and an underscore count as the same
+character.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _NAME_CHARACTERS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The stored unit for a unit in a log: the logged value multiplied by `factor` is in the unit `name`."""
+    """Conversion of a unit in a log to the stored unit `name`: the stored value is the logged value times `factor`."""
 
     name: str | None
     factor: float = 1.0
@@ -50,18 +51,21 @@ UNITS: Final[Mapping[str, Unit]] = {
         for name in names.split()
     },
 }
-"""Stored units by the text of the unit in a log, in lower case."""
+"""The conversion to the stored unit for each unit in a log. The key is the unit as text in lower case."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """The stored name of a quantity in a log: the logged value multiplied by `factor` is in the stored unit `unit`."""
+    """The stored name of a quantity in a log, and the conversion of its values to the stored unit.
+
+    The stored value, in `unit`, is the logged value times `factor`.
+    """
 
     name: str
     unit: str | None = None
     factor: float = 1.0
     source_unit: str | None = None
-    """The unit in the log; None if the log gives no unit or if it is equal to the stored unit."""
+    """The unit in the log; None if the log contains no unit or the stored unit."""
 
     def converted(self, value: float) -> float:
         """Return the logged `value` in the stored unit.
@@ -73,8 +77,8 @@ class Alias:
     def labels(self, source_name: str, extra: Mapping[str, str] | None = None) -> str | None:
         """Return the labels of a scalar as JSON.
 
-        They contain `source_name`, the name of the quantity in the log, and the unit in the log, each only if it
-        differs from the stored one. `extra` has further labels. The result is None if there are no labels.
+        The labels contain `source_name`, the name of the quantity in the log, and the unit in the log, each only if it
+        differs from the stored name or unit. `extra` has further labels. The result is None if there are no labels.
         """
         found = dict(extra or {})
         if printable(source_name) != self.name:
@@ -125,7 +129,10 @@ train_steps_per_second     steps/s
 eval_steps_per_second      steps/s
 step_avg                   seconds
 """
-"""The known quantities, one per line: stored name, unit in the log (`-` for none), and other names; `~` is a space."""
+"""The known quantities, one per line: stored name, unit in the log, and names in logs.
+
+The unit is `-` if there is none. In the names, `~` represents a space.
+"""
 
 
 def _table() -> dict[str, Alias]:
@@ -168,15 +175,15 @@ def canonical(name: str) -> Alias:
 
 
 def is_known(name: str) -> bool:
-    """Return whether `name` is a known name of a quantity, so that it has a stored name."""
+    """Return whether `name` is a known name of a quantity, for which a stored name is defined."""
     folded = _folded(_split_unit(name)[0])
     return folded in _TABLE or _by_path(folded) is not None
 
 
 def in_unit(alias: Alias, unit: str) -> Alias:
-    """Return `alias` for values that a log gives in `unit`.
+    """Return a copy of `alias` that converts logged values in `unit` to the stored unit.
 
-    An unknown unit does not change the values; its text becomes the unit of the source.
+    Values in an unknown unit are not converted; the unit is only stored as the unit in the log.
     """
     found = UNITS.get(unit.lower())
     if found is None or alias.unit not in {None, found.name}:
@@ -187,7 +194,7 @@ def in_unit(alias: Alias, unit: str) -> Alias:
 def under_own_name(name: str) -> Alias:
     """Return `name` unchanged as the stored name, with the unit and the factor that `canonical` returns for it.
 
-    This is used where `name` means another quantity than the one that usually has the name.
+    Use this function if a log uses `name` for another quantity than usual.
     """
     return replace(canonical(name), name=printable(name))
 
@@ -203,10 +210,10 @@ def _split_unit(name: str) -> tuple[str, str | None]:
 
 
 def _by_path(folded: str) -> Alias | None:
-    """Return the alias for a name with a path, without its folders.
+    """Return the alias for a name that contains a path, derived from the last element of the path.
 
-    `train/…/x` has the alias of `x`, and `val/x` or `eval/x` has the alias of `eval_x`. The result is None if that name
-    is unknown.
+    `train/…/x` has the alias of `x`, and `val/x` or `eval/x` has the alias of `eval_x`. The result is None if `x` or
+    `eval_x` is no known name.
     """
     if found := _TRAIN.match(folded):
         return _TABLE.get(found["rest"])

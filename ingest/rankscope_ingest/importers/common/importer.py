@@ -18,7 +18,10 @@ FROM_FILE: Final = "file"
 BLOCK_ROWS: Final = 200_000
 
 RECORD_COLUMN: Final = "record"
-"""Name of the column in the tables of a block that contains the number of the row's record, from 0 within the block."""
+"""Name of a column in the tables of a block of records.
+
+For each row, the column contains the number of the record to which the row belongs, from 0 within the block.
+"""
 
 _RECORD_COLUMNS: Final = ("step", "rank", "ts", "ts_origin", "attempt")
 _SCALAR_COLUMNS: Final = ("name", "unit", "labels")
@@ -63,9 +66,9 @@ class ImportedRecord:
 class ImportedBlock:
     """Many records of one source as Arrow tables, which are stored faster than single records.
 
-    Each table has columns of its dataset and the column `record` (int32): the number of the row's record, from 0 within
-    the block. The columns step, rank, ts, attempt, micro_step, vpp_stage and ts_origin are optional; null means that
-    the row has no such value.
+    Each table has columns of its dataset and the column `record` (int32). For each row, `record` is the number of the
+    record to which the row belongs, from 0 within the block. The columns step, rank, ts, attempt, micro_step, vpp_stage
+    and ts_origin are optional; null means that the row has no such value.
     """
 
     records: int
@@ -111,9 +114,12 @@ class Faults:
     count: int = 0
     first: list[Fault] = field(default_factory=list)
     passed_over: int = 0
-    """The number of lines between the records that are output of another kind. They are not errors."""
+    """The number of lines that contain no record but other output of the program. Such lines are not errors."""
     read_bytes: int = 0
-    """The number of bytes read so far, for the progress bar. The code that reads the file updates it."""
+    """The number of bytes of the log that were read so far, for the progress bar.
+
+    The function that reads the file updates this number.
+    """
 
     def add(self, line: int, text: str) -> None:
         """Record that the line with the number `line`, from 1, could not be read. `text` is the reason."""
@@ -146,8 +152,8 @@ class Importer(Protocol):
 class KnownByContent(Protocol):
     """An importer whose files are rewritten completely when the log grows.
 
-    The first bytes of such a file change, but its first record does not. The log is therefore recognized by a text that
-    the importer derives from the first record.
+    The first bytes of such a file change, but its first record does not. Rankscope therefore recognizes a log that was
+    imported before by a text that the importer derives from the first record.
     """
 
     def identity(self, path: Path) -> str | None:
@@ -178,7 +184,7 @@ class BlockBuilder:
 
     @property
     def is_full(self) -> bool:
-        """True if the block has at least 200,000 scalars or 200,000 records, so that it should be stored."""
+        """True if the block has at least 200,000 scalars or 200,000 records, and should be stored now."""
         return len(self._values) >= BLOCK_ROWS or len(self._records) >= BLOCK_ROWS
 
     def record(

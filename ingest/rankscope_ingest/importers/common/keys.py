@@ -59,7 +59,10 @@ _ROLES: Final = {
 
 @functools.lru_cache(maxsize=4096)
 def role_of(key: str) -> Role:
-    """Return the use of the value of `key`. The case of `key` does not matter."""
+    """Return the use of the value of the log key `key`, for example step, rank or time.
+
+    Upper and lower case count as equal.
+    """
     return _ROLES.get(key.lower(), Role.VALUE)
 
 
@@ -67,7 +70,7 @@ def role_of(key: str) -> Role:
 class EventClass:
     """The type and severity with which a logged event is stored.
 
-    `ends_training` is whether the event means that training has ended successfully.
+    `ends_training` states whether the event means that training has ended successfully.
     """
 
     type: str
@@ -99,14 +102,17 @@ def event_class(name: str) -> EventClass:
 
 
 SET_LABEL: Final = "dataset"
-"""Label with the name of the evaluation set, for scalars of runs that have several evaluation sets."""
+"""Name of the label that contains the evaluation set of a scalar, for runs with several evaluation sets."""
 
 _EVALUATION_SPLITS: Final = {"val", "valid", "validation", "eval", "evaluation", "dev"}
 _SAME_IN_EVALUATION: Final = {"epoch", "learning_rate"}
 _RUNTIME: Final = "_runtime"
 
 Named = tuple[Alias, str | None]
-"""An alias, and the labels of its scalars as JSON: they contain the name and the unit in the log."""
+"""An alias, and the labels (JSON) of the scalars that are stored under it.
+
+The labels contain the name and the unit in the log.
+"""
 
 
 class Names:
@@ -128,8 +134,8 @@ class Names:
     def name(self, key: str, taken: Collection[str], document: Mapping[str, object]) -> Named:
         """Return the stored name of `key`, a key of the object `document`.
 
-        `taken` has the stored names of earlier keys of the object. If the usual stored name is one of them, or is
-        another key of the object, the key is not renamed.
+        `taken` has the stored names of earlier keys of the object. `key` is not renamed if its usual stored name is in
+        `taken` or is another key of the object.
         """
         if key == "throughput" and "total_tokens" in document:
             alias = canonical("tokens_per_second")  # LLaMA-Factory counts tokens, other programs samples
@@ -201,10 +207,10 @@ _LARGEST: Final = 1 << 53
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of an object whose values are a step and numbers.
+    """The shape of a logged object whose values are only a step and numbers.
 
-    It consists of the positions of step and epoch among the values, and of the position and the stored name of each
-    number.
+    The shape consists of the positions of step and epoch among the values, and of the position and the stored name of
+    each number.
     """
 
     step: int
@@ -213,7 +219,10 @@ class Shape:
 
 
 class Shapes:
-    """A cache of the shapes of the objects of one log. The cache is emptied when stored names change."""
+    """A cache of the shapes of the objects in one log: the positions of step and numbers, and the stored names.
+
+    The cache is emptied when stored names change.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[tuple[str, ...], tuple[type, ...]], Shape] = {}

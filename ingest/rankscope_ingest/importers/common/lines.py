@@ -23,7 +23,7 @@ _COLOUR: Final = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
 _RANK: Final = re.compile(
     r"\[\s*(?:rank[ _]?|default)(\d{1,9})\s*\]|\brank(?:[ _=]|: ?)(\d{1,9})\b|^\s*(\d{1,9}):(?=\s)", re.IGNORECASE
 )
-"""A pattern for the rank before a log message, as torchrun, srun and common training scripts print it."""
+"""A regular expression for the rank before a log message, as torchrun, srun and common training scripts print it."""
 _TIME: Final = re.compile(r"\b(\d{4}-\d{2}-\d{2}[ T]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[-+]\d{2}:?\d{2})?)")
 
 _WINDOW_BYTES: Final = 65_536
@@ -149,9 +149,9 @@ def sample_lines(path: Path, head: bytes) -> list[bytes]:
 
 
 def _window_starts(seen: int, size: int) -> list[int]:
-    """Return the offsets of the parts of a file to sample after its first `seen` bytes; the file has `size` bytes.
+    """Return the offsets of the parts of a file that are read as a sample, after the first `seen` bytes.
 
-    The parts do not overlap.
+    The file has `size` bytes. The parts do not overlap.
     """
     if size - seen <= 2 * _WINDOW_BYTES:
         return [start for start in (seen, seen + _WINDOW_BYTES) if start < size]
@@ -159,7 +159,10 @@ def _window_starts(seen: int, size: int) -> list[int]:
 
 
 def _whole_lines(window: bytes, *, is_first: bool) -> list[bytes]:
-    """Return the lines of `window`, a part of a file, without lines that its beginning or end may have cut."""
+    """Return the complete lines of `window`, a part of a file.
+
+    A first or last line that may be incomplete is left out.
+    """
     lines = window.split(b"\n")
     if is_first and len(lines) == 1:
         return lines

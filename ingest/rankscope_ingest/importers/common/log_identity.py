@@ -1,8 +1,9 @@
-"""Recognize logs that were imported before, also after they have grown or were moved; a replaced log is another log.
+"""Recognize logs that were imported before, even if a log has grown or was moved since then.
 
-A log is the same if it still begins with the bytes that the last import read. If the log was truncated since then, its
-whole content must be the beginning of these bytes. Each import is stored as an event of type `import`, which contains
-the number and digests of the bytes read. No other state is needed.
+A log whose content was replaced is another log. A log is the same if it still begins with the bytes that the last
+import read. A log that was truncated since then is the same if its whole content is the beginning of these bytes. Each
+import is stored as an event of type `import`, which contains the number and digests of the bytes read. No other state
+is needed.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ class KnownImport:
     path: str
     kind: str
     marks: tuple[tuple[int, str], ...]
-    """Ascending sizes, each with a digest of that many bytes from the beginning of the log.
+    """Pairs of a size and a digest of that many bytes from the beginning of the log, by ascending size.
 
-    The last size is the number of bytes that the import read. If the log is a folder, there are no sizes.
+    The last size is the number of bytes that the import read. If the log is a folder, there are no pairs.
     """
 
     records: int
     malformed: int = 0
     attempt: int = 0
-    """The attempt of the run that corresponds to attempt 0 of the log."""
+    """Number of the run's attempt as which attempt 0 of the log is stored."""
 
     ends: Mapping[int | None, End] = field(default_factory=dict)
 
@@ -88,7 +89,7 @@ class Source:
     incarnation: str
     before: KnownImport | None = None
     replaced: KnownImport | None = None
-    """The facts about another log that was at the same path at an earlier import; None if there was none."""
+    """The facts about another log that was imported from the same path before; None if there is no such log."""
 
 
 def known_imports(connection: Connection, run: str) -> list[KnownImport]:
@@ -107,7 +108,7 @@ def known_imports(connection: Connection, run: str) -> list[KnownImport]:
 
 
 def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str | None = None) -> Source:
-    """Return the identity of the log at `path`: that of one of the logs in `known`, or a new one.
+    """Return the identity of the log at `path`, which is a log in `known` or a new log.
 
     `identity` is a text that all versions of the log share; it is None if the importer does not provide such a text.
     """
@@ -128,9 +129,9 @@ def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str |
 
 
 def _is_in_place(log: KnownImport, path: Path) -> bool:
-    """Return whether the imported log `log` is still unchanged at its path, which is not `path`.
+    """Return whether the imported log `log` still exists unchanged at its path, which is not `path`.
 
-    Another file with the same content is then a copy of the log, and not the log after a move.
+    If so, the file at `path` with the same content is a copy of the log. Otherwise the log was moved to `path`.
     """
     place = Path(log.path)
     try:
@@ -150,9 +151,10 @@ def marks(path: Path, size: int) -> tuple[tuple[int, str], ...]:
 
 
 def has_equal_beginning(path: Path, known: Sequence[tuple[int, str]]) -> bool:
-    """Return whether the file has the same content as an imported log, of which `known` has digests.
+    """Return whether the file at `path` begins like an imported log.
 
-    If one of the two is longer, its additional bytes at the end are ignored.
+    `known` has pairs of a size and a digest of that many bytes of the imported log. The largest size that the file has
+    is compared.
     """
     with readable(path):
         size = path.stat().st_size
@@ -172,9 +174,9 @@ def _digest(path: Path, size: int) -> str | None:
 
 
 def stream_of(log: str, source: str) -> str:
-    """Return the identity of the stream `source` of `log`, which is the identity of a log or the name of a run.
+    """Return the identity of the stream `source` of a log. `log` is the identity of the log or the name of a run.
 
-    The identity is a digest of both texts and does not depend on the path of the log.
+    The result is a digest of both texts and does not depend on the path of the log.
     """
     return _incarnation([text.encode("utf-8", "surrogateescape") for text in (log, source)])
 
@@ -182,7 +184,8 @@ def stream_of(log: str, source: str) -> str:
 def incarnation_of(path: Path, run: str, *, generation: int = 0) -> str:
     """Return the identity of a new log: a digest of run, file name and first line.
 
-    These do not change as the log grows. `generation` distinguishes logs that have the same name and first line.
+    None of these three changes when the log grows. `generation` distinguishes logs that have the same name and first
+    line.
     """
     first_line = b""
     with readable(path):
@@ -223,7 +226,10 @@ class Extents:
         return _highest(*(extent.last_step for extent in self.by_attempt.values()))
 
     def add(self, tables: Mapping[str, pa.Table]) -> None:
-        """Extend the ranges by the rows of `tables`, which are tables by dataset."""
+        """Widen the ranges of times and steps of each attempt so that they include the rows of `tables`.
+
+        `tables` maps a dataset to its table.
+        """
         for table in tables.values():
             for row in _summary(table):
                 self._add(row["attempt"] or 0, row["rank"], row["step_max"], row["ts_min"], row["ts_max"])
@@ -241,11 +247,11 @@ class Extents:
 
 
 def first_attempt(tables: Mapping[str, pa.Table], known: Iterable[KnownImport]) -> int:
-    """Return the attempt of the run that corresponds to attempt 0 of a new log.
+    """Return the number of the run's attempt as which attempt 0 of a new log is stored.
 
     `tables` has the first rows of the new log, `known` the other imported logs of the run. The new log continues the
-    last attempt of an earlier log if its steps are higher, or if both logs were written at the same time, for example
-    by two nodes. If its steps begin again, it is the next attempt.
+    last attempt of an earlier log if the steps of the new log are higher, or if both logs were written at the same
+    time, for example by two nodes. If the steps of the new log begin again, the new log is the next attempt.
     """
     ends: dict[int | None, End] = {}
     for log in known:

@@ -51,13 +51,13 @@ _LIST_LABEL: Final = {"learning_rate": "group", "gpu_util": "gpu"}
 _UTILISATION: Final = "gpu_util"
 _LARGEST_RANK: Final = 1 << 31
 _LAST_ENTRY: Final = "train_runtime"
-"""A key that only the last entry of the Hugging Face Trainer has.
+"""A key that occurs only in the last entry that the Hugging Face Trainer logs.
 
 The values of that entry whose keys begin with `train_` are averages over the whole run.
 """
 
 _ALIVE_RECORDS: Final = 4
-"""A stream of steps has ended if none of this number of consecutive records belongs to it."""
+"""Number of consecutive records after which a stream of ascending steps has ended if none of them belongs to it."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class StepStreams:
     A step below the previous step begins a new stream of steps, and each stream is one attempt. An exception is a step
     that another stream with a recent record expects as its next one. A restart is therefore a new attempt from its
     first step on, and alternating lines of two processes that write one file are two attempts. A repeated step belongs
-    to the same attempt; both records are stored, the later one last. Each rank is counted separately.
+    to the same attempt; both records are stored, in the order of the log. Each rank is counted separately.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,10 @@ class StepStreams:
 
 @dataclass(slots=True)
 class _Record:
-    """The values of one logged object by their use, before numbers get stored names."""
+    """The values of one logged object, divided by use (step, rank, time, numbers, text).
+
+    The numbers do not have stored names yet.
+    """
 
     document: Mapping[str, Any]
     sets: tuple[str, ...]
@@ -155,7 +158,10 @@ class _Record:
     split: str | None = None
 
     def epoch(self) -> float | None:
-        """Return the epoch in the object, also if it is given as text; None without an epoch."""
+        """Return the epoch in the object as a number, or None if the object has no epoch.
+
+        The value in the log may be a text.
+        """
         for key, value in self.numbers.items():
             if key.lower() == EPOCH:
                 return value if isinstance(value, float) else None
@@ -182,7 +188,7 @@ class ObjectReader:
 
     def __init__(self) -> None:
         self.keys: dict[str, int] = {}
-        """All keys of the log, each with its number of null values. A null value is an absent value."""
+        """For each key of the log, the number of null values. A null value is an absent value."""
         self.config: Any = None
         self.planned_steps: int | None = None
         self.last_step: int | None = None
@@ -233,7 +239,7 @@ class ObjectReader:
     def run(self, facts: Mapping[str, Any], **sections: Any) -> ImportedRun:
         """Return the facts about the run that the log contains.
 
-        `facts` are facts about the import. They and `sections` are stored in `config`.
+        `facts` are facts about the import. `facts` and `sections` are stored in the `config` of the run.
         """
         absent = {key: count for key, count in self.keys.items() if count}
         about = {**facts, "keys": sorted(self.keys), "null_values": absent}
@@ -268,9 +274,9 @@ class ObjectReader:
                 record.numbers[key] = numbers
 
     def _take_role(self, role: Role, key: str, value: Any, record: _Record) -> bool:
-        """Store `value` as the step, rank, time or other use that `role` names.
+        """Store `value` as the step, rank, time or other property that `role` selects.
 
-        Return False if the value does not fit that use; it is then an ordinary value.
+        Return False if the value is not valid for that property. The caller then treats the value as an ordinary one.
         """
         match role:
             case Role.STEP:
@@ -301,7 +307,8 @@ class ObjectReader:
     def _step(self, record: _Record) -> int | None:
         """Return the step of `record`, or None.
 
-        The values of further step keys are added to the numbers of the record. The planned number of steps is stored.
+        If several keys contain a step, the values of the others are added to the numbers of the record. The planned
+        number of steps is stored as a fact about the run.
         """
         record.steps.sort()
         for _, key, value in record.steps[1:]:

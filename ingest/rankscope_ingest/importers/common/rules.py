@@ -1,6 +1,6 @@
-"""Apply anomaly rules to imported rows, so that they get the same anomaly events as rows of a monitored rank.
+"""Apply anomaly rules to imported rows, so that imported runs have the same anomaly events as monitored runs.
 
-The rules run in the reference evaluator, which is also the reference for the rules that a rank applies.
+The rules run in the reference evaluator, whose results define what the rules on a rank must report.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COUNTS: Final = ("nans", "infs")
 
 
 class RuleEvaluator:
-    """Applies the rules of one import and holds the baseline of each series.
+    """Applies anomaly rules to the rows of one import, and holds the baseline of each series of values.
 
     Tables must be evaluated in the order of the log.
     """
@@ -46,7 +46,7 @@ class RuleEvaluator:
     def evaluate(self, tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
         """Return `tables` with baselines in `tensor_stats`, and with one additional anomaly event per firing.
 
-        Baselines that the log contains are not changed.
+        If the log contains baselines, these are not changed.
         """
         evaluated = dict(tables)
         events = []
@@ -136,7 +136,7 @@ def _covered(rule: AnomalyRule, kinds: pa.ChunkedArray, op: str) -> npt.NDArray[
 def _firing_events(table: pa.Table, op: str, firings: Sequence[tuple[int, AnomalyRule, float]]) -> list[pa.Table]:
     """Return anomaly events for the firings, one table per rule.
 
-    A firing is a triple of row number, rule and the baseline before the row.
+    A firing is a triple: the number of a row, the rule that fires, and the baseline before this row.
     """
     found = []
     for rule in dict.fromkeys(rule for _, rule, _ in firings):

@@ -50,17 +50,17 @@ BATCH_ROWS: Final = 500_000
 _CODED: Final = pa.dictionary(pa.int32(), pa.string())
 
 Progress = Callable[[int], None]
-"""A function that is called with the number of bytes read so far."""
+"""A function that an import calls with the number of bytes of the log that were read so far."""
 
 
 class Appender(Protocol):
-    """The interface of a store writer, as far as an import needs it."""
+    """The methods of a store writer that an import uses."""
 
     def append(self, batch: Batch) -> Commit:
         """Store the rows of the batch durably, except those of records that are already stored."""
 
     def watermark(self, incarnation: str) -> int:
-        """Return the last stored sequence number of `incarnation`, or -1 if nothing of it is stored."""
+        """Return the last stored sequence number of `incarnation`, or -1 if no record of it is stored."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class ImportReport:
     attempts: int = 0
     state: str | None = None
     is_known: bool = False
-    """True if the log was imported before, whether or not it has grown since then."""
+    """True if the log was imported before, even if it has grown since then."""
     is_replacement: bool = False
     """True if another log was at this path at the last import, because the log was rotated or truncated since then."""
 
@@ -144,7 +144,7 @@ class Numbering:
         self.records = 0
 
     def rows(self, records: Sequence[ImportedRecord]) -> dict[str, pa.Table]:
-        """Return the rows of `records` as tables by dataset, and advance the record number."""
+        """Return the rows of `records` as tables by dataset, and increase the number of the next record accordingly."""
         rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         arrived = time.time_ns() // 1000
         for seq, record in enumerate(records, self.records):
@@ -157,7 +157,10 @@ class Numbering:
         return {dataset: rows_table(dataset, listed) for dataset, listed in rows.items() if listed}
 
     def block(self, block: ImportedBlock) -> dict[str, pa.Table]:
-        """Return the tables of `block` with all columns of their datasets, and advance the record number."""
+        """Return the tables of `block` with all columns of their datasets.
+
+        Increase the number of the next record accordingly.
+        """
         arrived = time.time_ns() // 1000
         tables = {name: self._full(name, table, arrived) for name, table in block.tables.items() if table.num_rows}
         self.records += block.records
@@ -216,7 +219,7 @@ class _Intake:
 
     @property
     def records(self) -> int:
-        """The number of records read so far."""
+        """The number of records of the log that were read so far, over all sources."""
         return sum(numbering.records for numbering in self._numberings.values())
 
     def batches(self, imported: Iterator[Imported], faults: Faults, progress: Progress | None) -> Iterator[Batch]:
@@ -326,7 +329,7 @@ class _Intake:
 
 
 def _grouped(imported: Iterator[Imported]) -> Iterator[list[ImportedRecord] | ImportedBlock | ImportedRun]:
-    """Yield consecutive single records of one source as a list; yield blocks and facts unchanged."""
+    """Yield consecutive single records of one source as one list, and yield blocks of records and facts unchanged."""
     waiting: list[ImportedRecord] = []
     rows = 0
     for item in imported:
@@ -344,7 +347,7 @@ def _grouped(imported: Iterator[Imported]) -> Iterator[list[ImportedRecord] | Im
 
 
 def _moved(table: pa.Table, attempt: int) -> pa.Table:
-    """Return `table` with `attempt` added to its attempt numbers."""
+    """Return a copy of `table` in which `attempt` is added to each attempt number."""
     if not attempt:
         return table
     position = table.column_names.index("attempt")
@@ -359,7 +362,10 @@ def _concat(dataset: str, tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _new_anomalies(events: pa.Table | None, watermark: int) -> int:
-    """Return the number of anomaly events whose sequence number is above the watermark."""
+    """Return the number of anomaly events that are not stored yet.
+
+    The sequence numbers of these events are above the watermark.
+    """
     if events is None:
         return 0
     is_anomaly = pc.equal(events.column("type").cast(pa.string()), EventType.ANOMALY.value)

@@ -51,7 +51,7 @@ def _plain_json(value: Any, depth: int) -> Any:
 NUMBER: Final = (
     r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
 )
-"""A pattern for a number in text, with or without thousands separators. NaN and Inf match in any case."""
+"""A regular expression for a number in text, with or without thousands separators. NaN and Inf match in any case."""
 
 _MAX_CHARACTERS: Final = 64
 _QUANTITY: Final = re.compile(rf"(?P<number>{NUMBER})\s*(?P<unit>%|[a-zµ][a-z/]*)?", re.IGNORECASE)
@@ -170,19 +170,19 @@ DECODER: Final = json.JSONDecoder(parse_int=_whole)
 
 
 class Cut(Exception):  # noqa: N818 - a state of the text, not an error of the caller
-    """Raised when the text ends inside a value."""
+    """Raised when a JSON text ends inside a value."""
 
 
 class Malformed(Exception):  # noqa: N818 - as above
-    """Raised when the text is not valid JSON, or when a value is too long."""
+    """Raised when a text is not valid JSON, or when one of its values is too long."""
 
 
 class JsonWindow:
     """Reads the values of a JSON text of any length one by one; the text before the current position is discarded.
 
     Streaming JSON libraries reject `NaN` and `Infinity`, which Python prints, and stop at a truncated document (ijson,
-    issues 33 and 139). The decoder of the standard library accepts both, but only for one complete value at a time.
-    This class finds the values in the text.
+    issues 33 and 139). The decoder of the standard library accepts `NaN` and `Infinity`, but decodes only one complete
+    value at a time. This class therefore finds the beginning and the end of each value, and passes it to that decoder.
     """
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
@@ -245,7 +245,10 @@ class JsonWindow:
         return isinstance(value, dict | list | str) or (end < len(self._text) and self._text[end] in _STRUCTURE)
 
     def resume_at(self, pattern: re.Pattern[str]) -> None:
-        """Move behind the next match of `pattern`. Raises Cut if there is no match in the rest of the text."""
+        """Move the current position behind the next match of `pattern`.
+
+        Raises Cut if there is no match in the rest of the text.
+        """
         self._at += 1
         while (found := pattern.search(self._text, self._at)) is None:
             self._at = max(self._at, len(self._text) - _EDGE_CHARACTERS)

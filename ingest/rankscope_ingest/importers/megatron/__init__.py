@@ -60,8 +60,8 @@ _PROBE_BYTES: Final = 4096
 _PLACES: Final = 64
 """The largest number of records in one line of a log.
 
-The place of a record is the number of its line times _PLACES, plus the index of the record within the line. Places are
-therefore in the order of the log.
+The place (a sort key) of a record is the number of its line times _PLACES, plus the index of the record within the
+line. Places are therefore in the order of the log.
 """
 _REMEMBERED: Final = 4096
 _REMEMBERED_KEYS: Final = 64
@@ -101,7 +101,10 @@ class MegatronText:
 
 
 def _chunks(path: Path, faults: Faults) -> Iterator[bytes]:
-    """Yield the bytes of a file in chunks, then empty bytes as the end. A line over the size limit is shortened."""
+    """Yield the bytes of a file in chunks, and empty bytes after the last chunk.
+
+    A line that is longer than the size limit is shortened.
+    """
     with path.open("rb") as file:
         data = file.read(CHUNK_BYTES)
         refuse_no_text(path, data[:_PROBE_BYTES])
@@ -165,8 +168,8 @@ class _Reading:
     """Reads one Megatron log chunk by chunk, and holds the state between the chunks.
 
     `take` must be called with chunks of complete lines. The result for a line depends only on the lines before it and
-    on the few lines after it that may continue it. A log that has grown therefore yields the previous records first, in
-    the same order.
+    on the few next lines that may be its continuation. A log that has grown therefore yields the previous records
+    first, in the same order.
     """
 
     def __init__(self, faults: Faults) -> None:
@@ -233,7 +236,10 @@ class _Reading:
         return found
 
     def _read_one_by_one(self, lines: Lines, left: Integers, timed: Integers, found: _Found) -> int:
-        """Parse the lines with the numbers `left`; return how many further lines were continuations of wrapped rows."""
+        """Parse one by one the lines with the numbers `left`, which the column parser could not parse.
+
+        Return how many further lines were continuations of wrapped rows.
+        """
         opening = sorted(found.groups, key=lambda group: -int(group.lines[0]))
         rows = np.flatnonzero(lines.is_row)
         rows_before = timers_before = 0
@@ -285,10 +291,11 @@ class _Reading:
             self._whole_keys[keys] = None
 
     def _is_whole(self, row: Row, *, is_end: bool, is_torn: bool) -> bool:
-        """Return whether a row of a Megatron log is complete, as far as the log shows.
+        """Return whether a row of a Megatron log is complete, as far as this can be derived from the log.
 
         A complete row ends with a bar (`|`), except in dialects that print no bar at the end. The last line of a log
-        may be incomplete even with a bar at its end. It counts as complete if earlier rows end with the same key.
+        may be incomplete even with a bar at its end. Such a line counts as complete if earlier rows end with the same
+        key.
         """
         if not row.parts or is_cut(row.keys, self._whole_keys):
             return False
@@ -345,7 +352,7 @@ class _Reading:
     def _before(
         self, wanted: Integers, places: Integers, steps: Integers, attempts: Integers
     ) -> tuple[Integers, Integers]:
-        """Return the step and the attempt of the last row before each place of the log in `wanted`."""
+        """For each place of the log in `wanted`, return the step and the attempt of the last row before it."""
         rows = np.searchsorted(places, wanted)
         return np.append(self._step, steps)[rows], np.append(self._attempt, attempts)[rows]
 

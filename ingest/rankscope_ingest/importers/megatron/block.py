@@ -58,7 +58,10 @@ class AttemptCounter:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The values of one scalar. `positions` has, for each value, the index of its record in the block."""
+    """The values of one scalar in some records of a block.
+
+    `positions` has, for each value, the index of its record in the block.
+    """
 
     meaning: Meaning
     positions: Integers
@@ -83,7 +86,7 @@ class RowColumns:
     def of(
         cls, groups: Sequence[Group], rows: Sequence[tuple[int, Row]], places: int, printers: Printers
     ) -> RowColumns:
-        """Return step, time, loss and other common values of the rows in `groups`, then of those in `rows`.
+        """Return step, time, loss and other common values of all rows, those in `groups` first, then those in `rows`.
 
         A row in `rows` comes with its place in the log; the place of a row in a group is its line number times
         `places`.
@@ -120,11 +123,14 @@ class Chunk:
     without_loss: list[Integers] = field(default_factory=list)
     events: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     scalars: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
-    """Scalars of single lines of the log, each with the index of its record."""
+    """Scalars from lines that were parsed one by one, each with the index of the record to which it belongs."""
 
     @classmethod
     def of(cls, positions: Integers, *, steps: Integers, ranks: Integers, times: Integers, attempts: Integers) -> Chunk:
-        """Return a chunk of records with these values, sorted by `positions`, which has the index of each record."""
+        """Return a chunk of records with these values, sorted by `positions`.
+
+        `positions` has the index that each record must have.
+        """
         order = np.argsort(positions)
         return cls(steps[order], ranks[order], times[order], attempts[order])
 

@@ -48,9 +48,9 @@ KNOWN_KEYS: Final = frozenset({
 _SPLIT_NUMBER: Final = re.compile(r"[\d.eE+-]$")
 _REST_OF_NUMBER: Final = re.compile(r"^[\d.eE+-]")
 _MAY_CLOSE: Final = rf"\|\s*$|{HEAD_PATTERN}.*{HEAD_PATTERN}|\r[^\n]|[\x00\x08\x1b]"
-"""A pattern for rows that end with a bar (`|`), or that only the parser of single rows can parse.
+"""A regular expression for lines whose rows end with a bar (`|`), or that only the parser of single rows can parse.
 
-The latter contain two rows, a progress bar or colours.
+Lines of the second kind contain two rows, a progress bar or colours.
 """
 
 
@@ -59,9 +59,9 @@ def joined_row(
 ) -> tuple[list[Row], int]:
     """Return the rows of the line `text` joined with its continuation lines, and the number of continuation lines.
 
-    Without a continuation, the result is no rows and 0. `following(k)` returns the k-th line after `text`, or None if
-    that line cannot be a continuation. A line may be wrapped after a bar, so a row that looks complete may continue. As
-    many lines are joined as possible, if the result is a valid row.
+    If `text` has no continuation, the result is an empty list of rows and 0. `following(k)` returns the k-th line after
+    `text`, or None if that line cannot be a continuation. A line may be wrapped after a bar, so a row that looks
+    complete may continue. The largest number of lines that together form a valid row is joined.
     """
     whole = text
     found: tuple[list[Row], int] = [], 0
@@ -169,7 +169,7 @@ class Lines:
     def are_open(self) -> bool:
         """Return whether the log is of a dialect whose rows do not end with a bar (`|`).
 
-        This is so if no row of the chunk ends with a bar, and no row can continue in the next line.
+        The log is of such a dialect if no row of the chunk ends with a bar, and no row can continue in the next line.
         """
         rows = np.flatnonzero(self.is_row)
         after = rows[rows + 1 < len(self)] + 1

@@ -35,13 +35,16 @@ Flags = npt.NDArray[np.bool_]
 
 NO_TIME: Final = np.iinfo(np.int64).min
 NO_NUMBER: Final = np.iinfo(np.int64).min
-"""The value for an unknown step or rank in arrays of integers."""
+"""The value that represents an unknown step or rank in arrays of integers."""
 
 TIMERS_PATTERN: Final = r"time \(ms\) \|"
 
 _TEMPLATES: Final = 3
 _VALUES: Final = r"^[^|]*\||:[^:|]*\|"
-"""A pattern for the parts in which lines with equal keys may differ: the text before the first bar, and the values."""
+"""A regular expression for the parts in which lines with equal keys may differ.
+
+These parts are the text before the first bar, and the values.
+"""
 _NO_STOP: Final = 1 << 24
 _ENOUGH_LINES: Final = 4
 
@@ -50,7 +53,7 @@ _ENOUGH_LINES: Final = 4
 class Shape:
     """The form of one kind of line.
 
-    `head` is a pattern for the text before the first bar; its groups capture the values in that text.
+    `head` is a regular expression for the text before the first bar; its groups capture the values in that text.
     """
 
     head: str
@@ -176,9 +179,10 @@ def _read_alike(lines: pa.Array, numbers: Integers, shape: Shape) -> tuple[list[
 
 
 def _take_alike(table: _Pieces, numbers: Integers, shape: Shape, groups: list[Alike]) -> Integers:
-    """Add up to three groups of lines with equal keys to `groups`. Return the numbers of the other lines.
+    """Add up to three groups of lines with equal keys to `groups`.
 
-    The keys of a group are those of the first remaining line.
+    Return the numbers of the lines that are in none of these groups. The keys of a group are those of the first
+    remaining line.
     """
     left: list[Integers] = []
     for _ in range(_TEMPLATES):
@@ -197,7 +201,10 @@ def _take_alike(table: _Pieces, numbers: Integers, shape: Shape, groups: list[Al
 
 
 def _take_by_form(lines: pa.Array, numbers: Integers, shape: Shape, groups: list[Alike]) -> Integers:
-    """Add lines to `groups`, grouped by their text without the values. Return the numbers of the other lines."""
+    """Group lines by their text without the values, and add the groups to `groups`.
+
+    Return the numbers of the lines that could not be grouped.
+    """
     forms = _numpy(pc.replace_substring_regex(lines, _VALUES, "|").dictionary_encode().indices)
     order = np.argsort(forms, kind="stable")
     left = []
@@ -234,7 +241,7 @@ class _Pieces:
 def _read_like_first(table: _Pieces, numbers: Integers, shape: Shape) -> tuple[Alike | None, Flags]:
     """Return the lines with the same keys as the first line, and a boolean array that marks them.
 
-    The first value is None if there are no such lines.
+    Return None instead of the lines if there are no such lines.
     """
     nothing = np.zeros(len(numbers), np.bool_)
     first = table.first()
@@ -269,7 +276,7 @@ def _read_like_first(table: _Pieces, numbers: Integers, shape: Shape) -> tuple[A
 
 
 def _keys(first: list[str], shape: Shape) -> tuple[str, ...] | None:
-    """Return the keys in the first line of a group; None if only the parser of single rows can parse this line."""
+    """Return the keys in the first line of a group; None if only the parser of single rows can parse that line."""
     is_closed = not first[-1].strip()
     split = [split_part(piece) for piece in (first[1:-1] if is_closed else first[1:])]
     parts = [part for part in split if part is not None]

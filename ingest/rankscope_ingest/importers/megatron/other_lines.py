@@ -1,8 +1,8 @@
 """Parse the companion lines of a Megatron log: the lines with data between its rows.
 
-They contain validations, checkpoints, timers, memory, arguments, the end of a run, and errors. The module performs no
-I/O. If such a line belongs to a step but does not contain it, the step is that of the row before the line; the caller
-adds it.
+These lines contain validations, checkpoints, timers, memory, arguments, the end of a run, and errors. The module
+performs no I/O. If such a line belongs to a step but does not contain it, the step is that of the row before the line;
+the caller adds it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ COMPANION_PATTERN: Final = (
     r"|Traceback \(most|Error\b|ERROR|NCCL|[Oo]ut of memory|CANCELLED|TIME LIMIT|[Kk]ill|SIG[A-Z]{3,}|[Ss]ignal \d"
     r"|[Ss]egmentation fault|No space left|Permission denied|No such file|[Tt]imed? ?out|core dumped|Connection re"
 )
-"""A pattern for possible companion lines. `Companions.read` receives only lines in which it matches.
+"""A regular expression for lines that may be companion lines (lines with data between the rows).
 
-The pattern is also used by Arrow, so it must be valid for both Python and RE2.
+`Companions.read` receives only lines in which it matches. The pattern is also used by Arrow, so it must be valid for
+both Python and RE2.
 """
 
 _MEBIBYTE: Final = float(1 << 20)
@@ -85,7 +86,7 @@ _ERRORS: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
     ("exception", re.compile(r"Traceback \(most recent call last\)|^[A-Za-z_][\w.]*(?:Error|Exception)(?::|$)")),
 )  # fmt: skip
 _STOPPING: Final = frozenset({"cancelled", "signal"})
-"""Classes of errors which mean that a user or the scheduler stopped the run; the run itself did not fail."""
+"""Names of exception classes which mean that a user or the scheduler stopped the run, so that the run did not fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,8 @@ class Companion:
     once: tuple[Any, ...] | None = None
     """A key that identifies repeated lines: only the first line with the same key and step is stored.
 
-    For example, a thousand ranks may print the same failure. None means that every line is stored.
+    This avoids, for example, a thousand events for a failure that a thousand ranks print. If the key is None, the line
+    is always stored.
     """
 
 
@@ -117,7 +119,10 @@ class Companions:
     run: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
     ending: tuple[str, str] | None = None
-    """State and reason of the end of the run, according to the latest line about an end; None if there is none."""
+    """State and reason of the end of the run, according to the latest line that reports an end.
+
+    None if no line reports an end.
+    """
     _across: str | None = None
     _timer: str = ""
 
@@ -145,7 +150,7 @@ class Companions:
         return errors, bool(errors)
 
     def facts(self) -> ImportedRun:
-        """Return the facts about the run that the lines so far contain."""
+        """Return the facts about the run that are contained in the lines read so far."""
         facts = dict(self.run)
         if self.arguments:
             facts["config"] = json.dumps(self.arguments, sort_keys=True, ensure_ascii=False)
@@ -158,14 +163,17 @@ class Companions:
         return ImportedRun(**facts)
 
     def row_seen(self) -> None:
-        """Discard a recorded end of the run. The caller has read another row, so training continued."""
+        """Discard an end of the run that an earlier line reported.
+
+        Called when another row follows, because training then continued.
+        """
         self.ending = None
         self._across = None
 
     def timers_seen(self) -> None:
         """End the current list of the timers of all ranks.
 
-        The caller has read a timer line, which is not part of such a list.
+        Called when a timer line (`time (ms) | …`) follows, which is not an element of such a list.
         """
         self._across = None
 

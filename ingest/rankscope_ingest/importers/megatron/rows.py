@@ -19,16 +19,17 @@ from rankscope_ingest.importers.common.values import micros as iso_micros
 from rankscope_ingest.importers.common.values import seconds
 
 HEAD_PATTERN: Final = r"[Ii]teration[ \t]+\d{1,18}[ \t]*/[ \t]*\d{1,18}[ \t]*\|"
-"""A pattern for the beginning of each row, such as `iteration 10/ 100 |`, after prefixes such as time and rank.
+"""A regular expression for the beginning of each row, such as `iteration 10/ 100 |`.
 
-The pattern is also used by Arrow, so it must be valid for both Python and RE2.
+Prefixes such as time and rank may precede it. Arrow uses the same expression, so it must be valid for both Python and
+RE2.
 """
 
 LABEL_PATTERN: Final = r"(?:\[[^\[\]|]+\][ \t]*:?[ \t]*|[\w.-]+:[ \t]+)"
 TIME_PATTERN: Final = r"\d{4}[-/]?\d\d[-/]?\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[-+]\d\d:?\d\d)?"
 
 MAX_PREFIX: Final = 400
-"""Only this number of characters before a row is searched for prefixes such as time and rank."""
+"""Number of characters before a row that are searched for prefixes such as time and rank."""
 
 _HEAD: Final = re.compile(r"[Ii]teration[ \t]+(\d{1,18})[ \t]*/[ \t]*(\d{1,18})[ \t]*\|")
 _TIME: Final = re.compile(rf"(?<!\d){TIME_PATTERN}")
@@ -47,7 +48,10 @@ _BARE: Final = re.compile(
     r"((?:[\w-]{1,40} ){0,4}loss|learning rate|loss scale|grad norm|num zeros|params norm|consumed samples"
     r"|global batch size|elapsed time per iteration \(m?s\)|number of (?:skipped|nan) iterations)[ \t]+(\S+)"
 )
-"""A pattern for a part without a colon, as the first Megatron releases print it: `lm loss 9.5E+00`."""
+"""A regular expression for a key and a value without a colon between them.
+
+The first Megatron releases print such parts: `lm loss 9.5E+00`.
+"""
 _CLOCK: Final = re.compile(r"([^:|]*[^:|\s])\s*:\s*((?:\d{1,6} days?, )?\d{1,6}(?::\d\d){1,2}(?:\.\d+)?)")
 _THOUSANDS: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _DECIMAL_COMMA: Final = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
@@ -74,8 +78,8 @@ class Printer:
 class Row:
     """One row of a log with unchanged keys and values.
 
-    `parts` has the pairs of key and value, and `odd_parts` the number of unreadable parts. `is_closed` is whether the
-    row ends with a bar.
+    `parts` has the pairs of key and value, and `odd_parts` the number of parts that are no such pair. `is_closed` is
+    whether the row ends with a bar.
     """
 
     printer: Printer
@@ -86,11 +90,11 @@ class Row:
     odd_parts: int
     is_closed: bool
     is_whole: bool
-    """True if the last part has a key and a value. Some dialects print no bar after the last part."""
+    """True if the last part of the row has a key and a value. Some dialects print no bar after the last part."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the parts, in the order of the row."""
+        """The keys of the `key: value` parts, in the order of the row."""
         return tuple(key for key, _ in self.parts)
 
 
@@ -107,7 +111,7 @@ def has_head(text: str) -> bool:
 def parse_rows(text: str) -> list[Row]:
     """Return the rows on one line of a log, in order.
 
-    A row that is interrupted by the next row counts as not closed, so it is incomplete.
+    If a row is interrupted by the next row on the line, it is not closed and therefore incomplete.
     """
     heads = list(_HEAD.finditer(text))
     rows = []
@@ -127,7 +131,7 @@ def parse_rows(text: str) -> list[Row]:
 
 
 def last_time(prefix: str) -> str | None:
-    """Return the last time in `prefix`, the text before a row; None without a time."""
+    """Return the last time in `prefix`, the text before a row; None if `prefix` contains no time."""
     found = _TIME.findall(prefix)
     return found[-1] if found else None
 
@@ -168,8 +172,8 @@ def split_part(piece: str) -> tuple[str, str] | None:
 def number(text: str) -> float | None:
     """Return the number in `text`, which may be NaN or Inf; None for any other text.
 
-    Numbers such as `1,234.5` and `0,5`, and the spellings of NaN of other C libraries, are accepted. `1,234` may mean
-    1234 or 1.234 and is rejected: a wrong number is worse than a part that is reported as unreadable.
+    Numbers such as `1,234.5` and `0,5`, and the texts with which various C libraries print NaN, are accepted. `1,234`
+    may mean 1234 or 1.234 and is rejected: a wrong number is worse than a part that is reported as unreadable.
     """
     if "_" in text:
         return None
@@ -279,7 +283,10 @@ _SIDE_LOSS: Final = re.compile(r"mtp|balanc|aux|(?:^|_)z_loss|router|indexer|moe
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The stored name, unit and labels of a key. The logged value multiplied by `factor` is in `unit`."""
+    """The stored name, unit and labels of a key in the log.
+
+    The stored value, in `unit`, is the logged value times `factor`.
+    """
 
     name: str
     unit: str | None
@@ -287,7 +294,10 @@ class Meaning:
     labels: str | None
 
     def average(self) -> Meaning:
-        """Return the meaning of the average in a value `current/average`. Its stored name ends with `_average`."""
+        """Return the stored name, unit and labels for the average in a value `current/average`.
+
+        Its stored name ends with `_average`.
+        """
         return replace(self, name=f"{self.name}_average")
 
 
@@ -313,15 +323,18 @@ def main_loss(keys: tuple[str, ...]) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def may_be_cut(keys: tuple[str, ...]) -> bool:
-    """Return whether a row may be cut: it has neither a loss nor a key that Megatron prints after the loss."""
+    """Return whether a row may be truncated.
+
+    This is possible if it has neither a loss nor a key that Megatron prints after the loss.
+    """
     return main_loss(keys) is None and _AFTER_LOSS.isdisjoint(map(fold, keys))
 
 
 def is_cut(keys: tuple[str, ...], known: Iterable[tuple[str, ...]]) -> bool:
-    """Return whether a row was cut at a bar (`|`) before the loss.
+    """Return whether a row was truncated at a bar (`|`) before the loss.
 
-    It was cut if a key list in `known` begins with the keys of the row and contains the loss later. A complete row
-    without a loss still has the keys that Megatron prints after the loss.
+    It was truncated if a list of keys in `known` begins with the keys of the row and contains the loss after them. A
+    complete row without a loss still has the keys that Megatron prints after the loss.
     """
     if not may_be_cut(keys):
         return False

@@ -77,9 +77,9 @@ def _detect_folder(found: Found) -> Detection:
 
 
 def _read_folder(folder: Folder, faults: Faults, attempt: int) -> Generator[Imported, None, int]:
-    """Yield the records in the files of one rank.
+    """Yield the records in the msprobe files of one rank.
 
-    Return the largest number of times that a family of files repeats its steps.
+    Return how often the steps are repeated, for the family of files with the most repetitions.
     """
     repeats = 0
     for family, files in folder.families.items():
@@ -108,7 +108,7 @@ def _run(found: Found) -> ImportedRun:
 
 
 def _started(folder: Folder) -> dt.datetime | None:
-    """Return the time of the launch: the time in the name of the first folder, which has no year.
+    """Return the time of the launch, which is in the name of its first folder, without a year.
 
     The year is derived from the modification times of the files in the folder. Return None if it cannot be derived.
     """

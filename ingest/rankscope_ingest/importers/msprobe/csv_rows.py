@@ -59,7 +59,8 @@ class Cells(NamedTuple):
 def read_cells(path: Path, faults: Faults, report: Report) -> Iterator[Cells]:
     """Yield the rows of the file at `path` in batches; call `report` for each unreadable line.
 
-    A last line without line end may be incomplete. It is a row only if it ends with a complete data type.
+    A last line without line end may be incomplete. Such a line counts as a row only if it ends with a complete data
+    type.
     """
     header: list[str] = []
     waiting: list[bytes] = []
@@ -94,7 +95,10 @@ def read_header(path: Path) -> list[str]:
 
 
 def _lines(path: Path, faults: Faults, report: Report) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the bytes of each line of the file; call `report` for each line that is too long."""
+    """Yield the number (from 1) and the bytes of each line of the file.
+
+    Call `report` for each line that is too long.
+    """
     own = Faults(read_bytes=faults.read_bytes)
     for numbered in itertools.chain(read_lines(path, own), [None]):
         faults.read_bytes = own.read_bytes
@@ -179,7 +183,7 @@ def _is_text(line: bytes) -> bool:
 def _is_whole(header: Sequence[str], line: bytes) -> bool:
     """Return whether a line without line end is complete.
 
-    It is complete if it ends with a data type; a number at the end may lack digits.
+    The line is complete if it ends with a data type. If it ends with a number, digits may be missing.
     """
     last = line.rpartition(b",")[2]
     return header[-1] == "dtype" and (last == b"nan" or last.removeprefix(b"torch.") in _DTYPES)
@@ -255,7 +259,10 @@ class Rows:
         )
 
     def spread(self, values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
-        """Return a column with the value that belongs to the name of each row. `values` has one value per name."""
+        """Return a column with one value per row: the value in `values` for the name of the row.
+
+        `values` has one value per name.
+        """
         return pa.array(values, arrow_type).take(pa.array(self.codes))
 
 

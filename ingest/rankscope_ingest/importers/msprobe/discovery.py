@@ -152,9 +152,9 @@ def _order(folder: Folder) -> tuple[dt.datetime, str, int, str]:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The kind and the tensor or module that the name of a row identifies.
+    """The kind and the tensor or module that the name of a row in an msprobe file identifies.
 
-    `kind` is empty for rows of features, whose kind depends on the column.
+    `kind` is empty for rows that are stored in the dataset `features`, because their kind depends on the column.
     """
 
     kind: str
@@ -164,7 +164,7 @@ class Named:
 
     @property
     def described(self) -> tuple[str, str, int | None]:
-        """Key of the tensor's description.
+        """Key under which the description of the tensor is stored.
 
         All calls of a module have the same key, so that the tensor is described once.
         """
@@ -174,7 +174,7 @@ class Named:
     def module(self) -> str | None:
         """The module to which a tensor belongs: that of an input or output, or the owner of a parameter.
 
-        It is None for a call.
+        The value is None for a row about a call of a module.
         """
         if self.kind in CALLS:
             return None

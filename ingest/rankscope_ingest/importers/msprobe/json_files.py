@@ -1,8 +1,8 @@
 """Read msprobe's `module_struct.json` (module structure), `stack_info.csv` (call stacks) and anomaly records.
 
-The key of an anomaly record does not contain the statistic. If several statistics of a tensor are anomalous, the file
-contains only the last one, which is named in the message. `micro_step` of a record is always 0; the true value is in
-the tag.
+The key of an anomaly record does not contain the name of the anomalous statistic. If several statistics of a tensor are
+anomalous, the file contains only the last one, which is named in the message. `micro_step` of a record is always 0; the
+actual micro-batch is in the tag of the record.
 """
 
 from __future__ import annotations

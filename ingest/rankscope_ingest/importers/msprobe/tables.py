@@ -58,8 +58,8 @@ Tables = dict[str, pa.Table]
 class FamilyReader:
     """Converts the files of one family of one rank, which must be passed in the order of their steps.
 
-    `repeats` is the largest number of times that a file repeats its steps. Each repetition is another attempt, so the
-    attempts of the next launch must begin after them.
+    `repeats` is the largest number of times that a file repeats its steps. Each repetition is stored as another
+    attempt, so the attempt numbers of the next launch must be higher than those of all repetitions.
     """
 
     def __init__(self, family: str, *, rank: int | None, attempt: int, source: str) -> None:
@@ -137,7 +137,7 @@ class FamilyReader:
         return tables
 
     def _features(self, rows: Rows, named: Sequence[Named], attempt: int) -> Tables:
-        """Return the table `features`, with one row per row and column of the family.
+        """Return the table `features`, with one row for each row and each value column of the file.
 
         NaN is stored as a value, because msprobe writes only rows that it has computed.
         """
@@ -156,7 +156,7 @@ class FamilyReader:
         return {"features": parts[0]} if parts else {}
 
     def _directions(self, rows: Rows, attempt: int, report: Report) -> Tables:
-        """Return the table `features` with the agreement of gradient and momentum.
+        """Return the table `features` with a number that measures how well gradient and momentum agree in direction.
 
         Files of the family `other` contain this number in each column.
         """
@@ -190,7 +190,7 @@ class FamilyReader:
 
 
 def _repeats(path: Path) -> int:
-    """Return how often the file at `path` repeats its steps."""
+    """Return the number of times that the file at `path` repeats its steps; 0 if it contains each step once."""
     passes = Passes()
     for cells in read_cells(path, Faults(), _ignore):
         read_rows(cells, passes, _ignore)
@@ -198,7 +198,7 @@ def _repeats(path: Path) -> int:
 
 
 def _ignore(_line: int, _text: str) -> None:
-    """Do nothing: the unreadable line is reported when the rows are stored."""
+    """Ignore an unreadable line, because the line is reported when the rows of the file are stored."""
 
 
 def _descriptions(
@@ -271,7 +271,7 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
 def statistics_of(given: Mapping[str, Floats], shapes: Shapes, *, has_shape: bool) -> tuple[Mask, dict[str, pa.Array]]:
     """Return a boolean array that marks the rows whose tensor was present, and their columns of `tensor_stats`.
 
-    `given` has the collected statistics as arrays; `has_shape` is whether the file has a column of shapes.
+    `given` has the collected statistics as arrays; `has_shape` states whether the file has a column of shapes.
     """
     known = {op: values for op, values in given.items() if op in OPS}
     values = [known[op] for op in VALUE_OPS if op in known]

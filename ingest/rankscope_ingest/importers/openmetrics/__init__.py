@@ -1,9 +1,9 @@
 """Import OpenMetrics text: pages of exporters, and the output of `promtool tsdb dump` and `dump-openmetrics`.
 
 Metrics of other exporters become rows of `samples`. Rankscope's metrics (`rankscope_loss`, `rankscope_tensor_value`, …)
-become rows of the datasets from which they were exported, with the step of their rank at the same time. If a dump
-contains several runs, all its metrics become `samples`, because they cannot be separated. To import one run, dump it
-with promtool's option `--match '{run="…"}'`.
+become rows of the datasets from which they were exported, with the step that their rank had at that time. If a dump
+contains several runs, all its metrics become `samples`, because the metrics of different runs cannot be separated. To
+import one run, dump it with promtool's option `--match '{run="…"}'`.
 
 The file is ordered by series, but rows must be stored in the order of time. The samples are therefore written to a
 temporary DuckDB database, which uses disk space above its memory limit. Memory use does not depend on the size of the
@@ -104,7 +104,7 @@ _ONCE: Final = "QUALIFY {same} IS DISTINCT FROM lag({same}) OVER (PARTITION BY {
 
 
 _OLDEST_FIRST: Final = "ts NULLS FIRST, CASE WHEN ts IS NULL THEN line END, id, line"
-"""The order of rows of samples: by time; rows without a time come first, by line.
+"""The sort order of sample rows: by time; rows without a time come first, by line number.
 
 Rows with a time are not ordered by line, because a later dump may have additional lines in between.
 """
@@ -118,7 +118,8 @@ class OpenMetrics:
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that the file is OpenMetrics text.
 
-        It depends on the share of lines that are samples; TYPE and HELP lines raise it.
+        The confidence depends on the share of lines that are samples, and is higher if the file has TYPE and HELP
+        lines.
         """
         if path.is_dir():
             return NOT_MINE
@@ -260,7 +261,10 @@ class Pivot:
             self._flush()
 
     def close(self) -> None:
-        """End the input: write the last samples and derive steps and attempts. Rows can be read only afterwards."""
+        """Finish the input: write the remaining samples, and derive the steps and attempts of the rows.
+
+        Rows can be read only after this call.
+        """
         self._flush()
         self._duckdb.execute(_CLOCKS)
         if not self.is_export:
@@ -270,7 +274,7 @@ class Pivot:
     def is_export(self) -> bool:
         """True if the file is an export of a Rankscope store.
 
-        In such a file, every sample is a row; none is a repetition.
+        In such a file, every sample is a separate row; in other files, a sample may repeat the previous one.
         """
         return bool(self._duckdb.sql(f"SELECT 1 FROM series WHERE role = '{Role.EXPORT}' LIMIT 1").fetchall())
 
@@ -330,7 +334,8 @@ class Pivot:
     def samples(self, *, with_rankscope: bool) -> Iterator[pa.RecordBatch]:
         """Return the rows of the dataset `samples`, oldest first.
 
-        With `with_rankscope`, Rankscope's own metrics are included; the name of their run is a label.
+        With `with_rankscope`, Rankscope's own metrics are included; the name of the run is then a label of these
+        samples.
         """
         roles = "true" if with_rankscope else f"role = '{Role.SAMPLE}'"
         return self._rows(
@@ -341,7 +346,8 @@ class Pivot:
     def _placed(self, values: str) -> str:
         """Return a query that adds step and attempt to the rows of the query `values`.
 
-        In an export of a store they are those with the same time, otherwise the latest ones up to that time.
+        In an export of a store, a row gets the step and attempt that have the same time as the row. In other files, it
+        gets the latest step and attempt up to the time of the row.
         """
         join, at = ("LEFT", "=") if self.is_export else ("ASOF LEFT", ">=")
         return _PLACED.format(values=values, join=join, at=at)

@@ -1,8 +1,8 @@
-"""Parse lines of OpenMetrics, of Prometheus' older text format, and of `promtool tsdb dump`. No I/O.
+"""Parse lines of OpenMetrics, of Prometheus' older text format, and of `promtool tsdb dump`.
 
-A sample is `name{label="value"} number [time]`. Dumps write `{__name__="name", label="value"} number time`, and
-Prometheus 3 writes `{"name",label="value"} …`. The escape sequences of all three formats are accepted; dumps quote
-strings as Go does.
+The module performs no I/O. A sample is `name{label="value"} number [time]`. Dumps write `{__name__="name",
+label="value"} number time`, and Prometheus 3 writes `{"name",label="value"} …`. The escape sequences of all three
+formats are accepted; dumps quote strings as Go does.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NUMBER: Final = re.compile(r"[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-
 _ESCAPE: Final = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _SINGLE: Final = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", '"': '"', "\\": "\\"}
 _MILLIS_FROM: Final = 1e11
-"""The limit between seconds and milliseconds since 1970: as seconds, it is in the year 5138.
+"""Smallest number that is interpreted as a time in milliseconds since 1970, as in the older text format and in dumps.
 
-A greater time is in milliseconds, as in the older text format and in dumps.
+A smaller number is a time in seconds; this number of seconds would be in the year 5138.
 """
 
 _MAX_MICROS: Final = 253_402_300_799_999_999
@@ -171,7 +171,10 @@ def _end_of_labels(line: str, brace: int) -> int:
 
 
 class Role(enum.StrEnum):
-    """The use of a series: the dataset that stores its values, or a fact about other series, such as their step."""
+    """The use of a series.
+
+    Its values are stored in a dataset, or they are a fact about other series, such as their step.
+    """
 
     SCALAR = enum.auto()
     TENSOR = enum.auto()
@@ -188,7 +191,7 @@ _INT32: Final = 1 << 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """The role of a series, and the values of its columns in the dataset that the role selects."""
+    """The role of a series, and the column values of its rows in the dataset that the role selects."""
 
     role: Role
     run: str | None = None
@@ -219,7 +222,10 @@ def meaning(series: Series) -> Meaning:
 
 
 def sample(series: Series) -> Meaning:
-    """Return the columns with which `series` is stored as samples, whatever its name is."""
+    """Return the columns of `series` for the dataset `samples`.
+
+    Any series can be stored there, whatever its name is.
+    """
     rest = {name: value for name, value in series.labels.items() if name != "instance"}
     return Meaning(
         role=Role.SAMPLE,

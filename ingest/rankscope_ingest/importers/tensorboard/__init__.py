@@ -2,8 +2,8 @@
 
 Numbers become scalars under stored names. Tags in msprobe's format become rows of `tensor_stats`, and texts become
 events of type note. Images, audio, graphs and histograms are skipped, because no dataset stores them. The files of one
-folder continue each other. A new attempt begins where the step of a tag decreases, or where a session restarts at an
-earlier step.
+folder are read as one continuous log. A new attempt begins where the step of a tag decreases, or where a session
+restarts at an earlier step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MARK: Final = "tfevents"
 SETTLED_SECONDS: Final = 600.0
-"""The last step of a file is complete if the file has not changed for this number of seconds."""
+"""Time in seconds for which a file must be unchanged, so that its last step is considered complete."""
 
 _VERSION_MARK: Final = b"brain.Event:"
 _SAMPLED_FILES: Final = 2_000
@@ -130,10 +130,10 @@ def _place(folder: Path) -> Place:
 
 
 def _labels(relative: Path) -> dict[str, str]:
-    """Return the label `folder`, which distinguishes `train/` from `validation/`.
+    """Return the value of the label `folder` from the names of the file's folders.
 
-    Folder names for ranks and attempts are left out, because rank and attempt are columns. Without other names, the
-    result is empty.
+    The label distinguishes, for example, `train/` from `validation/`. Folder names for ranks and attempts are left out,
+    because rank and attempt are columns. If there are no other folder names, the result is empty.
     """
     parts = [part for part in relative.parts if not _FOLDER_RANK.fullmatch(part)]
     return {"folder": "/".join(parts)} if parts else {}

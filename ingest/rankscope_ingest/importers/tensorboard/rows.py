@@ -24,15 +24,19 @@ from rankscope_storage.tensorboard.tags import OPS, parse_tensor_tag, parse_tree
 
 BLOCK_ROWS: Final = 50_000
 MAX_TAGS: Final = 1_000_000
-"""The maximum number of tags whose descriptions and restarts are remembered. Values of further tags are read too."""
+"""The maximum number of tags whose descriptions and restarts are remembered.
+
+The values of further tags are imported too, but nothing about these tags is remembered.
+"""
 MAX_TAGS_BYTES: Final = 128 << 20
 MAX_TAG_BYTES: Final = 4_096
 _TEXT_CHARACTERS: Final = 16_384
 
 _OTHER_AXES: Final = (" vs samples", " vs steps", " vs tokens")
-"""Ends of Megatron's tags whose axis is not the step.
+"""Suffixes of those Megatron tags whose x-axis is not the step.
 
-Megatron repeats its curves over samples and tokens; the step of such a tag is a number of samples or tokens.
+Megatron writes each curve a second time over the number of samples or tokens; TensorBoard's step of such a tag is that
+number.
 """
 
 _DAYS_10000: Final = 253_402_300_800
@@ -82,7 +86,7 @@ class Rewinds:
         return self.attempt
 
     def restart(self, step: int) -> None:
-        """Count a restart if a session starts at `step` and values from this step on exist already.
+        """Count a restart if a session starts at `step` and values of this or a later step exist already.
 
         The new session replaces these values.
         """
@@ -155,8 +159,8 @@ class EventRows:
     def finish(self, *, settled: bool) -> Iterator[ImportedBlock]:
         """Yield the remaining rows.
 
-        If the file is not `settled`, it may still grow: the tensor statistics of its last step may be incomplete and
-        are left out.
+        If the file is not `settled`, it may still grow. The tensor statistics of its last step are then left out,
+        because they may be incomplete.
         """
         if settled:
             self._close_step()
@@ -201,7 +205,7 @@ class EventRows:
     def _place(self, row: Row, tag: bytes, series: _Series) -> bool:
         """Set the attempt of `row`, and complete the previous step.
 
-        Return whether the axis of the tag is the step; otherwise it is a number of samples or tokens.
+        Return True if the x-axis of the tag is the step, and False if it is a number of samples or tokens.
         """
         if not series.axis_is_step:
             row["attempt"] = self._attempt + self._rewinds.attempt
@@ -215,8 +219,8 @@ class EventRows:
     def _add_own_statistic(self, begun: dict[tuple[Any, ...], Row], row: Row, series: _Series, number: float) -> None:
         """Add a statistic of a Rankscope export to a row of `tensor_stats`.
 
-        `begun` has the rows of the current event. If the row of the tensor has this statistic already, a new row
-        begins.
+        `begun` has the rows that the current event has begun. If the row of the tensor already contains this statistic,
+        a new row is begun.
         """
         key = tuple(series.columns.values())
         if key not in begun or series.op in begun[key]:
@@ -227,7 +231,7 @@ class EventRows:
     def _add_foreign_statistic(self, row: Row, series: _Series, number: float) -> None:
         """Add a statistic of msprobe to the row of its tensor at the current step.
 
-        msprobe writes one statistic per event, so the row may exist already.
+        msprobe writes one statistic per event, so an earlier event may have created the row.
         """
         key = (row["rank"], *series.columns.values())
         if series.op in self._open.get(key, ()):

@@ -16,12 +16,12 @@ from rankscope_ingest.base.errors import ConfigError, IngestError
 
 
 class NotifyError(IngestError):
-    """A notifier could not deliver a message. The sender may retry."""
+    """A notifier could not deliver a message. The sender of the message may try again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One notification. All messages about the same incident have the same `key`."""
+    """One notification. All notifications about the same incident have the same `key`."""
 
     key: str
     title: str
@@ -33,7 +33,10 @@ class Notifier(Protocol):
     """Delivers messages to one URL."""
 
     priority: ClassVar[int]
-    """Order in which the service tries the classes for a URL; lower values come first."""
+    """Priority of this notifier class.
+
+    For each URL, the service tries the classes in ascending order of this number.
+    """
 
     def __init__(self, url: str, *, timeout_seconds: float) -> None: ...
 
