@@ -98,7 +98,7 @@ class Endpoints:
 
     @property
     def ports(self) -> list[tuple[str, int]]:
-        """Return the program and the port of each address that is on this machine."""
+        """Return the program name and port of each configured address that is on this machine."""
         named = {"service": self.service, "prometheus": self.prometheus, "alertmanager": self.alertmanager}
         return [(name, port) for name, url in named.items() if (port := _local_port(url))]
 

@@ -117,7 +117,7 @@ class Pipeline(Framework):
         return self._of(id(parameter)).holds_gradient(parameter)
 
     def install(self, hooking: Hooking) -> None:
-        """Replace the method of each stage that finishes gradients, and install the adapters of the stages."""
+        """Replace the method of each stage that reduces its gradients last, and install the adapter of the stage."""
         for number, (stage, inner) in enumerate(zip(self.stages, self._inner, strict=True)):
             inner.install(hooking)
             self._watch(stage, number, hooking)

@@ -101,9 +101,9 @@ def children(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _walk(items: Sequence[tuple[str, Any]], path: str = "") -> tuple[list[Slot], tuple[str, ...]]:
-    """Return the tensors in `items`, and the names of types that were not searched.
+    """Return (number, tensor) for each tensor in `items`, and the names of types that were not searched.
 
-    A tensor that is an item itself has its position as number. The number of a deeper tensor is None.
+    The number is the position in `items` of a tensor that is an item, and None for a tensor inside of an item.
     """
     slots: list[Slot] = []
     unknown: dict[str, None] = {}
@@ -154,7 +154,7 @@ class ObjectSpec:
             return cls(text, name=text.removeprefix("dict:"))
         match = _SEQUENCE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise ValueError(f"{text!r} is not a pattern for a part of an object: write {_GRAMMAR}")
+            raise ValueError(f"{text!r} does not select an element of an argument or result: write {_GRAMMAR}")
         length, position = int(match["length"]), match["position"]
         if position is not None and int(position) >= length:
             raise ValueError(f"{text!r}: element {position} of {length} does not exist; elements count from 0")

@@ -78,7 +78,7 @@ class OverheadWindow:
         self._steps, self._began = -SETTLING_STEPS, None
 
     def may_end(self, period: int) -> bool:
-        """Count a step that begins; return whether a window may begin or end before this step.
+        """Count a step that begins, and return whether an overhead window may begin or end before this step.
 
         `period` is the number of steps of a sampling cycle.
         """

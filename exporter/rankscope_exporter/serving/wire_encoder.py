@@ -149,7 +149,7 @@ def _key_getter(name: str) -> Callable[[Mapping[str, Any]], Any]:
 
 @lru_cache(maxsize=256)
 def _empty(dataset: str, length: int) -> Any:
-    """Return a column of `length` empty lists. Cached, since most records have rows of few datasets."""
+    """Return a column of `length` empty lists. Cached, because most columns of a record are empty."""
     column_type = SCHEMA.field(dataset).type
     return pa.ListArray.from_arrays(_offsets([0] * length), pa.array([], column_type.value_type), type=column_type)
 

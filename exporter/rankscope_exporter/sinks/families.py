@@ -61,7 +61,7 @@ Naming = Callable[[str, bool], str]
 
 @dataclass(frozen=True, slots=True)
 class FamilyRows:
-    """The rows of one family in a plan, as columns. `positions` contains the positions of the rows in the plan."""
+    """The plan entries of one msprobe family, as one array per field. `positions` are their positions in the plan."""
 
     family: str
     kind: str

@@ -111,7 +111,7 @@ Folder = Annotated[
         f"; the default is {FOLDER_VARIABLE} or {DEFAULT_FOLDER}",
     ),
 ]
-"""Type of the setting of an output folder."""
+"""Annotated type of a setting that contains the path of an output folder."""
 Ops = Annotated[
     tuple[str, ...],
     Allowed(f"a list of some of {', '.join(OPS)}", lambda value: is_list(value) and len(value) > 0),

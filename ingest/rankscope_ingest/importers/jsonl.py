@@ -124,9 +124,9 @@ def parse_line(line: bytes) -> Line:
 
 
 def _object_in_text(text: str) -> Line:
-    """Return the kind of a line that is not JSON, and the object on it; None without an object.
+    """Return the kind of a log line that is not JSON as a whole, and the dictionary that is printed in it.
 
-    If a progress bar has overwritten the line, the last object on it is returned.
+    The dictionary is None if the line has none. If a progress bar has overwritten the line, it is the last one.
     """
     begin, end = text.find("{", text.rfind("\r{") + 1), text.rfind("}") + 1
     if begin < 0 or end <= begin:

@@ -376,7 +376,7 @@ def test_notice_about_unmatched_target_names_the_nearest_modules():
         ({"targets": {"head": {"input": "tuple[2]:2"}}}, "element 2 of 2 does not exist"),
         (
             {"targets": {"head": {"input": "garbage"}}},
-            "is not a pattern for a part of an object: write 'tensor', 'tuple",
+            "does not select an element of an argument or result: write 'tensor', 'tuple",
         ),
         ({"targets": {"head": {"inputs": "tensor"}}}, "'inputs' is unknown; valid names are input, output, input_grad"),
         ({"targets": {"head": "tensor"}}, "must be a table of input, output"),

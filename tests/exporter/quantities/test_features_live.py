@@ -318,7 +318,7 @@ def test_failing_hook_loses_only_its_own_features(monkeypatch):
         ("linear", {"tolerance": 1.0}, "tolerance must be a number of at least 1e-05 and below 1"),
         ("router", {"top_k": 0}, "top_k must be a whole number of at least 1"),
         ("router", {"logits": "guessed"}, "logits must be 'returned' or 'computed', not 'guessed'"),
-        ("router", {"output": "second"}, "'second' is not a pattern for a part of an object"),
+        ("router", {"output": "second"}, "'second' does not select an element of an argument or result"),
     ],
 )  # fmt: skip
 def test_invalid_options_are_rejected(quantity, options, text):

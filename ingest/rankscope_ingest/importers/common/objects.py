@@ -57,7 +57,7 @@ The values of that entry whose keys begin with `train_` are averages over the wh
 """
 
 _ALIVE_RECORDS: Final = 4
-"""Number of consecutive records after which a stream of ascending steps has ended if none of them belongs to it."""
+"""A stream of ascending steps ends when this number of consecutive records did not belong to it."""
 
 
 @dataclass(slots=True)

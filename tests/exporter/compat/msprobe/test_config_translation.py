@@ -126,7 +126,7 @@ def test_rules_keep_their_order_and_get_unique_names() -> None:
         ({"targets": ["a"]}, 'targets must be a table such as {"layers.0"'),
         ({"targets": {"a": "tensor"}}, "targets must be a table such as"),
         ({"xy_distribution": True, "targets": {"a": {}, "b": {"out": "tensor"}}}, "'out' is unknown"),
-        ({"xy_distribution": True, "targets": {"a": {"output": "garbage"}}}, "'garbage' is not a pattern for a part"),
+        ({"xy_distribution": True, "targets": {"a": {"output": "garbage"}}}, "'garbage' does not select an element"),
         ({"wg_distribution": True, "targets": {"b": {"outputs": "tensor"}}}, "targets: .*'b'.*'outputs' is unknown"),
         ({"start_step": -1}, "start_step must be a whole number of at least 0, not -1"),
         ({"step_interval": 0}, "step_interval must be a whole number of at least 1, not 0"),
