@@ -186,7 +186,7 @@ def test_store_receives_the_publishing_rank(name, found):
         )
         assert [[], [f"{case.group}: {shares}"]] == reported
     else:
-        assert all(len(notes) == 1 and "no parameter is known to be the same" in notes[0] for notes in reported)
+        assert all(len(notes) == 1 and "no parameter is known to be equal" in notes[0] for notes in reported)
 
 
 def test_histograms_and_features_of_replicas_are_left_to_the_first_rank(found):

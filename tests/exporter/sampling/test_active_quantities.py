@@ -237,5 +237,5 @@ def test_target_without_a_match_reports_the_nearest_name(reader, eventually):
 
 
 def test_invalid_pattern_raises_at_construction():
-    with pytest.raises(ConfigError, match=r"tensors: target 're:\(' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"tensors: target 're:\(' is not a valid regular expression"):
         MonitorConfig(tensors=["re:("])

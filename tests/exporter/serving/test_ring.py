@@ -40,7 +40,7 @@ def test_empty_ring_refuses_a_cursor_above_the_head():
 
     assert (-1, 0, 0, 0.0) == (ring.head, ring.first, ring.uncommitted, ring.fill)
     assert () == ring.after(-1, 1).records
-    with pytest.raises(CursorError, match="above the newest record -1"):
+    with pytest.raises(CursorError, match="above the sequence number of the newest record: -1"):
         ring.after(0, 1)
 
 

@@ -72,7 +72,7 @@ def test_unknown_op_is_rejected_with_the_nearest_name(settings):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"ops": "norm"}, r"ops must be a list, .*write \['norm'\]"),
+        ({"ops": "norm"}, r"ops must be a list of names, .*write \['norm'\]"),
         ({"options": {"gradients": {"ops": "norm"}}}, "ops must be a list of statistics"),
         ({"quantities": ["linear"], "options": {"linear": {"ops": ["norm"]}}}, "options.linear.ops has no effect"),
     ],
