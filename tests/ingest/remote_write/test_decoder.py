@@ -204,7 +204,7 @@ def test_series_with_too_many_or_too_long_labels_is_dropped_and_counted():
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (write_request(({"instance": "a"}, [(NOW, 1.0)])), "no __name__"),
+        (write_request(({"instance": "a"}, [(NOW, 1.0)])), "has no label __name__"),
         (write_request(({**UP, "": "x"}, [(NOW, 1.0)])), "no name"),
         (write_request((UP, [(-1, 1.0)])), "before 1970"),
         (write_request((UP, [(1 << 50, 1.0)])), "after 9999"),
@@ -212,7 +212,7 @@ def test_series_with_too_many_or_too_long_labels_is_dropped_and_counted():
         (write_request((UP, [(NOW, 1.0)])) + b"\x0a\x7f", "not a valid prometheus.WriteRequest"),
         (write_request((UP, [(NOW, 1.0)])) + b"\x22\x01x", "field 4 does not exist in remote write 1.0"),
         (write_request((UP, [(NOW, 1.0)])).replace(b"node", b"\xff\xfe\xfd\xfc"), "not a valid prometheus.Label"),
-        (b"\x0a\x06" + b"\x0a\x04\x0a\x02up"[:6], "no __name__"),
+        (b"\x0a\x06" + b"\x0a\x04\x0a\x02up"[:6], "has no label __name__"),
         (b"\x0a\x02\x10\x01", "field 2 of a TimeSeries has the unexpected wire type 0"),
         (b"\x0b", "not a valid prometheus.WriteRequest"),
         (write_request((UP, [(NOW, 1.0)]))[:-1], "not a valid prometheus.WriteRequest"),

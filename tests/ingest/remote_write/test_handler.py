@@ -294,7 +294,7 @@ async def test_malformed_request_leaves_no_samples_and_may_be_repeated():
     bad = packed(write_request(({"__name__": "m"}, [(NOW, 1.0)]), ({"job": "x"}, [(NOW, 1.0)])))
     async with receiver(store) as one:
         for _ in range(2):
-            with pytest.raises(DecodeError, match="no __name__"):
+            with pytest.raises(DecodeError, match="has no label __name__"):
                 await one.take(bad)
         await one.take(body(1.0))
 

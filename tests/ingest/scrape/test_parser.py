@@ -153,7 +153,7 @@ def test_bad_page_does_not_affect_others():
     results = PageReader().read([page(NODE, "a"), page(b"\xff\n", "b"), page(b"no value\n", "c"), page(DCGM, "d")])
 
     assert [reference(NODE), None, None, reference(DCGM)] == [rows_of(rows) for rows in results]
-    assert ["the page is not UTF-8 at byte 0", True] == [str(results[1]), "not valid" in str(results[2])]
+    assert ["the page is not UTF-8 at byte 0", True] == [str(results[1]), "not a valid exposition" in str(results[2])]
 
 
 def test_pages_parsed_together_give_the_same_samples_as_alone():

@@ -246,7 +246,7 @@ async def test_unexpected_error_in_one_page_does_not_affect_pages_parsed_with_it
     because = "the page cannot be parsed: unexpected ZeroDivisionError: integer division or modulo by zero"
     assert because == str(results[0])
     assert [["good"], ["better"]] == [rows.metrics.to_pylist() for rows in results[1:]]
-    assert "unexpected error in parsing the page of bad" in caplog.text
+    assert "unexpected error in parsing the page of exporter bad" in caplog.text
 
 
 async def test_first_of_two_exporters_with_one_name_is_scraped(caplog):
