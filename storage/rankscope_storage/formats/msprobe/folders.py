@@ -24,9 +24,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.msprobe.csv_layout import Window, continued, file_name, folder_name, window
+from rankscope_contract.msprobe.files import CSV_KEYS, MICRO_STEP
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.formats.common.selection import Selection
-from rankscope_storage.formats.msprobe.rows import MICRO_STEP, Cells
+from rankscope_storage.formats.msprobe.rows import Cells
 
 _NO_TIME: Final = dt.datetime(2000, 1, 1, tzinfo=dt.UTC)
 _LATEST: Final = (
@@ -118,8 +119,6 @@ def _continued(target: Path, rank: int, begun: Window) -> Path | None:
     return None if name is None else target / name
 
 
-KEYS: Final = ("vpp_stage", "name", "step")
-
 _SEPARATOR: Final = "\x1f"  # cells contain no control characters
 _MAX_CELL: Final = 1 << 20
 
@@ -185,7 +184,7 @@ class _OneFile:
         self._present: set[int] = set()
         self._new = 0
         self._partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-        keys = (*KEYS, MICRO_STEP) if micro_steps else KEYS
+        keys = (*CSV_KEYS, MICRO_STEP) if micro_steps else CSV_KEYS
         self._header = [*keys, *columns]
         if path.exists():
             self._header, self._present = _read(path)
@@ -239,7 +238,7 @@ class _OneFile:
         return file
 
     def _absent(self, texts: dict[str, pa.StringArray]) -> Iterator[bool]:
-        names = [name for name in (*KEYS, MICRO_STEP) if name in self._header]
+        names = [name for name in (*CSV_KEYS, MICRO_STEP) if name in self._header]
         keys = pc.binary_join_element_wise(*(texts[name] for name in names), _SEPARATOR)
         for key in keys.to_pylist():
             yield hash(key) not in self._present
@@ -252,7 +251,7 @@ def _read(path: Path) -> tuple[list[str], set[int]]:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
             reader = csv.reader(file)
             header = next(reader, [])
-            places = [header.index(name) for name in (*KEYS, MICRO_STEP) if name in header]
+            places = [header.index(name) for name in (*CSV_KEYS, MICRO_STEP) if name in header]
             return header, {
                 hash(_SEPARATOR.join(row[place] for place in places)) for row in reader if len(row) == len(header)
             }

@@ -33,8 +33,6 @@ from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.selection import Selection
 
-MICRO_STEP: Final = "micro_step"
-
 _MOMENTS: Final = ", ".join(map(sql_string, MOMENTS))
 
 # msprobe keeps of several rows with one name the last call; a row of a micro-batch has priority over one of the step.
