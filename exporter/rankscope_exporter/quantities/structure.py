@@ -18,17 +18,20 @@ from typing import Annotated, Any, ClassVar, Final
 
 import torch
 
+from rankscope_contract.msprobe.files import STRUCTURE_FILE
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.base.validation import at_least, some_text
 from rankscope_exporter.model.module_names import NamedModule
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.model.pytree import Found, Slot, children, received, returned
+from rankscope_exporter.monitors.flight_recorder.entry import NOT_SCRIPT_CODE
 from rankscope_exporter.process.identity import rank_here
 from rankscope_exporter.quantities.base import Hooking, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.hook_handles import TensorHooks, hook_after, hook_before
 from rankscope_exporter.quantities.module_quantity import ModuleQuantity
 from rankscope_exporter.records.host_transfer import Row
+from rankscope_exporter.sinks.files import DEFAULT_FOLDER, FOLDER_VARIABLE
 from rankscope_exporter.statistics.tensor_access import dtype_name
 
 MODEL: Final = "(the model)"
@@ -172,11 +175,6 @@ def _size(shape: tuple[int, ...], dtype: str) -> str:
 
 
 MAX_FRAMES: Final = 24
-OUTPUT_VARIABLE: Final = "MONITOR_OUTPUT_DIR"
-"""Environment variable with the output folder of msprobe. If it is not set, the folder is `./monitor_output`."""
-
-_OUR_CODE: Final = f"{Path(__file__).parents[1]}{os.sep}"
-_TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"  # with a separator: torchvision is no torch code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,8 +289,8 @@ class Structure(ModuleQuantity):
         return [item.row() for item in records]
 
     def _write(self, document: Mapping[str, Any], rank: int) -> None:
-        folder = self.options.output_dir or os.environ.get(OUTPUT_VARIABLE) or "monitor_output"
-        path = Path(folder, "module_struct", f"rank{rank}", "module_struct.json")
+        folder = self.options.output_dir or os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER
+        path = Path(folder, "module_struct", f"rank{rank}", STRUCTURE_FILE)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
@@ -315,7 +313,7 @@ def call_stack(frame: FrameType | None) -> tuple[str, ...]:
     calls: list[str] = []
     while frame is not None and len(calls) < MAX_FRAMES:
         code = frame.f_code
-        if not code.co_filename.startswith((_OUR_CODE, _TORCH_CODE, "<frozen ")):
+        if not code.co_filename.startswith(NOT_SCRIPT_CODE):
             calls.append(f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")
         frame = frame.f_back
     return tuple(reversed(calls))

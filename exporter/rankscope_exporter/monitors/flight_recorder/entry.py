@@ -30,7 +30,7 @@ ENTERED: Final = "entered"
 LEFT: Final = "left"
 
 OUR_CODE: Final = f"{Path(__file__).parents[2]}{os.sep}"
-TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"
+TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"  # with a separator: torchvision is not code of torch
 NOT_SCRIPT_CODE: Final = (OUR_CODE, TORCH_CODE, "<frozen ")
 """Prefixes of the file names of frames that do not belong to the training script."""
 
