@@ -29,9 +29,6 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 
-Committed = Commit
-
-
 @dataclass(slots=True, kw_only=True)
 class _PendingCommit:
     """A batch that is being committed, and the callers that wait for the commit.
@@ -56,7 +53,7 @@ class Flusher:
         appender: Writer,
         batcher: FlushClock,
         *,
-        on_commit: Callable[[PendingBatch, Committed], None],
+        on_commit: Callable[[PendingBatch, Commit], None],
         clock: Callable[[], float],
         retry_seconds: tuple[float, ...] = RETRY_SECONDS,
         aside: Quarantine | None = None,
@@ -148,7 +145,7 @@ class Flusher:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def _append(self, flight: _PendingCommit) -> Committed:
+    def _append(self, flight: _PendingCommit) -> Commit:
         if flight.batch is None:
             pending = flight.pending
             flight.batch = Batch(tables=_tables(pending), watermarks=pending.watermarks, info=pending.info)

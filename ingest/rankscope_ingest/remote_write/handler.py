@@ -20,12 +20,12 @@ from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError, RegistrationError
 from rankscope_ingest.base.protobuf import unpacked
 from rankscope_ingest.pipeline.batcher import PendingBatch
-from rankscope_ingest.pipeline.flusher import Committed, Flusher
+from rankscope_ingest.pipeline.flusher import Flusher
 from rankscope_ingest.pipeline.quarantine import Quarantine
 from rankscope_ingest.remote_write.batcher import RECEIPTS, SampleBatcher, halves
 from rankscope_ingest.remote_write.decoder import DecodedRequest, WriteReader
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
-from rankscope_storage.api.store import Writer
+from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base.errors import StoreError
 
 RETRY_AFTER_SECONDS: Final = 5
@@ -117,7 +117,7 @@ class RemoteWrite:
         store: Writer,
         counts: ServiceMetrics,
         *,
-        on_commit: Callable[[PendingBatch, Committed], None],
+        on_commit: Callable[[PendingBatch, Commit], None],
         clock: Callable[[], float],
         aside: Quarantine | None = None,
         reader: WriteReader | None = None,
@@ -312,7 +312,7 @@ class RemoteWrite:
                     _WARNINGS[reason],
                 )
 
-    def _on_commit(self, batch: PendingBatch, commit: Committed) -> None:
+    def _on_commit(self, batch: PendingBatch, commit: Commit) -> None:
         receipts = batch.info[RECEIPTS].split()
         self._remember(receipts)
         for receipt in receipts:

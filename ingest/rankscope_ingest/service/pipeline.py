@@ -12,14 +12,14 @@ from typing import Any, Final
 from rankscope_contract.metrics.catalogue import ROWS_SET_ASIDE
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
-from rankscope_ingest.pipeline.flusher import Committed, Flusher
+from rankscope_ingest.pipeline.flusher import Flusher
 from rankscope_ingest.pipeline.maintenance_schedule import retention_job, run_maintenance
 from rankscope_ingest.pipeline.quarantine import Quarantine
 from rankscope_ingest.remote_write.handler import RemoteWrite
 from rankscope_ingest.reporting.goodput import WITHOUT_TIME
 from rankscope_ingest.reporting.rows import Stamp
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
-from rankscope_storage.api.store import Writer
+from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base.errors import StoreError
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Pipeline:
         metrics: ServiceMetrics,
         *,
         stamp: Callable[[], Stamp],
-        on_commit: Callable[[PendingBatch, Committed], None],
+        on_commit: Callable[[PendingBatch, Commit], None],
     ) -> None:
         """Create the flusher and the remote-write receiver.
 
@@ -102,16 +102,16 @@ class Pipeline:
             self._writer, lambda: self.commits, retain=retention_job(self._config), retain_seconds=seconds
         )
 
-    def _on_batch(self, batch: PendingBatch, commit: Committed) -> None:
+    def _on_batch(self, batch: PendingBatch, commit: Commit) -> None:
         self._count(commit)
         self._on_commit(batch, commit)
 
-    def _on_remote_write(self, _: PendingBatch, commit: Committed) -> None:
+    def _on_remote_write(self, _: PendingBatch, commit: Commit) -> None:
         self._count(commit)
         if commit.rows:
             self._metrics.committed(commit.rows, commit.seconds, time.time_ns() // 1000)
 
-    def _count(self, commit: Committed) -> None:
+    def _count(self, commit: Commit) -> None:
         self.commits += 1
         self.commits_of_time += bool(commit.rows.keys() - WITHOUT_TIME)
         self.rows_stored += sum(commit.rows.values())

@@ -25,7 +25,6 @@ from rankscope_ingest.network.sockets import bind
 from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.pipeline.batcher import PendingBatch
-from rankscope_ingest.pipeline.flusher import Committed
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.record_channel.loop import TargetLoop
 from rankscope_ingest.reporting.progress import Progress
@@ -34,7 +33,7 @@ from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.service.api import Api
 from rankscope_ingest.service.pipeline import Pipeline, make_batcher
 from rankscope_ingest.service.polling import ExternalExporters, Polling
-from rankscope_storage.api.store import Writer
+from rankscope_storage.api.store import Commit, Writer
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +174,7 @@ class Service:
             self._wake_up.set()
         self._polling.poll_now(run, rank)
 
-    def _on_commit(self, batch: PendingBatch, commit: Committed) -> None:
+    def _on_commit(self, batch: PendingBatch, commit: Commit) -> None:
         for target in self._monitor.committed(batch, commit.rows, commit.seconds):
             self._polling.poke(target.incarnation)
 
