@@ -9,7 +9,6 @@ value.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -98,14 +97,6 @@ def read_scalar(metric: str, labels: Mapping[str, str]) -> Scalar | None:
         return None
     unit = spec.unit if unit is None else None if unit == NULL else unit
     return Scalar(name, unit, canonical_labels({key: value for key, value in rest.items() if value}))
-
-
-def is_countable(value: float) -> bool:
-    """Return whether a Prometheus counter may have this value.
-
-    Other values are exported as samples of rankscope_scalar.
-    """
-    return not math.isnan(value) and value >= 0
 
 
 def _split(shown: str) -> tuple[str, str | None]:

@@ -233,9 +233,6 @@ class LossFacts:
     are_of_attempt_0: bool
 
 
-NO_LOSS_FACTS: Final = LossFacts(are_logged_once=False, are_of_attempt_0=False)
-
-
 def find_loss_facts(files: Sequence[str], runs: Collection[str] | None, run_sql: RunSql) -> LossFacts:
     """Return the facts about the losses of `runs` (None: all runs) in `files`; `run_sql` executes SQL."""
     facts = _LOSSES.of(files, run_sql)
