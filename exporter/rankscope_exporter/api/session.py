@@ -152,14 +152,14 @@ class Session:
         config, boundary = self.config, self._boundary
         self.channel = RankServer(
             self.identity,
-            self.config.serve,
-            rules=self.config.rules,
-            settings={**public_settings(self.config), "device": str(self.monitored.device)},
+            config.serve,
+            rules=config.rules,
+            settings={**public_settings(config), "device": str(self.monitored.device)},
             planned_steps=total_steps,
-            on_fault=self._boundary.report,
+            on_fault=boundary.report,
             overhead=self.overhead_seconds,
             dropped=self._dropped,
-            faults=lambda: self._boundary.count,
+            faults=lambda: boundary.count,
             sources=RankServerSources(
                 take_stacks=lambda: self.diagnosis.take("request").document(self.identity.rank),
                 change_sampling=self._change_sampling,
@@ -223,7 +223,7 @@ class Session:
         clock = HookClock(boundary, on_cpu=monitored.device.type == "cpu")
         gradients = GradientHooks(monitored)
         changes = ModelChanges(monitored, self.notices.tell)
-        stretch = self.reactions.overhead_controller
+        controller = self.reactions.overhead_controller
         observers = (
             *self.step_observers.all,
             clock.team,
@@ -235,7 +235,7 @@ class Session:
             *([KernelWarmUp()] if config.statistics == "auto" else []),
             gradients,
             changes,
-            OverheadReporter(self.overhead, lambda: stretch.stretch),
+            OverheadReporter(self.overhead, lambda: controller.stretch),
         )
         self.events = StepEvents(boundary, observers)
         tracker = StepTracker(first_step, has_optimizer=bool(monitored.optimizers), explicit=config.steps == "explicit")
