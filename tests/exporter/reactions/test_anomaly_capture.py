@@ -70,6 +70,9 @@ class Training:
                     found.append(record.step)
         return found
 
+    def published_events(self) -> list[Any]:
+        return [event for record in self.ring.after(-1, 1 << 30).records for event in record.events]
+
     def told(self, state: str) -> list[dict[str, Any]]:
         events = [e for r in self.records for e in r.events if e.type == "capture"]
         return [d for e in events if (d := {**json.loads(e.details or ""), "rule": e.rule})["state"] == state]
@@ -430,7 +433,8 @@ def test_unreadable_samples_keep_event_and_callback(monkeypatch):
         "rankscope_exporter.records.pending_step.Pending.scalar", lambda item: Scalar(item.name, item.value)
     )
     training.fire(ids=lambda step: torch.tensor([step]))
-    wait_until(lambda: seen)
+    # Two threads read the samples, for the callback and for the event. Both must do so before the device recovers.
+    wait_until(lambda: seen and any(event.type == "capture" for event in training.published_events()))
     monkeypatch.undo()
     training.finish()
 
