@@ -30,7 +30,7 @@ from torch.nn import functional
 from rankscope_exporter import Anomaly, AnomalyNan, Monitor
 from rankscope_exporter.process import threads as own_threads
 from rankscope_exporter.publishing import publisher
-from rankscope_exporter.statistics import HostCopy, warm_up
+from rankscope_exporter.statistics import warm_up
 
 STEPS = 200
 WARM_UP_STEPS = 45
@@ -73,10 +73,10 @@ def works_with_torch(*_: object) -> None:
     torch.linalg.eigvalsh(torch.eye(200).expand(4, -1, -1))
 
 
-def finish_with_torch(copy: HostCopy) -> Any:
+def finish_with_torch(*arguments: Any) -> Any:
     """Take the square root of sums on the publisher thread with torch."""
     torch.rand(447, dtype=torch.float64).sqrt()
-    return finish(copy)
+    return finish(*arguments)
 
 
 finish = publisher.finish
@@ -88,7 +88,7 @@ class Case:
 
     settings: Mapping[str, Any] | None = field(default_factory=dict)
     limited: bool = True
-    finish: Callable[[HostCopy], Any] = finish
+    finish: Callable[..., Any] = finish
     on_anomaly: Callable[[Anomaly], object] | None = None
 
 

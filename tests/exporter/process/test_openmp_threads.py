@@ -6,6 +6,7 @@ Each training is a separate process with its own OMP_NUM_THREADS (`openmp_runs.p
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import subprocess
@@ -59,7 +60,9 @@ def scrape(process: subprocess.Popen[str], address: str) -> None:
     answers = 0
     while process.poll() is None:
         for page in PAGES:
-            with contextlib.suppress(OSError), urllib.request.urlopen(address + page, timeout=5) as answer:
+            # At its end, the process can close the connection within an answer.
+            gone = contextlib.suppress(OSError, http.client.HTTPException)
+            with gone, urllib.request.urlopen(address + page, timeout=5) as answer:
                 answers += bool(answer.read())
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(SCRAPE_SECONDS)
