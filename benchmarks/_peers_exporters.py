@@ -55,7 +55,7 @@ def _channel(rank: int, ranks: Ranks) -> RankServer:
     )
     return RankServer(
         identity,
-        ServeConfig(ingest_url=ranks.ingest_url, page_ops="all", series_budget=1_000_000),
+        ServeConfig(spool_dir=None, ingest_url=ranks.ingest_url, page_ops="all", series_budget=1_000_000),
         rules=(),
         settings={},
         planned_steps=None,

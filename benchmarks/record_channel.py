@@ -118,7 +118,7 @@ def _channel(rank: int) -> RankServer:
     identity = Identity(run="bench", launch_id="bench", rank=rank, world_size=RANKS, incarnation=f"{rank:032x}")
     return RankServer(
         identity,
-        ServeConfig(),
+        ServeConfig(spool_dir=None),
         rules=(),
         settings={},
         planned_steps=None,

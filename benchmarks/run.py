@@ -8,7 +8,9 @@ A benchmark is a module of this folder with a docstring and a function `run() ->
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 from _rows import machine, print_rows
@@ -24,9 +26,11 @@ def main() -> int:
         print(f"no benchmark {', '.join(unknown)}: there are {', '.join(known)}", file=sys.stderr)
         return 2
     print(f"Machine: {machine()}")
-    for name in chosen:
-        module = importlib.import_module(name)
-        print_rows((module.__doc__ or name).splitlines()[0], module.run())
+    with tempfile.TemporaryDirectory(prefix="rankscope-records-") as folder:
+        os.environ.setdefault("RANKSCOPE_SPOOL_DIR", folder)  # the default is a folder in the working directory
+        for name in chosen:
+            module = importlib.import_module(name)
+            print_rows((module.__doc__ or name).splitlines()[0], module.run())
     return 0
 
 

@@ -29,6 +29,9 @@ settings.load_profile("rankscope")
 # A background job of a shell ignores SIGINT, and so would the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A monitor would write its records to the working directory, which for most tests is the root of the repository.
+os.environ["RANKSCOPE_SPOOL_DIR"] = "off"
+
 # The threads of two ranks would compete on a machine with two cores. torch reads this variable when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -65,7 +65,7 @@ class Host:
         ring: int = 1024,
     ) -> Life:
         out = self.folder / f"{life}-{rank}.out"
-        environment = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_SPOOL_DIR": str(self.spool) if spool else ""}
+        environment = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_SPOOL_DIR": str(self.spool) if spool else "off"}
         order = {"rank": rank, "life": life, "steps": steps, "pause": pause, "end": end, "out": str(out), "ring": ring}
         assert self.parent.stdin is not None
         assert self.parent.stdout is not None

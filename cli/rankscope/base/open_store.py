@@ -1,4 +1,7 @@
-"""Open a store for a command and select the run. Errors of the store and of DuckDB become one-line messages."""
+"""Open a store for a command and select the run. Errors of the store and of DuckDB become one-line messages.
+
+A command that only reads also accepts a folder with the records that ranks wrote to disk without a service.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankscope.base.errors import USAGE, CommandError, suggestion
+from rankscope.base.spools import readable_store
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
@@ -15,14 +19,17 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def open_store(store: Path, *, locked: bool = True) -> Iterator[Connection]:
-    """Yield a connection to `store`. StoreError and duckdb.Error are raised as CommandError with the same text."""
+    """Yield a connection to `store`, which is a store or a folder with spools of ranks.
+
+    StoreError and duckdb.Error are raised as CommandError with the same text.
+    """
     import duckdb
 
     from rankscope_storage.base.errors import StoreError
     from rankscope_storage.connection import connect
 
     try:
-        with connect(store, locked=locked) as connection:
+        with readable_store(store) as folder, connect(folder, locked=locked) as connection:
             yield connection
     except StoreError as error:
         raise CommandError(_one_line(str(error))) from error

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,10 +13,11 @@ import typer
 from rankscope.base.errors import USAGE, CommandError, suggestion
 from rankscope.base.open_store import open_store, resolve_run
 from rankscope.base.options import Run, Store, step_range
+from rankscope.base.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
-    from rankscope_storage.formats import ExportFormat, ExportOptions, ExportReport, Progress
+    from rankscope_storage.formats import ExportFormat, ExportOptions, ExportReport
 
 
 Target = Annotated[
@@ -94,7 +94,7 @@ def export(
             step_partition=step_partition,
         )
         target = output or Path(f"{own_part(name)}-{form}{exporter.suffix}")
-        with _progress(name) as progress:
+        with progress_bar("rows", _plain(name)) as progress:
             report = exporter.export(connection, name, target, options, progress)
     _print_report(name, form, target, report)
 
@@ -138,19 +138,6 @@ def _ranks(text: str | None) -> tuple[int, ...]:
             raise CommandError(f"--ranks {text!r}: write numbers and ranges, such as 0,8-15", code=USAGE)
         ranks += range(int(first), int(last or first) + 1)
     return tuple(ranks)
-
-
-@contextlib.contextmanager
-def _progress(name: str) -> Iterator[Progress]:
-    """Yield a function that shows a progress bar of the written rows on a terminal, and does nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"))
-    console = Console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(_plain(name), total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _print_report(name: str, form: str, target: Path, report: ExportReport) -> None:

@@ -15,6 +15,7 @@ import typer
 
 from rankscope.base.errors import USAGE, CommandError, suggestion
 from rankscope.base.options import Store
+from rankscope.base.spools import processes, store_spools
 
 if TYPE_CHECKING:
     from rankscope_contract.rules import AnomalyRule
@@ -45,7 +46,7 @@ def import_(
     ] = False,
     shard: Annotated[str, typer.Option(help="Shard to write to; not the shard of a running service.")] = "0/1",
 ) -> None:
-    """Import logs of other tools into a store. Importing a log again stores only its new rows.
+    """Import logs of other tools, or records of ranks without a service. A repeated import stores only new rows.
 
     [bold]Examples[/bold]
 
@@ -55,22 +56,39 @@ def import_(
 
     rankscope import train.log.1 train.log --run pretraining
 
+    rankscope import rankscope-records
+
     rankscope import outputs/ --explain
     """
     from rankscope_ingest.base.errors import IngestError
+    from rankscope_ingest.service.offline import spool_folders
     from rankscope_storage.base.errors import StoreError
 
     chosen = None if kind == AUTOMATIC else _importer(kind)
     try:
+        spools = [path for path in files if chosen is None and spool_folders(path)]
         # Detect all formats first, so that an unknown format is reported before anything is written.
+        files = [path for path in files if path not in spools]
         plan = [found for path in files for found in _logs(path, chosen)]
         if explain:
+            for path in spools:
+                print(f"{path}: records that ranks wrote without a service")
             for path, importer in plan:
                 _explain(path, importer)
-        else:
+            return
+        for path in spools:
+            _import_spools(path, store, shard)
+        if plan:
             _import_logs(plan, store, shard, run=run, rules=_rules(rules), shown=None if verbose else SHOWN_FAULTS)
     except (IngestError, StoreError) as error:
         raise CommandError(str(error)) from error
+
+
+def _import_spools(folder: Path, store: Path, shard: str) -> None:
+    spools, rows = store_spools(folder, store, shard=shard, with_running=False)
+    records = sum(spool.records for spool in spools)
+    runs = ", ".join(sorted({spool.run for spool in spools})) or "no run"
+    print(f"{folder}: {processes(len(spools))}, {records:,} records; {rows:,} new rows in {runs}")
 
 
 def _import_logs(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import enum
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +11,7 @@ import typer
 
 from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.options import Store as Folder
+from rankscope.base.progress_bar import progress_bar
 from rankscope.output.rows import Format, Output, OutputFormat, write_rows
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ def store(
 def _check(root: Path, *, deep: bool) -> None:
     from rankscope_storage.maintenance.check import check
 
-    with _bar("files") as progress:
+    with progress_bar("files") as progress:
         report = check(root, deep=deep, progress=progress)
     _print_check(report)
     if not report.is_intact:
@@ -147,7 +146,7 @@ def _compact(root: Path) -> None:
     from rankscope_storage.base.fsync import sync_to_disk
     from rankscope_storage.maintenance.compaction import compact
 
-    with _bar("compactions") as progress:
+    with progress_bar("compactions") as progress:
         report = compact(root, sync_to_disk, progress)
     print(f"{report.files_removed} files became {report.files_added}, {report.rows:,} rows, {report.seconds:.1f} s")
     if report.refused:
@@ -177,7 +176,7 @@ def _retain(root: Path, policy: Retention, form: Format, output: Path | None, *,
         policy.limits(now)
     except OverflowError as error:
         raise CommandError("a number of days is too large: it exceeds the range of dates", code=USAGE) from error
-    with _bar("commits") as progress:
+    with progress_bar("commits") as progress:
         report = retain(root, policy, sync_to_disk, now=now, dry_run=dry_run, progress=progress)
     write_rows(report.groups, form, output)
     if form is Format.TABLE and output is None:
@@ -196,19 +195,6 @@ def _print_retention(report: RetentionReport, *, dry_run: bool) -> None:
     print(f"deleted: {old}; maintenance frees the disk space in two hours")
     if report.added_rows:
         print(f"added rollups: {report.added_rows:,} rows, {report.added_bytes:,} bytes")
-
-
-@contextlib.contextmanager
-def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows done and total count as a progress bar on a terminal, and does nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(unit, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _repair(root: Path, *, deep: bool, dry_run: bool, force: bool) -> None:

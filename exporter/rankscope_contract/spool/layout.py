@@ -16,6 +16,9 @@ from urllib.parse import urlsplit
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.protocol.channel import Registration
 
+DEFAULT_SPOOL_DIR: Final = "rankscope-records"
+"""Folder in the working directory of a training where each rank writes its records until a store has committed them."""
+
 FORMAT: Final = 1
 IDENTITY_NAME: Final = "identity.json"
 LOCK_NAME: Final = "lock"
@@ -64,7 +67,7 @@ def is_ours(name: str) -> bool:
 
 def folders(root: Path) -> list[Path]:
     """Return the spool folders below `root`, the oldest first. Raises OSError if `root` cannot be read."""
-    return sorted((path for path in root.iterdir() if _is_spool(path)), key=lambda path: (_began(path), path))
+    return sorted((path for path in root.iterdir() if is_spool(path)), key=lambda path: (_began(path), path))
 
 
 def _began(folder: Path) -> float:
@@ -78,7 +81,8 @@ def _began(folder: Path) -> float:
         return 0.0
 
 
-def _is_spool(path: Path) -> bool:
+def is_spool(path: Path) -> bool:
+    """Return whether `path` is a spool folder, complete or damaged, or a folder that this user may not read."""
     if path.name.startswith(UNFINISHED_PREFIX):
         return False
     try:

@@ -32,7 +32,7 @@ from rankscope_exporter.observers.throughput.parameter_counts import ALONE, Para
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.identity import resolve_identity
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
-from rankscope_exporter.publishing.console import Console, banner
+from rankscope_exporter.publishing.console import Console, banner, records_note
 from rankscope_exporter.publishing.publisher import Publisher, StepQueue
 from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
 from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, ReactionDependencies
@@ -160,6 +160,7 @@ class Session:
             overhead=self.overhead_seconds,
             dropped=self._dropped,
             faults=lambda: boundary.count,
+            on_registered=self._tell_registered,
             sources=RankServerSources(
                 take_stacks=lambda: self.diagnosis.take("request").document(self.identity.rank),
                 change_sampling=self._change_sampling,
@@ -304,9 +305,14 @@ class Session:
             backend=backend_name(coming=self.config.statistics == "auto"),
             address=address,
             service=self.channel.service_url,
+            spool_dir=self.config.serve.spool_dir,
         )
         for line in (*lines, *filter(None, [self.watchdog.signal_note()])):
             self.console.line(line)
+
+    def _tell_registered(self) -> None:
+        if self.identity.rank == 0:
+            self.console.line(f"registered with service {self.channel.service_url}")
 
     def record_end(self, ending: Ending) -> None:
         """Finish the last step and record the exit event."""
@@ -328,11 +334,19 @@ class Session:
             self._boundary.call("end of training", part.stop, max(PUBLISH_SECONDS, deadline - time.monotonic()))
         left = self.channel.drain(max(0.0, deadline - time.monotonic()))
         if left and self.channel.service_url:
-            folder = self.channel.persistence.folder
-            fate = f"wait in {folder} for a service or the next rank here" if folder else "are lost with this process"
-            self.notices.say(
-                f"{left} records were not committed by {self.channel.service_url} within {wait_seconds:g} s and {fate}"
-            )
+            self.notices.say(f"{self.channel.service_url} did not commit {left} records within {wait_seconds:g} s")
+        if left:
+            self._tell_place_of_records(left)
+
+    def _tell_place_of_records(self, uncommitted: int) -> None:
+        """Print where the uncommitted records are. If they are on disk, only one rank of a host prints it."""
+        kept = self.channel.persistence
+        if kept.folder is None:
+            if self.channel.service_url or self.config.serve.spool_dir:
+                self.notices.say(f"{uncommitted} records are lost with this process: they are in no file")
+        elif self.identity.local_rank == 0:
+            for line in records_note(kept.folder, kept.records):
+                self.console.line(line)
 
     # Sampling.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, TextIO
 
 from rankscope_contract.model.events import EventType
@@ -82,12 +84,31 @@ def banner(
     backend: str,
     address: str,
     service: str | None,
+    spool_dir: str | None,
 ) -> list[str]:
     """Return the lines of the banner at attach: the monitored tensors, the cost, the address, and the service."""
     ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
-    reader = f"service {service}" if service else "no service: set RANKSCOPE_INGEST_URL, or scrape it with Prometheus"
+    if service:
+        reader = f"registering with service {service}"
+    elif spool_dir:
+        reader = f"no service (RANKSCOPE_INGEST_URL): records are written to {Path(spool_dir).absolute()}"
+    else:
+        reader = "no service, and no file has the records: set RANKSCOPE_INGEST_URL, or scrape it with Prometheus"
     cadence = "every step" if every == 1 else f"every {every} steps"
     return [
         f"run {run!r} on {ranks}; {measured} of {tensors} tensors ({elements:,} elements) {cadence}, {backend} kernel",
-        f"{series:,} series, about {bytes_per_step / 1000:,.0f} kB per step; {address}/metrics, read by {reader}",
+        f"{series:,} series, about {bytes_per_step / 1000:,.0f} kB per step; {address}/metrics; {reader}",
+    ]
+
+
+def records_note(folder: str, records: int) -> list[str]:
+    """Return the lines that name the spool folder with the `records` uncommitted records of a rank.
+
+    They also name the commands that read the records, and the command that imports them into a store.
+    """
+    root = Path(folder).parent
+    place = shlex.quote(str(root))
+    return [
+        f"no service has stored the last {records:,} records of this rank; they are in {root}",
+        f"to read them: rankscope summary --store {place}; to store them: rankscope import {place} --store history",
     ]

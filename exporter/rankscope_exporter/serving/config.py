@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from rankscope_contract.security.tls import Reloading, reloading_client, server_context
 from rankscope_contract.security.web_config import WebConfig, WebConfigError, read_web_config
+from rankscope_contract.spool.layout import DEFAULT_SPOOL_DIR
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.base.validation import Converted, at_least, validate
 from rankscope_exporter.serving.addresses import Address
@@ -90,6 +91,9 @@ _BOOLS: Final = ("insecure", "node_page", "spool_sync")
 For example, RANKSCOPE_SPOOL_DIR overrides `spool_dir`.
 """
 FilePath = Annotated[str, Converted(lambda name: str(Path(name).expanduser()))]
+OFF: Final = "off"
+"""Value of `spool_dir` and RANKSCOPE_SPOOL_DIR with which a rank writes no records to disk."""
+SpoolPath = Annotated[str, Converted(lambda name: None if name == OFF else str(Path(name).expanduser()))]
 _Size = Annotated[int, at_least(1)]
 _TRUE: Final = ("1", "true", "yes", "on")
 _FALSE: Final = ("0", "false", "no", "off")
@@ -118,7 +122,9 @@ class ServeConfig:
     page_ops: Literal["judged", "all"] = "judged"  # ops on the metrics page: those that rules use, or all
     discovery_dir: FilePath | None = None  # Prometheus file_sd folder, used when there is no service
     node_page: bool = False  # one metrics page for all ranks of a launch on this host
-    spool_dir: FilePath | None = None  # folder where each record is written until a store has committed it
+    # Folder where each record is written until a store has committed it, relative to the working directory; "off" or
+    # None: records are only in memory.
+    spool_dir: SpoolPath | None = DEFAULT_SPOOL_DIR
     spool_bytes: _Size = 1024 * 1024 * 1024
     spool_sync: bool = False  # call fdatasync after each record
 

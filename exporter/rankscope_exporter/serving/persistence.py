@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Final
 
 from rankscope_contract.protocol.channel import NOTHING, Registration
@@ -186,13 +187,18 @@ The service numbers the attempts of a run in the order in which they register, s
 class Persistence:
     """Storage of a rank without a spool folder: it writes nothing to disk.
 
-    With the setting `spool_dir`, `SpoolPersistence` is used instead.
+    It is used if the setting `spool_dir` is "off"; otherwise `SpoolPersistence` is used.
     """
 
     @property
     def folder(self) -> str | None:
         """Return the folder that keeps all records after the process exits; None if some of them may be missing."""
         return None
+
+    @property
+    def records(self) -> int:
+        """Return the number of records on disk."""
+        return 0
 
     @property
     def dropped(self) -> Mapping[str, int]:
@@ -276,6 +282,11 @@ class SpoolPersistence(Persistence):
     def folder(self) -> str | None:
         """Return the folder of the spool; None while the spool is not open or the disk does not respond."""
         return str(self._spool.folder) if self._spool.is_open and not self._writer.is_hanging else None
+
+    @property
+    def records(self) -> int:
+        """Return the number of records on disk."""
+        return self._spool.records
 
     @property
     def dropped(self) -> Mapping[str, int]:
@@ -366,7 +377,11 @@ def persistence_of(
     on_fault: Callable[[str, BaseException], None],
     meter: CpuMeter,
 ) -> Persistence:
-    """Return the storage that `config` selects: a spool if `spool_dir` is set, otherwise one that writes nothing."""
+    """Return the storage that `config` selects: a spool in `spool_dir`, or one that writes nothing if it is None.
+
+    A relative folder belongs to the present working directory, although the script may change it later.
+    """
     if config.spool_dir is None:
         return Persistence()
-    return SpoolPersistence(config.spool_dir, config, incarnation, describe, on_fault=on_fault, meter=meter)
+    root = str(Path(config.spool_dir).absolute())
+    return SpoolPersistence(root, config, incarnation, describe, on_fault=on_fault, meter=meter)

@@ -59,11 +59,13 @@ class RankServer:
         overhead: Callable[[], Mapping[str, float]],
         dropped: Callable[[], Mapping[str, int]],
         faults: Callable[[], int],
+        on_registered: Callable[[], None] = lambda: None,
         sources: RankServerSources | None = None,
     ) -> None:
         """`overhead`, `dropped` and `faults` are functions that return statistics for the metrics page.
 
         The statistics are the CPU seconds, the dropped records and the errors of other components of the monitor.
+        `on_registered` is called on the registration thread when the service has accepted this rank for the first time.
         """
         self.state = RankState(identity.incarnation)
         self.service_url = config.ingest_url
@@ -78,7 +80,7 @@ class RankServer:
         # Converted here to the form that a JSON reader gets: values without a JSON form become text on this thread.
         self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str), parse_constant=str)
         self._planned_steps = planned_steps
-        self._on_fault = on_fault
+        self._on_fault, self._on_registered = on_fault, on_registered
         self._overhead, self._dropped, self._faults = overhead, dropped, faults
         self._sources = RankServerSources() if sources is None else sources
         self._latest = LatestValues(rules)
@@ -298,8 +300,10 @@ class RankServer:
         )
 
     def _on_reply(self, reply: RegistrationReply) -> None:
-        self.state.lease = reply.lease
+        is_first, self.state.lease = self.state.lease is None, reply.lease
         try:
             self._commit(reply.committed)
+            if is_first:
+                self._on_registered()
         except Exception as error:  # noqa: BLE001 - a wrong cursor or a disk error must not end the heartbeats
             self._on_fault("registration", error)

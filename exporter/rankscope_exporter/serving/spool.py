@@ -7,6 +7,7 @@ spooled.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -20,6 +21,7 @@ import pyarrow as pa
 from rankscope_contract.protocol.channel import NOTHING, Registration
 from rankscope_contract.spool import FolderLock, SpoolReader, Stretch
 from rankscope_contract.spool.layout import (
+    DEFAULT_SPOOL_DIR,
     UNFINISHED_PREFIX,
     plan_name,
     segment_name,
@@ -90,9 +92,8 @@ class Spool:
 
         The folder gets its final name after it is locked and contains the identity file.
         """
-        self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         unfinished = self.folder.with_name(UNFINISHED_PREFIX + self.folder.name)
-        unfinished.mkdir(mode=0o700)
+        _make_folder(unfinished)
         lock = FolderLock.create(unfinished)
         try:
             write_identity(unfinished, registration, service=self._service, sync=self._sync)
@@ -103,6 +104,12 @@ class Spool:
             lock.release()
             raise
         self._lock = lock
+
+    @property
+    def records(self) -> int:
+        """Return the number of records on disk, including committed records in files that also have later records."""
+        with self._changed:
+            return sum(segment.last + 1 - segment.first for segment in self._segments)
 
     @property
     def is_open(self) -> bool:
@@ -167,6 +174,9 @@ class Spool:
                 done = not self._segments or self._segments[-1].last <= self._committed
             if done:
                 remove_folder(self.folder)
+                if self.folder.parent.name == DEFAULT_SPOOL_DIR:
+                    with contextlib.suppress(OSError):  # another process has records there
+                        self.folder.parent.rmdir()
         finally:
             lock.release()
 
@@ -279,6 +289,19 @@ class Spool:
         segment = self._segments.popleft()
         self._bytes -= segment.bytes
         return segment
+
+
+def _make_folder(path: Path) -> None:
+    """Create a folder in a spool folder, which is created too. Raises OSError."""
+    for is_last in (False, True):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            path.mkdir(mode=0o700)
+        except FileNotFoundError:  # another process of the host removed the empty spool folder at its end
+            if is_last:
+                raise
+        else:
+            return
 
 
 @cache

@@ -35,7 +35,7 @@ def trained(
     case: str, threads: int, how: str, during: Callable[[subprocess.Popen[str], str], None] | None = None
 ) -> Run:
     """Return the report of one training. `during` is called with the process and the address of its monitor."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "RANKSCOPE_INGEST_URL": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "RANKSCOPE_INGEST_URL": "", "RANKSCOPE_SPOOL_DIR": ""}
     command = [sys.executable, "-m", "tests.exporter.process.openmp_runs", case, str(threads), how]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

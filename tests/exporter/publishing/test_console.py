@@ -8,7 +8,7 @@ import pytest
 
 from rankscope_contract.model.events import Event, EventType, ExitReason
 from rankscope_exporter.process.lifecycle import encodable, exit_reason, weighed_reason
-from rankscope_exporter.publishing.console import FREE_LINES, MIN_SECONDS_BETWEEN_LINES, Console, banner
+from rankscope_exporter.publishing.console import FREE_LINES, MIN_SECONDS_BETWEEN_LINES, Console, banner, records_note
 from rankscope_exporter.records.step_record import StepRecord
 
 
@@ -49,7 +49,19 @@ def test_closed_stream_and_disabled_console_print_nothing() -> None:
     Console(0, enabled=True, stream=stream).line("nothing")
 
 
-def test_banner_names_tensors_cost_and_reader() -> None:
+@pytest.mark.parametrize(
+    ("service", "spool_dir", "reader"),
+    [
+        (None, "/records", "no service (RANKSCOPE_INGEST_URL): records are written to /records"),
+        (
+            None,
+            None,
+            "no service, and no file has the records: set RANKSCOPE_INGEST_URL, or scrape it with Prometheus",
+        ),
+        ("http://127.0.0.1:1", "/records", "registering with service http://127.0.0.1:1"),
+    ],
+)
+def test_banner_names_tensors_cost_and_reader(service, spool_dir, reader) -> None:
     lines = banner(
         run="my run",
         world_size=2,
@@ -61,15 +73,22 @@ def test_banner_names_tensors_cost_and_reader() -> None:
         every=5,
         backend="numba",
         address="http://127.0.0.1:9",
-        service=None,
+        service=service,
+        spool_dir=spool_dir,
     )
 
     assert 2 == len(lines)
     assert (
         "run 'my run' on 2 ranks; gradients of 3 tensors (1,234,567 elements) every 5 steps, numba kernel" == lines[0]
     )
-    assert lines[1].startswith("12 series, about 0 kB per step; http://127.0.0.1:9/metrics, read by no service: ")
-    assert "RANKSCOPE_INGEST_URL" in lines[1]
+    assert lines[1] == f"12 series, about 0 kB per step; http://127.0.0.1:9/metrics; {reader}"
+
+
+def test_note_about_records_quotes_the_folder_in_its_commands() -> None:
+    first, second = records_note("/data/my runs/records/incarnation", 1234)
+
+    assert "no service has stored the last 1,234 records of this rank; they are in /data/my runs/records" == first
+    assert "rankscope import '/data/my runs/records' --store history" in second
 
 
 @pytest.mark.parametrize(

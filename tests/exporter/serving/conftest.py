@@ -200,7 +200,7 @@ def new_rank() -> Iterator[Callable[..., Rank]]:
         )
         channel = RankServer(
             identity,
-            ServeConfig(**config),
+            ServeConfig(**{"spool_dir": None, **config}),
             rules=RULES,
             settings=settings or {"quantities": ["weights"]},
             planned_steps=100,

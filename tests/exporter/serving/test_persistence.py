@@ -576,7 +576,9 @@ def test_spool_settings_are_checked():
     found = ServeConfig().with_environment({"RANKSCOPE_SPOOL_DIR": "~/spool", "RANKSCOPE_SPOOL_SYNC": "1"})
 
     assert (str(Path("~/spool").expanduser()), True) == (found.spool_dir, found.spool_sync)
-    assert ServeConfig().spool_dir is None
+    assert "rankscope-records" == ServeConfig().spool_dir
+    assert ServeConfig(spool_dir="off").spool_dir is ServeConfig(spool_dir=None).spool_dir is None
+    assert ServeConfig().with_environment({"RANKSCOPE_SPOOL_DIR": "off"}).spool_dir is None
     with pytest.raises(ConfigError, match="spool_bytes must be a whole number of at least 1, not 0"):
         ServeConfig(spool_bytes=0)
     with pytest.raises(ConfigError, match="spool_dir must be text"):

@@ -156,7 +156,8 @@ FORK = """
         raise SystemExit("a fault was reported")
 
     channel = RankServer(
-        Identity(run="r", launch_id="l", incarnation="i"), ServeConfig(), rules=(), settings={}, planned_steps=None,
+        Identity(run="r", launch_id="l", incarnation="i"), ServeConfig(spool_dir=None),
+        rules=(), settings={}, planned_steps=None,
         on_fault=quiet, overhead=dict, dropped=dict, faults=int,
     )
     url = channel.start()

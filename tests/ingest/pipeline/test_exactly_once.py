@@ -99,7 +99,7 @@ def open_channel(service, rank, *, world_size=2, launch_id="launch"):
     )
     channel = RankServer(
         identity,
-        ServeConfig(ingest_url=service.url),
+        ServeConfig(ingest_url=service.url, spool_dir=None),
         rules=(),
         settings={},
         planned_steps=1000,

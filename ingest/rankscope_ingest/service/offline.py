@@ -1,0 +1,176 @@
+"""Store the records that ranks wrote to disk: the service reads copies of their spools until all records are stored.
+
+The files of the ranks are not changed, so a folder can be read several times, and while the training continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rankscope_contract.protocol.channel import NOTHING
+from rankscope_contract.spool import FolderLock, SpoolError, SpoolReader
+from rankscope_contract.spool.layout import IDENTITY_NAME, LOCK_NAME, folders, is_ours, is_spool, read_identity
+from rankscope_ingest.base.config import (
+    IngestSection,
+    NotifySection,
+    ServiceConfig,
+    ServiceSection,
+    SpoolSection,
+    StoreSection,
+)
+from rankscope_ingest.base.errors import IngestError, RegistrationError
+from rankscope_ingest.reporting.progress import Progress
+from rankscope_ingest.service.main import run
+from rankscope_ingest.targets.registry import check_registration
+
+IDLE_SECONDS: Final = 60.0
+"""Time in seconds without a stored row or a finished spool after which the import is considered stuck."""
+
+_SCAN_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineSpool:
+    """The spool of one process: its folder, the run and rank, the number of records, and whether the process lives."""
+
+    folder: Path
+    run: str
+    rank: int
+    records: int
+    is_running: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineFolder:
+    """The spools in a folder that can be read, and a text about each spool that cannot be read."""
+
+    spools: tuple[OfflineSpool, ...]
+    unreadable: tuple[str, ...]
+
+
+def spool_folders(path: Path) -> list[Path]:
+    """Return the spool folders at `path`, which is a spool folder or contains spool folders; the oldest first.
+
+    The list is empty if `path` is another kind of folder, a file, or missing.
+    """
+    if not path.is_dir():
+        return []
+    try:
+        found = [path] if is_spool(path) else folders(path)
+        return [folder for folder in found if (folder / IDENTITY_NAME).exists()]
+    except OSError:
+        return []
+
+
+def inspect(path: Path) -> OfflineFolder:
+    """Return the spools at `path`, which is a spool folder or contains spool folders."""
+    spools, unreadable = [], []
+    for folder in spool_folders(path):
+        try:
+            registration = read_identity(folder)
+            check_registration(registration)
+            records = SpoolReader(folder, lambda _: ()).head() - NOTHING
+            lock = FolderLock.take(folder)
+        except (SpoolError, RegistrationError, OSError) as error:
+            unreadable.append(f"{folder}: {error}")
+            continue
+        if lock is not None:
+            lock.release()
+        spools.append(
+            OfflineSpool(
+                folder=folder,
+                run=registration.run,
+                rank=registration.rank,
+                records=records,
+                is_running=lock is None,
+            )
+        )
+    return OfflineFolder(spools=tuple(spools), unreadable=tuple(unreadable))
+
+
+def import_spools(
+    spools: tuple[OfflineSpool, ...],
+    store: Path,
+    *,
+    shard: str = "0/1",
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Store the records of `spools` in `store`, and return the number of new rows. The spools are not changed.
+
+    Records that the store already has are skipped. No notification is sent. `progress` receives the number of spools
+    that are stored so far. Raises IngestError or StoreError.
+    """
+    with tempfile.TemporaryDirectory(prefix=".rankscope-", dir=_parent_of(store)) as copies:
+        for spool in spools:
+            _copy(spool.folder, Path(copies) / spool.folder.name)
+        config = ServiceConfig(
+            service=ServiceSection(listen="127.0.0.1:0"),
+            store=StoreSection(path=str(store), shard=shard),
+            ingest=IngestSection(flush_after_seconds=1.0),
+            spool=SpoolSection(folders=(copies,), scan_seconds=_SCAN_SECONDS),
+            notify=NotifySection(group_wait_seconds=0.0),
+        )
+        return asyncio.run(_serve_until_read(config, Path(copies), progress or (lambda _: None)))
+
+
+async def _serve_until_read(config: ServiceConfig, copies: Path, progress: Callable[[int], None]) -> int:
+    """Run the service until it has removed all folders in `copies`; return the number of stored rows."""
+    stop = asyncio.Event()
+    rows_stored = 0
+
+    def count(now: Progress) -> None:
+        nonlocal rows_stored
+        rows_stored = now.rows_stored
+
+    service = asyncio.create_task(run(config, stop=stop, on_progress=count))
+    left = total = _count(copies)
+    known, changed_at = (left, rows_stored), time.monotonic()
+    try:
+        while left and not service.done():
+            await asyncio.sleep(_SCAN_SECONDS)
+            left = _count(copies)
+            progress(total - left)
+            if known != (known := (left, rows_stored)):
+                changed_at = time.monotonic()
+            elif time.monotonic() > changed_at + IDLE_SECONDS:
+                raise IngestError(f"{left} of {total} spools could not be stored within {IDLE_SECONDS:g} s")
+    finally:
+        stop.set()
+        await service
+    if left:
+        raise IngestError(f"interrupted: {left} of {total} spools are not stored; run the command again")
+    return rows_stored
+
+
+def _count(folder: Path) -> int:
+    return len(list(folder.iterdir()))
+
+
+def _parent_of(store: Path) -> Path:
+    """Return the folder of the store, in which files can be linked instead of copied if the spools are on its disk."""
+    parent = store.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    return parent
+
+
+def _copy(folder: Path, copy: Path) -> None:
+    """Create the spool folder `copy` with links to the files in `folder`, and with a lock of its own."""
+    copy.mkdir(mode=0o700)
+    (copy / LOCK_NAME).touch(mode=0o600)
+    for path in folder.iterdir():
+        if path.name == LOCK_NAME or not is_ours(path.name):
+            continue
+        try:
+            os.link(path, copy / path.name)
+        except OSError:  # another disk, or a file system without links
+            with contextlib.suppress(FileNotFoundError):  # a service has committed its records in the meantime
+                shutil.copy2(path, copy / path.name)

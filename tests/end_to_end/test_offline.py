@@ -1,0 +1,195 @@
+"""A training without a service: its records are in a local folder, which commands read and import."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.end_to_end.conftest import Service
+from tests.programs import server_of
+
+from rankscope_contract.spool.layout import folders
+
+STEPS = 12
+
+TRAINING = """
+import sys, time, torch
+from torch import nn
+from rankscope_exporter import Monitor
+
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters())
+with Monitor(SETTINGS).attach(model, optimizer) as monitor:
+    for step in range(1, 13):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        monitor.log(loss=float(step))
+    AFTER
+"""
+
+Answer = subprocess.CompletedProcess[str]
+
+
+def program(after: str = "pass", **settings: object) -> str:
+    return TRAINING.replace("SETTINGS", repr({"run": "alone", **settings})).replace("AFTER", after)
+
+
+def trained(
+    folder: Path, after: str = "pass", *, spool_dir: str = "", service_url: str = "", **settings: object
+) -> Answer:
+    """Return the result of a training in `folder`. Without `spool_dir`, the records are in the default folder."""
+    environment = os.environ | {"RANKSCOPE_SPOOL_DIR": spool_dir, "RANKSCOPE_INGEST_URL": service_url}
+    server = server_of("torch._dynamo", "rankscope_exporter")
+    return server.run(program(after, **settings), environment, 120.0, folder)
+
+
+def command(*arguments: object) -> Answer:
+    done = subprocess.run(
+        [sys.executable, "-m", "rankscope", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"COLUMNS": "160"},
+    )
+    assert 0 == done.returncode, done.stderr
+    return done
+
+
+def rows(store: Path, query: str) -> list[dict[str, object]]:
+    answer = command("sql", query, "--store", store, "--format", "json")
+    found: list[dict[str, object]] = json.loads(answer.stdout)
+    return found
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+LOSSES = "select step, value from scalars where name = 'loss' order by step"
+
+
+def test_training_without_service_is_read_from_its_folder_and_imported(tmp_path: Path) -> None:
+    """The end of training names the folder and the command; the folder is not changed by them."""
+    done = trained(tmp_path)
+    records, store = tmp_path / "rankscope-records", tmp_path / "history"
+    before = content(records)
+    expected = [{"step": step, "value": float(step)} for step in range(1, STEPS + 1)]
+
+    assert 0 == done.returncode, done.stderr
+    assert f"no service (RANKSCOPE_INGEST_URL): records are written to {records}" in done.stderr
+    assert f"rankscope import {records} --store history" in done.stderr
+    assert "alone, completed" in command("summary", "--store", records).stdout
+    assert rows(records, LOSSES) == expected
+
+    first = command("import", records, "--store", store)
+    again = command("import", records, "--store", store)
+
+    assert rows(store, LOSSES) == expected
+    assert first.stdout.startswith(f"{records}: 1 process, {STEPS + 1} records; ")
+    assert "; 0 new rows in alone" in again.stdout
+    assert content(records) == before
+
+
+def test_two_launches_in_one_folder_are_two_attempts(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert 0 == trained(tmp_path).returncode
+
+    found = rows(tmp_path / "rankscope-records", "select attempt, state from attempts order by attempt")
+
+    assert [{"attempt": 0, "state": "completed"}, {"attempt": 1, "state": "completed"}] == found
+
+
+def test_killed_training_leaves_its_published_records(tmp_path: Path) -> None:
+    done = trained(tmp_path, "import os; monitor.current(); os.kill(os.getpid(), 9)")
+
+    assert -signal.SIGKILL == done.returncode
+    steps = [row["step"] for row in rows(tmp_path / "rankscope-records", LOSSES)]
+    assert list(range(1, len(steps) + 1)) == steps
+    assert STEPS - 1 <= len(steps)
+
+
+def test_switch_turns_files_off(tmp_path: Path) -> None:
+    done = trained(tmp_path, spool_dir="off")
+
+    assert 0 == done.returncode, done.stderr
+    assert [] == list(tmp_path.iterdir())
+    assert "no file has the records" in done.stderr
+
+
+def test_folder_that_cannot_be_created_is_reported_and_training_continues(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = trained(tmp_path, spool_dir=str(tmp_path / "file" / "records"))
+
+    assert 0 == done.returncode, done.stderr
+    assert str(tmp_path / "file") in done.stderr
+    assert "records are lost with this process: they are in no file" in done.stderr
+
+
+def test_running_training_can_be_read_but_is_not_imported(tmp_path: Path) -> None:
+    environment = os.environ | {"RANKSCOPE_SPOOL_DIR": "", "RANKSCOPE_INGEST_URL": ""}
+    records, store = tmp_path / "rankscope-records", tmp_path / "history"
+    waiting = program("monitor.current(); print('ready', flush=True); time.sleep(600)")
+    with subprocess.Popen(
+        [sys.executable, "-c", waiting], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
+    ) as training:
+        assert training.stdout is not None
+        try:
+            assert b"ready\n" == training.stdout.readline()
+            read = command("sql", LOSSES, "--store", records)
+            imported = command("import", records, "--store", store)
+        finally:
+            training.kill()
+
+    assert "1 process still running; the records are read up to now" in read.stderr
+    assert f"{STEPS - 1} rows" in read.stdout or f"{STEPS} rows" in read.stdout
+    assert "not imported; import the folder again after they have ended" in imported.stderr
+    assert "0 new rows in no run" in imported.stdout
+    assert "1 process, " in command("import", records, "--store", store).stdout
+    assert STEPS - 1 <= len(rows(store, LOSSES))
+
+
+def test_unreadable_spool_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert 0 == trained(tmp_path).returncode
+    records = tmp_path / "rankscope-records"
+    first, _ = folders(records)
+    (first / "identity.json").write_text("{", encoding="utf-8")
+    done = command("import", records, "--store", tmp_path / "history")
+
+    assert f"not read: {first}" in done.stderr
+    assert done.stdout.startswith(f"{records}: 1 process, ")
+
+
+def test_next_training_with_a_service_delivers_the_earlier_records(tmp_path: Path, service: Service) -> None:
+    """The folder is removed when the store has all its records."""
+    assert 0 == trained(tmp_path).returncode
+    service.start()
+    done = trained(tmp_path, "time.sleep(4)", service_url=service.url)
+    assert 0 == service.stop()
+
+    assert 0 == done.returncode, done.stderr
+    assert f"registered with service {service.url}" in done.stderr
+    assert [{"attempt": 0, "rows": STEPS}, {"attempt": 1, "rows": STEPS}] == rows(
+        service.store, "select attempt, count(*) as rows from scalars where name = 'loss' group by all order by all"
+    )
+    assert not (tmp_path / "rankscope-records").exists()
+
+
+def test_unreachable_service_is_reported_and_the_records_are_kept(tmp_path: Path, free_port: int) -> None:
+    url = f"http://127.0.0.1:{free_port}"
+    done = trained(tmp_path, service_url=url, exit_wait_seconds=1)
+
+    assert 0 == done.returncode, done.stderr
+    assert f"registering with service {url}" in done.stderr
+    assert f"the service cannot be reached ({url}" in done.stderr
+    assert "registered with" not in done.stderr
+    assert f"{url} did not commit " in done.stderr
+    assert f"rankscope import {tmp_path / 'rankscope-records'}" in done.stderr
+    assert STEPS == len(rows(tmp_path / "rankscope-records", LOSSES))
