@@ -40,12 +40,15 @@ EXAMPLE_ALERTMANAGER: Final = AlertmanagerSettings(
         ),
     ),
 )
-"""Example addresses that a user must replace. `rankscope up --notify` writes the same file with real addresses."""
+"""Receivers with example addresses, which a user must replace.
+
+`rankscope up --notify` writes the same file with real addresses.
+"""
 
 ALERTS_BOARD: Final = "run_overview"
-"""Name of the board to which an alert links if the board has the alert's panel.
+"""Name of the board to which an alert links if this board has the panel of the alert.
 
-Otherwise the alert links to a board that has the panel."""
+If it does not, the alert links to another board that has the panel."""
 
 COUNTER_PANELS: Final = (
     "Anomaly count",

@@ -238,5 +238,5 @@ def test_demo_never_deletes_a_folder_that_it_did_not_create(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert 2 == done.returncode
-    assert "name another with --folder" in done.stderr
+    assert "name another folder with --folder" in done.stderr
     assert (tmp_path / "precious").exists()

@@ -72,7 +72,7 @@ def test_repair_drops_a_missing_folder_only_with_force(rankscope, in_flushes):
 def test_retain_rejects_days_beyond_the_range_of_dates(rankscope):
     done = rankscope("store", "retain", "--days", "inf", "--dry-run")
 
-    text = "rankscope: a number of days is too large: it exceeds the range of dates\n"
+    text = "rankscope: a number of days is too large: the resulting date is out of range\n"
     assert (2, text) == (done.returncode, done.stderr)
 
 
@@ -90,8 +90,8 @@ def test_compact_prints_the_number_of_files_and_rows(rankscope, in_flushes):
     again = rankscope("store", "compact", "--store", str(in_flushes))
 
     assert (0, "") == (done.returncode, done.stderr)
-    assert done.stdout.startswith(f"{FLUSHES} files became 1, {FLUSHES} rows, ")
-    assert again.stdout.startswith("0 files became 0, 0 rows, ")
+    assert done.stdout.startswith(f"{FLUSHES} files were merged into 1, {FLUSHES} rows, ")
+    assert again.stdout.startswith("0 files were merged into 0, 0 rows, ")
     assert FLUSHES == rows_of(in_flushes, "scalars")
 
 
@@ -111,8 +111,8 @@ def test_second_concurrent_compaction_exits_with_1(in_flushes, monkeypatch, caps
     said = capsys.readouterr()
 
     assert 1 == ended.value.code
-    assert said.out.startswith("0 files became 0, 0 rows, ")
-    assert "rankscope: another compaction is running: it will compact the remaining files\n" == said.err
+    assert said.out.startswith("0 files were merged into 0, 0 rows, ")
+    assert "rankscope: another compaction of this store is running: it will compact the remaining files\n" == said.err
     assert FLUSHES == rows_of(in_flushes, "scalars")
 
 

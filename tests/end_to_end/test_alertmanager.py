@@ -78,7 +78,7 @@ def test_doctor_lists_readers_of_ranks_and_alert_receivers(running, ranks):
     expected = (
         r"OK    /records is read by Rankscope/\S+ \(\d of \d ranks, \d+ s ago\)",
         r"OK    /metrics is read by Prometheus/2\.\S+ \(\d of \d ranks, \d+ s ago\)",
-        r"OK    the clocks agree",
+        r"OK    the clocks of the ranks agree",
         r"OK    scrapes the ranks: \d of \d up",
         r"OK    evaluates \d+ Rankscope rules",
         r"OK    notifies address-1, address-2",

@@ -69,7 +69,7 @@ def environment_tls() -> ClientTls:
 def service_address(settings: ServiceConfig) -> str | None:
     """Return the URL of the service for clients on this machine.
 
-    None if the service selects a free port at start (port 0).
+    Return None if the service selects a free port at start (port 0).
     """
     from rankscope_ingest.base.config import split_address
 

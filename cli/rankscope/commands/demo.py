@@ -143,10 +143,10 @@ def _watch(training: subprocess.Popen[bytes], url: str, receiver: AlertReceiver,
 
 
 def _wait_for_alerts(receiver: AlertReceiver, console: Console, awaited: Sequence[Fault]) -> None:
-    """Wait for alert messages that are late or that are not expected.
+    """Wait for alert messages that are late, and for messages that are not expected.
 
-    Alertmanager sends a message after a scrape and the group wait. If no message about a fault in `awaited` has
-    arrived, the function therefore waits up to LATEST_SECONDS.
+    Alertmanager sends a message after a scrape and the group wait. Until a message about each fault in `awaited` has
+    arrived, the function therefore waits, up to LATEST_SECONDS.
     """
     began = time.monotonic()
     while time.monotonic() - began < QUIET_SECONDS or (
@@ -163,10 +163,13 @@ def _print_report(receiver: AlertReceiver, print_line: Callable[[str], None]) ->
 
 
 def _create_folder(folder: Path) -> None:
-    """Create an empty `folder`. Raises CommandError if it exists and was not created by the demo."""
+    """Create an empty `folder`; replace a folder of an earlier demo.
+
+    Raises CommandError if the folder exists and was not created by the demo.
+    """
     if folder.exists():
         if not (folder / MARK).exists():
-            raise CommandError(f"{folder} was not created by the demo: name another with --folder", code=USAGE)
+            raise CommandError(f"{folder} was not created by the demo: name another folder with --folder", code=USAGE)
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / MARK).touch()
@@ -188,7 +191,7 @@ def _wait_for_service(log: Path, service: subprocess.Popen[bytes]) -> str:
 def _tensors_in(log: Path) -> int:
     found = re.search(r"model: (\d+) tensors", log.read_text(encoding="utf-8"))
     if found is None:
-        raise CommandError(f"{log} contains no line with the number of tensors")
+        raise CommandError(f"{log} contains no line with the number of tensors of the model")
     return int(found.group(1))
 
 

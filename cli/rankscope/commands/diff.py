@@ -106,7 +106,9 @@ def _sides(
         for name, rank, attempt in zip(names, own_ranks, own_attempts, strict=True)
     )
     if first == second:
-        raise CommandError(f"both sides of the comparison are {first}: name two different ones", code=USAGE)
+        raise CommandError(
+            f"both sides of the comparison are {first}: name two different runs, ranks or attempts", code=USAGE
+        )
     return first, second
 
 

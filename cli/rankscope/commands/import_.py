@@ -42,9 +42,11 @@ def import_(
         bool, typer.Option("--explain", help="Print the detected format of each log and the reason; import nothing.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print more malformed lines than the first 3.")
+        bool, typer.Option("--verbose", "-v", help="Print the first 20 malformed lines of each log instead of 3.")
     ] = False,
-    shard: Annotated[str, typer.Option(help="Shard to write to; not the shard of a running service.")] = "0/1",
+    shard: Annotated[
+        str, typer.Option(help="Shard of the store to write to; not the shard of a running service.")
+    ] = "0/1",
 ) -> None:
     """Import logs of other tools, or records of ranks without a service. A repeated import stores only new rows.
 

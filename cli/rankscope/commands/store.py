@@ -72,10 +72,10 @@ def store(
     check compares the log with every file; exit code 1 means lost, duplicate or missing data. check and stats only
     read. compact merges small files, also while a service writes. retain replaces tensor statistics older than --days,
     and scalars older than --scalars-days, by one row per 100 steps. It deletes features, histograms, hashes and
-    collectives older than --days, samples older than --samples-days and rollups older than --rollup-days. Without an
-    option, its rows are kept; events and runs are always kept. repair moves a torn log entry and unreadable files to
-    _damaged/, reports lost rows, and deletes files that killed processes left. repair fails while a service writes,
-    and, without --force, if a disk or mount may be offline.
+    collectives older than --days, samples older than --samples-days and rollups older than --rollup-days. If
+    one of these options is missing, the rows that it limits are kept; events and runs are always kept. repair moves a
+    torn log entry and unreadable files to _damaged/, reports lost rows, and deletes files that killed processes left.
+    repair fails while a service writes. Without --force it also fails if a disk or mount may be offline.
 
     [bold]Examples[/bold]
 
@@ -119,12 +119,13 @@ def _print_check(report: CheckReport) -> None:
     for finding in report.findings:
         print(f"{'damage' if finding.kind.is_damage else 'note'}: {finding.kind}: {finding.path}: {finding.text}")
     if report.version is None:
-        print("the log cannot be read: files were not checked")
+        print("the log cannot be read: the data files were not checked")
         return
     damage = sum(finding.kind.is_damage for finding in report.findings)
     verdict = "no damage" if report.is_intact else f"damaged in {damage} place{'' if damage == 1 else 's'}"
     print(
-        f"version {report.version}: {report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes; {verdict}"
+        f"store version {report.version}: {report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes; "
+        f"{verdict}"
     )
 
 
@@ -136,7 +137,9 @@ def _stats(root: Path, by: By, form: Format, output: Path | None) -> None:
     found = store_stats(Log.open(root, sync_to_disk), by=by)
     if form is Format.TABLE and output is None:
         span = f", {found.oldest:%Y-%m-%d %H:%M} to {found.newest:%Y-%m-%d %H:%M} UTC" if found.oldest else ""
-        print(f"version {found.version}: {found.files} files, {found.rows:,} rows, {found.size_bytes:,} bytes{span}")
+        print(
+            f"store version {found.version}: {found.files} files, {found.rows:,} rows, {found.size_bytes:,} bytes{span}"
+        )
         unused = f"unreferenced files: {found.unused_bytes:,} bytes"
         print(f"log: {found.log_entries} entries, {found.log_bytes:,} bytes; {unused}")
     write_rows(found.groups, form, output)
@@ -148,9 +151,12 @@ def _compact(root: Path) -> None:
 
     with progress_bar("compactions") as progress:
         report = compact(root, sync_to_disk, progress)
-    print(f"{report.files_removed} files became {report.files_added}, {report.rows:,} rows, {report.seconds:.1f} s")
+    print(
+        f"{report.files_removed} files were merged into {report.files_added}, "
+        f"{report.rows:,} rows, {report.seconds:.1f} s"
+    )
     if report.refused:
-        raise CommandError("another compaction is running: it will compact the remaining files")
+        raise CommandError("another compaction of this store is running: it will compact the remaining files")
 
 
 def _policy(days: float | None, scalars: float | None, samples: float | None, rollups: float | None) -> Retention:
@@ -175,7 +181,7 @@ def _retain(root: Path, policy: Retention, form: Format, output: Path | None, *,
     try:
         policy.limits(now)
     except OverflowError as error:
-        raise CommandError("a number of days is too large: it exceeds the range of dates", code=USAGE) from error
+        raise CommandError("a number of days is too large: the resulting date is out of range", code=USAGE) from error
     with progress_bar("commits") as progress:
         report = retain(root, policy, sync_to_disk, now=now, dry_run=dry_run, progress=progress)
     write_rows(report.groups, form, output)
@@ -192,7 +198,7 @@ def _print_retention(report: RetentionReport, *, dry_run: bool) -> None:
     if dry_run:
         print(f"would delete: {old}")
         return
-    print(f"deleted: {old}; maintenance frees the disk space in two hours")
+    print(f"deleted: {old}; maintenance of the store deletes the old files from disk after two hours")
     if report.added_rows:
         print(f"added rollups: {report.added_rows:,} rows, {report.added_bytes:,} bytes")
 
@@ -213,7 +219,7 @@ def _print_repair(report: RepairReport, *, dry_run: bool) -> None:
     for lost in report.lost:
         print(f"{would}removed from the log, data lost: {lost}")
     if (report.torn_entry or report.torn_checkpoint) and dry_run:
-        print("files can be checked only after the log is repaired")
+        print("data files can be checked only after the log is repaired: run the command without --dry-run")
     elif report.swept:
         print(f"{would}removed: {report.swept} files left by killed processes, {report.swept_bytes:,} bytes")
     elif not report.changed:

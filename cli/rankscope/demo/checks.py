@@ -107,7 +107,7 @@ def _rows(expected: ExpectedRun, query: Query) -> Iterator[Check]:
 def _no_duplicate(query: Query) -> Check:
     key = ", ".join(sql_identifier(name) for name in TENSOR_ROW_KEY)
     ((doubled,),) = query(f"select count(*) from (select 1 from tensor_stats group by {key} having count(*) > 1)")  # noqa: S608 - column names of the contract
-    return Check(doubled == 0, f"{doubled} row keys stored twice")
+    return Check(doubled == 0, f"{doubled} rows of tensor statistics stored more than once")
 
 
 def _no_gap(expected: ExpectedRun, query: Query) -> Check:

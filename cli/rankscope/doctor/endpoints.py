@@ -58,7 +58,7 @@ def machine(environment: Environment) -> Iterator[CheckResult]:
 
 
 def ports(environment: Environment, named: Iterable[tuple[str, int]]) -> Iterator[CheckResult]:
-    """Yield a result for each port: the process that listens on it."""
+    """Yield a result for each port in `named`, which names the process that listens on the port."""
     for what, port in named:
         listener = environment.listener(port)
         yield ok(PORTS, f"{port} ({what}): {listener or 'free'}")
@@ -84,9 +84,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """Addresses that `rankscope doctor` checks: service, Prometheus, Alertmanager and store.
+    """Addresses that `rankscope doctor` checks, and the token and TLS settings for the service.
 
-    With token and TLS settings.
+    The addresses are those of the service, Prometheus, Alertmanager and the store.
     """
 
     service: str
@@ -104,7 +104,7 @@ class Endpoints:
 
 
 def explicit_addresses(service: str | None, prometheus: str | None, alertmanager: str | None) -> dict[str, str]:
-    """Return the addresses that options name, without a trailing slash."""
+    """Return the addresses that command-line options name, by program, without a trailing slash."""
     given = {"service": service, "prometheus": prometheus, "alertmanager": alertmanager}
     return {name: url.rstrip("/") for name, url in given.items() if url}
 

@@ -96,7 +96,10 @@ class LocalEnvironment:
         return shutil.disk_usage(next(part for part in (path, *path.absolute().parents) if part.exists())).free
 
     def check_writable(self, folder: Path) -> None:
-        """Check that a file can be created, with a temporary file without a name that disappears when it is closed."""
+        """Create a temporary file without a name in `folder`; it disappears when it is closed.
+
+        Raises OSError if no file can be created in `folder`.
+        """
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
 

@@ -28,7 +28,9 @@ def prometheus(environment: Environment, url: str) -> Iterator[CheckResult]:
         groups = _data(environment, f"{url}/api/v1/rules").get("groups", [])
         managers = _data(environment, f"{url}/api/v1/alertmanagers").get("activeAlertmanagers", [])
     except (UnreachableError, yaml.YAMLError) as error:
-        yield warn(PROMETHEUS, f"no response: {error}", "run rankscope up, or name its address with --prometheus")
+        yield warn(
+            PROMETHEUS, f"no response: {error}", "run rankscope up, or name the address of Prometheus with --prometheus"
+        )
         return
     yield ok(PROMETHEUS, f"{url} responds")
     yield from _scraped(targets, looks_for_ranks=_looks_for_ranks(config))
@@ -45,7 +47,11 @@ def alertmanager(environment: Environment, url: str) -> Iterator[CheckResult]:
         status = environment.get(f"{url}/api/v2/status").json()
         metrics = environment.get(f"{url}/metrics").body.decode("utf-8", "replace")
     except UnreachableError as error:
-        yield warn(ALERTMANAGER, f"no response: {error}", "run rankscope up, or name its address with --alertmanager")
+        yield warn(
+            ALERTMANAGER,
+            f"no response: {error}",
+            "run rankscope up, or name the address of Alertmanager with --alertmanager",
+        )
         return
     yield ok(ALERTMANAGER, f"{url} responds")
     named = _receivers_with_address(status)
@@ -54,7 +60,7 @@ def alertmanager(environment: Environment, url: str) -> Iterator[CheckResult]:
     else:
         yield warn(ALERTMANAGER, "notifies no receiver", "rankscope up --notify https://… or smtp://host:port?to=…")
     if failed := _sum(metrics, _FAILED):
-        yield fail(ALERTMANAGER, f"{failed:.0f} notifications failed", "its log names the address")
+        yield fail(ALERTMANAGER, f"{failed:.0f} notifications failed", "the log of Alertmanager names the address")
 
 
 def _looks_for_ranks(config: Any) -> bool:
@@ -87,10 +93,16 @@ def _scraped(targets: list[dict[str, Any]], *, looks_for_ranks: bool) -> Iterato
 def _rules(groups: list[dict[str, Any]]) -> CheckResult:
     rules = [rule for group in groups if group["name"].startswith("rankscope") for rule in group["rules"]]
     if not rules:
-        return warn(PROMETHEUS, "has no Rankscope rules", "rule_files: dashboards/provisioning/prometheus/*.rules.yml")
+        return warn(
+            PROMETHEUS,
+            "has no Rankscope alert rules",
+            "add to prometheus.yml: rule_files: dashboards/provisioning/prometheus/*.rules.yml",
+        )
     bad = [f"{rule['name']}: {rule.get('lastError', '')}" for rule in rules if rule["health"] == "err"]
     if bad:
-        return fail(PROMETHEUS, f"cannot evaluate {printable(bad[0])}", "use the rule file of this release")
+        return fail(
+            PROMETHEUS, f"cannot evaluate {printable(bad[0])}", "use the alert rule file of this Rankscope release"
+        )
     return ok(PROMETHEUS, f"evaluates {len(rules)} Rankscope rules")
 
 

@@ -51,7 +51,7 @@ def _problems(live: Sequence[dict[str, Any]]) -> Iterator[CheckResult]:
         yield warn(
             AREA,
             f"{_name(target)} cannot be polled: {printable(str(target['last_error']))}",
-            "see the output of the rank",
+            "see the output of the training process of the rank",
         )
     lost = sum(target["records_lost"] for target in live)
     if lost:
@@ -65,7 +65,11 @@ def _rank_checks(environment: Environment, live: Sequence[dict[str, Any]]) -> It
         try:
             asked.append(_request(environment, target))
         except UnreachableError as error:
-            yield warn(AREA, f"{_name(target)} is unreachable from this machine: {error}", "the service may reach it")
+            yield warn(
+                AREA,
+                f"{_name(target)} is unreachable from this machine: {error}",
+                "no action is needed if the service can reach the rank",
+            )
     if asked:
         yield _clocks(asked)
         yield _read(asked, RECORDS_PATH, "the service does not poll the ranks: see its log")
@@ -82,14 +86,19 @@ def _request(environment: Environment, target: dict[str, Any]) -> _RankHealth:
 def _clocks(asked: Sequence[_RankHealth]) -> CheckResult:
     worst = max(asked, key=lambda rank: abs(rank.skew or 0.0))
     if abs(worst.skew or 0.0) <= SKEW_SECONDS:
-        return ok(AREA, "the clocks agree with the clock of this machine")
-    return warn(AREA, f"the clock of {worst.name} is {worst.skew:+.0f} s off", "synchronise both with NTP: timedatectl")
+        return ok(AREA, "the clocks of the ranks agree with the clock of this machine")
+    return warn(
+        AREA,
+        f"the clock of {worst.name} differs by {worst.skew:+.0f} s from that of this machine",
+        "synchronise both clocks with NTP: timedatectl",
+    )
 
 
 def _read(asked: Sequence[_RankHealth], page: str, remedy: str) -> CheckResult:
     """Return a result that lists the clients that read `page` (such as `/metrics`) of the ranks.
 
-    For each client, the text has the number of ranks and the age of the oldest of its last requests.
+    For each client, the text has the number of ranks that it reads. It also has the age of its last request to a rank,
+    which is that of the rank with the oldest one.
     """
     ages: dict[str, list[float]] = {}
     for rank in asked:

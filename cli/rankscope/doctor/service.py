@@ -29,7 +29,7 @@ def service(environment: Environment, url: str, token: str | None) -> Iterator[C
         yield fail(
             AREA,
             f"no response: {error}",
-            "run rankscope up or rankscope serve, or name its address with --url",
+            "run rankscope up or rankscope serve, or name the address of the service with --url",
         )
         return
     document = response.json()
@@ -37,7 +37,7 @@ def service(environment: Environment, url: str, token: str | None) -> Iterator[C
         yield fail(
             AREA,
             f"the server at {url} is not Rankscope (status {response.status})",
-            "see the listening processes below",
+            "see the processes that listen on the ports, below in this report",
         )
         return
     if document["status"] == "ok":
@@ -57,7 +57,7 @@ def store(environment: Environment, path: str) -> Iterator[CheckResult]:
         return
     folder = Path(path)
     if not folder.exists():
-        yield warn(STORE, f"{folder} does not exist yet", "rankscope serve creates it; name another with --store")
+        yield warn(STORE, f"{folder} does not exist yet", "rankscope serve creates it; name another store with --store")
     else:
         yield _opened(folder)
         yield _writable(environment, folder)
@@ -86,11 +86,11 @@ def _clock(environment: Environment, response: Response) -> Iterator[CheckResult
         ahead = "ahead of" if skew > 0 else "behind"
         yield warn(
             AREA,
-            f"its clock is {abs(skew):.0f} s {ahead} the clock of this machine",
-            "synchronise both with NTP: timedatectl",
+            f"the clock of the service is {abs(skew):.0f} s {ahead} the clock of this machine",
+            "synchronise both clocks with NTP: timedatectl",
         )
     else:
-        yield ok(AREA, "its clock agrees with the clock of this machine")
+        yield ok(AREA, "the clock of the service agrees with the clock of this machine")
 
 
 def _token(response: Response, token: str | None) -> CheckResult:
@@ -100,7 +100,9 @@ def _token(response: Response, token: str | None) -> CheckResult:
         return fail(AREA, "rejects the token", "use the value of [service] token: export RANKSCOPE_TOKEN=…")
     if response.status == 401:
         return fail(AREA, "requires a token", "export RANKSCOPE_TOKEN=…, or name the configuration file with --config")
-    return fail(AREA, f"status {response.status} for the list of targets", "see the log of the service")
+    return fail(
+        AREA, f"the request for the list of targets failed with status {response.status}", "see the log of the service"
+    )
 
 
 def _opened(folder: Path) -> CheckResult:
@@ -121,7 +123,7 @@ def _writable(environment: Environment, folder: Path) -> CheckResult:
         return warn(
             STORE,
             f"{folder} is not writable for this user: {error.strerror}",
-            "the user of the service must be able to write it",
+            "the user that runs the service must be able to write the store",
         )
     return ok(STORE, "can be written")
 

@@ -67,7 +67,10 @@ def fetch_runs(
 
 
 def _progress(run: Mapping[str, Any]) -> RunProgress:
-    """Return the progress of one run in the response. Fields that RunProgress does not have are ignored."""
+    """Return the progress of one run, from an entry in the response of the service.
+
+    Fields of the entry that RunProgress does not have are ignored.
+    """
     return RunProgress(**{key: _number(value, key) for key, value in run.items() if key in _FIELDS})
 
 
@@ -92,9 +95,9 @@ class PlainView:
         """Do nothing at the end of the context: there are no bars to remove."""
 
     def show(self, runs: Sequence[RunProgress], now: float) -> None:
-        """Print a line for each run whose state or step changed.
+        """Print a line for each run of which the state or the step changed.
 
-        Lines for steps are limited to one per `every_seconds`.
+        If only the step changed, a line for the run is printed at most every `every_seconds` seconds.
         """
         for run in runs:
             at, step, state = self._last.get(run.run, (-math.inf, None, ""))
@@ -109,7 +112,7 @@ class PlainView:
 
 
 class BarView:
-    """Progress of runs at the bottom of a terminal: for each run, a progress bar and a line of figures below it."""
+    """Progress of runs at the bottom of a terminal: for each run, a progress bar and below it a line of numbers."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(Text("waiting for ranks"), console=console, auto_refresh=False)
@@ -182,8 +185,8 @@ def _duration(seconds: float) -> str:
 
 
 def _number(value: Any, key: str) -> Any:
-    """Return a value of the response. The strings for NaN and Inf become floats, except in text fields.
+    """Return a value of the response, with the strings for NaN and Inf converted to floats.
 
-    Text fields are excluded because a run can be named NaN.
+    The text fields run, state and reason are not converted, because a run can be named NaN.
     """
     return _NON_FINITE.get(value, value) if isinstance(value, str) and key not in ("run", "state", "reason") else value

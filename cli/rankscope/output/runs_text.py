@@ -15,7 +15,10 @@ from rankscope.output.rows import cell, columns, printable
 
 ALWAYS: Final = ("run", "state", "steps", "ranks", "started", "duration")
 OPTIONAL: Final = ("attempts", "reason", "tags", "note", "source")
-"""Columns that are omitted if the lines do not fit into the terminal; the last one is omitted first."""
+"""Columns of the list of runs that are omitted if its lines do not fit into the terminal.
+
+The last one is omitted first.
+"""
 
 _SHORTEST_RUN: Final = 12
 _GAP: Final = 2
@@ -39,7 +42,10 @@ def run_lines(rows: pa.Table, width: int | None = None) -> Iterator[str]:
 
 
 def terminal_width() -> int | None:
-    """Return the width in characters: of COLUMNS if it is set, else of the terminal; None for a pipe or a file."""
+    """Return the width of the terminal in characters, or None if the output is a pipe or a file.
+
+    The variable COLUMNS replaces the width, also for a pipe or a file.
+    """
     if sys.stdout.isatty() or os.environ.get("COLUMNS"):
         return shutil.get_terminal_size().columns
     return None

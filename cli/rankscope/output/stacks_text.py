@@ -30,7 +30,7 @@ class RankResponse:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> RankResponse:
-        """Return the response of one rank, from an entry of `ranks` in the response of the service.
+        """Return the response of one rank, from an entry of the list `ranks` in the response of the service.
 
         Raises ValueError if the entry is malformed.
         """

@@ -28,7 +28,7 @@ class Executable:
 
     @property
     def remedy(self) -> str:
-        """Return one line with the command that installs this program."""
+        """Return one line that states that this program is not on PATH, and the command that installs it."""
         return f"{self.title} is not on PATH: apt install {self.package}, or {DOWNLOAD_URL}"
 
 

@@ -80,9 +80,9 @@ def _webhook(url: str) -> Webhook:
 def _mail(parts: SplitResult) -> Mail:
     asked = parse_qs(parts.query)
     if unknown := asked.keys() - _MAIL_KEYS:
-        raise ValueError(f"unknown key {', '.join(sorted(unknown))}: use to, from and tls")
+        raise ValueError(f"unknown key {', '.join(sorted(unknown))} in the address: use to, from and tls")
     if not parts.hostname or "to" not in asked:
-        raise ValueError("write smtp://host:port?to=ADDRESS")
+        raise ValueError("host or recipient is missing: write smtp://host:port?to=ADDRESS")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return Mail(
         to=", ".join(asked["to"]),
@@ -121,7 +121,10 @@ class CommandLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartPlan:
-    """The start plan: all programs and files of `rankscope up`, determined before the first program starts."""
+    """The start plan: all programs and configuration files of `rankscope up`.
+
+    It is made before the first program starts.
+    """
 
     options: UpOptions
     folder: StateDir
@@ -212,7 +215,10 @@ def make_plan(command_line: CommandLine) -> StartPlan:
 
 
 def _alertmanager_addresses(settings: ServiceConfig) -> list[str]:
-    """Return the notification addresses in the service configuration that Alertmanager has to use."""
+    """Return the addresses in the service configuration that Alertmanager must notify.
+
+    There are none unless [notify] mode is "alertmanager".
+    """
     notify = settings.notify
     return [url.get_secret_value() for url in notify.urls] if notify.mode == "alertmanager" else []
 
@@ -308,9 +314,11 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _notification_lines(options: UpOptions, settings: ServiceConfig) -> list[str]:
-    """Return one line each for the service, Alertmanager and Prometheus.
+    """Return one line for each program, for display at start.
 
-    The lines contain the addresses that a program notifies, or the data that it serves.
+    The line of the service has the number of addresses that it notifies, the line of Alertmanager the type of each
+    address that it notifies. The line of Prometheus names the data that it serves. Programs that are not started have
+    no line.
     """
     mode, count = settings.notify.mode, len(settings.notify.urls)
     addresses = f"{count} addresses" if count != 1 else "1 address"

@@ -32,8 +32,8 @@ def choose(
 ) -> tuple[dict[str, int], list[str]]:
     """Return the port of each program in `names`, and a line for each program that could not get its preferred port.
 
-    The port of a previous start is used again if it is free, because running trainings still use the address of the
-    service.
+    With PortChoice.FIXED, the preferred port is the default port; otherwise it is the port of the previous start. The
+    port of the previous start is the second choice, because running trainings still use the address of the service.
     """
     chosen: dict[str, int] = {}
     notes = []

@@ -62,7 +62,9 @@ class StateDir:
                 (self.path / part).mkdir(mode=0o700, exist_ok=True)
             (self.path / _LOCK).touch(0o600)
         except OSError as error:
-            raise CommandError(f"cannot write to {self.path}: {error.strerror}; name another with --state") from error
+            raise CommandError(
+                f"cannot write to {self.path}: {error.strerror}; name another folder with --state"
+            ) from error
 
     def write(self, files: Mapping[str, str]) -> None:
         """Write generated configuration files atomically; only the owner can read them."""
@@ -93,7 +95,9 @@ class StateDir:
             except OSError as error:
                 lock.seek(0)
                 holder = lock.read().strip() or "another process"
-                raise CommandError(f"{self.path} is in use by {holder}: stop it, or name another --state") from error
+                raise CommandError(
+                    f"{self.path} is in use by {holder}: stop it, or name another folder with --state"
+                ) from error
             lock.truncate(0)
             lock.write(f"process {os.getpid()}")
             lock.flush()

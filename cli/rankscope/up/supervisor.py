@@ -185,7 +185,7 @@ class Supervisor:
         while running.process.poll() is None and self._requests.count < 2 and self._clock() < deadline:
             time.sleep(POLL_SECONDS / 2)
         if running.process.poll() is None:
-            self._print_line(f"{running.program.name} did not stop in time: killed")
+            self._print_line(f"{running.program.name} did not stop in time and was killed")
             kill(running.process)
 
 

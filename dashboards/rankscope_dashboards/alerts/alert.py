@@ -37,7 +37,7 @@ class Alert:
     queried: str = ""
 
     def all_labels(self) -> dict[str, str]:
-        """Return the labels of the alert. Alertmanager groups notifications by `rule`."""
+        """Return the labels of the alert. Alertmanager groups notifications by the labels `run` and `rule`."""
         return {"severity": str(self.severity), "rule": self.rule or self.name, **self.labels}
 
     def annotations(self, runbooks: str) -> dict[str, str]:

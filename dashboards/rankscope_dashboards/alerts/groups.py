@@ -23,7 +23,7 @@ from rankscope_dashboards.alerts.replicas import replica_alerts
 from rankscope_dashboards.deploy.prometheus import SERVICE_JOB
 
 LOSS_WINDOW: Final = "5m"
-"""Time after a loss of records during which the alert on lost records is active."""
+"""Time for which the alert on lost records is active after a loss."""
 
 SERVICE_DOWN_FOR: Final = "30s"
 
@@ -109,7 +109,7 @@ def _in_state(state: RunState) -> str:
 
 
 ERROR_WINDOW: Final = "10m"
-"""Time after an error of a GPU during which the alert is active."""
+"""Time for which a GPU alert on errors is active after the error."""
 
 THROTTLED_FOR: Final = "5m"
 BAD_REASONS: Final = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
@@ -154,7 +154,7 @@ def _throttled() -> Alert:
         name="GpuThrottled",
         expression=f"max by (run, rank, gpu) ({series}) == 1",
         summary=f"{_GPU_TEXT} is throttled by heat or power supply",
-        description=f"The clocks have been reduced for {THROTTLED_FOR}. One slow rank delays all other ranks.",
+        description=f"The GPU has reduced its clock rates for {THROTTLED_FOR}. One slow rank delays all other ranks.",
         severity=Severity.WARNING,
         runbook="GpuThrottled",
         hold_for=THROTTLED_FOR,
@@ -186,7 +186,8 @@ def rule_file(
 ) -> dict[str, Any]:
     """Return a Prometheus rule file with all alerts; `rules` are the anomaly rules for which it has alerts.
 
-    `window` and `keep_firing_for` are passed to `anomaly_alerts`. `runbooks` is the address of the runbooks page.
+    `window` is the time for which a counting alert is active after a firing. `keep_firing_for` is the time for which a
+    comparison alert remains active after its comparison became false. `runbooks` is the address of the runbooks page.
     """
     groups = alert_groups(rules, window=window, keep_firing_for=keep_firing_for)
     return {"groups": [group.document(runbooks) for group in groups]}

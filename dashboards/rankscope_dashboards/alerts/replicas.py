@@ -14,7 +14,7 @@ from rankscope_contract.model.events import REPLICA_DESYNC, Severity
 from rankscope_dashboards.alerts.alert import Alert
 
 WINDOW: Final = "2m"
-"""Time for which the alert is active after the service found a difference."""
+"""Time for which the alert on replica divergence is active after the service found a difference."""
 
 _GROUP: Final = "(run, replicas)"
 _COMMANDS: Final = (
@@ -24,7 +24,11 @@ _COMMANDS: Final = (
 
 
 def replica_alerts() -> tuple[Alert, ...]:
-    """Return the alert on the scraped hashes and the alert on the service's comparison of every step."""
+    """Return the two alerts on replica divergence.
+
+    The first one compares the scraped hashes. The second one reports the differences that the service found by
+    comparing every step.
+    """
     return _comparison_alert(), _counting_alert()
 
 

@@ -92,9 +92,9 @@ def _data_wait() -> PanelBuilder:
 def _compute_time() -> PanelBuilder:
     text = PanelText(
         title="Compute time before the collective",
-        description="Seconds of the latest step that a rank computed before it waited for the other ranks, highest "
-        "and lowest. Step times are equal on all ranks because ranks wait for each other; this time is not. Empty if "
-        "the framework does not allow this measurement.",
+        description="Seconds of the latest step in which a rank computed before it waited for other ranks, of the rank "
+        "with the highest and the rank with the lowest value. Step times are equal on all ranks because ranks wait for "
+        "each other; the compute time is not. Empty if the framework does not allow this measurement.",
         unit="s",
         minimum=0,
     )

@@ -46,7 +46,7 @@ class Webhook:
             raise ValueError("not a webhook address: write http(s)://host/path, such as https://alerts.example/hook")
 
     def document(self) -> dict[str, Any]:
-        """Return the entry of `webhook_configs` for this address."""
+        """Return this address as an entry of `webhook_configs` in the Alertmanager configuration."""
         return {"url": self.url, "send_resolved": True, "max_alerts": MAX_ALERTS}
 
 
@@ -75,7 +75,7 @@ class Mail:
             raise ValueError("a password needs a username: set username too")
 
     def document(self) -> dict[str, Any]:
-        """Return the entry of `email_configs` for this recipient."""
+        """Return this recipient as an entry of `email_configs` in the Alertmanager configuration."""
         secrets = {
             "auth_username": self.username,
             "auth_password": self.password,
@@ -104,7 +104,7 @@ class Receiver:
     severities: tuple[Severity, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """Return the entry of `receivers` for this recipient."""
+        """Return this recipient as an entry of `receivers` in the Alertmanager configuration."""
         webhooks = [one.document() for one in self.integrations if isinstance(one, Webhook)]
         mails = [one.document() for one in self.integrations if isinstance(one, Mail)]
         document: dict[str, Any] = {"name": self.name}

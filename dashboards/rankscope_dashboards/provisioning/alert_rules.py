@@ -121,7 +121,7 @@ def _above_zero() -> dict[str, Any]:
 
 
 def _title(alert: Alert) -> str:
-    """Return the title of the alert: its name and the values of its additional labels.
+    """Return the title of the Grafana rule: the name of the alert and the values of its additional labels.
 
     Titles are unique among all alerts.
     """

@@ -17,7 +17,7 @@ from rankscope_contract.diagnostics.stacks import FlightRecord, StackDump
 from rankscope_contract.diagnostics.wait_places import Place, place_of
 
 STEPS_BEHIND: Final = 2
-"""A rank this many steps behind all others does not block them.
+"""Minimum number of steps by which a rank must be behind all others to be named because of its last step.
 
 A difference of one step is normal for waiting ranks.
 """
@@ -49,13 +49,14 @@ class Verdict:
 
 
 def single_out(facts: Iterable[RankFacts], world_size: int) -> Verdict:
-    """Return which of `world_size` ranks blocks the others.
+    """Return which of `world_size` ranks blocks the others, or that this is unknown, and the evidence.
 
-    A rank that is not in `facts` may also be the cause, so that the result can be unknown.
+    `facts` contains the data about the active ranks. A rank without data may also be the cause; the result can then be
+    unknown.
     """
     known = {fact.rank: fact for fact in facts}
     if world_size == 1 and len(known) == 1:
-        return Verdict(rank=next(iter(known)), evidence="it is the only rank")
+        return Verdict(rank=next(iter(known)), evidence="it is the only rank of the job")
     if (moving := _by_steps(known, world_size)) is not None:
         return moving
     flights = {rank: fact.flight for rank, fact in known.items() if fact.flight is not None}
@@ -72,7 +73,10 @@ def single_out(facts: Iterable[RankFacts], world_size: int) -> Verdict:
 
 
 def _by_steps(known: Mapping[int, RankFacts], world_size: int) -> Verdict | None:
-    """Return a `Verdict` if the last steps show that some ranks progress and others do not; else None."""
+    """Return a `Verdict` if the last steps of the ranks differ by at least STEPS_BEHIND; else None.
+
+    The verdict names the rank that is behind all others, or no rank if the last steps do not identify a single rank.
+    """
     steps = {rank: fact.last_step for rank, fact in known.items() if fact.last_step is not None}
     if len(steps) < 2 or max(steps.values()) - min(steps.values()) < STEPS_BEHIND:
         return None
@@ -85,7 +89,9 @@ def _by_steps(known: Mapping[int, RankFacts], world_size: int) -> Verdict | None
             rank=rank,
             evidence=f"its last step is {steps[rank]}, and all other ranks made step {nearest} or a later one (steps)",
         )
-    return Verdict(rank=None, evidence="several ranks are behind the others (steps)")
+    return Verdict(
+        rank=None, evidence="ranks are behind others, but their last steps do not identify a single rank (steps)"
+    )
 
 
 def _by_stacks(

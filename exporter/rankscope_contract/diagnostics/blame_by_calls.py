@@ -16,13 +16,13 @@ from rankscope_contract.diagnostics.rank_groups import ranks_text
 from rankscope_contract.diagnostics.wait_places import Place
 
 SETTLED_SECONDS: Final = 1.0
-"""Minimum age in seconds of a call that is evidence.
+"""Minimum age in seconds of a collective call that is evidence.
 
 A more recent call may belong to training that still runs, because the other ranks may enter the call at any time.
 """
 
 MOST_CALLS: Final = 3
-"""Maximum number of calls that the evidence lists."""
+"""Maximum number of collective calls that the evidence text lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,9 @@ class Waits:
 
 
 def waits_of(records: Records, places: Mapping[int, Place], world: Collection[int]) -> Waits:
-    """Return the waits that the flight records show.
+    """Return for which ranks each rank waits, according to the flight records in `records`, and the suspect.
 
-    `places` maps ranks with stacks to their place in the code. `world` contains all ranks of the job.
+    `places` states for each rank with stacks whether it is in a collective. `world` contains all ranks of the job.
     """
     calls = calls_of_note(records)
     mismatches = _mismatches(calls)
@@ -71,7 +71,10 @@ def _mismatches(calls: Sequence[Call]) -> list[Call]:
 
 
 def _odd_one_out(mismatches: Sequence[Call]) -> Waits:
-    """Return the one rank whose call differs from the common call of two or more other ranks, as the suspect."""
+    """Return the one rank that made another call than two or more other ranks, as the suspect.
+
+    The result has no suspect if `mismatches` do not identify one such rank.
+    """
     found: dict[int, str] = {}
     for call in mismatches:
         lone = [(form, ranks) for form, ranks in call.forms if len(ranks) == 1]
@@ -87,7 +90,7 @@ def _odd_one_out(mismatches: Sequence[Call]) -> Waits:
 
 
 def _oldest(calls: Sequence[Call]) -> dict[tuple[int, str], Call]:
-    """Return the oldest unfinished call of each rank in each group. The keys are (rank, group id).
+    """Return the oldest unfinished collective call of each rank in each group. The keys are (rank, group id).
 
     The calls of a group run in order, so a later call cannot begin before the oldest one has ended.
     """

@@ -17,18 +17,21 @@ from rankscope_contract.diagnostics.rank_groups import Standing, is_library, own
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord
 
 MOST_SENTENCES: Final = 5
-"""Maximum number of sentences about calls. A hang of a job with many groups can involve hundreds of collectives."""
+"""Maximum number of sentences about collective calls in one text.
+
+A hang of a job with many groups can involve hundreds of collectives.
+"""
 
 Records = Mapping[int, FlightRecord]
-"""Flight records by rank."""
+"""Flight record of each rank, by rank number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """The collective with sequence number `seq` of a group, as seen by all ranks of the group.
 
-    Each member is in exactly one of the tuples `missing`, `waiting`, `left` and `unknown`, which are in ascending
-    order.
+    Each rank of the group is in exactly one of four tuples, which are in ascending order: `missing` never entered the
+    collective, `waiting` are still in it, `left` completed it, and `unknown` have no flight record.
     """
 
     group: str
@@ -57,7 +60,7 @@ class Call:
 
     @property
     def state(self) -> CallState:
-        """Return the combined progress of all ranks of the group."""
+        """Return the progress of the call, combined from the progress of all ranks of the group."""
         if self.missing:
             return CallState.NEVER_ENTERED
         if self.waiting and self.left:
@@ -93,7 +96,10 @@ class Call:
 
 
 def calls_of_note(records: Records) -> list[Call]:
-    """Return the calls in which ranks wait, and the first mismatch of each group. The probable causes come first."""
+    """Return the calls in which ranks wait, and the first mismatch of each group. The probable causes come first.
+
+    A mismatch is a sequence number with which ranks made different calls.
+    """
     entries: dict[tuple[str, int], dict[int, Collective]] = {}
     for rank, record in sorted(records.items()):
         for entry in record.collectives:
@@ -115,7 +121,7 @@ def calls_of_note(records: Records) -> list[Call]:
 
 
 def sentences(records: Records, sites: Mapping[int, str] | None = None) -> list[str]:
-    """Return one sentence for each call of `calls_of_note`, the probable causes first.
+    """Return one sentence for each call that `calls_of_note` returns, the probable causes first.
 
     After MOST_SENTENCES sentences, one more sentence contains the number of further calls.
     """
@@ -125,7 +131,10 @@ def sentences(records: Records, sites: Mapping[int, str] | None = None) -> list[
 
 
 def sites_of(standings: Iterable[Standing]) -> dict[int, str]:
-    """Return the place of each rank in code outside of libraries, such as `train.py[88]`."""
+    """Return the place of each rank in the training code, such as `train.py[88]`, by rank number.
+
+    The place is that of the innermost frame outside of libraries. Ranks without such a frame are omitted.
+    """
     frames = ((standing.rank, own_frame(standing.frames)) for standing in standings)
     return {rank: f"{frame.short[0]}[{frame.line}]" for rank, frame in frames if frame and not is_library(frame.file)}
 
@@ -188,8 +197,9 @@ def _latest(record: FlightRecord) -> dict[str, int]:
 def _forms(entries: Mapping[int, Collective]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return the different calls that ranks made with one sequence number, each with its ranks.
 
-    A call is described by the entry of its first rank. Different sizes are no mismatch if the sizes of this op may
-    differ between ranks. An entry without tensors is no mismatch either: in a scatter, only the source has tensors.
+    A call is described by the flight-record entry of its first rank: the lowest rank with tensors, if there is one.
+    Different sizes are no mismatch if the sizes of this op may differ between ranks. An entry without tensors is no
+    mismatch either: in a scatter, only the source has tensors.
     """
     found: dict[tuple[object, ...], list[int]] = {}
     for rank, entry in sorted(entries.items(), key=lambda item: (not item[1].dtypes, item[0])):
@@ -208,7 +218,10 @@ def _form(entry: Collective) -> str:
 
 
 def _numbered(text: str, seq: int) -> str:
-    """Return `text`, such as `all_reduce (4.0 MiB float32) of dp`, with `seq` after the op."""
+    """Return `text` with the sequence number `seq` after its first word, which is the op.
+
+    Example: `all_reduce 41 (4.0 MiB float32) of dp` for `all_reduce (4.0 MiB float32) of dp`.
+    """
     op, space, rest = text.partition(" ")
     return f"{op} {seq}{space}{rest}"
 

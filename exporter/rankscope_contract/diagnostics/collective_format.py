@@ -89,7 +89,7 @@ def is_even(op: str) -> bool:
 
 
 def bytes_text(count: int) -> str:
-    """Return a size for display, such as `4.0 MiB`."""
+    """Return a number of bytes as text for display, such as `4.0 MiB`."""
     power = min(len(_BYTE_UNITS) - 1, max(0, count.bit_length() - 1) // 10)
     return f"{count} B" if power == 0 else f"{count / (1 << 10 * power):.1f} {_BYTE_UNITS[power]}"
 

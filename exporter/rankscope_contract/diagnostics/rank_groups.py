@@ -19,7 +19,7 @@ from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Fram
 MOST_SPANS: Final = 16
 """Maximum number of spans of consecutive ranks, such as `0-7`, in one text.
 
-Without it, a text about every second one of 1,000 ranks would list 500 spans.
+Without this limit, a text about every second one of 1,000 ranks would list 500 spans.
 """
 
 _LIBRARIES: Final = ("site-packages", "dist-packages")
@@ -30,8 +30,9 @@ _NO_SEQ: Final = -1
 class Standing:
     """Place in the code of one rank.
 
-    `frames` and `calls` are those of its training thread, the innermost call first. `pending` and `latest` are
-    collectives of its flight record.
+    `frames` is the stack of its training thread, the innermost call first. `calls` is the name of the C function that
+    the innermost frame is executing. `pending` is the collective in which the rank is, and `latest` the last one that
+    it entered; both come from its flight record.
     """
 
     rank: int

@@ -96,7 +96,7 @@ class StackDump:
     def of(cls, document: Mapping[str, Any]) -> Self:
         """Return the stacks in `document`, the parsed details of an event.
 
-        Raises ValueError if it is not such a document.
+        Raises ValueError if `document` does not contain stacks.
         """
         try:
             threads = tuple(
@@ -182,7 +182,7 @@ class FlightRecord:
     def of(cls, document: Mapping[str, Any]) -> Self:
         """Return the flight record in `document`, the parsed details of an event.
 
-        Raises ValueError if it is not such a document.
+        Raises ValueError if `document` does not contain a flight record.
         """
         try:
             entries = tuple(

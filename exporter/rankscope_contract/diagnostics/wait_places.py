@@ -1,8 +1,8 @@
 """Detect from the stack of the training thread whether a rank waits for other ranks.
 
 A Python stack shows the current call of a thread. It does not show the event for which C code in this call waits. The
-place of a rank is certain only if the innermost call identifies it. Otherwise it is `Place.UNKNOWN`, which is no
-evidence. The functions have no side effects.
+result is certain only if the innermost call identifies it. If no call identifies it, the result is `Place.UNKNOWN`,
+which is no evidence. The functions have no side effects.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ def _waits_for_ranks(thread: ThreadStack) -> bool:
 
 
 def _innermost_libraries(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """Return the frames of libraries that the innermost frame of the training code called."""
+    """Return the library frames at the inner end of `frames`, up to the innermost frame of the training code.
+
+    If no frame is of the training code, return all frames.
+    """
     own = next((place for place, frame in enumerate(frames) if not is_library(frame.file)), len(frames))
     return frames[:own]
 

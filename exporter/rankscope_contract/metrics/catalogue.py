@@ -33,17 +33,17 @@ RULE_FIRING = gauge(
 )
 ANOMALY_EVENTS = counter(
     "rankscope_anomaly_events_total",
-    "Firings since process start. Exported with the value 0 from the start, which lets increase() count the first one.",
+    "Rule firings since process start. Exported with 0 from the start, so that increase() counts the first firing.",
     "rule kind",
 )
 TENSOR_ANOMALY_EVENTS = counter(
     "rankscope_tensor_anomaly_events_total",
-    'Firings by series. A series exists from its first firing on; above 200 series, firings count for tensor="_other".',
+    'Rule firings by tensor statistic, exported from the first on; above 200 series, they count for tensor="_other".',
     "rule kind tensor op",
 )
 REPLICA_HASH = gauge(
     "rankscope_replica_hash",
-    "Combined hash, below 2^48, of all tensors that the ranks in `replicas` hold. Equal on all of these ranks.",
+    "Combined hash, below 2^48, of all tensors that must be bit-identical on the ranks in `replicas`.",
     "replicas",
 )
 REPLICA_HASH_STEP = gauge(
@@ -94,7 +94,7 @@ PRE_COLLECTIVE_TOTAL = counter(
 )
 OVERHEAD_SECONDS = counter(
     "rankscope_overhead_seconds_total",
-    "CPU time of Rankscope on this rank: hooks in the training thread, torch threads used by hooks, and its threads.",
+    "CPU time of Rankscope on this rank: its hooks in the training thread, torch threads they use, its own threads.",
     "thread",
     scalar="overhead_seconds",
 )
@@ -105,19 +105,19 @@ SAMPLING_STRETCH = gauge(
 )
 COLLECTIVE_CALLS = counter(
     "rankscope_collective_calls_total",
-    "Collectives of this rank, including those of torch itself, as far as torch's flight recorder was read.",
+    "Collectives of this rank that were read from torch's flight recorder, including those that torch itself calls.",
     "op",
     stored_as="collectives.op",
 )
 COLLECTIVE_BYTES = counter(
     "rankscope_collective_bytes_total",
-    "Message bytes of collectives in the flight record: the larger of the rank's input and output.",
+    "Message bytes of the collectives that were read from torch's flight recorder: the larger of input and output.",
     "op",
     stored_as="collectives.bytes",
 )
 FAULTS = counter("rankscope_exporter_faults_total", "Internal errors that Rankscope caught so that training continues.")
-DROPPED = counter("rankscope_dropped_total", "Dropped records, series or events, by reason.", "reason")
-RING_RECORDS = gauge("rankscope_ring_records", "Records in the ring.")
+DROPPED = counter("rankscope_dropped_total", "Records, series or events that the rank dropped, by reason.", "reason")
+RING_RECORDS = gauge("rankscope_ring_records", "Records in the ring, the in-memory buffer of the rank.")
 RING_UNCOMMITTED = gauge("rankscope_ring_uncommitted_records", "Records in the ring that no store has committed yet.")
 RUN_INFO = gauge(
     "rankscope_run_info",
@@ -134,21 +134,31 @@ NODE_RANKS = metric(
     "gauge",
     "node",
     "rankscope_node_ranks",
-    "Ranks of a launch on a host. State shown: included in the node page. State silent: alive, but timed out.",
+    "Ranks of a launch on a host. State shown: on this page. State silent: alive, but did not respond in time.",
     "run host state",
 )
 
-TARGETS = service_gauge("rankscope_ingest_targets", "Targets by health.", "health")
-RECORDS_INGESTED = service_counter("rankscope_ingest_records_total", "Records fetched and decoded.")
+TARGETS = service_gauge(
+    "rankscope_ingest_targets", "Processes of ranks that have registered at the service, by health.", "health"
+)
+RECORDS_INGESTED = service_counter(
+    "rankscope_ingest_records_total", "Records of ranks that the service has fetched and decoded."
+)
 BYTES_INGESTED = service_counter("rankscope_ingest_bytes_total", "Bytes received from ranks.")
 ROWS_COMMITTED = service_counter("rankscope_ingest_rows_committed_total", "Rows committed to the store.", "dataset")
-ROWS_PENDING = service_gauge("rankscope_ingest_rows_pending", "Rows fetched but not yet committed.")
+ROWS_PENDING = service_gauge(
+    "rankscope_ingest_rows_pending", "Rows that the service has fetched but not yet committed to the store."
+)
 ROWS_SET_ASIDE = service_counter(
     "rankscope_ingest_rows_set_aside_total", "Rows that no store accepts; the service keeps them in _quarantine."
 )
 COMMITS = service_counter("rankscope_ingest_commits_total", "Commits to the store.")
-COMMIT_SECONDS = service_gauge("rankscope_ingest_commit_seconds", "Duration of the latest flush and commit.")
-SCRAPE_FAILURES = service_counter("rankscope_ingest_scrape_failures_total", "Failed polls by reason.", "reason")
+COMMIT_SECONDS = service_gauge(
+    "rankscope_ingest_commit_seconds", "Duration of the latest flush to the store, including its commit."
+)
+SCRAPE_FAILURES = service_counter(
+    "rankscope_ingest_scrape_failures_total", "Failed polls of ranks, by reason.", "reason"
+)
 LOST_RECORDS = service_counter(
     "rankscope_ingest_lost_records_total",
     "Records that a rank overwrote before the service had fetched them, or that were lost with the rank.",
@@ -163,10 +173,16 @@ ANOMALIES_INGESTED = service_counter(
     "run rank rule kind",
 )
 LAG_RECORDS = service_gauge(
-    "rankscope_ingest_lag_records", "Records published by a rank but not yet committed.", "run rank"
+    "rankscope_ingest_lag_records",
+    "Records that a rank has published but the service has not yet committed.",
+    "run rank",
 )
 RUN_STATE = service_gauge("rankscope_run_state", "1 for the current state of a run, 0 for other states.", "run state")
-RANKS_MISSING = service_gauge("rankscope_run_ranks_missing", "Ranks of the world that are not alive.", "run")
+RANKS_MISSING = service_gauge(
+    "rankscope_run_ranks_missing",
+    "World size of the latest attempt minus its live ranks; 0 if the attempt completed or was stopped.",
+    "run",
+)
 RUN_ATTEMPT = service_gauge("rankscope_run_attempt", "Number of the latest attempt of a run, starting at 0.", "run")
 RUN_START = service_gauge("rankscope_run_start_timestamp_seconds", "Start of the latest attempt, in UTC.", "run")
 RUN_STEP = service_gauge(
@@ -211,7 +227,7 @@ EXPORTER_SAMPLES = service_counter(
 )
 EXPORTER_SAMPLES_DROPPED = service_counter(
     "rankscope_ingest_exporter_samples_dropped_total",
-    "Samples that were not stored: duplicates on the page, or with a timestamp that is already stored or out of range.",
+    "Samples of external exporters not stored: duplicates on a page, or timestamp already stored or out of range.",
     "reason",
 )
 REMOTE_WRITE_REQUESTS = service_counter(
@@ -220,7 +236,7 @@ REMOTE_WRITE_REQUESTS = service_counter(
     "outcome",
 )
 REMOTE_WRITE_SAMPLES = service_counter(
-    "rankscope_ingest_remote_write_samples_total", "Samples received by remote write."
+    "rankscope_ingest_remote_write_samples_total", "Samples that the service received by remote write."
 )
 REMOTE_WRITE_DROPPED = service_counter(
     "rankscope_ingest_remote_write_dropped_total",
@@ -244,7 +260,7 @@ SCALARS_WITH_OWN_METRIC: Final[dict[str, MetricSpec]] = {
     for spec in CATALOG.values()
     if spec.stored_as and spec.stored_as.startswith("scalars:")
 }
-"""Metric with the same meaning as a scalar, by name of the scalar.
+"""Metric with the same meaning as a logged scalar, by name of the scalar.
 
 Scalars without such a metric are exported as samples of rankscope_scalar.
 """

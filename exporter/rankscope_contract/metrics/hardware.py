@@ -90,31 +90,31 @@ GPU_TEMPERATURE_CELSIUS = gauge(
 )
 GPU_CLOCK_HERTZ = gauge(
     "rankscope_gpu_clock_hertz",
-    "Clock rate of the multiprocessors (sm) or the memory.",
+    "Clock rate of the GPU's multiprocessors (sm) or of its memory.",
     "gpu clock",
     scalar="gpu_clock_hertz",
 )
 GPU_CLOCK_LIMIT_HERTZ = gauge(
     "rankscope_gpu_clock_limit_hertz",
-    "Maximum clock rate of the multiprocessors (sm) or the memory.",
+    "Maximum clock rate of the GPU's multiprocessors (sm) or of its memory.",
     "gpu clock",
     scalar="gpu_clock_limit_hertz",
 )
 GPU_THROTTLED = gauge(
     "rankscope_gpu_throttled",
-    "1 for each reason that currently reduces the clock rates, 0 for other reasons.",
+    "1 for each reason for which the GPU currently reduces its clock rates, 0 for all other reasons.",
     "gpu reason",
     scalar="gpu_throttled",
 )
 GPU_ECC_ERRORS = counter(
     "rankscope_gpu_ecc_errors_total",
-    "Memory errors since the driver was loaded, by type: corrected or uncorrected.",
+    "ECC errors of GPU memory since the driver was loaded, by type: corrected or uncorrected.",
     "gpu type",
     scalar="gpu_ecc_errors_total",
 )
 GPU_REMAPPED_ROWS = gauge(
     "rankscope_gpu_remapped_rows",
-    "Number of remapped memory rows, by cause. For the states pending and failed: 1 if there is such a row, else 0.",
+    "Remapped rows of GPU memory, by cause. For the states pending and failed: 1 if there is such a row, else 0.",
     "gpu state",
     scalar="gpu_remapped_rows",
 )

@@ -65,9 +65,9 @@ class RunState(enum.StrEnum):
 
 
 REPLICA_DESYNC: Final = "ReplicaDesync"
-"""Rule name of replica divergence: a tensor that must be bit-identical differs between ranks.
+"""Name of the rule for replica divergence, which fires if a tensor that must be bit-identical differs between ranks.
 
-Only the service detects it.
+Only the service detects replica divergence.
 """
 
 
@@ -101,13 +101,17 @@ def causal_stage(kind: str | None) -> float:
 
 
 NO_CALL: Final = 1 << 62
-"""Sort position of an event whose step, micro-batch or call order is unknown. It is after all known positions."""
+"""Sort position of an event for which the step, the micro-batch or the order of calls is unknown.
+
+It is after all known positions.
+"""
 
 
 def causal_micro_step(micro_step: int | None, stage: float) -> int:
     """Return the sort position of an event among the micro-batches of a step.
 
-    Events without a micro-batch: parameters sort before all micro-batches; sums and updates sort after them.
+    An event without a micro-batch sorts before all micro-batches if it is about parameters before the update (the stage
+    is below that of act_in). All other events without a micro-batch sort after them.
     """
     if micro_step is not None:
         return micro_step

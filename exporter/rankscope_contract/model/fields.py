@@ -31,7 +31,7 @@ FieldType = ScalarName | ListOf | StructOf
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One column: name, type, documentation, unit if it has one, and whether it may be null."""
+    """One column of a dataset: name, type, documentation, unit if it has one, and whether it may be null."""
 
     name: str
     type: FieldType

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Final
 
 IDENTITY_LABELS: Final = ("run", "rank")
-"""Labels of every series that a rank exports. Host, attempt and GPU are labels of rankscope_run_info only."""
+"""Labels of every series that a rank exports.
+
+The host and the other properties of the process are labels of rankscope_run_info only.
+"""
 
 RUN_VARIABLE: Final = "RANKSCOPE_RUN"
 

@@ -49,7 +49,10 @@ CAUSAL_STAGE: Final[dict[str, int]] = {
 """Position of each kind in the causal order of a step. A fault appears first at the kind with the lowest position."""
 
 SCALAR_STAGE: Final = 5.5
-"""Position of scalars, such as the gradient norm, in the causal order. They summarise the tensors of the same step."""
+"""Position of scalars in the causal order of a step.
+
+Scalars, such as the gradient norm, summarise the tensors of the same step.
+"""
 
 GRADIENT_KINDS: Final = (Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPPED)
 
@@ -124,10 +127,10 @@ OPS: Final[dict[str, Op]] = {op.name: op for op in _OPS}
 """Every op by name. To add an op, add a value to `_OPS`."""
 
 VALUE_OPS: Final = tuple(op.name for op in OPS.values() if op.dtype == "float32")
-"""Names of float statistics: float32, over *finite* elements; null if a tensor has no finite element."""
+"""Names of the statistics that are float32, computed over *finite* elements; null if a tensor has no finite element."""
 
 COUNT_OPS: Final = tuple(op.name for op in OPS.values() if op.dtype == "int64")
-"""Names of element counts: int64, over *all* elements."""
+"""Names of the statistics that count elements: int64, over *all* elements."""
 
 DEFAULT_OPS: Final = tuple(op.name for op in OPS.values() if op.is_default)
 """Names of the ops that are published unless the configuration selects others."""
@@ -136,4 +139,7 @@ JUDGED_OPS: Final = tuple(op.name for op in OPS.values() if op.has_baseline)
 """Names of the statistics that have a baseline."""
 
 BASELINE_OPS: Final = tuple(f"{name}_baseline" for name in JUDGED_OPS)
-"""Columns of the baselines with which rules compared the statistics: float32, null before the first finite value."""
+"""Columns with the baselines of tensor statistics, with which rules compared the statistics.
+
+The columns are float32 and null before the first finite value.
+"""

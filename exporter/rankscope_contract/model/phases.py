@@ -42,7 +42,8 @@ STEP_PHASE_SECONDS: Final = "step_phase_seconds"
 PHASE_SECONDS: Final = "phase_seconds"
 PRE_COLLECTIVE_SECONDS: Final = "pre_collective_seconds"
 PRE_COLLECTIVE_TOTAL: Final = "pre_collective_seconds_total"
-"""Names of the scalars of phase times.
+"""Names of the scalars that contain the seconds of phases.
 
-`PHASE_SECONDS` and `PRE_COLLECTIVE_TOTAL` are totals since the monitor was attached.
+`PHASE_SECONDS` and `PRE_COLLECTIVE_TOTAL` are totals since the monitor was attached. The other two are durations in one
+step.
 """

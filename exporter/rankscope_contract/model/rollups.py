@@ -13,21 +13,21 @@ from rankscope_contract.model.fields import Field, ScalarName
 from rankscope_contract.model.kinds import OPS
 
 BUCKET_STEPS: Final = 100
-"""Number of steps in one bucket: 0 to 99, 100 to 199, …"""
+"""Number of steps in one bucket of a rollup dataset: 0 to 99, 100 to 199, …"""
 
 BUCKET_SECONDS: Final = 600
-"""Number of seconds in one bucket, for rows without a step."""
+"""Number of seconds in one bucket of a rollup dataset, for rows without a step."""
 
 ROLLUPS: Final = {"tensor_stats": "tensor_rollups", "scalars": "scalar_rollups"}
-"""Name of the rollup dataset, by name of the dataset."""
+"""Name of the rollup dataset of each dataset that is rolled up."""
 
 _SPAN: Final = (
     Field("step", "int64", "First step of the bucket, a multiple of 100. Rows without a step have 10-minute buckets."),
-    Field("first_step", "int64", "Lowest step with a row."),
-    Field("last_step", "int64", "Highest step with a row."),
-    Field("first_ts", "timestamp", "Time of the first row."),
-    Field("ts", "timestamp", "Time of the last row."),
-    Field("rows", "int64", "Number of summarised rows."),
+    Field("first_step", "int64", "Lowest step of the summarised rows."),
+    Field("last_step", "int64", "Highest step of the summarised rows."),
+    Field("first_ts", "timestamp", "Time of the earliest summarised row."),
+    Field("ts", "timestamp", "Time of the latest summarised row."),
+    Field("rows", "int64", "Number of rows that this row summarises."),
 )
 
 
@@ -46,13 +46,15 @@ def _summary(name: str, type: ScalarName) -> Iterator[Field]:  # noqa: A002 - fi
 
 
 def _total(name: str) -> Iterator[Field]:
-    yield Field(name, "int64", "Sum over the rows.", unit="elements")
-    yield Field(f"{name}_rows", "int64", "Number of rows with a value.")
+    yield Field(name, "int64", "Sum of the counts in the summarised rows.", unit="elements")
+    yield Field(f"{name}_rows", "int64", "Number of summarised rows in which the count is not null.")
 
 
 _NONFINITE: Final = (
     Field("nonfinite_rows", "int64", "Number of rows with a non-finite statistic or non-finite elements."),
-    Field("first_nonfinite_step", "int64", "Lowest step of these rows."),
+    Field(
+        "first_nonfinite_step", "int64", "Lowest step of the rows with a non-finite statistic or non-finite elements."
+    ),
 )
 
 TENSOR_ROLLUP_FIELDS: Final = (

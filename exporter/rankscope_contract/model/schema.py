@@ -23,11 +23,11 @@ _VPP_STAGE: Final = Field("vpp_stage", "int32", "Virtual pipeline stage (model c
 
 COMMON_FIELDS: Final = (
     required("run", "string", "Name of the run."),
-    Field("attempt", "int32", "Number of the launch within the run: 0, 1, …"),
+    Field("attempt", "int32", "Number of the launch (attempt) within the run: 0, 1, …"),
     Field("rank", "int32", "Global rank; null if the row concerns the whole run."),
     Field("incarnation", "string", "Id of the exporter process; null if no rank sent the row."),
     Field("seq", "int64", "Record number within an incarnation: 0, 1, … A gap is lost data."),
-    Field("ordinal", "int64", "Arrival order within a run."),
+    Field("ordinal", "int64", "Number by which the rows of a run sort in the order of their arrival."),
     _STEP,
     _MICRO_STEP,
     _VPP_STAGE,
@@ -39,7 +39,7 @@ TENSOR_FIELDS: Final = (
     required("kind", "string", "Quantity and stage of the step: see Kind."),
     required("tensor", "string", "Name of the parameter, module slot or call site."),
     Field("index", "int32", "Number of the head, expert or tuple slot; null for the whole tensor."),
-    Field("placement", "string", "full, shard, partial or replica."),
+    Field("placement", "string", "Placement of the tensor on this rank: full, shard, partial or replica."),
     Field("shard_group", "string", "Ranks that hold the other shards; null unless sharded."),
     Field("call_seq", "int64", "Order of the call within the step, if a tensor is measured more than once per step."),
 )
@@ -54,9 +54,9 @@ STATISTIC_FIELDS: Final = (
 
 SCALAR_FIELDS: Final = (
     required("name", "string"),
-    Field("value", "float64", "NaN and Inf are values; a scalar that was not logged has no row."),
-    Field("unit", "string", "seconds, bytes, tokens, …; null without a unit."),
-    Field("labels", "string", "Canonical JSON object of text labels; null without labels."),
+    Field("value", "float64", "Value of the scalar, also NaN and Inf; a scalar that was not logged has no row."),
+    Field("unit", "string", "Unit of the value: seconds, bytes, tokens, …; null without a unit."),
+    Field("labels", "string", "Labels of the scalar as canonical JSON object; null without labels."),
 )
 
 FEATURE_FIELDS: Final = (
@@ -69,7 +69,7 @@ FEATURE_FIELDS: Final = (
 HISTOGRAM_FIELDS: Final = (
     required("kind", "string"),
     required("tensor", "string"),
-    required("scheme", "string", "linear:lo:hi:n or log2."),
+    required("scheme", "string", "Bins of the histogram: linear:lo:hi:n (n equal bins from lo to hi) or log2."),
     Field("below", "int64", unit="elements"),
     Field("above", "int64", unit="elements"),
     Field("nonfinite", "int64", unit="elements"),
@@ -89,14 +89,16 @@ HASH_FIELDS: Final = (
 
 COLLECTIVE_FIELDS: Final = (
     Field("call_seq", "int64", "Position among all collectives of the step on this rank; null if some were missed."),
-    required("op", "string", "Name of the operation in the backend."),
+    required("op", "string", "Name of the collective in the backend."),
     Field(
         "group", "string", "Description of the process group, else its name. Several groups may share a description."
     ),
     Field("group_size", "int32", unit="ranks"),
-    Field("bytes", "int64", "The larger of this rank's input and output.", unit="bytes"),
+    Field("bytes", "int64", "Size of the message: the larger of this rank's input and output.", unit="bytes"),
     Field("dtype", "string"),
-    Field("call_site", "string", "Innermost frame outside of torch, such as model/loss.py[23]."),
+    Field(
+        "call_site", "string", "Place of the call in the innermost frame outside of torch, such as model/loss.py[23]."
+    ),
     Field("t_start", "timestamp", "Time of the call, by the rank's clock."),
     Field("duration", "float64", "Duration on the device; null if the backend does not report it.", unit="seconds"),
     Field("collective_seq", "int64", "Sequence number of the call in its group; equal on all ranks of the group."),
@@ -105,25 +107,29 @@ COLLECTIVE_FIELDS: Final = (
     Field(
         "state",
         "string",
-        "left; entered if the call had not ended when the process ended; null if torch no longer has it.",
+        "Progress in the call: left, or entered if the process ended during it; null if torch overwrote its entry.",
     ),
     Field("backend", "string", "gloo, nccl, …"),
-    Field("is_p2p", "bool", "True for a message between two ranks; its collective_seq counts such messages only."),
+    Field(
+        "is_p2p",
+        "bool",
+        "True for a message between two ranks. collective_seq of such a row counts such messages only.",
+    ),
 )
 
 MODULE_FIELDS: Final = (
     required("module", "string"),
     Field("class", "string"),
-    Field("inputs", "string", "JSON: shape and dtype of each input."),
-    Field("outputs", "string", "JSON: shape and dtype of each output."),
+    Field("inputs", "string", "Shape and dtype of each input of the module, as JSON."),
+    Field("outputs", "string", "Shape and dtype of each output of the module, as JSON."),
     Field("placement", "string"),
-    Field("stack", "string", "Call stack of the module call."),
+    Field("stack", "string", "Python call stack at the call of the module."),
 )
 
 EVENT_FIELDS: Final = (
-    required("type", "string", "See EventType."),
-    Field("severity", "string", "info, warning or critical."),
-    Field("rule", "string", "Unique name of the configured rule."),
+    required("type", "string", "Type of the event: see EventType."),
+    Field("severity", "string", "Severity of the event: info, warning or critical."),
+    Field("rule", "string", "Name of the rule that fired, which is unique in the configuration."),
     Field("kind", "string"),
     Field("tensor", "string"),
     Field("op", "string"),
@@ -134,31 +140,35 @@ EVENT_FIELDS: Final = (
     Field("vpp_stage", "int32"),
     Field("call_id", "int64", "Order of the first occurrence within the step."),
     Field("message", "string"),
-    Field("details", "string", "JSON."),
+    Field("details", "string", "Details of the event as JSON; the keys depend on the type."),
 )
 
 SAMPLE_FIELDS: Final = (
     required("target", "string"),
     required("metric", "string"),
-    Field("labels", "string", "Canonical JSON object."),
-    Field("value", "float64", "Null at a staleness marker: the series has ended."),
+    Field("labels", "string", "Labels of the sample as canonical JSON object."),
+    Field(
+        "value", "float64", "Value of the sample; null at a staleness marker, which shows that the series has ended."
+    ),
 )
 
 RUN_FIELDS: Final = (
-    required("state", "string", "See RunState."),
+    required("state", "string", "State of the run: see RunState."),
     Field("started_at", "timestamp"),
     Field("ended_at", "timestamp"),
     Field("planned_steps", "int64"),
     Field("last_step", "int64"),
     Field("world_size", "int32", unit="ranks"),
-    Field("source_kind", "string", "live, or the name of the importer."),
-    Field("config", "string", "JSON; secrets are masked."),
-    Field("reason", "string", "Reason of the end, as text."),
+    Field("source_kind", "string", "Origin of the run: live, or the name of the importer."),
+    Field("config", "string", "Configuration of the training as JSON; secrets are masked."),
+    Field("reason", "string", "Reason of the end of the run, as text."),
 )
 
 LABEL_FIELDS: Final = (
     Field(
-        "tags", "string", "JSON object of text, set by users; null in versions of the row that do not change the tags."
+        "tags",
+        "string",
+        "Tags that users set, as JSON object; null in versions of the row that do not change the tags.",
     ),
     Field(
         "note",
@@ -167,17 +177,20 @@ LABEL_FIELDS: Final = (
     ),
 )
 
-ATTEMPT_FIELDS: Final = (*RUN_FIELDS, Field("launch_id", "string", "Equal on all ranks of one launch."))
+ATTEMPT_FIELDS: Final = (
+    *RUN_FIELDS,
+    Field("launch_id", "string", "Id of the launch, which is equal on all its ranks."),
+)
 
 TENSOR_DIMENSION_FIELDS: Final = (
     required("kind", "string"),
     required("tensor", "string"),
-    Field("index", "int32", "Tuple slot; null for the whole tensor."),
+    Field("index", "int32", "Number of the tuple slot; null for the whole tensor."),
     Field("shape", ListOf("int64")),
     Field("dtype", "string"),
     Field("numel", "int64", unit="elements"),
     Field("module", "string"),
-    Field("aliases", ListOf("string"), "Other names of the same storage (tied weights)."),
+    Field("aliases", ListOf("string"), "Other names of tensors with the same storage (tied weights)."),
 )
 
 
@@ -230,7 +243,7 @@ If a field of the struct is null, the value of the record's field with the same 
 
 WIRE_VALUE_OPS: Final = ("norm", "min", "max", "mean", "norm_baseline", "mean_baseline")
 WIRE_COUNT_OPS: Final = ("nans", "infs", "zeros", "numel")
-"""Statistics of a plan that does not name its ops.
+"""Value ops and count ops of a plan that does not name its ops.
 
 The first release wrote such plans, so these lists must never change.
 """
@@ -244,14 +257,18 @@ WIRE_FIELDS: Final = (
     Field(
         "values",
         ListOf("float32"),
-        "All tensors for the plan's first value op, then for the second, …; null: no value.",
+        "Float statistics: the plan's first value op of all tensors, then the second, …; null: no value.",
     ),
-    Field("counts", ListOf("int64"), "The same for the plan's count ops. A tensor with null counts has no row."),
+    Field(
+        "counts",
+        ListOf("int64"),
+        "Counts: the plan's first count op of all tensors, and so on. A tensor with null counts has no row.",
+    ),
     *(Field(name, ListOf(StructOf(fields))) for name, fields in NESTED.items()),
 )
-"""Fields of a wire record, one row per StepRecord.
+"""Fields of a wire record, which has one row per StepRecord.
 
-With T entries and V value ops in the plan, `values` has V * T elements.
+If the plan of the record has T tensors and V value ops, `values` has V * T elements.
 """
 
 WIRE_METADATA: Final = {"rankscope_schema": str(SCHEMA_VERSION)}
@@ -259,7 +276,7 @@ WIRE_METADATA: Final = {"rankscope_schema": str(SCHEMA_VERSION)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEntry:
-    """Description of the tensor at one position of the statistics in a record."""
+    """Description of one tensor of a plan. Its position in the plan is its position in the statistics of a record."""
 
     kind: str
     tensor: str
@@ -337,7 +354,7 @@ def _plan_entry(entry: dict[str, Any]) -> PlanEntry:
 
 
 def canonical_labels(labels: dict[str, str] | None) -> str | None:
-    """Return `labels` as text for a column `labels`: JSON with sorted keys, or None without labels."""
+    """Return `labels` as canonical text for a column of labels: JSON with sorted keys, or None without labels."""
     if not labels:
         return None
     return json.dumps(labels, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -23,12 +23,15 @@ SHANGHAI: Final = dt.timezone(dt.timedelta(hours=8))  # no daylight saving time 
 
 FLOAT_OPS: Final = ("norm", "min", "max", "mean")
 OPS: Final = (*FLOAT_OPS, "nans", "zeros")
-"""Columns of statistics, in the order of Rankscope. In msprobe, the order is that of its configuration."""
+"""Columns of statistics in a CSV file, in the order in which Rankscope writes them.
+
+In files that msprobe itself writes, the columns are in the order of msprobe's configuration.
+"""
 
 TENSOR_COLUMNS: Final = (*OPS, "shape", "dtype")
 
 MOMENTS: Final = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-"""Kinds that msprobe measures before the optimizer step."""
+"""Kinds that msprobe measures before the optimizer step, and Rankscope after it."""
 
 SLOTS: Final[dict[str, dict[str, Kind]]] = {
     "actv": {"input": Kind.ACT_IN, "output": Kind.ACT_OUT},
@@ -54,9 +57,9 @@ OTHER: Final = "other"
 
 @dataclass(frozen=True, slots=True)
 class FeatureFamily:
-    """An msprobe family of numbers that are not tensor statistics.
+    """An msprobe family of features, which are numbers that are not tensor statistics.
 
-    It maps each column to a kind of Rankscope, and contains the suffix of row names.
+    `columns` maps each column to a kind of Rankscope. `suffix` is the end of the row names of the family.
     """
 
     columns: dict[str, str]
@@ -160,7 +163,7 @@ def time_text(moment: dt.datetime) -> str:
 
 
 def parse_file(name: str) -> FamilyFile | None:
-    """Return the parsed name of the file of a family, or None if `name` has another form."""
+    """Return the parsed name of the CSV file of a family, or None if `name` has another form."""
     match = _FILE.fullmatch(name)
     if not match:
         return None
@@ -173,7 +176,7 @@ def folder_name(began: dt.datetime, rank: int, tail: str) -> str:
 
 
 def file_name(family: str, block: int, steps: int, part: int = 0) -> str:
-    """Return the name of the file for block number `block`, where each block contains `steps` steps."""
+    """Return the name of the CSV file of `family` for block number `block`, where each block contains `steps` steps."""
     first = block * steps
     return f"{family}_{first}-{first + steps - 1}{f'_part_{part}' if part else ''}.csv"
 
@@ -202,7 +205,7 @@ def parse_call(name: str) -> tuple[str, int | None, int | None]:
 
 
 def feature_name(family: str, module: str, index: int | None) -> str:
-    """Return the row name of a feature."""
+    """Return the row name of a feature: the module, the suffix of the family, and the index."""
     return numbered(module + (FEATURES[family].suffix if family in FEATURES else ""), index)
 
 
@@ -247,7 +250,7 @@ Window = tuple[dt.datetime, dt.datetime]
 
 
 def window(times: Sequence[str]) -> Window:
-    """Return the two times of msprobe's option `append_output`, such as `Dec03_21-34-40`.
+    """Return the two times in msprobe's option `append_output`. In the option, a time has the form `Dec03_21-34-40`.
 
     Raises ValueError if the option has another form.
     """

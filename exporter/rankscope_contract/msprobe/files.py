@@ -23,10 +23,13 @@ STRUCTURE_FILE: Final = "module_struct.json"
 ANOMALY_FOLDER: Final = "anomaly_detected"
 ANOMALY_FILE: Final = "anomaly.json"
 RANKED_ANOMALY_FILE: Final = "anomaly_analyse.json"
-"""File with the most important anomalies of all ranks. It repeats records of the anomaly files of the ranks."""
+"""Name of the file with the most important anomalies of all ranks.
+
+It repeats records of the anomaly files of the ranks.
+"""
 
 NOT_KNOWN: Final = -1
-"""Text for an unknown stage or call in an anomaly record."""
+"""Number that represents an unknown call in an anomaly record."""
 
 ANOMALY_TASKS: Final[dict[str, str]] = {
     Kind.GRAD_UNREDUCED: "acc_grad",
@@ -38,10 +41,10 @@ ANOMALY_TASKS: Final[dict[str, str]] = {
     Kind.ACT_GRAD_IN: "actv_grad",
     Kind.ACT_GRAD_OUT: "actv_grad",
 }
-"""The msprobe task of each kind.
+"""The msprobe task of each kind that has one.
 
-For a kind without a task in msprobe, the task has the name of the kind. The moments have the same name in msprobe and
-Rankscope.
+For all other kinds, the task has the name of the kind. These include the moments, which have the same name in msprobe
+and Rankscope.
 """
 
 KINDS_OF_TASKS: Final[dict[str, str]] = {
@@ -107,7 +110,7 @@ def anomaly_tag(
 
 
 def parse_anomaly_tag(tag: str) -> AnomalyTag:
-    """Return the elements of `tag`."""
+    """Return the elements of the tag of an anomaly record."""
     parts = _TAG.fullmatch(tag)
     name = _NAME.fullmatch(parts["name"] if parts else tag)
     assert name is not None  # the expression matches any text
@@ -123,6 +126,6 @@ def anomaly_message(*, rule: str | None, tag: str, op: str | None, step: int, va
 
 
 def parse_anomaly_message(message: str) -> AnomalyMessage | None:
-    """Return the elements of `message`, or None if the text has another form."""
+    """Return the elements of the message of an anomaly record, or None if the text has another form."""
     found = _MESSAGE.search(message)
     return None if found is None else AnomalyMessage(*found.group("rule", "op", "value", "baseline"))

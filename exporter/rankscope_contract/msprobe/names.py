@@ -21,7 +21,10 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "param_updated": (Kind.PARAM_AFTER,),
     "other": (Kind.COMM_IN, Kind.COMM_OUT, Kind.GRAD_CLIPPED, Kind.MOMENTUM),
 }
-"""Families of tensor statistics. `other` contains the kinds for which msprobe has no family."""
+"""Families of tensor statistics, and the kinds in each family.
+
+The family `other` contains the kinds for which msprobe has no family.
+"""
 
 FEATURE_FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "attention_hook": ("attention_entropy", "softmax_max"),
@@ -30,7 +33,7 @@ FEATURE_FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "moe_router_logit_hook": ("router_entropy",),
     "other": ("direction_agreement",),
 }
-"""Families of features, and the kinds in each."""
+"""Families of features, and the kinds in each family. Features are numbers that are not tensor statistics."""
 
 FAMILY_OF: Final[dict[str, str]] = {kind: family for family, kinds in FAMILIES.items() for kind in kinds}
 
@@ -68,7 +71,10 @@ class Squash:
         self._taken: set[str] = set()
 
     def __call__(self, name: str) -> str:
-        """Return the short form of `name`. Each call with the same name returns the same result."""
+        """Return the short form of `name`, or `name` itself if another name already has this short form.
+
+        Each call with the same name returns the same result.
+        """
         known = self._given.get(name)
         if known is None:
             short = squashed(name)

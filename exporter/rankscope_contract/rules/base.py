@@ -55,7 +55,7 @@ class AnomalyRule:
             number = math.nan
         if math.isnan(number):
             shown = repr(threshold) if len(repr(threshold)) < 40 else f"{repr(threshold)[:30]}…"
-            raise ValueError(f"{self.name}: threshold is a number, not {shown}")
+            raise ValueError(f"{self.name}: threshold must be a number, not {shown}")
 
     def covers(self, kind: str | None) -> bool:
         """Return whether `kind` is one of the rule's kinds."""

@@ -32,7 +32,8 @@ class AnomalyNan(AnomalyRule):
     def judges(self, kind: str | None, op: str) -> bool:
         """Return whether the rule evaluates `op`.
 
-        It evaluates non-finite counts and scalars and, if it has a threshold, also statistics.
+        The rule evaluates the counts of NaN and infinite elements, and scalars. With a threshold it also evaluates the
+        other statistics.
         """
         if not self.covers(kind):
             return False

@@ -16,7 +16,7 @@ from rankscope_contract.rules.base import AnomalyRule
 
 EMA_KEEP: Final = 0.99
 EMA_TAKE: Final = 0.01
-"""Factors of the recursion baseline ← 0.99 · baseline + 0.01 · |x|.
+"""Factors in the recursion of the baseline of |x|: baseline ← 0.99 · baseline + 0.01 · |x|.
 
 Both factors are literals, because 1 - 0.99 is not equal to 0.01 in binary floating point.
 """
@@ -33,7 +33,7 @@ def to_float32(value: float) -> float:
 
 
 def next_baseline(baseline: float, value: float) -> float:
-    """Return the float32 baseline after `value`.
+    """Return the float32 baseline that follows from `baseline` and a new `value`.
 
     A NaN baseline means that no baseline exists yet. Non-finite values do not change the baseline.
     """
@@ -57,7 +57,7 @@ class Firing:
 class SeriesEvaluator:
     """Evaluates rules for the successive values of one series, and updates the baseline of the series.
 
-    Rules that do not evaluate `op` are skipped.
+    Rules that do not evaluate the kind and op of the series are skipped.
     """
 
     def __init__(self, rules: Sequence[AnomalyRule], kind: str | None, op: str) -> None:
@@ -73,7 +73,10 @@ class SeriesEvaluator:
         return self._baseline
 
     def observe(self, raw: float) -> Firing | None:
-        """Return the first rule in configured order that fires for `raw`, or None; then update the baseline."""
+        """Return a firing of the first rule, in configured order, that fires for the value `raw`; None if none fires.
+
+        Then update the baseline.
+        """
         self._position += 1
         value = raw if self._stored_as_float64 else to_float32(raw)
         before = self._baseline

@@ -28,7 +28,7 @@ class AnomalyTurbulence(AnomalyRule):
         if not self.threshold > 0:
             raise ValueError(f"{self.name}: threshold must be above 0, not {self.threshold}")
         if self.direction not in ("up", "both"):
-            raise ValueError(f"{self.name}: direction is 'up' or 'both', not {self.direction!r}")
+            raise ValueError(f"{self.name}: direction must be 'up' or 'both', not {self.direction!r}")
         unknown = [op for op in self.ops if op not in JUDGED_OPS]
         if unknown:
             raise ValueError(f"{self.name}: ops must be some of {', '.join(JUDGED_OPS)}, not {', '.join(unknown)}")

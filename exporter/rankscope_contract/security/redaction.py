@@ -127,7 +127,7 @@ def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name occurs twice")
+        raise ValueError("a name occurs twice in a JSON object")
     return found
 
 

@@ -26,7 +26,7 @@ _VERIFY: Final = {
 
 MakeContext = Callable[[], ssl.SSLContext]
 MakeFromFiles = Callable[[], tuple[ssl.SSLContext, tuple[Path, ...]]]
-"""Callable that creates a TLS context, and returns it with the files from which it was created."""
+"""Function that creates a TLS context, and returns it with the files from which it was created."""
 
 
 def server_context(tls: TlsServer) -> ssl.SSLContext:
@@ -122,7 +122,9 @@ class Reloading:
         try:
             self._context, files = self._make()
         except WebConfigError as error:
-            log.warning("certificates changed and cannot be used; the previous ones are still used: %s", error)
+            log.warning(
+                "the certificate files changed and cannot be used; the previous certificates remain in use: %s", error
+            )
             return
         if files != self._files:  # the configuration now names other files
             self._files, self._stamps = files, tuple(map(_stamp, files))
@@ -133,7 +135,7 @@ HUNG_UP: Final = (
     "it closed the connection: it may require a client certificate (cert_file, key_file), not trust the one it "
     "received, or not use TLS; its log has the reason"
 )
-"""Explanation for a TLS connection that the server closed without a reason.
+"""Explanation, for users, of a TLS connection that the server closed without a reason.
 
 In TLS 1.3 the server rejects a client certificate after the handshake, and the rejection may be lost.
 """
@@ -166,7 +168,7 @@ _OF_CLIENTS: Final = {  # OpenSSL's reason on the server -> explanation about th
 def explain_to_client(error: BaseException) -> str | None:
     """Return why the TLS connection to a server failed and how to fix it; None if the error is not a TLS error."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return _certificate_error(error, "its certificate", "set ca_file to its CA")
+        return _certificate_error(error, "its certificate", "set ca_file to the CA of the server")
     if isinstance(error, ssl.SSLEOFError):
         return HUNG_UP
     if isinstance(error, ssl.SSLError):
@@ -177,7 +179,9 @@ def explain_to_client(error: BaseException) -> str | None:
 def explain_to_server(error: BaseException) -> str | None:
     """Return why the TLS handshake with a client failed and how to fix it; None if the error is not a TLS error."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return _certificate_error(error, "its client certificate", "check client_ca_file in web_config")
+        return _certificate_error(
+            error, "its client certificate", "check client_ca_file in the web_config of the server"
+        )
     if isinstance(error, ssl.SSLError):
         return _OF_CLIENTS.get(error.reason or "", f"TLS failed: {error.reason or error}")
     return None

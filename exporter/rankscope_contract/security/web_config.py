@@ -73,7 +73,7 @@ class WebConfig:
 
     @property
     def demands_identity(self) -> bool:
-        """Return whether the file requires every client to authenticate."""
+        """Return whether the web configuration file requires every client to authenticate."""
         return bool(self.users) or (self.tls is not None and self.tls.demands_client_certificates)
 
 
@@ -89,7 +89,7 @@ def read_web_config(path: Path, load_yaml: LoadYaml | None) -> WebConfig:
         raise WebConfigError(f"web_config {path}: {getattr(error, 'strerror', None) or error}") from error
     document = _parsed(path, text, load_yaml)
     if not isinstance(document, Mapping):
-        raise WebConfigError(f"web_config {path}: expected keys and values, not {type(document).__name__}")
+        raise WebConfigError(f"web_config {path}: the file must contain keys and values, not {type(document).__name__}")
     try:
         return _web_config(document, path.parent)
     except WebConfigError as error:

@@ -41,7 +41,7 @@ class SpoolError(Exception):
 
 
 def segment_name(first: int) -> str:
-    """Return the name of the file whose first record has sequence number `first`.
+    """Return the name of the record file in which the first record has sequence number `first`.
 
     The names sort in the order of the sequence numbers.
     """
@@ -49,12 +49,15 @@ def segment_name(first: int) -> str:
 
 
 def plan_name(plan_hash: str) -> str:
-    """Return the file name of a plan."""
+    """Return the name of the spool file that contains the plan with the hash `plan_hash`."""
     return f"plan-{plan_hash}.json"
 
 
 def segments(folder: Path) -> list[tuple[int, Path]]:
-    """Return (first sequence number, path) of each file of records, in ascending order. Other files are ignored."""
+    """Return (first sequence number, path) of each record file in `folder`, in ascending order.
+
+    Other files are ignored.
+    """
     named = ((_SEGMENT.fullmatch(path.name), path) for path in folder.iterdir())
     return sorted((int(match[1]), path) for match, path in named if match is not None)
 
@@ -177,5 +180,7 @@ def read_identity(folder: Path) -> Registration:
         if not isinstance(getattr(registration, name), kind):
             raise SpoolError(f"{path} is incomplete or no spool file: {name} is {getattr(registration, name)!r}")
     if registration.incarnation != folder.name:
-        raise SpoolError(f"{folder} belongs to {registration.incarnation!r}: the folder was renamed or copied")
+        raise SpoolError(
+            f"{folder} contains records of process {registration.incarnation!r}: the folder was renamed or copied"
+        )
     return registration

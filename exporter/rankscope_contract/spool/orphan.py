@@ -32,9 +32,9 @@ class FolderLock:
 
     @classmethod
     def create(cls, folder: Path) -> Self:
-        """Create and acquire the lock of a folder that no other process knows yet.
+        """Create and acquire the lock of a new folder, which no other process can have found yet.
 
-        Raises OSError if the file cannot be created, or SpoolError if it cannot be locked.
+        Raises OSError if the lock file cannot be created, or SpoolError if it cannot be locked.
         """
         descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         if not _lock(descriptor, folder):

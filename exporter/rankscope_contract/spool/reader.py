@@ -2,8 +2,8 @@
 
 The module does not import Arrow: a message is bytes. Record i of a file has sequence number `first + i`, because the
 writer starts a new file wherever a record is missing. The reader therefore finds a record without decompression. The
-caller passes `needed_plans`, which checks the content: it returns the plans that a stream uses, or None if the stream
-cannot be read.
+caller passes the function `needed_plans`, which checks the content: it returns the hashes of the plans that a stream
+uses, or None if the stream cannot be read.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class SpoolReader:
         return NOTHING
 
     def after(self, cursor: int, max_bytes: int) -> Stretch | None:
-        """Return the next records after sequence number `cursor` from one file, or None at the end.
+        """Return the next records after sequence number `cursor` from one file, or None if there are no more.
 
-        The result has at most `max_bytes`, but always at least one record.
+        Together, the records have at most `max_bytes` bytes, unless the first record alone is larger.
         """
         files = segments(self.folder)
         for place, (first, path) in enumerate(files):
@@ -164,9 +164,9 @@ class SpoolReader:
         return None
 
     def _report(self, path: Path, at: int, size: int, problem: str) -> None:
-        """Log `problem` once for each file and position.
+        """Log `problem` once for each file and position `at`.
 
-        Do not log it if `at` is the end of the file, because the writer may still be active.
+        Do not log it if `at` is the size of the file, because the writer may still append to the file.
         """
         if at != size and (path.name, at) not in self._reported:
             self._reported.add((path.name, at))

@@ -160,7 +160,7 @@ def verdict(known: Iterable[RankFacts], world: int = 3) -> int | None:
 def test_single_rank_of_a_world_of_one_is_named_and_of_two_is_not():
     (alone,) = facts(flights(Group(ranks=(0,), waits={0: "all_reduce"})))
 
-    assert Verdict(rank=0, evidence="it is the only rank") == single_out([alone], 1)
+    assert Verdict(rank=0, evidence="it is the only rank of the job") == single_out([alone], 1)
     assert None is verdict([alone], world=2)
 
 

@@ -157,7 +157,7 @@ def test_nan_rule_without_infs_ignores_infinities():
 @pytest.mark.parametrize("rule", [AnomalyNan, AnomalyTurbulence])
 @pytest.mark.parametrize("threshold", [pytest.param(10**400, id="huge"), math.nan, "0.5", True, [1.0]])
 def test_invalid_threshold_is_rejected(rule, threshold):
-    with pytest.raises(ValueError, match=f"{rule.__name__}: threshold is a number, not "):
+    with pytest.raises(ValueError, match=f"{rule.__name__}: threshold must be a number, not "):
         rule(threshold=threshold)
 
 

@@ -70,9 +70,9 @@ def _data_source() -> builders.DatasourceVariable:
 
 
 def _variable(name: str, label: str, query: str) -> builders.QueryVariable:
-    """Return a variable that can have several values.
+    """Return a board variable, such as run or rank, that can have several values.
 
-    Its list also has runs and ranks that ended within the time range.
+    The list of values also has runs and ranks that ended within the time range.
     """
     return (
         builders.QueryVariable(name)

@@ -18,12 +18,12 @@ PanelBuilder = stat.Panel | timeseries.Panel | gauge.Panel | table.Panel
 P = TypeVar("P", stat.Panel, timeseries.Panel, gauge.Panel, table.Panel)
 
 ONE_COLOUR: Final = ((None, "green"),)
-"""Thresholds with one colour for all values.
+"""Thresholds of a panel with one colour for all values.
 
-Otherwise the Grafana SDK would colour values from 80 on red, which has no meaning for these quantities."""
+By default, the Grafana SDK colours values from 80 on red, which has no meaning for these quantities."""
 
 ZERO_IS_GOOD: Final = ((None, "green"), (1, "red"))
-"""Thresholds for counts of which already 1 needs attention: green for 0, red from 1 on."""
+"""Thresholds of a panel for counts that need attention from 1 on: green for 0, red from 1 on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,10 @@ class Query:
 
 
 def over_ranks(expression: str, *aggregations: str, by: str = "run", legend: str = "{{run}}") -> list[Query]:
-    """Return one query for each aggregation (`avg`, `max`, `min`) of `expression`, which is enclosed in parentheses.
+    """Return one query for each aggregation (`avg`, `max`, `min`) of `expression` over the ranks.
 
-    Use it instead of one line per rank, because many lines would be unreadable. `by` are the labels to keep.
+    `expression` must be enclosed in parentheses. `by` are the labels to keep. A panel with these queries replaces a
+    panel with one line per rank, which would be unreadable.
     """
     names = {"avg": "mean", "max": "highest", "min": "lowest"}
     return [Query(f"{name} by ({by}) {expression}", f"{legend} {names[name]}") for name in aggregations]

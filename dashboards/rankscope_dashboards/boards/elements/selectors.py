@@ -26,14 +26,18 @@ def _selector(*matchers: str) -> str:
 
 SERVICE_RUNS: Final = _selector(_RUN)
 SERVICE_RANKS: Final = _selector(_RUN, _RANK)
-"""Label matchers for metrics of the service: of the selected runs, or of the selected ranks.
+"""Label matchers for live metrics of the service.
 
-They read only live data."""
+SERVICE_RUNS matches the runs that are selected in the board. SERVICE_RANKS matches the selected ranks of these runs."""
 
 RANKS: Final = _selector(_JOB, _RUN, _RANK)
 ALL_RANKS: Final = _selector(_JOB, _RUN)
 ALL_RUNS: Final = _selector(_JOB)
-"""Label matchers for live and stored metrics of ranks: of the selected ranks, of the selected runs, or of all runs."""
+"""Label matchers for live and stored metrics of ranks.
+
+RANKS matches the runs and ranks that are selected in the board, ALL_RANKS all ranks of the selected runs, and ALL_RUNS
+all runs.
+"""
 
 
 def ranks(*matchers: str) -> str:
@@ -47,7 +51,7 @@ def rate(metric: MetricSpec, *matchers: str) -> str:
 
 
 def increase(metric: MetricSpec, *matchers: str) -> str:
-    """Return PromQL for the increase of a counter of the selected ranks within each interval."""
+    """Return PromQL for the increase of a counter of the selected ranks within each interval of the panel."""
     return _of_counter("increase", metric, matchers)
 
 
