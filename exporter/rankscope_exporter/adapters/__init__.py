@@ -1,4 +1,7 @@
-"""Adapters of training frameworks. To add a framework, add a file with a `Framework` subclass to this folder."""
+"""Adapters of training frameworks: each adapter describes how one framework wraps models and treats gradients.
+
+To add a framework, add a file with a `Framework` subclass to this folder.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ def framework_of(model: Any) -> Framework:
     """Return the adapter for `model`: the one with the highest priority among those that match the model's wrapper.
 
     If `model` is an adapter, it is returned unchanged. A pipeline stage gets the pipeline adapter around the adapter of
-    its module. A list contains the chunks of one model, or all pipeline stages of this rank; a list with other contents
-    raises ConfigError.
+    its module. A list must contain the chunks of one model, or all pipeline stages of this rank. ConfigError is raised
+    for any other list of several elements. A list of one element is treated as this element.
     """
     if isinstance(model, Framework):
         return model
@@ -54,8 +57,8 @@ def _of_list(models: Sequence[Any]) -> Framework:
     framework = framework_of(nn.ModuleList(models)) if all(isinstance(model, nn.Module) for model in models) else None
     if framework is None or not framework.takes_chunks:
         raise ConfigError(
-            "a list must contain the chunks of one model that Megatron-Core's DDP wraps, or pipeline stages: "
-            "attach a monitor to each model"
+            "a list of models must contain the chunks of one model that Megatron-Core's DDP wraps, or pipeline stages; "
+            "for separate models, attach a monitor to each model"
         )
     return framework
 

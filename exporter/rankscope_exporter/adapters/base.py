@@ -39,7 +39,7 @@ class FrameworkTraits:
     reduces: bool = False
     """True: the framework reduces gradients over the ranks. False: the training loop does so."""
     reduces_each_micro_batch: bool | None = False
-    """True: each micro-batch is reduced separately, and the framework keeps no sum of this rank's own gradients.
+    """True: gradients are reduced after each micro-batch, and the framework keeps no sum of this rank's own gradients.
 
     None: this depends on the training loop, and is detected during training.
     """
@@ -51,18 +51,18 @@ class FrameworkTraits:
     waits_for_reductions: bool = False
     """True: the end of the backward pass waits for all reductions, so that their duration can be measured."""
     local_until_backward_ends: bool = True
-    """True: `.grad` still has this rank's own gradient after the last hook of a backward pass.
+    """True: `.grad` still has this rank's own gradient after the last gradient hook of a backward pass.
 
-    False: a gradient must be read in its own hook, one tensor at a time.
+    False: a gradient must be read in the gradient hook of its own tensor.
     """
     interleaves_micro_batches: bool = False
     """True: the forward pass of a micro-batch may run before the backward pass of an earlier micro-batch."""
     optimizer_takes_copies: bool = False
-    """True: the optimizer gets copies of gradients, or changes gradients without a change of their version."""
+    """True: the optimizer gets copies of gradients, or gradients may change without a change of `Tensor._version`."""
     updates_in_parts: bool = False
     """True: an update may consist of several optimizer steps, each for a part of the parameters."""
     parameters_are_local_parts: bool = False
-    """True: a tensor-parallel parameter is a plain tensor that has only this rank's part."""
+    """True: a tensor-parallel parameter is a plain tensor, not a DTensor, and has only this rank's part."""
     is_compiled: bool = False
     """True: `torch.compile` was called with the whole model, including the wrapper of the framework."""
 
@@ -113,7 +113,7 @@ class Hooking(Protocol):
     """Methods with which a framework adapter registers hooks that are called at all steps, sampled or not."""
 
     def keep(self, handle: Removable) -> None:
-        """Store `handle`, which is removed at detach()."""
+        """Store the handle of a hook. The hook is removed at detach()."""
         ...
 
     def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
@@ -124,7 +124,7 @@ class Hooking(Protocol):
         ...
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which all hooks of the monitor are inert."""
+        """Return a context manager within which the hooks of the monitor do nothing."""
         ...
 
     def reduced(self) -> None:
@@ -133,7 +133,7 @@ class Hooking(Protocol):
 
 
 class GradientSource(Protocol):
-    """The object that has a gradient: a parameter, or an object that an adapter passes instead of the parameter."""
+    """The object that has a gradient: a parameter, or an object that an adapter passes to a gradient hook instead."""
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -235,7 +235,7 @@ class WrappedModel:
     def spec(self, parameter: torch.Tensor) -> TensorSpec:
         """Return shape and dtype of the part of a parameter that this rank updates.
 
-        Its optimizer state has the same shape.
+        The optimizer state of this part has the same shape.
         """
         return TensorSpec.of(parameter)
 
@@ -265,15 +265,15 @@ class WrappedModel:
         return replicas_of(parameter)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the parameter that was found at attach as `named`, even if the model has moved it since.
+        """Return the parameter that was listed as `named` at attach.
 
-        Return None if the model has replaced the parameter, or while it cannot be reached, as during
-        `torch.func.functional_call`.
+        The framework may have stored it outside of its module since. Return None if the model has replaced the
+        parameter, or while it cannot be reached, as during `torch.func.functional_call`.
         """
         return named.parameter
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the model still uses the parameter that was found at attach as `named`.
+        """Return whether the model still uses the parameter that was listed as `named` at attach.
 
         Also return True while `torch.func.functional_call` replaces the parameter by a plain tensor for one forward
         pass.
@@ -292,7 +292,7 @@ class Framework(WrappedModel):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.announced: Announced | None = None
-        """Object by which a trainer reports forward passes to the monitor, if it never calls the whole model.
+        """Object by which a trainer reports forward passes to the monitor, if the trainer never calls the whole model.
 
         None if hooks detect the forward passes.
         """
@@ -308,7 +308,7 @@ class Framework(WrappedModel):
         return parameter.grad is not None
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register a gradient hook, which is called after a backward pass has added to this rank's own gradient."""
+        """Register `hook`, which is called after a backward pass has added its gradient to this rank's own gradient."""
         return TensorHook(parameter, hook, table=ACCUMULATED)
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
@@ -372,7 +372,10 @@ class Framework(WrappedModel):
         return [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(updated)]
 
     def on_forward(self, hook: Callable[..., None]) -> Removable:
-        """Register `hook` before each forward pass of the model or of a chunk. It gets the module and its arguments."""
+        """Register `hook` before each forward pass of the model or of a chunk.
+
+        The hook gets the module and its arguments.
+        """
         if self.announced is not None:
             return self.announced.before(hook)
         handles = [chunk.register_forward_pre_hook(hook) for chunk in self.chunks]

@@ -76,8 +76,8 @@ class DistributedData(Framework):
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
         """Return the ranks of DDP. A parameter is equal on all of them.
 
-        This includes frozen parameters: DDP has broadcast them, and nothing changes them. Empty for a parameter that
-        DDP ignores, and if the user registered a communication hook.
+        This includes frozen parameters: DDP has broadcast them, and nothing changes them. The result is empty for a
+        parameter that DDP ignores. It is empty for all parameters if the user registered a communication hook.
         """
         if self.root._comm_hooks or self._is_ignored(parameter):  # noqa: SLF001 - torch has no public list of hooks
             return ()

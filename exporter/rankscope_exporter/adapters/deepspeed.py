@@ -1,9 +1,9 @@
 """Adapters for DeepSpeed, whose engine wraps the model and updates it.
 
-The engine reduces gradients and, with ZeRO, divides them among the ranks. At the end of an accumulation, it calls one
-method, `_take_model_step`, to clip gradients and to step the optimizer. DeepSpeed has no public hook for this call, and
-no public access to the parts of tensors that a rank has with ZeRO. The adapters therefore use private names. A test
-runs against the pinned DeepSpeed.
+The engine reduces gradients and, with ZeRO, divides them among the ranks. When all micro-batches of a step are
+accumulated, it calls one method, `_take_model_step`, to clip gradients and to step the optimizer. DeepSpeed has no
+public hook for this call, and no public access to the parts of tensors that a rank has with ZeRO. The adapters
+therefore use private names of DeepSpeed. A test checks them with the pinned version of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class _Engine(Framework):
         return int(getattr(self._engine, "dp_world_size", world_size))
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks that have equal parameters after every update; empty for ZeRO stage 3 and for experts."""
+        """Return the ranks that have equal parameters after every update.
+
+        The result is empty for ZeRO stage 3 and for parameters of experts.
+        """
         group = getattr(self._engine, "seq_data_parallel_group", None)
         is_expert = getattr(parameter, "allreduce", True) is False
         if group is None or is_expert or self._engine.zero_optimization_stage() > _LAST_WHOLE_STAGE:
@@ -57,7 +60,7 @@ class _Engine(Framework):
 class DeepSpeed(_Engine):
     """Adapter for ZeRO stage 0 in float32, which all-reduces gradients after the last backward pass of a step.
 
-    `engine.step()` clips gradients without a change of their version.
+    `engine.step()` clips gradients without a change of `Tensor._version`.
     """
 
     name: ClassVar[str] = "deepspeed"
@@ -83,14 +86,17 @@ class DeepSpeed(_Engine):
         return super().optimizers(given or _optimizers(self._engine))
 
     def install(self, hooking: Hooking) -> None:
-        """Report the beginning of each update of the engine. All gradients are reduced then, and none is clipped."""
+        """Report the beginning of each update of the engine to the monitor, until detach().
+
+        At this time, all gradients are reduced, and none is clipped.
+        """
 
         def reduced() -> None:
             self._reduced = True
             hooking.reduced()
             self._reduced = False
 
-        before = hooking.always("the beginning of an update", reduced)
+        before = hooking.always("reporting the beginning of an update", reduced)
 
         def update(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             before()
@@ -100,7 +106,10 @@ class DeepSpeed(_Engine):
 
 
 class DeepSpeedZero(_Engine, PartitionedOptimizer):
-    """Adapter for ZeRO 1, 2 and 3, and for all modes in which the optimizer steps flat parts of float32 copies."""
+    """Adapter for ZeRO 1, 2 and 3, and for all modes in which the optimizer steps copies of the parameters.
+
+    The optimizer steps float32 copies of whole parameters, or flat parts of such copies.
+    """
 
     name: ClassVar[str] = "deepspeed_zero"
 
@@ -150,11 +159,11 @@ class DeepSpeedZero(_Engine, PartitionedOptimizer):
         return None if self._stage.scatters else self._stage.earlier(parameter)
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:  # noqa: ARG002 - all are the same
-        """Return the optimizer inside of the engine, whichever of its wrappers the script passes."""
+        """Return the torch optimizer inside of the engine. `given` is ignored: all its objects wrap this optimizer."""
         return tuple(unwrapped(item) for item in _optimizers(self._engine))
 
     def install(self, hooking: Hooking) -> None:
-        """Report the beginning and the end of each update of the engine."""
+        """Report the beginning and the end of each update of the engine to the monitor, until detach()."""
         self.watch(self._engine, _UPDATE, hooking)
 
 

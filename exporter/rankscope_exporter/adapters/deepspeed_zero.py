@@ -1,7 +1,7 @@
-"""Location of float32 parameters and gradients, and of this rank's part of them, in each kind of DeepSpeed optimizer.
+"""Finds float32 parameters and gradients, and this rank's part of them, in each kind of DeepSpeed optimizer.
 
-All locations are ranges that DeepSpeed itself computed; nothing is gathered. The names of the attributes are those of
-DeepSpeed.
+The range of each part is the one that DeepSpeed itself computed; no tensor is gathered. The names of the attributes are
+those of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Parts = dict[int, ParameterPartition | None]
 
 
 class ZeroStage:
-    """A DeepSpeed optimizer with copies of whole parameters, as for float16 or bfloat16 without ZeRO."""
+    """A DeepSpeed optimizer with float32 copies of whole parameters, as for float16 or bfloat16 without ZeRO."""
 
     scatters: bool = False
     """True if each backward pass leaves only reduced parts of gradients, and no sum of this rank's own gradients."""
@@ -50,7 +50,7 @@ class ZeroStage:
 
 
 class FusedFp16(ZeroStage):
-    """A DeepSpeed optimizer whose copies of whole parameters are views of one flat tensor, for fused optimizers."""
+    """A DeepSpeed optimizer whose float32 copies of parameters are views of one flat tensor, for fused optimizers."""
 
     def parts(self) -> Parts:
         """Return the part of each parameter that this rank updates, by id() of the parameter."""
@@ -64,13 +64,17 @@ class FusedFp16(ZeroStage):
 
 
 class MappedPartitions(ZeroStage):
-    """A DeepSpeed optimizer with a flat partition on this rank. A parameter refers to its fragment of the partition.
+    """A DeepSpeed optimizer that has, on each rank, one flat partition of the parameters of each group.
 
-    A parameter without elements in the partition refers to no fragment.
+    A parameter refers to its fragment of this rank's partition. A parameter without elements in the partition refers to
+    no fragment.
     """
 
     attributes: tuple[str, str]
-    """Names of two attributes with a value per group: the parameters, and this rank's flat partition."""
+    """Names of two attributes of the optimizer, each with one value per parameter group.
+
+    The first has the parameters, and the second has this rank's flat partition.
+    """
 
     def parts(self) -> Parts:
         """Return the part of each parameter that this rank updates, by id() of the parameter."""
@@ -87,7 +91,11 @@ class MappedPartitions(ZeroStage):
 
 
 class Zero1And2(MappedPartitions):
-    """ZeRO 1 and 2: `averaged_gradients` has, for each group, the consecutive pieces of this rank's partition."""
+    """A DeepSpeed optimizer of ZeRO 1 or 2.
+
+    Its attribute `averaged_gradients` has the reduced gradients of this rank's partition of each group, as consecutive
+    pieces.
+    """
 
     attributes = ("bit16_groups", "single_partition_of_fp32_groups")
 
@@ -117,9 +125,9 @@ class Zero1And2(MappedPartitions):
         return found.detach().view(-1)
 
     def earlier(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients so far.
+        """Return the sum of this rank's own gradients of a parameter so far.
 
-        A sum with a separate dtype is in the attribute `grad_accum` instead of `grad`.
+        A sum with a separate dtype is in the attribute `grad_accum` of the parameter instead of `grad`.
         """
         is_separate = getattr(self.optimizer, "use_grad_accum_attribute", False)
         found: torch.Tensor | None = parameter.grad_accum if is_separate else parameter.grad  # type: ignore[attr-defined]
@@ -127,7 +135,7 @@ class Zero1And2(MappedPartitions):
 
 
 class Bf16Zero1(MappedPartitions):
-    """ZeRO 1 in bfloat16 with float32 sums.
+    """A DeepSpeed optimizer of ZeRO 1 that sums the gradients of bfloat16 parameters in float32.
 
     Each rank has whole all-reduced gradients, which are views of one tensor.
     """
@@ -165,7 +173,7 @@ class Bf16Zero1(MappedPartitions):
 
 
 class Zero3(ZeroStage):
-    """ZeRO 3: each parameter is divided evenly among the ranks, and the last part is padded."""
+    """A DeepSpeed optimizer of ZeRO 3: it divides each parameter evenly among the ranks and pads the last part."""
 
     scatters = True
 
@@ -191,7 +199,10 @@ class Zero3(ZeroStage):
         return self._parts
 
     def _add(self, parameter: Any, tensor: torch.Tensor, group: int, start: int, padded: int) -> None:
-        """Store this rank's part of a parameter: `padded` elements of `tensor` from `start` on, without the padding."""
+        """Store the place of this rank's part of a parameter: elements of `tensor` from `start` on.
+
+        `padded` is the number of elements of the part with its padding. The padding is left out.
+        """
         ranks = self.process_groups[id(parameter)] = parameter.ds_process_group
         count = max(0, min(padded, int(parameter.ds_numel) - padded * dist.get_rank(ranks)))
         self._parts[id(parameter)] = ParameterPartition(tensor, self.inner, group, start, count) if count else None
@@ -223,5 +234,5 @@ Class names cannot identify the kinds, because subclasses have other names.
 
 
 def stage_of(optimizer: Any) -> ZeroStage | None:
-    """Return the object for the kind of a DeepSpeed optimizer; None for an unknown kind."""
+    """Return an object that reads a DeepSpeed optimizer, of the class for its kind; None for an unknown kind."""
     return next((kind(optimizer) for attribute, kind in _KINDS if hasattr(optimizer, attribute)), None)

@@ -37,8 +37,8 @@ class FullyShardedData(Framework):
     """Adapter for FSDP1. Each forward pass makes new views of the gathered flat parameter.
 
     The gradients of the views are this rank's own. With `use_orig_params=True`, parameters have their own names. Each
-    rank has a part of each parameter, often an empty one, in its flat shard. Otherwise, the flat parameters are named
-    and measured.
+    rank has a part of each parameter, often an empty one, in its flat shard. With `use_orig_params=False`, the flat
+    parameters are named and measured instead.
     """
 
     name: ClassVar[str] = "fsdp1"
@@ -74,7 +74,10 @@ class FullyShardedData(Framework):
         return any(unit._sync_gradients for unit in self._units())  # noqa: SLF001 - see the top
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return the layout of a parameter: its flat parameter is sharded among the ranks of its FSDP unit."""
+        """Return the layout of a parameter: its flat parameter is sharded among the ranks of its FSDP unit.
+
+        With the strategy NO_SHARD, it is the layout of a whole parameter.
+        """
         whole = super().layout(parameter)
         unit = self._unit_of(parameter)
         if unit is None or unit.sharding_strategy.name == "NO_SHARD":
@@ -82,9 +85,9 @@ class FullyShardedData(Framework):
         return sharded_over(unit.process_group, whole)
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks with the same part of the flat parameter.
+        """Return the ranks, including this rank, that have the same part of the flat parameter of `parameter`.
 
-        There are several with hybrid sharding or no sharding.
+        These are several ranks with hybrid sharding or no sharding. With full sharding, the result is empty.
         """
         unit = self._unit_of(parameter)
         if unit is None:
@@ -107,14 +110,17 @@ class FullyShardedData(Framework):
         return TensorSpec(tuple(view.shape), (mixed and mixed.param_dtype) or parameter.dtype)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the module has the parameter, or, during a forward pass, a view of the parameter."""
+        """Return whether the module of a parameter has the parameter, or, during a forward pass, a view of it."""
         current = named.current()
         if id(current) == named.identity:
             return True
         return self.parameter(named) is not None and is_temporarily_replaced(current)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the parameter. While the module has a view, the flat parameter stores the parameter itself."""
+        """Return the parameter that was listed as `named` at attach.
+
+        While the module has a view of the parameter, the flat parameter stores the parameter itself.
+        """
         view = self._views.get(named.identity)
         found = None if view is None else view.parameter
         return found if id(found) == named.identity else super().parameter(named)
@@ -203,7 +209,7 @@ class _View:
     def hook_view(self) -> None:
         """Register the hooks on the current view of the parameter, unless they are registered already.
 
-        With checkpointing, a module computes twice with the same view.
+        With activation checkpointing, a module computes twice with the same view.
         """
         view = getattr(self._owner(), self._key, None)
         if self._hooks and is_temporarily_replaced(view) and view.requires_grad:

@@ -2,8 +2,8 @@
 
 Norms of shards are not combined here: each rank publishes its own norms, and the view `tensor_global` of the store
 combines them. FSDP2 has no public access from a sharded parameter to the gathered parameter, which has this rank's own
-gradient. The adapter uses FSDP's internal state, and a test runs against the pinned torch. A hook on the sharded
-parameter would be public, but with offloaded gradients it makes FSDP wait for the device.
+gradient. The adapter uses FSDP's internal state, and a test checks this with the pinned version of torch. A hook on the
+sharded parameter would not need the internal state, but with offloaded gradients it makes FSDP wait for the device.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class FullyShard(Framework):
     """Adapter for FSDP2. A gathered parameter is made in the first forward pass and is the same tensor in all steps.
 
     The gradient of a gathered parameter is this rank's own until FSDP reduces the group of its module, inside the
-    backward pass. The gradient must therefore be read in its own hook. `.grad` of the sharded parameter is complete
-    after FSDP's own callback.
+    backward pass. The gradient must therefore be read in the gradient hook of its parameter. `.grad` of the sharded
+    parameter is complete after FSDP's own callback at the end of the backward pass.
     """
 
     name: ClassVar[str] = "fsdp2"
@@ -80,11 +80,14 @@ class FullyShard(Framework):
         return TensorSpec(tuple(shape), getattr(policy, "param_dtype", None) or parameter.dtype)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the module has the sharded parameter, or temporarily the gathered parameter."""
+        """Return whether the module of a parameter has the sharded parameter, or temporarily the gathered parameter."""
         return self.parameter(named) is not None or super().is_in_place(named)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the sharded parameter. While the module has the gathered parameter, FSDP stores the sharded one."""
+        """Return the sharded parameter that was listed as `named` at attach.
+
+        While the module has the gathered parameter, FSDP stores the sharded one.
+        """
         source = self._source_of(named.identity)
         return super().parameter(named) if source is None else source.sharded_param
 
@@ -162,7 +165,10 @@ class FullyShard(Framework):
 
 
 def _local_gradient(source: Any) -> torch.Tensor | None:
-    """Return the gradient of a gathered parameter plus the sum of earlier micro-batches. The sum has its own dtype."""
+    """Return the gradient of a gathered parameter plus the sum of earlier micro-batches.
+
+    If there is such a sum, the result has its dtype.
+    """
     gathered = getattr(source, "_unsharded_param", None)
     if gathered is None:
         return None
@@ -176,7 +182,7 @@ def _local_gradient(source: Any) -> torch.Tensor | None:
 class _DeferredHook:
     """A hook for a tensor that may not exist yet.
 
-    It is registered once the tensor exists, unless it was removed before.
+    The hook is registered once the tensor exists, unless the hook was removed before.
     """
 
     def __init__(self, register: Callable[[nn.Parameter, Any], Removable]) -> None:

@@ -104,8 +104,9 @@ class Megatron(PartitionedOptimizer):
         return Layout("partial", layout.shard_group) if self.copies(world_size) > 1 else layout
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the data-parallel ranks, and the tensor-parallel ranks if the parameter is not divided among them.
+        """Return the ranks that have the same elements of a parameter.
 
+        These are the data-parallel ranks, and the tensor-parallel ranks if the parameter is not divided among them.
         Empty for parameters of experts, and for a parameter that the distributed optimizer divides, because it may be
         gathered as late as in the next forward pass.
         """
@@ -119,7 +120,7 @@ class Megatron(PartitionedOptimizer):
         return sharded_over(_group(_TENSOR), whole) if _is_tensor_parallel(parameter) else whole
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of the parameter on this rank."""
+        """Return shape and dtype of this rank's own gradient, which are those of the parameter on this rank."""
         return TensorSpec(tuple(parameter.shape), parameter.dtype)
 
     def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
@@ -139,9 +140,9 @@ class Megatron(PartitionedOptimizer):
         return whole.detach().view(-1)[start:end]
 
     def earlier_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of earlier micro-batches, `main_grad`.
+        """Return the sum of the gradients of earlier micro-batches, which is in `main_grad`.
 
-        The gradient of the current micro-batch is added later.
+        Megatron adds the gradient of the current micro-batch later.
         """
         found: torch.Tensor | None = getattr(parameter, "main_grad", parameter.grad)
         return found
@@ -149,7 +150,7 @@ class Megatron(PartitionedOptimizer):
     def local_sum(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return the sum of this rank's own gradients, including the latest, `gradient`.
 
-        If a fused kernel computes the gradient, it has already added it to `main_grad`.
+        If a fused kernel computes the gradient, the kernel has already added it to `main_grad`.
         """
         if not _is_fused(parameter):
             return super().local_sum(parameter, gradient)
@@ -195,7 +196,10 @@ class Megatron(PartitionedOptimizer):
                 self._ranges[id(parameter)] = here.start, here.end
 
     def install(self, hooking: Hooking) -> None:
-        """Report the beginning and the end of each update: calls of `step` of the optimizers that the script uses."""
+        """Report the beginning and the end of each update to the monitor, until detach().
+
+        An update is a call of `step` of an optimizer that the script uses.
+        """
         for optimizer in self._outer:
             self.watch(optimizer, "step", hooking)
 

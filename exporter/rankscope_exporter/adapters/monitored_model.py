@@ -1,6 +1,6 @@
 """The monitored model: its adapter, its parameters and its optimizers.
 
-Includes models that consist of several chunks.
+The model may consist of several chunks.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ class MonitoredModel:
     optimizers: Borrowed[torch.optim.Optimizer]
     """The optimizers of the training.
 
-    If an optimizer is replaced during training, it is replaced in this list as well.
+    If the training replaces an optimizer, the new one takes its place in this list.
     """
     world_size: int = 1
     retired: set[int] = field(default_factory=set)
     """Positions of parameters that the model has replaced.
 
-    They are not measured: their last gradient would be repeated.
+    They are not measured, because the last gradient of such a parameter would be published at each later step.
     """
     compiled: set[str] = field(default_factory=set)
-    """Names of parts of the training that were detected to run inside compiled code."""
+    """Names of the parts of a step, such as `backward`, that were detected to run inside compiled code."""
     positions: tuple[int, ...] | None = None
     """Positions of `parameters` in the whole model; None if they are all parameters of the model."""
     elsewhere: frozenset[int] = frozenset()
     """Positions, in the whole model, of parameters whose statistics another rank publishes, with equal values."""
 
     def parameter(self, index: int) -> nn.Parameter | None:
-        """Return the parameter at position `index`; None after the model replaced the parameter or was freed."""
+        """Return the parameter at position `index`; None if the model has replaced it, or if its module was freed."""
         named = self.parameters[index]
         found = self.framework.parameter(named)
         return self._from_optimizers(named) if found is None else found
@@ -82,8 +82,8 @@ class MonitoredModel:
 
         The caller must not keep the list.
 
-        This method runs several times in a sampled step. If the framework never moves parameters, they are therefore
-        read without a method call for each.
+        This method runs several times in a sampled step. If the framework never stores parameters outside of their
+        modules, they are therefore read without a method call for each.
         """
         if type(self.framework).parameter is Framework.parameter:
             found = found_in_place(self.parameters)
@@ -95,7 +95,7 @@ class MonitoredModel:
         return found
 
     def tensors(self) -> list[nn.Parameter | None]:
-        """Return all parameters by position; None for a parameter that is retired or was freed.
+        """Return all parameters by position; None for a parameter that the model has replaced or that was freed.
 
         The caller must not keep the list, because it keeps the parameters alive.
         """
@@ -105,14 +105,17 @@ class MonitoredModel:
         return [None if owner in self.retired else item for owner, item in zip(self.owners(), found, strict=True)]
 
     def _from_optimizers(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return a parameter that `torch.func.functional_call` replaces temporarily. It is found in the optimizers."""
+        """Return the parameter `named` from the optimizers while `torch.func.functional_call` replaces it in the model.
+
+        Return None if the parameter is not replaced in this way, or if no optimizer has it.
+        """
         if not is_temporarily_replaced(named.current()):
             return None
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         return next((item for group in groups for item in group["params"] if id(item) == named.identity), None)
 
     def in_model(self) -> set[int]:
-        """Return the id() of each tensor that the model has at the places of its parameters now."""
+        """Return the id() of each tensor that the model currently has under the name of a monitored parameter."""
         return {id(named.current()) for named in self.parameters}
 
     @property
@@ -138,7 +141,10 @@ class MonitoredModel:
 
     @property
     def state_elsewhere(self) -> frozenset[int]:
-        """Return the positions of parameters whose optimizer state another rank publishes; empty for divided state."""
+        """Return the positions of parameters whose optimizer state another rank publishes.
+
+        Empty if an optimizer divides its state among replicas.
+        """
         return frozenset() if self.has_divided_state else self.elsewhere
 
     def only(self, targets: Targets, without: frozenset[int] = frozenset()) -> MonitoredModel:
@@ -169,9 +175,9 @@ def numbers_of(chunks: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def as_one(chunks: Sequence[nn.Module]) -> nn.Module:
-    """Return one module that contains all chunks. Names in it begin with the number of a chunk.
+    """Return one module that contains all chunks.
 
-    A single chunk is returned unchanged.
+    The names of its parameters and submodules begin with the number of a chunk. A single chunk is returned unchanged.
     """
     return chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
 

@@ -1,4 +1,4 @@
-"""Access to the torch optimizer inside of wrappers, such as Accelerate's, and replacement of methods without a hook."""
+"""Finds the torch optimizer inside of wrappers, such as Accelerate's, and replaces methods that torch cannot hook."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class PatchedMethod:
 
 
 class _Replacement:
-    """The function that replaces the method.
+    """The function that replaces a method of `owner`.
 
     If it is bound to a copy of the owner, it only calls the original method.
     """

@@ -81,14 +81,14 @@ def _registered(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[...
 
 ACCUMULATED: Final = "_post_accumulate_grad_hooks"
 GRADIENT: Final = "_backward_hooks"
-"""Attributes of a tensor with the hooks of `register_post_accumulate_grad_hook` and of `register_hook`."""
+"""Attributes with the tables of hooks that `register_post_accumulate_grad_hook` and `register_hook` fill."""
 
 _own_numbers: set[int] = set()
 """The numbers that torch has given the monitor's hooks. Torch numbers all hooks of the process and reuses no number."""
 
 
 class TensorHook:
-    """One hook in a table of a tensor. The tensor is passed to each method and never stored."""
+    """One hook in a table of hooks of a tensor. The tensor is passed to each method and never stored."""
 
     def __init__(self, tensor: torch.Tensor, hook: Callable[..., Any], *, table: str) -> None:
         self._hook = unserializable_hook(hook)  # type: ignore[no-untyped-call]  # else torch warns when the tensor is saved
@@ -122,7 +122,7 @@ class TensorHook:
         self._is_shared |= _has_others(table)
 
     def remove(self) -> None:
-        """Remove the hook from the table. With `tidy`, an empty table can be removed as well."""
+        """Remove the hook from the table. Afterwards, `tidy` can remove the table if it is empty."""
         self._handle.remove()
         _own_numbers.discard(self._handle.id)
 
@@ -145,8 +145,8 @@ class TensorHook:
 def _content(tensor: torch.Tensor, table: dict[int, Any]) -> tuple[int, int]:
     """Return a value that differs after the tensor behind the Python object `tensor` was swapped.
 
-    It consists of the address of the tensor and the number of references to the table of hooks. The second detects a
-    new tensor at the address of a freed one, because the freed tensor also referred to the table.
+    It consists of the address of the tensor and the number of references to the table of hooks. The number of
+    references detects a new tensor at the address of a freed one, because the freed tensor also referred to the table.
     """
     return tensor._cdata, sys.getrefcount(table)  # noqa: SLF001 - torch has no public name for it
 

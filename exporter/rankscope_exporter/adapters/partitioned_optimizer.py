@@ -39,7 +39,7 @@ class ParameterPartition:
     """Number of elements of the part. None means all elements of `tensor`, in the shape of `tensor`."""
 
     def of(self, whole: torch.Tensor | None) -> torch.Tensor | None:
-        """Return this rank's part of `whole`, a tensor with the layout of `tensor`, such as its gradient.
+        """Return this rank's part of `whole`, which has the layout of the attribute `tensor`, for example its gradient.
 
         Return None if `whole` is None or is offloaded at present.
         """
@@ -76,8 +76,8 @@ class PartitionedOptimizer(Framework):
 
     Until detach(), this method is replaced by one that also reports the update. When the method is called, gradients
     are reduced, but not unscaled and not clipped. Each step of an inner optimizer begins the update of the tensors that
-    are in the parameter groups of the optimizer at that time. When the method returns, all parameters are updated. If
-    no inner optimizer stepped, the step was skipped.
+    are in the parameter groups of this inner optimizer at that time. When the method returns, all parameters are
+    updated. If no inner optimizer stepped, the step was skipped.
 
     A subclass must fill `parts` and return the reduced gradients.
     """
@@ -116,7 +116,10 @@ class PartitionedOptimizer(Framework):
         raise NotImplementedError
 
     def local_sum(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients, including the latest, `gradient`; None if no sum is kept."""
+        """Return the sum of this rank's own gradients, including the latest, `gradient`.
+
+        If there is no sum of earlier micro-batches, return `gradient`.
+        """
         earlier = self.earlier_gradient(parameter)
         return gradient if earlier is None else earlier + gradient.to(earlier.dtype)
 
@@ -162,7 +165,10 @@ class PartitionedOptimizer(Framework):
         return part.of(part.tensor) if isinstance(part, ParameterPartition) and self._is_updated_now(part) else None
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the gradient of a parameter: reduced when the update begins, clipped when the optimizer steps."""
+        """Return the gradient of a parameter: reduced when the update begins, clipped when the optimizer steps.
+
+        Return None at any other time.
+        """
         part = self.parts.get(id(parameter))
         if self._phase is _REDUCED:
             return self.reduced_gradient(parameter)
@@ -196,7 +202,7 @@ class PartitionedOptimizer(Framework):
     ) -> list[Removable]:
         """Register hooks on the inner optimizer.
 
-        `begins` is called before each step, `updated` after the whole update.
+        `begins` is called before each step of this optimizer, and `updated` at the end of the whole update.
         """
 
         @uncompiled
@@ -214,8 +220,8 @@ class PartitionedOptimizer(Framework):
 
     def watch(self, owner: Any, method: str, hooking: Hooking) -> None:
         """Report each update that the method named `method` of `owner` makes, until detach()."""
-        before = hooking.always("the beginning of an update", self._update_begins)
-        after = hooking.always("the end of an update", self._update_ended)
+        before = hooking.always("reporting the beginning of an update", self._update_begins)
+        after = hooking.always("reporting the end of an update", self._update_ended)
 
         def watched(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             before(hooking)

@@ -33,8 +33,8 @@ class Pipeline(Framework):
 
     Gradients of micro-batches are summed. After the last backward pass of a stage, the stage divides them by the number
     of micro-batches. Gradients count as unreduced before this division, and as reduced after it. There is no hook for
-    this division, so until detach() the method of the stage is replaced by one that also reports the division. Of
-    several stages, one may finish while others still compute.
+    this division, so until detach() the dividing method of the stage is replaced by one that also reports the division.
+    Of several stages, one may finish while others still compute.
 
     Methods with a parameter as an argument call the adapter of the stage that contains the parameter.
     """
@@ -85,27 +85,27 @@ class Pipeline(Framework):
         return self._inner[0].copies(max(1, world_size // self.stages[0].group_size))
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return how a parameter is distributed over the ranks, from the adapter of its stage."""
+        """Return how a parameter is distributed over the ranks, according to the adapter of its stage."""
         return self._of(id(parameter)).layout(parameter)
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of this rank's own gradient of a parameter, from the adapter of its stage."""
+        """Return shape and dtype of this rank's own gradient of a parameter, according to the adapter of its stage."""
         return self._of(id(parameter)).local_spec(parameter)
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-        """Return whether a parameter is equal on all `ranks` by construction, from the adapter of its stage."""
+        """Return whether a parameter is equal on all `ranks` by construction, according to the adapter of its stage."""
         return self._of(id(parameter)).is_same_on(parameter, ranks)
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks that have the same elements of a parameter, from the adapter of its stage."""
+        """Return the ranks that have the same elements of a parameter, according to the adapter of its stage."""
         return self._of(id(parameter)).replicas(parameter)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the model still uses a parameter, from the adapter of its stage."""
+        """Return whether the model still uses a parameter, according to the adapter of its stage."""
         return self._of(named.identity).is_in_place(named)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the parameter that was found at attach as `named`, from the adapter of its stage."""
+        """Return the parameter that was listed as `named` at attach, according to the adapter of its stage."""
         return self._of(named.identity).parameter(named)
 
     def reduces_in_backward(self) -> bool:
@@ -113,11 +113,17 @@ class Pipeline(Framework):
         return self._finishing
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter has a gradient of an earlier backward pass, from the adapter of its stage."""
+        """Return whether a parameter has a gradient of an earlier backward pass.
+
+        The adapter of the stage of the parameter determines this.
+        """
         return self._of(id(parameter)).holds_gradient(parameter)
 
     def install(self, hooking: Hooking) -> None:
-        """Replace the method of each stage that reduces its gradients last, and install the adapter of the stage."""
+        """Replace the method with which each stage divides its gradients, and install the adapter of each stage.
+
+        While a stage infers the shapes of its tensors, the hooks of the monitor do nothing.
+        """
         for number, (stage, inner) in enumerate(zip(self.stages, self._inner, strict=True)):
             inner.install(hooking)
             self._watch(stage, number, hooking)

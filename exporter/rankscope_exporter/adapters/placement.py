@@ -24,11 +24,14 @@ _SHORTEST_RANGE: Final = 3  # two ranks are written as a list
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The values of the columns `placement` and `shard_group` in a row."""
+    """Distribution of a tensor over the ranks: the values of the columns `placement` and `shard_group` of its rows."""
 
     placement: str
     shard_group: str | None = None
-    """The ranks that together have one whole tensor. The ranks with another copy of the tensor form another group."""
+    """The ranks that together have one whole tensor, such as "0-7"; None if the tensor is not divided.
+
+    The ranks with another copy of the tensor form another group.
+    """
 
 
 def layout_of(tensor: torch.Tensor, otherwise: Layout) -> Layout:

@@ -15,8 +15,8 @@ from rankscope_exporter.adapters.placement import loaded
 class TensorParallel(Framework):
     """Adapter for tensor parallelism, where all ranks of the device mesh compute with the same data.
 
-    Nothing is reduced after the backward pass, so the reduced gradient is equal to the rank's own gradient. Gradients
-    of shards are shards.
+    Nothing is reduced after the backward pass, so the reduced gradient is equal to the rank's own gradient. The
+    gradient of a sharded parameter is sharded in the same way.
     """
 
     name: ClassVar[str] = "tensor_parallel"
@@ -42,7 +42,7 @@ class TensorParallel(Framework):
         return super().replicas(parameter) if hasattr(parameter, "device_mesh") else self._mesh_ranks
 
     def copies(self, world_size: int) -> int:
-        """Return the number of device meshes among all ranks, which a training loop may use for data parallelism."""
+        """Return how many device meshes all ranks form. A training loop may train each mesh on different data."""
         return max(1, world_size // self._mesh_size)
 
 

@@ -1,7 +1,7 @@
 """The interface of a training script: create a Monitor, attach it, and use it as a context manager.
 
 An error in a method of the monitor is caught, counted, and logged once: training never stops because of telemetry. Only
-the constructor raises an error, for a wrong configuration.
+the constructor and `switch` raise an error, for a wrong configuration.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _COMPILED_CALL: Final = (
 class Monitor(CopiesDoNothing):
     """Monitors one model: `with Monitor(total_steps=1000) as monitor: monitor.attach(model, optimizer); …`.
 
-    Construction checks the configuration and raises ConfigError; no other method raises into training. Before `attach`,
-    no socket is opened and no thread is started. All methods are cheap and have no effect on a monitor that is not
-    attached, that is disabled, or that runs in a forked child process.
+    Construction checks the configuration and raises ConfigError, and so does `switch`; no other method raises into
+    training. Before `attach`, no socket is opened and no thread is started. All methods are cheap and have no effect on
+    a monitor that is not attached, that is disabled, or that runs in a forked child process.
 
     A model may have its monitor as an attribute, and may be copied or saved with it. The copy of a monitor does
     nothing, cannot be attached, and its `is_copy` is True. The copy has the configuration, without the token of the
@@ -264,11 +264,13 @@ class Monitor(CopiesDoNothing):
     def phase(self, name: str) -> Phase | AbstractContextManager[None]:
         """Return a context manager for a phase of the training, such as an evaluation or a checkpoint.
 
-        While a phase is open, its duration is not reported as a hang. The returned object can also decorate a function.
-        Phases can be nested: the service shows the innermost phase, and time in it does not count for the outer phases.
+        While a phase is open, a hang is reported only after the longer limit `hang_in_phase_after_seconds`. The
+        returned object can also decorate a function. Phases can be nested: the service shows the innermost phase, and
+        time in it does not count for the outer phases.
+
         The names `data_wait`, `forward`, `backward`, `collective`, `optimizer` and `other` denote parts of a step. The
         duration of a phase with such a name replaces the time that the monitor derives for this part of the step. Such
-        a phase creates no event.
+        a phase creates no event and does not change the limit for hangs.
         """
         if is_dynamo_compiling():
             self._was_compiled()
@@ -305,8 +307,10 @@ class Monitor(CopiesDoNothing):
     def end_step(self, *, skipped: bool | None = None) -> None:
         """End the current step explicitly, for training loops in which hooks cannot detect the end of a step.
 
-        Required at each step of a monitor with `steps="explicit"`. Otherwise required at each step with a skipped
-        optimizer if gradients are zeroed in place (`set_to_none=False`).
+        It is required at each step of a monitor with `steps="explicit"`. With `steps="auto"`, it is required only at a
+        step with a skipped optimizer step, if the loop zeroes gradients in place (`set_to_none=False`). `skipped` is
+        True if the optimizer step was skipped. If it is None, a step with gradients and without an optimizer step
+        counts as skipped.
         """
         session = self._session
         if session is not None:
@@ -368,9 +372,10 @@ class Monitor(CopiesDoNothing):
         return quantity.text if isinstance(quantity, Structure) else ""
 
     def current(self, *kinds: str) -> tuple[Row, ...]:
-        """Return the statistics of the current step so far, or of the last step, for `kinds` of tensors (all if empty).
+        """Return the rows of statistics of the current step so far, or of the last step.
 
-        The rows of the last step are returned if the current step is not sampled or has no rows yet. The rows contain
+        The rows of the last step are returned if the current step is not sampled or has no rows yet. `kinds` selects
+        rows by the kind of tensor, such as `grad_reduced`; without an argument, all rows are returned. The rows contain
         all statistics, not only those that `ops` selects. This method waits for the device. Call it on the training
         thread, for decisions that cannot wait for the next step.
         """
@@ -380,7 +385,10 @@ class Monitor(CopiesDoNothing):
 
     @property
     def measuring(self) -> dict[str, Any]:
-        """The sampling configuration, its first step, and pending changes (`to_come`); empty if not attached."""
+        """The sampling configuration, the first step to which it applies, and pending changes (`to_come`).
+
+        Empty if not attached.
+        """
         session = self._session
         return {} if session is None else session.sampling_state()
 
@@ -396,7 +404,7 @@ class Monitor(CopiesDoNothing):
         return self._sinks.get(name)
 
     def overhead_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds that this monitor has used so far, by thread; empty if not attached."""
+        """Return the CPU seconds that each part of this monitor has used so far, by part; empty if not attached."""
         session = self._session
         return {} if session is None else session.overhead()
 

@@ -22,8 +22,8 @@ def _nothing(*_: Any) -> None:
 class OpenPhases(CopiesDoNothing):
     """The phases of a training that are open now, from the outermost to the innermost.
 
-    The function `begins` is called with the name of a phase, the function `ended` with its name and its duration in
-    seconds.
+    When a phase opens, the function `begins` is called with the name of the phase. When it closes, the function `ended`
+    is called with its name and its duration in seconds.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class OpenPhases(CopiesDoNothing):
         self._begins(name)
 
     def end(self, name: str, seconds: float) -> None:
-        """Close the innermost open phase with this name, after a duration of `seconds`.
+        """Close the innermost open phase with this name. The phase lasted `seconds`.
 
         Phases with other names remain open, because other threads may have opened them.
         """

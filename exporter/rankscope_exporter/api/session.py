@@ -1,4 +1,4 @@
-"""The composition root: all objects that exist between attach and detach for one monitored model."""
+"""Builds and connects all objects that exist between attach and detach for one monitored model."""
 
 from __future__ import annotations
 
@@ -281,8 +281,8 @@ class Session:
             raise
         self._boundary.call("starting the watchdog", self.watchdog.start)
         self.step_observers.start(self.hooks)
-        self._boundary.call("remarks on the configuration", self._publish_notices)
-        self._boundary.call("starting the switch thread", self.change_sources.start)
+        self._boundary.call("publishing notices about the configuration", self._publish_notices)
+        self._boundary.call("starting the thread that receives sampling changes", self.change_sources.start)
         return address
 
     def print_banner(self, address: str) -> None:
@@ -383,9 +383,10 @@ class Session:
         self.sinks.put(record)
 
     def current(self, kinds: tuple[str, ...]) -> tuple[Row, ...]:
-        """Return the rows of the open step so far, or of the last step if there are none, for `kinds` (all if empty).
+        """Return the rows of statistics of the open step so far, or of the last published step if there are none.
 
-        This method waits for the device. No other method of the session does.
+        `kinds` are the kinds of tensors to return; all kinds if empty. This method waits for the device. No other
+        method of the session does.
         """
         rows: tuple[Row, ...] = ()
         with self.current_step.lock:

@@ -56,7 +56,8 @@ def attached(
     chosen = tuple(item for item in selected if not item.is_lazy)
     of_groups = {DP: groups["dp_group"], TP: groups["tp_group"]}
     replica_dedup = (
-        boundary.call("dp_group and tp_group", find_replica_dedup, framework, chosen, of_groups) or ReplicaDedup()
+        boundary.call("reading dp_group and tp_group", find_replica_dedup, framework, chosen, of_groups)
+        or ReplicaDedup()
     )
     given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -76,15 +77,15 @@ def attached(
         first_step=first_step,
         total_steps=total_steps,
         on_anomaly=on_anomaly,
-        parallel=boundary.call("how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
+        parallel=boundary.call("finding how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
     )
     address = session.start()
     session.attach_seconds = time.thread_time() - began
     for sentence in (*notices, *replica_dedup.notices):
-        boundary.call("a remark of attach()", session.notices.tell, sentence)
+        boundary.call("publishing a notice of attach()", session.notices.tell, sentence)
     for event in replica_dedup.events:
-        boundary.call("an event of attach()", session.current_step.publish_event, event)
-    boundary.call("the banner", session.print_banner, address)
+        boundary.call("publishing an event of attach()", session.current_step.publish_event, event)
+    boundary.call("printing the banner", session.print_banner, address)
     return session
 
 
@@ -121,7 +122,7 @@ def find_replica_dedup(
         same = [i for i, named in enumerate(parameters) if _is_same(framework, named, name, ranks)]
         if len(ranks) > 1 and not same:
             notices.append(
-                f"{name}: no parameter is known to be equal on its ranks; each rank publishes all parameters"
+                f"{name}: no parameter is known to be equal on all ranks of the group; each publishes all parameters"
             )
         if here > 0 and same:
             positions.update(same)

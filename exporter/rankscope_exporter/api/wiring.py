@@ -38,7 +38,7 @@ from rankscope_exporter.statistics.selection import Ops, op_notices, rule_notice
 from rankscope_exporter.training.current_step import CurrentStep
 
 WARM_UP_AT_STEP: Final = 3
-"""The number of a training's steps after which the compiled kernel is built.
+"""The number of a training's steps after which the compiled CPU kernel for statistics is built.
 
 A script that only inspects its model makes fewer steps, and does not wait for the build.
 """
@@ -88,14 +88,14 @@ class Notices:
 
 
 class KernelWarmUp(StepObserver):
-    """Builds the compiled CPU kernel at the first sampled step after the training has made a few steps."""
+    """Builds the compiled CPU kernel for statistics at the first sampled step, but not before the third step."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._is_started = False
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
-        """Count the step; start the build of the kernel, once, on a separate thread."""
+        """Count the step. If the kernel is to be built now, start the build on a separate thread."""
         self._steps += 1
         if sampled and self._steps >= WARM_UP_AT_STEP and not self._is_started:
             self._is_started = True
@@ -147,10 +147,10 @@ class StepObservers:
         If one of them cannot start, this is reported.
         """
         self._boundary.call("starting throughput", self.throughput.install, hooking)
-        self._boundary.call("starting to read the hardware", self.hardware.start)
+        self._boundary.call("starting the hardware thread", self.hardware.start)
 
     def overhead_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds of the background threads, by name."""
+        """Return the CPU seconds of the background threads for hardware and collectives, by name of the thread."""
         return {"hardware": self.hardware.cpu_seconds, "collectives": self.collectives.cpu_seconds}
 
     def left_out(self) -> dict[str, int]:
@@ -177,7 +177,10 @@ def build_sinks(config: MonitorConfig, identity: Identity, boundary: ErrorBounda
 
 
 def open_rows(step: int, entries: Sequence[PlanEntry], finished: Finished, kinds: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the rows of `kinds` (all kinds if empty) of a step that has not been published yet."""
+    """Yield the rows of statistics of a step that has not been published yet.
+
+    `kinds` are the kinds of tensors to return; all kinds if empty.
+    """
     values, counts = finished.values.tolist(), finished.counts.tolist()
     for position, is_present in enumerate(finished.present.tolist()):
         entry = entries[position]
@@ -189,6 +192,9 @@ def open_rows(step: int, entries: Sequence[PlanEntry], finished: Finished, kinds
 
 
 def published_rows(ring: Ring, kinds: tuple[str, ...]) -> tuple[Row, ...]:
-    """Return the rows of `kinds` (all kinds if empty) of the newest record in `ring` that has such rows."""
+    """Return the rows of statistics in the newest record in `ring` that has rows of `kinds`.
+
+    `kinds` are the kinds of tensors to return; all kinds if empty.
+    """
     records = reversed(ring.after(-1, 1 << 62).records)
     return next((rows for record in records if (rows := tuple(rows_of(record, kinds)))), ())

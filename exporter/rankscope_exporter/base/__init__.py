@@ -1,1 +1,1 @@
-"""The lowest layer of the exporter: errors, checks of settings, detection of tracers, and inert copies."""
+"""Lowest layer of the exporter: errors, checks of settings, detection of tracers, objects whose copies do nothing."""

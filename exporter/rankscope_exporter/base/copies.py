@@ -20,9 +20,9 @@ class CopiesDoNothing:
 
     This holds for copies by `copy`, `pickle`, `torch.save` and `spawn`.
 
-    A copy has every method and attribute. Threads, sockets, locks and the model are not copied. A subclass returns the
-    attributes that hold such objects from `_unattached`, with their values before `attach`. An attribute whose value is
-    an object of this class is replaced by a copy of that object.
+    A copy has every method and attribute. Threads, sockets, locks and the model are not copied. The method
+    `_unattached` of a subclass returns the attributes that hold such objects, with their values before `attach`. An
+    attribute whose value is an object of this class is replaced by a copy of that object.
     """
 
     is_copy: bool = False
@@ -54,8 +54,8 @@ def _inert(value: Any) -> Any:
 class NotCopied:
     """A callable that is not copied together with the object that contains it.
 
-    The copied object contains a method of the standard library that does nothing instead. It can therefore be loaded
-    where Rankscope is not installed.
+    The copy of the object contains a method of the standard library that does nothing instead. The copy can therefore
+    be loaded where Rankscope is not installed.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:

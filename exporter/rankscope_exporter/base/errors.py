@@ -37,8 +37,8 @@ log = logging.getLogger("rankscope")
 class ErrorBoundary:
     """Calls functions of the monitor during training and catches all their exceptions. Thread-safe.
 
-    `count` is exported as rankscope_exporter_faults_total. The first exception of each type at each place is logged
-    with its traceback. Further ones are only counted, so that a hook that fails at every step does not flood the
+    `count` is exported as rankscope_exporter_faults_total. The first exception of each type in each named operation is
+    logged with its traceback. Further ones are only counted, so that a hook that fails at every step does not flood the
     console.
     """
 
@@ -62,7 +62,7 @@ class ErrorBoundary:
     def report(self, where: str, error: BaseException) -> None:
         """Count an error that `call` or a background thread caught.
 
-        Log it if it is the first one of its type at this place.
+        Log it if it is the first one of its type in the operation `where`.
         """
         with self._lock:
             self.count += 1

@@ -11,11 +11,14 @@ three cases:
   `torch.set_default_device`, a mode of the user). The function runs with all modes switched off, so that no mode
   records an operation of the monitor.
 
-Dynamo compiles a hook as part of the frame that calls the hook, and executes only the first line of the hook at compile
-time. The hook does not run in the compiled code and adds no graph break. If C++ code such as the autograd engine calls
-a hook during a compiled function, Dynamo would compile the hook as a separate frame. The decorator `uncompiled`
-prevents this, and the hook runs. `unseen_updates` detects optimizer updates without a hook in another way; for this
-purpose `on_compilation` reports each compilation.
+If code that Dynamo compiles calls a hook, Dynamo compiles the hook as part of this code. The first line of each hook
+returns if Dynamo is compiling. Dynamo evaluates this condition at compile time, so the rest of the hook is not
+compiled. The hook therefore does not run in the compiled code and adds no graph break. Optimizer steps in compiled code
+are detected by changes in the state of the optimizer instead. This detection starts when `on_compilation` reports that
+Dynamo compiles a hook of an optimizer.
+
+If C++ code such as the autograd engine calls a hook during a compiled function, Dynamo would compile the hook on its
+own. The decorator `uncompiled` prevents this, and the hook runs.
 """
 
 from __future__ import annotations
@@ -56,12 +59,12 @@ is_dynamo_compiling: Final = torch.compiler.is_dynamo_compiling
 _STAND_INS: Final = frozenset({"FakeTensor", "FunctionalTensor", "Proxy"})
 """Names of classes whose objects tracers pass instead of tensors.
 
-Names are used, because an import would load the compiler.
+The classes are compared by name, because an import of the classes would load the compiler.
 """
 
 
 def is_plain() -> bool:
-    """Return whether no mode, compiler or tracer is active on this thread. The call takes about 0.2 µs."""
+    """Return whether this thread has no active dispatch or function mode, compiler or tracer. Takes about 0.2 µs."""
     return not (
         _dispatch_modes()
         or _function_modes()
@@ -105,9 +108,9 @@ def call_outside_of_modes(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function(*args)` outside of all modes and return the result.
+    """Call `function(*args)` with all dispatch and function modes of this thread disabled, and return the result.
 
-    If a tracer is active, return None without a call.
+    If a compiler or tracer is active, return None without a call.
     """
     if is_plain():
         return function(*args)
@@ -147,7 +150,8 @@ def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
 class Entry(NotCopied):
     """A hook that torch calls.
 
-    It does nothing while a compiler or tracer is active. A copy of its module has an inert function instead.
+    It does nothing while a compiler or tracer is active. If the module or tensor with this hook is copied, the copy has
+    a function that does nothing instead.
 
     `was_compiled`, which `on_compilation` returned, is called when Dynamo compiles the hook.
     """

@@ -40,7 +40,10 @@ _MOST_QUOTED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """A rule that accepts some values. The error text is "NAME must be EXPECTED, not VALUE", followed by `advice`."""
+    """A rule for a setting that accepts some values.
+
+    The error text is "NAME must be EXPECTED, not VALUE", followed by `advice`.
+    """
 
     expected: str
     accepts: Callable[[Any], bool]
@@ -49,13 +52,16 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A function that raises ValueError if a value is invalid."""
+    """A rule for a setting: a function that raises ValueError if a value is invalid."""
 
     function: Callable[[Any], object]
 
 
 class Converted(Checked):
-    """A function that returns the value to store instead, or raises ValueError if the value is invalid."""
+    """A rule for a setting: a function that returns the value to store instead of the given one.
+
+    The function raises ValueError if the given value is invalid.
+    """
 
 
 def at_least(least: int, of: str = "a whole number") -> Allowed:
@@ -82,7 +88,7 @@ def one_of(*values: object) -> Allowed:
 
 
 def list_of(item: type, expected: str) -> Allowed:
-    """Return a rule that accepts lists whose items are of type `item`. A bool is not an int."""
+    """Return a rule that accepts lists whose items are of type `item`. For int, a bool is not accepted."""
     accepts = is_whole if item is int else lambda value: isinstance(value, item)
     return Allowed(expected, lambda value: is_list(value) and all(map(accepts, value)))
 
@@ -121,9 +127,9 @@ def validate(options: Any, error: type[ValueError] = ValueError, prefix: str = "
 
     Raises `error` for the first field with an invalid value. The text begins with `prefix` and the name of the field.
 
-    A rule is an `Allowed` in `Annotated`. Without one, the type of the field determines the rule. Then each `Checked`
-    and `Converted` of the field is called, in order. A field of type tuple accepts any list and stores a tuple. None is
-    valid only if the annotation contains it.
+    The `Allowed` in `Annotated` decides which values are valid. If there is none, the type of the field decides. Then
+    each `Checked` and `Converted` of the field is called, in order. A field of type tuple accepts any list and stores a
+    tuple. None is valid only if the annotation contains it.
     """
     for name, rule in _rules_of(options.__class__).items():
         given = value = getattr(options, name)
@@ -179,7 +185,7 @@ def _of_type(hint: Any) -> Allowed | None:
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return a sentence that suggests the name in `known` that is most similar to `word`.
 
-    It is empty if no name is similar.
+    Return an empty text if no name is similar.
     """
     near = difflib.get_close_matches(str(word), known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

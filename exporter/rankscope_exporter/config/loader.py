@@ -68,7 +68,7 @@ def _json(text: str) -> Any:
     except json.JSONDecodeError as error:
         before, after = text[: error.pos].rstrip(), text[error.pos :].lstrip()
         if before.endswith(",") and after.startswith(("}", "]")):
-            raise ValueError(f"{error}: remove the comma before it") from error
+            raise ValueError(f"{error}: remove the comma before this position") from error
         raise
 
 
@@ -89,7 +89,8 @@ class Dialect(NamedTuple):
     translated: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]]
     """Function that translates settings in this format to settings of a MonitorConfig.
 
-    The second argument contains the names of all settings of a MonitorConfig. Raises ConfigError.
+    The second argument contains the names of all settings of a MonitorConfig. The function raises ConfigError if a
+    setting is invalid.
     """
 
 
@@ -112,10 +113,9 @@ def dialect_keys() -> frozenset[str]:
 def translated_settings(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return `settings`, which may be in the format of another monitor, as settings of a MonitorConfig.
 
-    Raises ConfigError.
-
-    `names` contains the names of all settings of a MonitorConfig. If a document contains a key that exists only in
-    another registered format, it is treated as a document in that format. Keys are compared exactly.
+    `names` contains the names of all settings of a MonitorConfig. If `settings` contains a key that exists only in a
+    registered format of another monitor, it is translated from that format. Keys are compared exactly. Raises
+    ConfigError if a setting in that format is invalid.
     """
     for dialect in _dialects.values():
         if any(key in dialect.keys and key not in names for key in settings):

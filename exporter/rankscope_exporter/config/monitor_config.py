@@ -51,7 +51,10 @@ _HANG_VARIABLE: Final = "RANKSCOPE_HANG_AFTER_SECONDS"
 _SIGNAL_VARIABLE: Final = "RANKSCOPE_STACKS_SIGNAL"
 _STOP_VARIABLE: Final = "RANKSCOPE_STOP_SIGNALS"
 _MOST_SECONDS: Final = 1e9
-"""Maximum of all settings in seconds. It is longer than any job, and near the maximum timeout of a thread."""
+"""Maximum value of each setting that is a number of seconds.
+
+It is longer than any job, and near the maximum timeout of a thread.
+"""
 _SECONDS: Final = f"a number of seconds of at least 0 and at most {_MOST_SECONDS:g}"
 Seconds = Annotated[float, number(_SECONDS, 0, _MOST_SECONDS)]
 HangSeconds = Annotated[float, number(_SECONDS, 0, _MOST_SECONDS, "; 0 disables the detection of hangs")]
@@ -92,7 +95,9 @@ class MonitorConfig:
 
     Common options are targets, start_step, every, times and ranks.
     """
-    sinks: Annotated[Mapping[str, Mapping[str, Any]], table("a table of tables by sink")] = field(default_factory=dict)
+    sinks: Annotated[Mapping[str, Mapping[str, Any]], table("a table with one table for each sink")] = field(
+        default_factory=dict
+    )
     """Sinks, which are outputs in addition to the record channel, by name.
 
     The value contains the settings of the sink.
@@ -107,18 +112,18 @@ class MonitorConfig:
     An empty list means `norm`. `rms` and `kurtosis` are published only if they are named.
     """
     switch_file: Annotated[str, some_text("a path")] | None = None
-    """Path of a switch file: a file with these settings that is watched during training.
+    """Path of a switch file: a configuration file that is watched during training.
 
-    Its key `dynamic_on` starts and stops sampling.
+    An edit of the file changes the sampling. Its key `dynamic_on` starts and stops sampling.
     """
     switch_poll_seconds: Annotated[
         float, number(f"a number of seconds above 0 and at most {_MOST_SECONDS:g}", math.ulp(0.0), _MOST_SECONDS)
     ] = 0.5
-    """Seconds between two checks of the switch file and of the other ranks."""
+    """Seconds between two checks for changes of the switch file, and for changes that other ranks request."""
     dynamic_on: bool = False
     """In a switch file, true starts and false stops the sampling of tensors.
 
-    Outside of a switch file, the setting has no effect.
+    Outside of a switch file, this setting has no effect.
     """
     max_overhead: Annotated[float | str | None, Checked(share_of)] = None
     """Maximum share of the training time that measurements may take, such as 0.01 or "1 %"; null sets no limit."""
@@ -140,7 +145,8 @@ class MonitorConfig:
     run: Annotated[str, some_text("a name")] | None = None
     """Name of the run.
 
-    The environment variable RANKSCOPE_RUN takes precedence. The default is the job id, else a generated name.
+    The environment variable RANKSCOPE_RUN takes precedence. The default is the job id of the scheduler, such as Slurm;
+    without a job id, a generated name.
     """
     statistics: Literal["auto", "torch"] = "auto"
     """Implementation of statistics on a CPU.
@@ -195,7 +201,7 @@ class MonitorConfig:
         object.__setattr__(self, "capture", checked_capture(self.capture, self.rules, self.options, remake))
 
     def without_secrets(self) -> MonitorConfig:
-        """Return the configuration as a mapping without the token, for a file or for another process."""
+        """Return a copy of the configuration without the token, for a file or for another process."""
         found = copy.copy(self)  # not validated again: without a token the serve settings may be invalid
         object.__setattr__(found, "serve", self.serve.without_secrets())
         return found
@@ -211,7 +217,7 @@ class MonitorConfig:
             raise ConfigError(f"rules: the name {repeated[0]!r} is used twice; set a different name=… in one of them")
 
     def options_of(self, quantity_class: type[Quantity]) -> QuantityOptions:
-        """Return the options of the quantity `name`, validated by its options class.
+        """Return the options of the quantity `quantity_class`, validated by its options class.
 
         Raises ConfigError if an option is invalid.
         """
@@ -222,7 +228,7 @@ class MonitorConfig:
         known = {item.name for item in fields(quantity_class.options_class)}
         check_keys(dict(settings), known, f"options.{name}.")
         if settings.get("ops") is not None and not quantity_class.measures_tensors:
-            raise ConfigError(f"options.{name}.ops has no effect: {name} has no statistics of tensors")
+            raise ConfigError(f"options.{name}.ops has no effect: the quantity {name} has no statistics of tensors")
         try:
             return quantity_class.options_class(**settings)
         except ValueError as error:
@@ -253,7 +259,8 @@ class MonitorConfig:
     def from_mapping(cls, settings: Mapping[str, Any]) -> MonitorConfig:
         """Return the configuration in a parsed JSON or TOML document.
 
-        Raises ConfigError; for an unknown key, the text suggests a similar key.
+        Raises ConfigError if the configuration is invalid. For an unknown key, the text of the error suggests a similar
+        key.
         """
         values = own_settings(settings)
         check_keys(values, setting_names(), also_near=dialect_keys())
@@ -304,7 +311,7 @@ def setting_names() -> set[str]:
 def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `settings`, which may be in the format of another monitor, as settings of a MonitorConfig.
 
-    Raises ConfigError.
+    Raises ConfigError if a setting in that format is invalid.
     """
     return translated_settings(settings, setting_names())
 

@@ -40,7 +40,7 @@ TABLES: Final[Mapping[str, type[Any]]] = {
 def tables_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections in the settings of a parsed document as dataclass objects, by name of the section.
 
-    Raises ConfigError.
+    Raises ConfigError if a section is invalid.
     """
     return {name: _table(name, settings[name], cls) for name, cls in TABLES.items() if name in settings}
 
@@ -55,7 +55,7 @@ def _table(name: str, value: Any, cls: type[Any]) -> Any:
 
 
 ALL: Final = "*"
-OptionTables = Annotated[Mapping[str, Mapping[str, Any]], table("a table of tables by quantity")]
+OptionTables = Annotated[Mapping[str, Mapping[str, Any]], table("a table with one table for each quantity")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,10 @@ class CaptureConfig:
     quantities: Annotated[tuple[str, ...], Checked(select_quantities)] = ("activations", "gradients", "parameters")
     """Names of the quantities that are measured in addition during a capture."""
     options: OptionTables = field(default_factory=dict)
-    """Options of quantities during a capture, by name of the quantity. The default is the options of the monitor."""
+    """Options of quantities during a capture, by name of the quantity.
+
+    By default, a quantity has the same options as outside of captures.
+    """
     steps: Annotated[int, at_least(1)] = 5
     cooldown_steps: Annotated[int, at_least(0)] = 100
     """Number of steps after a capture in which firings do not start another capture."""
@@ -93,7 +96,7 @@ class CaptureConfig:
     def of(cls, given: Any) -> CaptureConfig | None:
         """Return the capture settings in the value of the setting `capture`; None if captures are disabled.
 
-        Raises ConfigError.
+        Raises ConfigError if the value is invalid.
         """
         if given is None or isinstance(given, CaptureConfig):
             return given
@@ -120,7 +123,7 @@ def checked_capture(
 ) -> CaptureConfig | None:
     """Validate the capture settings together with `rules` and `options` of the monitor, and return them.
 
-    Raises ConfigError.
+    Raises ConfigError if a setting is invalid, or if a capture refers to a rule that does not exist.
 
     The result is None if captures are disabled. `monitor_with` is a function that creates the monitor's configuration
     with changed settings.

@@ -1,4 +1,4 @@
-"""The common base of the callbacks for trainers: the monitor of the present training, and its present phase."""
+"""Base class of the callbacks for trainers. It holds the monitor of the present training and its present phase."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from rankscope_exporter.config.resolve import Given
 
 
 class CallbackBase(CopiesDoNothing):
-    """The monitor of the present training. Before and after a training, the methods of this class have no effect.
+    """Holds the monitor of the present training, for a callback of a trainer.
+
+    Before and after a training, the methods of this class have no effect.
 
     The constructor checks the configuration and raises ConfigError if it is invalid. No later error is raised into
     training.

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: `Trainer(…, callbacks=[RankscopeCallback()])`. Needs transformers.
+"""Callback for the Hugging Face Trainer: `Trainer(…, callbacks=[RankscopeCallback()])`. Needs transformers.
 
 Trainer wraps optimizers by Accelerate, and `Monitor.attach()` unwraps them. A script that uses Accelerate without
 Trainer therefore needs no callback.
@@ -59,7 +59,8 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
     def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         """Set the number of the step that ends, and begin the phase of an evaluation or checkpoint that follows.
 
-        The phase begins here, because Trainer calls a callback only after an evaluation or a checkpoint.
+        The phase begins here, because Trainer calls no callback directly before an evaluation or a checkpoint, only
+        after it.
         """
         # Trainer counts the tokens of all ranks together if `include_num_input_tokens_seen` is set.
         tokens, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
@@ -78,7 +79,10 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
         self._attended.log(state.global_step or None, values)
 
     def on_prediction_step(self, *_args: Any, **_kwargs: Any) -> None:
-        """Begin the phase `evaluation`, if the script itself has started an evaluation or a prediction."""
+        """Begin the phase `evaluation` if it is not open yet.
+
+        It is not open if the script itself has started the evaluation or prediction.
+        """
         self._attended.enter_phase("evaluation")
 
     def on_evaluate(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> None:

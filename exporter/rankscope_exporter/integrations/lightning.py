@@ -1,4 +1,4 @@
-"""Lightning callback: `Trainer(callbacks=[RankscopeCallback()])`. Needs lightning."""
+"""Callback for the Lightning Trainer: `Trainer(callbacks=[RankscopeCallback()])`. Needs lightning."""
 
 from __future__ import annotations
 

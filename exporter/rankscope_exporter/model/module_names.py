@@ -35,7 +35,7 @@ def named_modules(root: nn.Module) -> tuple[NamedModule, ...]:
     """Return the modules of `root` in the order of definition.
 
     A wrapper and the module that it wraps have the same name. The wrapped module is returned, because the user wrote
-    it. A compiling wrapper is an exception: the wrapper is returned, because hooks do not run inside of it.
+    it. The wrapper of `torch.compile` is an exception: the wrapper is returned, because hooks do not run inside of it.
     """
     under: dict[str, tuple[nn.Module, bool]] = {}
     regions: list[str] = []  # full names of compiled modules
@@ -81,6 +81,6 @@ def _can_be_called(module: nn.Module) -> bool:
 def defines_forward(kind: type[nn.Module]) -> bool:
     """Return whether the class `kind` defines `forward`.
 
-    The attribute is not accessed, because this fails for a scripted module.
+    The attribute `forward` is looked up without a normal attribute access, which fails for a scripted module.
     """
     return inspect.getattr_static(kind, "forward") is not inspect.getattr_static(nn.Module, "forward")

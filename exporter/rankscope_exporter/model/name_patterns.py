@@ -69,7 +69,7 @@ def display_name(pattern: str) -> str:
 def target_notices(targets: Targets, names: Iterable[str], of: str) -> list[str]:
     """Return a sentence for each target that selects none of `names`, with the most similar names.
 
-    `of` is the kind of object.
+    `of` is the kind of the named objects, such as "parameter" or "module".
     """
     return [
         f"target {target!r} matches no {of}" + (f"; nearest: {', '.join(near)}" if near else "")

@@ -42,7 +42,8 @@ class NamedParameter:
     def parameter(self) -> nn.Parameter | None:
         """Return the parameter.
 
-        Return None if the module now has another object under its name, or if the module no longer exists.
+        Return None if the module now has another object under the name of the parameter, or if the module no longer
+        exists.
         """
         current = self.current()
         # A module that replaces its parameter creates the new one while it still holds the old one: the ids differ.

@@ -1,10 +1,10 @@
 """Finds the tensors in the arguments and results of a module, assigns numbers to them, and selects them by patterns.
 
-No element of a tensor is read. The numbers are those of msprobe if it assigns one: the tensors among the arguments
-count from 0, positional ones first; the elements of a result keep their position. A single tensor has no number.
-msprobe omits deeper tensors; here they are numbered after the top level, in order. The patterns (`tensor`,
-`tuple[2]:0`, `list[3]:1`, `dict:logits`) are those of msprobe's `targets` and of `module_struct.json`, which lists the
-valid patterns of a model.
+No element of a tensor is read. If msprobe assigns a number to a tensor, this module assigns the same number. The
+tensors among the arguments count from 0, positional ones first; the elements of a result keep their position. A single
+tensor has no number. msprobe omits tensors inside of nested containers. Here, they get the numbers after those of the
+top level, in order. The patterns (`tensor`, `tuple[2]:0`, `list[3]:1`, `dict:logits`) are those of msprobe's `targets`
+and of `module_struct.json`, which lists the valid patterns of a model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 
 MAX_DEPTH: Final = 4
 MAX_TENSORS: Final = 128
-"""Maximum number of tensors in one object.
+"""Maximum number of tensors that are found in one object.
 
-An object with more tensors, such as a cache of 1,000 tensors, is not treated as an activation.
+Further tensors of an object, such as a cache of 1,000 tensors, are not measured as activations.
 """
 
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
@@ -29,7 +29,10 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor in an object: its number, its path, and the position of the top-level element that contains it."""
+    """One tensor in the arguments or in the result of a module.
+
+    It has a number, a path, and the position of the top-level element that contains it.
+    """
 
     index: int | None
     path: str
@@ -84,7 +87,7 @@ def returned(output: Any) -> Found:
 
 
 def children(value: Any) -> list[tuple[str, Any]] | None:
-    """Return (path, element) for each element of a container; None if `value` is not a container."""
+    """Return a list of (path, element) for the elements of a container; None if `value` is not a container."""
     if isinstance(value, tuple | list):
         names = getattr(value, "_fields", None)
         if names is not None and len(names) == len(value):
@@ -101,9 +104,10 @@ def children(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _walk(items: Sequence[tuple[str, Any]], path: str = "") -> tuple[list[Slot], tuple[str, ...]]:
-    """Return (number, tensor) for each tensor in `items`, and the names of types that were not searched.
+    """Return a `Slot` for each tensor in `items`, and the names of types that were not searched.
 
-    The number is the position in `items` of a tensor that is an item, and None for a tensor inside of an item.
+    The number of a tensor that is itself an item is its position in `items`. The number of a tensor inside of an item
+    is None.
     """
     slots: list[Slot] = []
     unknown: dict[str, None] = {}
@@ -161,7 +165,7 @@ class ObjectSpec:
         return cls(text, length, None if position is None else int(position))
 
     def select(self, found: Found) -> Sequence[Slot] | None:
-        """Return the tensors that the pattern selects; None if the object does not have the form in the pattern."""
+        """Return the tensors in `found` that the pattern selects; None if `found` lacks the form in the pattern."""
         slots = found.slots
         if self.name is not None:
             inside = re.compile(rf"\.{re.escape(self.name)}(?![^.\[])")
@@ -178,9 +182,9 @@ class ObjectSpec:
 
 
 Specs = Mapping[str, ObjectSpec]
-"""Patterns by the object of a module to which they apply: `input`, `output`, `input_grad` or `output_grad`.
+"""Patterns that select tensors of a module, by `input`, `output`, `input_grad` or `output_grad`.
 
-All tensors of an object without a pattern are selected.
+Without a pattern for one of these four, all its tensors are selected.
 """
 
 

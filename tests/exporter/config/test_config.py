@@ -98,8 +98,8 @@ def test_error_names_the_unreadable_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"every": 2,}', "remove the comma before it"),
-        ('{"quantities": ["gradients", // all\n ]}', "remove the comma before it"),
+        ('{"every": 2,}', "remove the comma before this position"),
+        ('{"quantities": ["gradients", // all\n ]}', "remove the comma before this position"),
         ("[" * 100_000, "recursion"),
         ('{"every": ' + "9" * 5000 + "}", "4300 digits"),
         ("", "Expecting value"),

@@ -66,9 +66,10 @@ class Attachment:
 
     @classmethod
     def of(cls, call: str, positional: Sequence[Any], named: Mapping[str, Any]) -> Attachment:
-        """Parse the arguments of the function `call`, given in either order, and return them by name.
+        """Parse the arguments of the function `call` and return them by name.
 
-        Raises ConfigError if an argument is invalid.
+        The positional arguments may be in the order of msprobe's manual or of msprobe's code. Raises ConfigError if an
+        argument is invalid.
         """
         given = dict(named)
         names: tuple[str, ...] = ("model",)
@@ -76,7 +77,9 @@ class Attachment:
             is_count = isinstance(positional[1], float) or _whole(positional[1]) is not None
             names += AS_IN_THE_MANUAL if is_count else AS_IN_THE_CODE
         if len(positional) > len(names):
-            raise ConfigError(f"{call} takes {len(names)} arguments by position, not {len(positional)}: name them")
+            raise ConfigError(
+                f"{call} takes {len(names)} arguments by position, not {len(positional)}: pass them by name"
+            )
         for name, value in zip(names, positional, strict=False):
             _put(given, name, value, call)
         _check_names(given, ("model", *AS_IN_THE_CODE), call)

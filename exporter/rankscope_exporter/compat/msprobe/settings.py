@@ -90,7 +90,10 @@ _ORDER: Final = Allowed(
     " or ".join(map(repr, SA_ORDERS)), lambda value: isinstance(value, str) and value.replace(" ", "") in SA_ORDERS
 )
 _FORMAT: Final = Allowed(f"one of {', '.join(FORMATS)}", lambda value: value in FORMATS)
-_TIMES: Final = Allowed("empty or two times", lambda value: _are(value, str) and len(value) in (0, 2))
+_TIMES: Final = Allowed(
+    "an empty list or a list of two folder times such as Dec03_21-34-40",
+    lambda value: _are(value, str) and len(value) in (0, 2),
+)
 _TARGETS: Final = Allowed(
     'a table such as {"layers.0": {"output": "tensor"}}',
     lambda value: isinstance(value, Mapping) and all(isinstance(item, Mapping) for item in value.values()),
@@ -130,7 +133,7 @@ class MsprobeSettings:
     )
     recording_l2_features: bool = False
     sa_order: Annotated[str, _ORDER] = SA_ORDERS[0]
-    alert: Annotated[Mapping[str, Any], table("a table of rules and dump")] = field(default_factory=dict)
+    alert: Annotated[Mapping[str, Any], table("a table with the keys rules and dump")] = field(default_factory=dict)
     format: Annotated[Format, _FORMAT] = "csv"
     ops: Annotated[list[str], list_of(str, 'a list of names such as ["norm", "nans"]')] = field(default_factory=list)
     eps: _Share = 1e-8
@@ -160,7 +163,7 @@ class MsprobeSettings:
                 raise ConfigError(f"targets: {error}") from error
         check_keys(self.l2_targets, L2_HOOKS, "l2_targets.")
         for name, modules in self.l2_targets.items():
-            _expect(_are(modules, str), f"l2_targets.{name}", "a list of modules", modules)
+            _expect(_are(modules, str), f"l2_targets.{name}", "a list of module names", modules)
 
     def _check_collectives(self) -> None:
         asked = self.cc_distribution

@@ -3,9 +3,10 @@
 The constructor and `set_monitor`, which are called before training begins, raise ConfigError for invalid arguments. No
 call during training raises an exception.
 
-Getters return statistics as tensors, by tag and by name. As in msprobe, statistics are over all elements. If a tensor
-contains a NaN, its statistics are NaN. If it contains an Inf, its norm is Inf. `zeros` is a share. A tensor that does
-not exist has no entry.
+Getters return statistics as tensors, by msprobe's tag of the measured tensor and by name of the statistic. As in
+msprobe, statistics are over all elements. If a tensor contains a NaN, its statistics are NaN. If it contains an Inf,
+its norm is Inf. The statistic `zeros` is the share of the elements that count as zero. A tensor that does not exist
+has no entry.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ Metrics = dict[str, dict[str, torch.Tensor]]
 
 
 def metrics_of(rows: Iterable[Row], ops: Sequence[str], rank: int) -> Metrics:
-    """Return the statistics `ops` of `rows` as float64 tensors on the CPU, by tag and by name of the statistic."""
+    """Return the statistics `ops` of `rows` as float64 tensors on the CPU.
+
+    The keys are msprobe's tag of the measured tensor, and then the name of the statistic.
+    """
     found: Metrics = {}
     for row in rows:
         entry = row.entry
@@ -81,7 +85,8 @@ class TrainerMon(CopiesDoNothing):
     def __init__(self, config_file_path: str | os.PathLike[str], *positional: Any, **named: Any) -> None:
         """Read the configuration file.
 
-        The arguments `process_group`, `params_have_main_grad` and `opt_ty` may follow, in either order.
+        The arguments `process_group`, `params_have_main_grad` and `opt_ty` may follow, by position or by name. By
+        position, `process_group` may be left out, as in older releases of msprobe.
         """
         if not isinstance(config_file_path, str | os.PathLike):
             raise ConfigError(
@@ -133,9 +138,8 @@ class TrainerMon(CopiesDoNothing):
     def monitor_gnorm_with_ad(self, *positional: Any, **named: Any) -> None:
         """Attach the monitor to a model.
 
-        Older scripts call this method instead of `set_monitor`.
-
-        The default of the optimizer is the one that was passed to `set_wrapped_optimizer`.
+        Older scripts call this method instead of `set_monitor`. If no optimizer is passed, the one that was passed to
+        `set_wrapped_optimizer` is used.
         """
         if self._refuses("monitor_gnorm_with_ad()"):
             return
@@ -178,15 +182,19 @@ class TrainerMon(CopiesDoNothing):
     # Numbers.
 
     def generate_wgrad_metrics(self, *_: Any) -> tuple[Metrics, Metrics]:
-        """Return the statistics of reduced and of unreduced gradients, each by tag and by name of the statistic.
+        """Return the statistics of reduced and of unreduced gradients.
 
-        If the gradients of the current step are already measured, their statistics are returned, otherwise those of the
-        last measured step. The call waits for the device.
+        Each of the two is a mapping from msprobe's tag of a tensor to its statistics by name. If the gradients of the
+        current step are already measured, their statistics are returned, otherwise those of the last measured step. The
+        call waits for the device.
         """
         return self._numbers((Kind.GRAD_REDUCED,), (Kind.GRAD_UNREDUCED,))
 
     def generate_xy_metrics(self) -> tuple[Metrics, Metrics]:
-        """Return the statistics of activations and of activation gradients, by tag and by name of the statistic."""
+        """Return the statistics of activations and of activation gradients.
+
+        Each of the two is a mapping from msprobe's tag of a tensor to its statistics by name.
+        """
         return self._numbers((Kind.ACT_IN, Kind.ACT_OUT), (Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT))
 
     def _numbers(self, first: Sequence[str], second: Sequence[str]) -> tuple[Metrics, Metrics]:

@@ -114,7 +114,7 @@ def is_over(raw: Raw) -> bool:
 
 
 def _call_fields(raw: Raw) -> dict[str, Any]:
-    """Return the fields that `Entry` and `Collective` have in common."""
+    """Return those fields of a raw entry that `Entry` and `Collective` have in common."""
     backend, _, op = str(raw["profiling_name"]).rpartition(":")
     group_id, description = (str(part) for part in raw["process_group"])
     is_p2p = bool(raw.get("is_p2p"))
@@ -156,7 +156,7 @@ def call_site(frames: Iterable[Mapping[str, Any]]) -> str | None:
 def short_file(file: str) -> str:
     """Return the path `file` without the folders above its package.
 
-    The result is equal on machines with different paths.
+    The result is the same on all machines, even if the package is installed in different folders.
     """
     modules = (vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__"))
     package = next((str(names.get("__package__") or "") for names in modules if names.get("__file__") == file), "")
@@ -164,9 +164,10 @@ def short_file(file: str) -> str:
 
 
 def short_path(file: str, package: str) -> str:
-    """Return the name of the file, preceded by one folder for each element of the dotted name `package`.
+    """Return the last part of the path `file`: the file name and the folders of its package.
 
-    With an empty `package`, return only the file name.
+    There is one folder for each element of the dotted name `package`. With an empty `package`, return only the file
+    name.
     """
     levels = package.count(".") + 1 if package else 0
     return "/".join(PurePath(file).parts[-levels - 1 :])

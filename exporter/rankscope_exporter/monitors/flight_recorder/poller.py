@@ -1,12 +1,12 @@
 """Thread that reads torch's flight recorder periodically and publishes each collective as a row.
 
-The training thread stores the start and end of each step and wakes the thread when a reading is due. This costs two
-clock reads per step and no lock. Rows are published directly, without the publisher thread, because torch queries the
-device when it writes the record, and the device may not respond.
+The training thread stores the start and end of each step and wakes the reading thread when a reading is due. This costs
+two clock reads per step and no lock. Rows are published directly, without the publisher thread, because torch queries
+the device when it writes the record, and the device may not respond.
 
 A reading holds the GIL. It delays this rank and all ranks that wait for this rank in a collective. If all ranks read at
-the same step, the job is delayed only once. Readings are therefore due at steps divisible by a power of two. Ranks with
-similar reading times choose the same power without communication.
+the same step, the job is delayed only once. Readings are therefore due at steps divisible by a power of two. Ranks
+whose readings take a similar time choose the same power without communication.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ class PollSchedule:
 
 
 MOST_OPS: Final = 64
-"""Maximum number of operations with separate counters. torch has about thirty operations."""
+"""Maximum number of collective operations with separate counters. torch has about thirty.
+
+Further operations are counted together.
+"""
 
 OTHER: Final = "_other"
 
@@ -104,17 +107,20 @@ Longer records are read without stacks, because torch holds the GIL while it wri
 """
 
 RETIRE_SECONDS: Final = 0.2
-"""Seconds that the last reading waits, because a thread of torch marks an entry as finished with a delay."""
+"""Seconds that the last reading waits for unfinished entries.
+
+A thread of torch marks an entry as finished with a delay.
+"""
 
 _read_before: Final[dict[str, int]] = {}
-"""Number of the last entry that an earlier monitor of this process has read, by recorder.
+"""Number of the last entry that an earlier monitor of this process has read, by flight recorder.
 
 Older entries are not published again.
 """
 
 
 def read_before() -> dict[str, int]:
-    """Return the number of the last entry that an earlier monitor of this process has read, by recorder."""
+    """Return the number of the last entry that an earlier monitor of this process has read, by flight recorder."""
     return dict(_read_before)
 
 
@@ -144,7 +150,7 @@ class FlightRecorderPoller(StepObserver):
         self.totals = CollectiveCounters()
         """Number of calls and of bytes of each operation since the monitor was created."""
         self.overwritten = 0
-        """Number of entries that torch has overwritten before they were read."""
+        """Number of entries of the flight record that torch has overwritten before they were read."""
         self.cpu_seconds = 0.0
         """CPU seconds of the reading thread so far."""
 
@@ -163,7 +169,7 @@ class FlightRecorderPoller(StepObserver):
             self._wake.set()
 
     def stop(self, seconds: float) -> None:
-        """Read the flight record for the last time. Waits for this reading at most `seconds`."""
+        """Read the flight record for the last time, and wait for this reading at most `seconds`."""
         if self._thread is not None:
             self._is_last = True
             self._wake.set()
@@ -225,6 +231,6 @@ def _overwritten(count: int) -> Event:
         severity=Severity.INFO,
         op="collectives_overrun",
         value=float(count),
-        message=f"{count:,} collectives have no row: torch overwrote them before they were read; "
-        "increase TORCH_FR_BUFFER_SIZE or collectives_share",
+        message=f"{count:,} collectives have no row in the dataset collectives: "
+        "torch overwrote them before they were read; increase TORCH_FR_BUFFER_SIZE or collectives_share",
     )

@@ -1,7 +1,7 @@
 """Assigns entries of the flight record to steps, and counts entries that torch overwrote before they were read. No I/O.
 
-An entry belongs to the last step that began before the entry was created. It becomes a row when its step has ended and
-its collective is finished on this rank, or when torch has overwritten the entry.
+An entry belongs to the last step that began before the entry was created. It becomes a row of the dataset `collectives`
+when its step has ended and its collective is finished on this rank, or when torch has overwritten the entry.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class AssignedEntries:
 
 @dataclass(slots=True)
 class _Held:
-    """An entry that is not a row yet. `call_seq` is the position of the entry among all collectives of the step."""
+    """An entry of the flight record that is not a row of the dataset yet.
+
+    `call_seq` is the position of the entry among all collectives of the step.
+    """
 
     entry: Entry
     has_step: bool = False
@@ -48,7 +51,7 @@ class StepAssignment:
     """
 
     def __init__(self, after: Mapping[str, int] | None = None) -> None:
-        """`after` contains, for each recorder, the number of the last entry that was already read.
+        """`after` contains, for each flight recorder, the number of the last entry that was already read.
 
         By default, no entry was read before.
         """

@@ -1,9 +1,10 @@
 """Reads torch's flight recorders, which record all collectives of a process, and torch's process groups.
 
 A recorder is always on (`TORCH_FR_BUFFER_SIZE`, 2000 entries). A reading copies the entries and changes nothing. The
-functions of a recorder are private in torch, so this module looks up each one by name. A recorder without functions has
-no entries. There are two methods: with the Python stack of each entry, while torch holds the GIL; or without stacks and
-without the GIL. A recorder that cannot be read is reported, and the entries of the other recorders are returned.
+functions of a recorder are private in torch, so this module looks up each one by name. If torch lacks the functions of
+a recorder, the recorder has no entries. There are two methods of reading: with the Python stack of each entry, while
+torch holds the GIL; or without stacks and without the GIL. A recorder that cannot be read is reported, and the entries
+of the other recorders are returned.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class Recorder:
 
     name: str
     with_stacks: str
-    """Name of the function of `torch._C._distributed_c10d` that returns a pickle with stacks. It holds the GIL."""
+    """Name of the function of `torch._C._distributed_c10d` that returns a pickle of the entries with their stacks.
+
+    The function holds the GIL.
+    """
     plain: str
     """Name of the function that returns the entries as JSON without stacks. It holds the GIL."""
     handler: str
@@ -157,7 +161,7 @@ def _complete(entries: Sequence[Raw], where: str, report: Report) -> Sequence[Ra
     """Return the entries that have all needed fields, oldest first. The number of other entries is reported."""
     complete = [entry for entry in entries if all(entry.get(name) is not None for name in _NEEDED)]
     if missing := len(entries) - len(complete):
-        report(where, ValueError(f"{missing} of {len(entries)} entries lack a field of {_NEEDED}"))
+        report(where, ValueError(f"{missing} of {len(entries)} entries lack one of the fields {_NEEDED}"))
     return sorted(complete, key=lambda entry: int(entry["record_id"]))
 
 
@@ -211,7 +215,10 @@ def _handler_names() -> Sequence[str]:
 
 
 def _ask(handler: str, *, is_urgent: bool, seconds: float) -> str:  # noqa: ARG001 - the signature of _ask_device
-    """Call a handler of torch on the current thread. The handler must not read its request."""
+    """Call a handler of torch's flight recorder on the current thread and return its answer.
+
+    The handler must not read its request.
+    """
     c10d = _c10d()
     given: list[str] = []
     request = c10d._Request()  # noqa: SLF001 - see above
@@ -222,12 +229,12 @@ def _ask(handler: str, *, is_urgent: bool, seconds: float) -> str:  # noqa: ARG0
 
 
 def _ask_device(handler: str, *, is_urgent: bool, seconds: float) -> bytes:
-    """Call a handler on a thread of torch's worker server, and wait for the answer.
+    """Call a handler on a thread of torch's worker server, and return its answer.
 
     The handler queries the device, which may not respond.
     """
     if not hasattr(_c10d(), "_WorkerServer"):
-        raise RuntimeError("this torch has no worker server")
+        raise RuntimeError("this release of torch has no worker server, which the flight recorder of the device needs")
     relay = f"{_RELAY}{handler}"
     register_handler(relay, functools.partial(_relay, handler))
     return worker_server().ask(relay, seconds, _URGENT if is_urgent else "")
@@ -236,7 +243,7 @@ def _ask_device(handler: str, *, is_urgent: bool, seconds: float) -> bytes:
 def _relay(handler: str, request: Any, response: Any) -> None:
     """Call the handler with torch's request and response objects.
 
-    Meanwhile, this thread is in a capture mode that permits device queries.
+    During the call, this thread is in a mode in which it may query the device while other threads capture graphs.
     """
     with _while_others_capture(is_urgent=request.body() == _URGENT):
         _c10d()._get_handler(handler)(request, response)  # noqa: SLF001 - see above
@@ -246,7 +253,7 @@ def _relay(handler: str, request: Any, response: Any) -> None:
 def _while_others_capture(*, is_urgent: bool = False) -> Iterator[None]:
     """Permit this thread to query events of the device without invalidating a graph capture of another thread.
 
-    Raises RuntimeError if the runtime of the device has no such mode. With `is_urgent` it does not raise, because a
+    Raises RuntimeError if the runtime of the device has no mode for this. With `is_urgent` it does not raise, because a
     rank that hangs captures no graph.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch

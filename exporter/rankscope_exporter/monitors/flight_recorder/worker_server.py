@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 
 SPARE_THREADS: Final = 16
-"""Number of threads that must be available in addition to those of the server.
+"""Number of threads that the process must be able to start in addition to those of the server.
 
 Other processes may start threads at the same time.
 """
@@ -49,7 +49,9 @@ class WorkerServer:
         """
         deadline = time.monotonic() + seconds
         if not self._lock.acquire(timeout=seconds):
-            raise TimeoutError(f"timed out after {seconds:g} s: another request is still waiting for its answer")
+            raise TimeoutError(
+                f"timed out after {seconds:g} s: another request to torch's worker server has no answer yet"
+            )
         try:
             if self._address is None:
                 self._address = _start()
@@ -77,7 +79,10 @@ class WorkerServer:
 
 
 _servers: Final[dict[int, WorkerServer]] = {}
-"""Worker servers by process id. A forked child has a copy of this table, but not the threads of its parent's server."""
+"""Worker servers by process id.
+
+A forked child has a copy of this table, but not the threads of its parent's server. It therefore starts its own server.
+"""
 
 
 def worker_server() -> WorkerServer:

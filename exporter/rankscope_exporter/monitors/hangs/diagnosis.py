@@ -25,7 +25,7 @@ from rankscope_exporter.records.step_record import StepRecord
 MIN_SECONDS: Final = 2.0
 """Minimum seconds between two readings of the stacks.
 
-A request in this time receives the previous result, and nothing new is published.
+A request within this time receives the previous result, and nothing new is published.
 """
 
 LOCK_SECONDS: Final = 5.0

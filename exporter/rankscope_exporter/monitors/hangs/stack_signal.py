@@ -19,7 +19,7 @@ from typing import Final
 from rankscope_exporter.base.errors import ConfigError
 
 STACK_SIGNALS: Final = ("SIGUSR1", "SIGUSR2", "SIGQUIT")
-"""Names of the allowed signals.
+"""Names of the signals that the setting `stacks_signal` accepts.
 
 Python does not use these signals. Other signals terminate a process or report a fault.
 """

@@ -129,7 +129,7 @@ class Watchdog:
         """CPU seconds of the watchdog thread so far."""
 
     def beat(self) -> None:
-        """Store the current time as the time of the last activity. It is one assignment, and any thread may call it."""
+        """Store the current time as the time of the last activity. Any thread may call it: it is only an assignment."""
         self._active_at = time.monotonic()
 
     def start(self) -> None:
@@ -199,7 +199,7 @@ class Watchdog:
             text += f"; no Python code ran for {held:.0f} s: C code held the GIL, or the process was stopped"
         details = json.dumps({"state": "began", "seconds": seconds, "phase": phase, "interpreter_held_seconds": held})
         event = Event(type=EventType.HANG, severity=Severity.CRITICAL, value=seconds, message=text, details=details)
-        where = self._boundary.call("the place of a hang", self._place, event)
+        where = self._boundary.call("publishing the event and stacks of a hang", self._place, event)
         self._print_line(f"rank {self._diagnosis.rank}: {text}" + (f": {where}" if where else ""))
 
     def _place(self, event: Event) -> str | None:

@@ -145,7 +145,7 @@ class Gpu:
     def _log_once(self, metric: str, error: Exception) -> None:
         if metric not in self._failed:
             self._failed.add(metric)
-            log.debug("%s of %s is not available: NVML error: %s", metric, self.uuid, error)
+            log.debug("%s of the GPU %s is not available: NVML error: %s", metric, self.uuid, error)
 
     def _event_set(self) -> Any:
         """Return the NVML event set that receives XID errors.
@@ -181,4 +181,4 @@ def _quietly(nvml: Any, function: Any, *args: Any) -> None:
     try:
         function(*args)
     except nvml.NVMLError as error:
-        log.debug("an NVML function is not available: NVML error: %s", error)
+        log.debug("releasing NVML or its events failed: NVML error: %s", error)

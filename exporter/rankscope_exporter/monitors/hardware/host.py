@@ -127,7 +127,7 @@ def from_psutil(psutil: Any, process: Any, call: Callable[[str, Callable[[], Any
 def from_proc() -> HostState:
     """Return the state of the process and the machine from the files of /proc.
 
-    Systems without /proc, such as macOS, have mainly the CPU time.
+    On systems without /proc, such as macOS, few values except the CPU time are known.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     memory, io, status = (_table(name) for name in ("meminfo", "self/io", "self/status"))

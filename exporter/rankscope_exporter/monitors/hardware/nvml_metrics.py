@@ -1,6 +1,7 @@
-"""Hardware metrics of one GPU from NVML, in base units. Each reading is a function of the NVML module and a handle.
+"""Hardware metrics of one GPU from NVML, in base units.
 
-A function raises the module's NVMLError if the board, its driver or a MIG slice does not support the metric.
+Each metric is read by a function of two arguments: the module `pynvml` and NVML's handle of the GPU. A function raises
+the module's NVMLError if the board, its driver or a MIG slice does not support the metric.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ THROTTLE_REASONS: Final = {
 }
 """Reasons for reduced GPU clocks.
 
-The key is the label value, and the value is the suffix of NVML's constant `nvmlClocksThrottleReason<suffix>`.
+The key is the value of the label `reason`, and the value is the suffix of NVML's constant
+`nvmlClocksThrottleReason<suffix>`.
 """
 
 
@@ -121,7 +123,10 @@ def _whole(function: Callable[[Any, Any], Iterator[Scalar]]) -> Reading:
 
 
 def _parts(function: Callable[[str, str, Any, Any], Iterator[Scalar]], **constants: str) -> list[Reading]:
-    """Return one `Reading` per label; `constants` contains the name of NVML's constant for each label."""
+    """Return one `Reading` for each label value of a metric.
+
+    `constants` contains the name of NVML's constant for each label value.
+    """
     return [
         Reading(f"{function.__name__} ({name})", functools.partial(function, name, constant))
         for name, constant in constants.items()
@@ -156,7 +161,7 @@ READINGS: Final = (
 )
 
 _MEMBERS: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal")
-"""Names of the union members that contain a value of NVML, indexed by the type number of the value."""
+"""Names of the members of NVML's union for values, indexed by the type number of a value."""
 
 
 def _field(nvml: Any, handle: Any, number: Any) -> float:

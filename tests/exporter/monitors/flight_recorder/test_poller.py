@@ -188,7 +188,9 @@ def test_entries_lost_by_a_small_torch_ring_are_counted():
     messages = json.loads(done.stdout)
     assert [*range(13, 21)] == messages["rows"]
     assert [None] * 8 == messages["places"]
-    assert ["12 collectives have no row"] == [text.partition(":")[0] for text in messages["texts"]]
+    assert ["12 collectives have no row in the dataset collectives"] == [
+        text.partition(":")[0] for text in messages["texts"]
+    ]
     assert ["12.0"] == [line.rpartition(" ")[2] for line in messages["dropped"]]
 
 
