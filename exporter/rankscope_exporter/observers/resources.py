@@ -57,7 +57,7 @@ class MemoryObserver(StepObserver):
 
 
 def allocator_scalars(stats: Mapping[str, int]) -> Iterator[Scalar]:
-    """Yield a scalar for each known key in `stats` of a device's allocator; missing keys are skipped."""
+    """Yield a scalar for each published statistic of a device's allocator that `stats` contains."""
     for name, (key, unit) in _OF_ALLOCATOR.items():
         if key in stats:
             yield Scalar(name, float(stats[key]), unit)
@@ -77,9 +77,10 @@ EVERY_SECONDS: Final = 10.0
 
 @dataclass(slots=True)
 class OverheadReporter(StepObserver):
-    """Adds the CPU seconds of each monitor thread and the multiplier of the sampling interval to a step, every 10 s.
+    """Adds two overhead measures to a step every 10 s: CPU seconds of each monitor thread, and the sampling stretch.
 
-    The first and the last step always have these values.
+    The stretch is the factor by which the overhead controller has multiplied the sampling interval. The first and the
+    last step always have these values.
     """
 
     seconds: Callable[[], Mapping[str, float]]

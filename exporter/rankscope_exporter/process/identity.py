@@ -34,7 +34,7 @@ log = logging.getLogger("rankscope")
 LAUNCH_KEY: Final = "rankscope/launch"
 """Prefix of the key of a launch in the key-value store, followed by restart count and world size.
 
-torchrun's agent uses one store for all restarts of workers.
+torchrun's agent uses one store for all restarts of workers, so each restart needs a separate key.
 """
 
 WAIT_FOR_RANK_0: Final = dt.timedelta(seconds=20)
@@ -71,7 +71,7 @@ def _launch(environment: Mapping[str, str], run: str | None, rank: int, world_si
         return {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
     store = group_store()
     if store is None:
-        return _derived_launch(environment, named, "no process group at attach()")
+        return _derived_launch(environment, named, "torch.distributed has no process group at attach()")
     key = f"{LAUNCH_KEY}/{restart_count(environment)}/{world_size}"
     if rank == 0:
         launch = {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
@@ -118,7 +118,7 @@ def group_store() -> Any:
 def _derived_launch(environment: Mapping[str, str], run: str | None, why: str) -> dict[str, str]:
     """Return the run and launch id, computed from the launcher's environment variables without communication.
 
-    Launches with the same master address and port have the same launch id.
+    Launches with the same values of these variables, such as master address and port, have the same launch id.
     """
     variables = (
         "SLURM_JOB_ID",
@@ -133,8 +133,8 @@ def _derived_launch(environment: Mapping[str, str], run: str | None, why: str) -
     name = run or f"run-{digest}"
     hint = "" if run else f" Set {RUN_VARIABLE} to name the run, now {name!r}."
     log.warning(
-        "%s: the launch id is derived from the launcher's variables; a second launch with the same address and port "
-        "would have the same id. Initialise torch.distributed before attach().%s",
+        "%s: the launch id is derived from the launcher's environment variables; a second launch with the same master "
+        "address and port would have the same id. Initialise torch.distributed before attach().%s",
         why,
         hint,
     )

@@ -25,7 +25,7 @@ class AttachedMonitor(Protocol):
         """
 
     def end_of_process(self, reason: ExitReason, error: str | None) -> None:
-        """Publish the exit record and stop. Called when the interpreter is about to exit."""
+        """Publish the exit record and stop the monitor. Called when the interpreter is about to exit."""
 
 
 _STOPPED_BY_CODE: Final = {

@@ -184,7 +184,7 @@ def _then(wait: FinalWait, heard: threading.Event) -> Callable[[], None]:
         try:
             wait()
         except Exception:  # logged before the event is set: the process ends as soon as it is
-            log.exception("waiting for the service after a stop signal failed")
+            log.exception("waiting until the service commits the exit record after a stop signal failed")
         finally:
             heard.set()
 

@@ -123,7 +123,10 @@ class CpuMeter:
         self._thread = threading.local()
 
     def lap(self, name: str) -> None:
-        """Add the CPU time of the calling thread since its last call, or since its start, to the counter `name`."""
+        """Add CPU time of the calling thread to the counter `name`.
+
+        It is the time since this thread last called this method, or since the thread started.
+        """
         now = time.thread_time()
         spent = now - getattr(self._thread, "last", 0.0)
         self._thread.last = now
@@ -140,7 +143,7 @@ MOST_WAITING: Final = 64
 
 
 class BackgroundWorker:
-    """Runs functions one after another in the order of `put`, on one thread.
+    """Runs functions on one thread, one after another, in the order in which `put` queued them.
 
     The thread starts with the first function.
     """
@@ -166,7 +169,11 @@ class BackgroundWorker:
             self.dropped += 1
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Wait until all queued functions have run, for at most `timeout_seconds`. Return whether all have run."""
+        """Let the thread run all queued functions and end.
+
+        Return whether it has ended. Wait at most `timeout_seconds` for a place in the queue, and as long for the end of
+        the thread. On the thread itself, return True immediately.
+        """
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True

@@ -23,7 +23,10 @@ from rankscope_exporter.statistics import Finished
 
 _COUNTS_JUDGED: Final = ("nans", "infs")
 _OPS: Final = (*_COUNTS_JUDGED, *VALUE_OPS)
-"""All statistics that a rule can evaluate. Several firings of one entry have this order."""
+"""All statistics that a rule can evaluate.
+
+If several statistics of one plan entry have firings, the firings have this order.
+"""
 
 _JUDGED_ROWS: Final = [VALUE_OPS.index(op) for op in JUDGED_OPS]
 _NO_BASELINE: Final = np.array(math.nan, np.float64)
@@ -64,10 +67,18 @@ class StepVerdict:
     PromQL forms of the rules give the same pairs.
     """
     calls: Mapping[int, int] = field(default_factory=dict)
-    """For each entry with a firing, by position in the plan: its place in the order of calls; -1 if it is unknown."""
+    """For each plan entry with a firing, by its position in the plan: its place in the order of the step's calls.
+
+    The place of a parameter is that of its gradient in the order of arrival. The place of another entry is its position
+    in the plan. The place is -1 if it is unknown.
+    """
 
     def call_order(self, entry: int) -> int | None:
-        """Return the place of plan entry number `entry` in the order of calls in the step; None if it is not known."""
+        """Return the place of plan entry number `entry` in the order of the step's calls; None if it is unknown.
+
+        The place of a parameter is that of its gradient in the order of arrival. Other entries have the order of the
+        plan.
+        """
         order = self.calls.get(entry, -1)
         return None if order < 0 else order
 
@@ -97,10 +108,10 @@ class AnomalyDetector:
         self.extend(entries)
 
     def extend(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> None:
-        """Add the new entries of the plan. `entries` is the whole plan, which begins with the entries of earlier calls.
+        """Add the new entries of the plan.
 
-        `owners` has the position of the parameter of each entry, -1 for an entry without a parameter. If `owners` is
-        None, no entry has a parameter.
+        `entries` is the whole plan, which begins with the entries that were added before. `owners` has the position of
+        the parameter of each entry, -1 for an entry without a parameter. If `owners` is None, no entry has a parameter.
         """
         known = len(self._kind_of_entry)
         if len(entries) == known and self._scopes:
@@ -217,7 +228,11 @@ class AnomalyDetector:
         return firings, max(0, len(places) - self._limit)
 
     def _calls(self, call_order: Sequence[int]) -> Integers:
-        """Return the place of each entry in the order of calls within the step; -1 if it is not known."""
+        """Return the place of each plan entry in the order of the step's calls; -1 if it is unknown.
+
+        The place of a parameter is that of its gradient in `call_order`. The place of another entry is its position in
+        the plan.
+        """
         own = np.arange(len(self._owner_of_entry), dtype=np.int64)
         if not call_order:
             return np.where(self._owner_of_entry >= 0, np.int64(-1), own)
@@ -252,7 +267,7 @@ def _position(entry: PlanEntry) -> float:
 
 
 def in_causal_order(step: int | None, events: Iterable[Event]) -> tuple[Event, ...]:
-    """Return the anomalies of one step in causal order: the first cause comes first."""
+    """Return the anomalies of one step in causal order: a cause comes before its effects."""
 
     def key(event: Event) -> tuple[float, ...]:
         return causal_key(

@@ -86,7 +86,12 @@ def banner(
     service: str | None,
     spool_dir: str | None,
 ) -> list[str]:
-    """Return the lines of the banner at attach: the monitored tensors, the cost, the address, and the service."""
+    """Return the two lines of the banner at attach.
+
+    The first line has the run, the number of ranks, the measured quantities and tensors, the sampling interval, and the
+    kernel of the statistics. The second line has the number of series, the size of the data per step, the address of
+    the metrics page, and the service that reads it.
+    """
     ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
     if service:
         reader = f"registering with service {service}"

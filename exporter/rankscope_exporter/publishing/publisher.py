@@ -139,7 +139,9 @@ class Publisher:
         while True:
             # Also while other records arrive: an evaluation that announces phases must not delay the step before it.
             if time.monotonic() - checked_at >= IDLE_FLUSH_SECONDS / 2:
-                self._boundary.call("flush of an idle step", self._flush_idle, IDLE_FLUSH_SECONDS)
+                self._boundary.call(
+                    "publishing the last step of an idle training loop", self._flush_idle, IDLE_FLUSH_SECONDS
+                )
                 checked_at = time.monotonic()
             try:
                 item = self._steps.items.get(timeout=IDLE_FLUSH_SECONDS / 2)
@@ -154,7 +156,9 @@ class Publisher:
                 self._boundary.call("publishing a step", self._publish, item)
 
     def _publish(self, pending_step: PendingStep) -> None:
-        statistics, verdict = self._boundary.call("statistics of a step", self._statistics, pending_step) or (
+        statistics, verdict = self._boundary.call(
+            "computing the statistics of a step", self._statistics, pending_step
+        ) or (
             None,
             None,
         )

@@ -24,7 +24,7 @@ _EDGES: Final = 3  # below, above and nonfinite come before the bins
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamUpdatesOptions(QuantityOptions):
-    """Options: the bins of both histograms."""
+    """Options of the quantity `adam_updates`: the bins of both histograms."""
 
     bins: Annotated[int, at_least(1)] = 30
     low: float = -1.0

@@ -44,7 +44,10 @@ In torch's scaled_dot_product_attention, True means that a key is visible.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions(QuantityOptions):
-    """Options: the modules, and the meaning of their arguments. If there are no targets, nothing is measured."""
+    """Options of the quantity `attention`: the modules to measure, and the meaning of the arguments of these modules.
+
+    If there are no targets, nothing is measured.
+    """
 
     targets: TargetNames = ()
     """Modules whose `forward` receives query and key with separate heads. Projections are outside of these modules."""
@@ -63,7 +66,7 @@ class AttentionOptions(QuantityOptions):
     "auto" is "hides" for modules of Megatron, MindSpeed and Transformer Engine, and "attends" for all other modules.
     """
     causal: Annotated[bool | str, _CAUSAL_VALUES] = AUTO
-    """Hide later keys in addition to the mask: true, false or "auto".
+    """Hide keys after the position of a query in addition to the mask: true, false or "auto".
 
     "auto" reads the arguments is_causal, causal and attn_mask_type, then the attributes of the module with these names.
     """
@@ -73,7 +76,7 @@ class AttentionOptions(QuantityOptions):
     Null reads the argument scale or softmax_scale; without them it is 1 / √d.
     """
     rows: Annotated[int, at_least(1)] | None = None
-    """Largest number of queries per sequence that are read. They have equal distances. Null reads all queries."""
+    """Largest number of queries per sequence that are read, at equal distances. Null reads all queries."""
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)

@@ -51,9 +51,10 @@ class Table(Protocol):
         ...
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Compare each of `rows` with that at the same position of `others`; make it absent if their bits are equal.
+        """Compare each of `rows` with the one at the same position in `others`, and make equal ones in `rows` absent.
 
-        Return bool [len(rows)] on the device: True for entries that were measured and differ.
+        Rows are equal if the bits of all their statistics are equal. Return bool [len(rows)] on the device: True for
+        entries that were measured and differ.
         """
         ...
 
@@ -66,7 +67,7 @@ class Table(Protocol):
         ...
 
     def withdraw(self, dataset: str) -> None:
-        """Discard the rows of `dataset` that were deferred at this step, because their tensors are read again."""
+        """Discard the rows of `dataset` that `defer` scheduled at this step, because their tensors are read again."""
         ...
 
     def later(self, tensor: torch.Tensor, use: Callable[[Numbers], None]) -> None:
@@ -189,7 +190,7 @@ class QuantityOptions:
     """
 
     targets: TargetNames = ("*",)
-    """Names, globs, or regular expressions after "re:", of parameters or, if the quantity reads modules, of modules."""
+    """Parameters or, for a quantity that reads modules, modules: names, globs, or regular expressions after "re:"."""
     start_step: Annotated[int, at_least(0)] | None = None
     """Number of the first step to sample; null samples from the beginning."""
     every: Annotated[int, at_least(1)] | None = None
@@ -252,7 +253,7 @@ class Quantity:
         return {entry.kind for entry in self.entries()}
 
     def owners(self, count: int) -> list[int]:
-        """Return the position of the parameter of each of the `count` entries.
+        """Return, for each of the first `count` plan entries, the position of its parameter.
 
         The entries of the first kind, in the order of the parameters, come first; then those of the next kind.
         """
@@ -323,5 +324,8 @@ class Quantity:
 
     @property
     def placement(self) -> str:
-        """Return the placement of tensors that are not sharded: "replica" if copies are kept equal, else "full"."""
+        """Return the placement of tensors that are not sharded.
+
+        It is "replica" if the framework keeps the copies on all ranks equal, else "full".
+        """
         return "replica" if self.monitored.framework.traits.replicated else "full"

@@ -61,7 +61,7 @@ class Gradients(Quantity):
         ]
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Prepare the sums over micro-batches, which are needed for frameworks that keep no such sums."""
+        """Prepare the sums of gradients over micro-batches, which are needed for frameworks that keep no such sums."""
         self._sums.install(hooking, gate)
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
@@ -72,7 +72,7 @@ class Gradients(Quantity):
         self._sums.on_step_begin()
 
     def on_step_end(self) -> None:
-        """Release the sums over micro-batches."""
+        """Release the sums of gradients over micro-batches."""
         self._sums.release()
 
     def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:

@@ -37,12 +37,12 @@ BUFFER: Final = "buffer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashesOptions(QuantityOptions):
-    """Options: the tensors to hash in addition to parameters, and the sampling interval."""
+    """Options of the quantity `hashes`: the tensors to hash in addition to parameters, and the sampling interval."""
 
     of: Literal["replicas", "all"] = "replicas"
     """"replicas" hashes the tensors that other ranks also hold.
 
-    "all" hashes all, to compare runs by `rankscope diff`.
+    "all" hashes all tensors, to compare runs by `rankscope diff`.
     """
     every: Annotated[int, at_least(1)] | None = 100
     """Sample every n-th step; must be equal on all ranks. Null means the value of the monitor's `every`."""
@@ -71,7 +71,7 @@ class _Item:
 class Hashes(Quantity):
     """Hashes and norms of tensors after the update of a sampled step.
 
-    They show a change of a tensor at its step, whether it happens before, during or outside of the update.
+    They show at which step a tensor was changed, whether before, during or outside of the update.
     """
 
     name: ClassVar[str] = "hashes"
@@ -91,7 +91,7 @@ class Hashes(Quantity):
                 self._groups[index] = ranks_text(ranks) if len(ranks) > 1 else None
 
     def notices(self) -> list[str]:
-        """Return the notices for the user: for each target without a parameter, and if no parameter has replicas."""
+        """Return one notice for each target that selects no parameter, and one if no parameter has replicas."""
         found = super().notices()
         if not self._groups:
             found.append(

@@ -20,7 +20,10 @@ MODEL: Final = "the model"
 
 
 class CoverageNotes:
-    """The reasons why modules are not measured, each with these modules. A module is reported once per reason."""
+    """Stores why modules are not measured: reasons, each with the names of the modules to which it applies.
+
+    Each module is reported once per reason.
+    """
 
     def __init__(self) -> None:
         self._new: dict[str, list[str]] = {}
@@ -33,7 +36,10 @@ class CoverageNotes:
             self._new.setdefault(reason, []).append(module or MODEL)
 
     def report(self, notice: Callable[[str], None]) -> None:
-        """Publish one notice for each reason with modules that were added since the last call, by calling `notice`."""
+        """Call `notice` once for each reason to which modules were added since the last report.
+
+        The text of a notice contains the new modules and the reason.
+        """
         new, self._new = self._new, {}
         for reason, modules in new.items():
             notice(f"{listed(modules)}: {reason}")
@@ -78,7 +84,7 @@ class TensorHooks:
         return own.number
 
     def remove(self) -> None:
-        """Remove all hooks that were registered since the last call."""
+        """Remove all hooks that were registered since the last call of this method."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -124,7 +130,7 @@ class GradientHooks:
 def hook_before(hooking: Hooking, named: NamedModule, hook: Hook) -> None:
     """Register `hook`, which torch calls before each call of the module, with the arguments of this call.
 
-    If torch raises an error, it is raised.
+    An error that torch raises during the registration is not caught.
     """
     _hook(hooking, named, hook, lambda module: module.register_forward_pre_hook(hook, with_kwargs=True))
 
@@ -132,7 +138,7 @@ def hook_before(hooking: Hooking, named: NamedModule, hook: Hook) -> None:
 def hook_after(hooking: Hooking, named: NamedModule, hook: Hook) -> None:
     """Register `hook`, which torch calls after each call of the module, with the arguments and the output of this call.
 
-    If torch raises an error, it is raised.
+    An error that torch raises during the registration is not caught.
     """
     _hook(hooking, named, hook, lambda module: module.register_forward_hook(hook, with_kwargs=True))
 

@@ -35,7 +35,7 @@ _TOLERANCE: Final = number(f"a number of at least {_FINEST:g} and below 1", _FIN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearOptions(QuantityOptions):
-    """Options: the modules and the accuracy.
+    """Options of the quantity `linear`: the modules to measure, and the accuracy of the spectral norm.
 
     An empty list of targets selects all modules with a 2-D `weight` or `wg`.
     """
@@ -44,7 +44,7 @@ class LinearOptions(QuantityOptions):
     tolerance: Annotated[float, _TOLERANCE] = 0.01
     """Largest relative error by which the spectral norm may be too low.
 
-    A tenth of the tolerance needs about three times the number of steps.
+    A tenth of the tolerance needs about three times as many steps of the Lanczos method.
     """
 
 

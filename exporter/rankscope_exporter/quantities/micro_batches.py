@@ -1,4 +1,4 @@
-"""Quantity `micro_gradients`; and sums over micro-batches for frameworks that reduce each micro-batch separately.
+"""Quantity `micro_gradients`; and sums of gradients over micro-batches that the framework reduces separately.
 
 The sums are those of the rank's own gradients. They need as much memory as the gradients of all measured parameters.
 They exist from the first to the last gradient of a sampled step. They are kept only while the training loop accumulates
@@ -46,7 +46,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def host_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
-    """Return the free bytes of the host, or of the control group of this process with the fewest free bytes."""
+    """Return the smallest number of free bytes among those of the host and of each control group of this process."""
     return max(0, min([_available(proc / "meminfo"), *_left_in_groups(proc / "self/cgroup", groups)]))
 
 
@@ -116,11 +116,13 @@ class MicroBatchSums:
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Prepare the gradient hooks. They are registered later, when the sums are needed."""
         self._hooking = hooking
-        self.hooks = GradientHooks(self._monitored, hooking, gate, "a gradient to be summed up", self._hook_of)
+        self.hooks = GradientHooks(
+            self._monitored, hooking, gate, "adding a gradient to the sum over micro-batches", self._hook_of
+        )
         hooking.keep(CallbackHandle(self.release))
 
     def on_step_begin(self) -> None:
-        """Release the sums of the last step, and start new ones if they are needed and fit into the memory."""
+        """Release the gradient sums of the last step, and start new ones if they are needed and fit into the memory."""
         self.release()
         self.are_kept = self.hooks is not None and self._is_needed() and self._fits()
         if self.are_kept and self.hooks is not None:
@@ -131,12 +133,12 @@ class MicroBatchSums:
         self._is_known = True
 
     def release(self) -> None:
-        """Release all sums."""
+        """Release all sums of gradients."""
         self.are_kept = False
         self._sums.clear()
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """Return the present sums by position of the parameter; None for a parameter without a gradient."""
+        """Return the present sums of gradients by parameter position; None for a parameter without a gradient."""
         return [self._sums.get(index) for index in range(len(self._monitored.parameters))]
 
     def _is_needed(self) -> bool:
@@ -157,9 +159,9 @@ class MicroBatchSums:
             return True
         self._report_once(
             "absent",
-            "grad_unreduced is absent if micro-batches are reduced one by one: their sum would take "
-            f"{_text(size)} of {_text(free)} of free memory; sum_micro_batches = true keeps it, and micro_gradients "
-            "needs no sum",
+            "grad_unreduced is absent if micro-batches are reduced one by one, because the sum of their gradients "
+            f"would take {_text(size)} of {_text(free)} of free memory: set sum_micro_batches = true to keep the sum, "
+            "or measure micro_gradients, which needs no sum",
         )
         return False
 
@@ -225,7 +227,7 @@ class MicroGradients(Quantity):
         """Register a gradient hook on every parameter that requires gradients."""
         self._hooking, self._gate = hooking, gate
         hook_of = lambda index, _: functools.partial(self._read, index)  # noqa: E731 - used once
-        self._hooks = GradientHooks(self.monitored, hooking, gate, "a micro-batch's gradient", hook_of)
+        self._hooks = GradientHooks(self.monitored, hooking, gate, "measuring the gradient of a micro-batch", hook_of)
         self._hooks.register()
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event

@@ -73,7 +73,7 @@ class ModuleQuantity(Quantity):
     def _find(self, *, all_modules: bool = False) -> Sequence[NamedModule]:
         """Return the modules that the targets select, or all modules if `all_modules` is true.
 
-        Publish a notice for each target without a module, and if there are no targets.
+        Publish one notice for each target that selects no module, and one if there are no targets.
         """
         modules = named_modules(self.monitored.framework.module)
         if not (self.targets.patterns or all_modules):
@@ -109,7 +109,7 @@ class ModuleQuantity(Quantity):
         self._register(named, hook_after, f"{self.name} of modules", ended)
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Delete the calls of the last sampled step."""
+        """Delete the stored module calls of the last sampled step."""
         self._release()
         self._seen.clear()
         self._called.clear()
@@ -121,7 +121,7 @@ class ModuleQuantity(Quantity):
 
     def _is_first_call(self, named: NamedModule, module: nn.Module) -> bool:
         if module is not named.module:  # a replica of DataParallel, on another thread
-            self.missing("runs as replicas, which are not measured", named)
+            self.missing("runs as replicas of DataParallel, which are not measured", named)
             return False
         if not self._hooking.in_forward or in_backward():
             return False

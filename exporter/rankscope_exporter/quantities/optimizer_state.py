@@ -25,7 +25,7 @@ KIND_OF_STATE: Final[dict[str, str]] = dict((*ADAM_STATE, *MOMENTUM_STATE))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStateOptions(QuantityOptions):
-    """Options: the state to measure in addition to moments and momentum."""
+    """Options of the quantity `optimizer_state`: the state to measure in addition to moments and momentum."""
 
     names: TargetNames = ()
     """Keys, or globs, of additional tensors in `optimizer.state[parameter]`: "max_exp_avg_sq", "square_avg", "*"."""

@@ -36,7 +36,10 @@ _TOP_K: Final = ("top_k", "topk", "num_experts_per_tok")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions(QuantityOptions):
-    """Options: the modules that are routers, and the location of their logits. Without targets, nothing is measured."""
+    """Options of the quantity `router`: the modules that are routers, and the location of their logits.
+
+    Without targets, nothing is measured.
+    """
 
     targets: TargetNames = ()
     """Modules that return a logit for each expert.
@@ -91,7 +94,7 @@ class Router(ModuleQuantity):
             self.after(named, functools.partial(self._read_output, parent))
 
     def on_step_begin(self, table: Table) -> None:
-        """Delete the calls of the last sampled step."""
+        """Delete the stored calls of routers in the last sampled step."""
         super().on_step_begin(table)
         self._compared.clear()
 
@@ -126,7 +129,7 @@ class Router(ModuleQuantity):
     def _compare(self, call: Running, experts: int) -> None:
         named, weight = call.named, _weight(call.module, experts)
         if weight is None or experts == 1:
-            self.missing("has no router_similarity: it holds no whole weight of two experts or more", named)
+            self.missing("has no router_similarity: this rank holds no whole weight of two experts or more", named)
             return
         rows = functools.partial(_similarity_rows, named.name)
         self._gate.table.defer("features", similarity(weight, experts), rows)

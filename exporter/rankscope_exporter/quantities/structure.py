@@ -39,7 +39,7 @@ MODEL: Final = "(the model)"
 
 @dataclass(slots=True)
 class Described:
-    """A tensor among the inputs or outputs of a module: its path, shape and dtype, and those of its gradient."""
+    """An input or output tensor of a module: its path, shape and dtype, and the shape and dtype of its gradient."""
 
     path: str
     index: int | None
@@ -78,11 +78,11 @@ class ModuleRecord:
     vpp_stage: int | None = None
 
     def note_inputs(self, found: Found) -> None:
-        """Store the descriptions of the arguments of the call."""
+        """Store the descriptions of the arguments of the module's first call."""
         self.inputs = [Described.of(slot) for slot in found.slots]
 
     def note_output(self, output: Any, found: Found) -> None:
-        """Store the descriptions of the output of the call."""
+        """Store the descriptions of the output of the module's first call."""
         self.outputs = [Described.of(slot) for slot in found.slots]
         items = children(output)
         if items is None:
@@ -135,7 +135,7 @@ def shape_and_type(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
 
 
 def structure_text(modules: Iterable[ModuleRecord]) -> str:
-    """Return one line of text per module."""
+    """Return the structure of a model as text, with one line per module."""
     return "\n".join(module.line() for module in modules)
 
 
@@ -179,12 +179,12 @@ MAX_FRAMES: Final = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructureOptions(QuantityOptions):
-    """Options: the steps to sample, and additional outputs of the structure."""
+    """Options of the quantity `structure`: the steps to sample, and the output of the structure as text and file."""
 
     times: Annotated[int, at_least(0)] | None = 1
     """Number of sampled steps. One step is enough, because the structure of a model seldom changes."""
     stacks: bool = True
-    """Also record the call stack of each module."""
+    """Also record the call stack of the first call of each module."""
     print_struct: bool = False
     """Also print the structure on rank 0, and write `module_struct/rank<r>/module_struct.json` as msprobe does."""
     output_dir: Annotated[str, some_text("the path of a folder")] | None = None
@@ -195,7 +195,7 @@ class StructureOptions(QuantityOptions):
 
 
 class Structure(ModuleQuantity):
-    """Writes one row per module: class, placement, call stack, and inputs and outputs of the step's first call."""
+    """Writes one row per module: class, placement, call stack, and inputs and outputs of its first call in the step."""
 
     name: ClassVar[str] = "structure"
     options_class: ClassVar[type[QuantityOptions]] = StructureOptions
@@ -204,7 +204,7 @@ class Structure(ModuleQuantity):
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
         self.text = ""
-        """The latest structure as text, with one line per module."""
+        """Structure of the model at the latest sampled step, as text with one line per module."""
         self._modules: list[NamedModule] = []
         self._records: dict[str, ModuleRecord] = {}
         self._open: set[str] = set()  # modules in their first call
@@ -322,7 +322,7 @@ def call_stack(frame: FrameType | None) -> tuple[str, ...]:
 def _placement(module: torch.nn.Module, otherwise: str) -> str | None:
     """Return the placements of the parameters that the module itself holds, as text; None if it holds none.
 
-    Plain tensors have the placement `otherwise`.
+    For parameters that are plain tensors, the placement is the argument `otherwise`.
     """
     placements = {
         placement_of(parameter) if hasattr(parameter, "placements") else otherwise

@@ -357,7 +357,7 @@ def test_unreadable_statistics_keep_numbers_and_events_of_the_step(monkeypatch, 
 
     assert [1.0] == training.scalars("loss")[:1]
     assert {EventType.ANOMALY, EventType.FAULT} <= training.types()
-    assert ["statistics of a step"] == named(caplog)
+    assert ["computing the statistics of a step"] == named(caplog)
 
 
 def test_failed_copy_of_statistics_keeps_the_numbers_of_the_step(monkeypatch, caplog):

@@ -348,8 +348,8 @@ def test_missing_part_is_reported_once_and_has_no_row():
 
     assert {"1": {OUT}} == kinds_by_module(run)
     assert [
-        "activations: 1: input has 1 tensors in 1 elements, which does not match 'tuple[2]:0' of its target",
-        "activations: 1: output has 1 tensors in 1 elements, which does not match 'dict:logits' of its target",
+        "activations: 1: input has 1 tensors in 1 elements, which does not match pattern 'tuple[2]:0' of its target",
+        "activations: 1: output has 1 tensors in 1 elements, which does not match pattern 'dict:logits' of its target",
     ] == run.notices
 
 
@@ -445,7 +445,7 @@ def test_unmeasurable_tensor_is_reported_once_and_has_no_row():
     assert {
         "activations: nested: input is a nested tensor",
         "activations: packed: input[0] is packed or quantized (qint8)",
-        "activations: cache: input contains an object that is not searched: Evil",
+        "activations: cache: input contains an object that is not searched for tensors: Evil",
         "activations: mapped: input[0] is inside of a functorch transform",
         "activations: silent: was not called in a forward of the model, so it has no activations",
     } <= {message.replace("nested: input[0]", "nested: input") for message in notices}
@@ -505,8 +505,8 @@ def test_view_written_in_place_is_harmless_and_its_lost_gradient_is_reported():
     assert {IN, OUT} == kinds_by_module(run)["0"]
     assert {IN, OUT, GRAD_OUT} == kinds_by_module(run)["1"]
     assert [
-        "activations: 0: output is a view that was written in place: its earlier gradient is not visible",
-        "activations: 1: input is a view that was written in place: its earlier gradient is not visible",
+        "activations: 0: output is a view that was written in place: its gradient before the write is not measured",
+        "activations: 1: input is a view that was written in place: its gradient before the write is not measured",
     ] == run.notices
 
 
@@ -662,7 +662,7 @@ def test_dataparallel_replicas_are_reported_and_not_measured():
     run = train(Replicated(), plain_loss, 2, EVERYTHING)
 
     assert {""} == kinds_by_module(run).keys()
-    assert ["activations: linear: runs as replicas, which are not measured"] == run.notices
+    assert ["activations: linear: runs as replicas of DataParallel, which are not measured"] == run.notices
 
 
 def test_copy_of_the_model_is_not_measured():

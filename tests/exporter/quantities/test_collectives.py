@@ -113,7 +113,7 @@ def test_call_without_wait_has_no_row_and_is_reported_once(runs):
     for run in runs("asynchronous"):
         (sentence,) = run.notices
 
-        assert re.search(r"broadcast@.*\]: has no wait\(\) within its step", sentence)
+        assert re.search(r"broadcast@.*\]: is asynchronous and has no wait\(\) within its step", sentence)
 
 
 # Which calls.
@@ -132,7 +132,7 @@ def test_unmatched_call_sites_are_reported_with_the_existing_calls(runs):
     for run in runs("no such site"):
         (sentence,) = run.notices
 
-        assert "no call has call_sites in its stack; there are all_reduce@" in sentence
+        assert "call_sites matches the stack of no call; the calls are all_reduce@" in sentence
         assert {} == run.rows
 
 

@@ -15,9 +15,9 @@ from typing import Any, Final
 import torch
 
 TIMEOUT_SECONDS: Final = 30.0
-"""Maximum seconds that the publisher waits for a slow device.
+"""Maximum seconds that the publisher thread waits until a slow device has reached an event of a step.
 
-After this time, the step has no phases instead of wrong ones.
+After this time, the step is published without phases, because the computed phases would be wrong.
 """
 
 _FIRST_SLEEP_SECONDS: Final = 0.0005
@@ -29,16 +29,17 @@ Time = Any
 
 
 class HostClock:
-    """The monotonic clock of the host, for devices whose work runs on the host. Base class of `DeviceClock`.
+    """The monotonic clock of the host, for devices whose work runs on the host.
 
-    The training thread calls `now` and `at`, which do not block. Another thread calls `reached` and `seconds`.
+    Base class of `DeviceClock`. The training thread calls `now` and `at`, which do not block. The publisher thread
+    calls `reached` and `seconds`.
     """
 
     now: Callable[..., Time] = staticmethod(time.monotonic)
     """Function that returns the current time. It is a C function, because it runs at each event of each step."""
 
     def at(self, seconds: float) -> Time:
-        """Return the time that corresponds to `seconds` of the host's monotonic clock, which are in the recent past."""
+        """Return the time of this clock at `seconds` of the host's monotonic clock, a moment in the recent past."""
         return seconds
 
     def reached(self, time: Time) -> bool:  # noqa: ARG002 - the signature of DeviceClock

@@ -2,8 +2,9 @@
 
 The training thread stores times; the publisher thread computes the phases.
 
-Seconds by phase are counted since the process attached. Each counter is read on the publisher thread when it is
-published, because a counter must not decrease.
+For each phase, a counter has the seconds since the process attached. The publisher thread reads a counter only when it
+publishes the counter: a value that was read earlier could be published after a higher one, and a counter must not
+decrease.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ class StepTimingObserver(StepObserver):
     def on_optimizer_step_begin(self) -> None:
         """Store the time at which an optimizer update begins, and the id of the training thread.
 
-        Phases that another thread announces, such as a checkpoint, do not belong to the step.
+        The id distinguishes phases of the step from phases that another thread announces, such as a checkpoint.
         """
         self._thread = threading.get_ident()  # not set in a forward or backward pass, which may run on a torch thread
         self._note(("update_begins", self._now(), ""))

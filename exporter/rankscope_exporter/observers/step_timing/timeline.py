@@ -57,7 +57,10 @@ class Mark(NamedTuple):
 
 
 RawMark = tuple[Kind, Time, str]
-"""A mark as a plain tuple, which the training thread stores. Creating a named tuple would double the cost of a mark."""
+"""A mark, that is, an event with a time, as a plain tuple.
+
+The training thread stores it in this form, because creating a named tuple would double the cost of a mark.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +132,9 @@ def segments(marks: Sequence[Mark], traits: LoopTraits) -> Iterator[Stretch]:
 
 
 def _coming(marks: Sequence[Mark]) -> list[tuple[str, str]]:
-    """Return, for each mark, the kind and name of the mark that explains a gap before this mark.
+    """Return, for each mark, the kind and name of the mark that determines the phase of a gap before it.
 
-    It is the mark itself or a later one.
+    The determining mark is the mark itself or a later one.
     """
     found: list[tuple[str, str]] = []
     after = outside = ("closes", "")
@@ -146,7 +149,7 @@ def _coming(marks: Sequence[Mark]) -> list[tuple[str, str]]:
 
 
 class _State:
-    """The activities that are in progress after a mark of a step."""
+    """The activities that are in progress after a mark of a step, such as a forward pass or an announced phase."""
 
     def __init__(self, traits: LoopTraits) -> None:
         self._traits = traits

@@ -1,4 +1,7 @@
-"""Computes the TFLOP/s of each device and the share of its peak (MFU), from a number in the settings or a formula."""
+"""Computes the TFLOP/s of each device and the share of its peak (MFU).
+
+The FLOPs of a step come from the settings, from the script or from a formula.
+"""
 
 from rankscope_exporter.observers.throughput.flop_counter import FlopCount, count_flops
 from rankscope_exporter.observers.throughput.meter import Throughput

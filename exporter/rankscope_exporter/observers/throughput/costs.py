@@ -1,6 +1,7 @@
-"""Computes the FLOPs of a token, a sample or a forward pass on this rank by formula, from the shapes of the arguments.
+"""Computes the FLOPs of a token, a sample or a forward pass on this rank by formula.
 
-It runs no code of the user.
+The formula uses the sizes of the model and the shapes of the arguments of its forward pass. The module runs no code of
+the user.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from rankscope_exporter.observers.throughput.parameter_counts import (
 
 _IDS: Final = "input_ids"
 _MOST_LEVELS: Final = 4
-"""Maximum depth of the search in nested arguments. It is limited, because a structure may contain itself."""
+"""Maximum depth of the search for tensors in nested arguments of the model.
+
+It is limited, because a structure may contain itself.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Inputs:
     """
 
     shape: tuple[int, ...] = ()
-    """Shape of the tensor. It is empty if no tensor was passed."""
+    """Shape of the token ids or, if there are none, of the first tensor. It is empty if no tensor was passed."""
     is_integer: bool = False
     dtype: torch.dtype | None = None
     """Data type in which autocast computes matrix products; None without autocast."""
@@ -74,7 +78,10 @@ class Inputs:
 
     @property
     def are_embeddings(self) -> bool:
-        """Return whether the tensor has the shape of embedded tokens: batch, sequence, width."""
+        """Return whether the argument that determines the FLOPs has the form of embedded tokens.
+
+        This form is a tensor of non-integers with the dimensions batch, sequence and width.
+        """
         return not self.is_integer and len(self.shape) == 3
 
     @property
@@ -108,7 +115,10 @@ class NoFormulaError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """FLOPs of forward and backward pass together, on the device of this rank. A value is None if it is unknown."""
+    """FLOPs per token, per sample and per forward pass on the device of this rank.
+
+    Forward and backward pass count together. A value is None if it is unknown.
+    """
 
     method: str
     per_token: float | None = None
@@ -126,7 +136,7 @@ def cost_of(framework: Framework, parallel: Parallel, inputs: Inputs | None, met
     if convolution is not None:
         raise NoFormulaError(f"{convolution} is a convolution")
     if has_two_sequences(framework.module):
-        raise NoFormulaError("the encoder and the decoder have different tokens")
+        raise NoFormulaError("the encoder and the decoder of the model receive different tokens")
     has_tokens = inputs is not None and bool(inputs.tokens)
     if inputs is not None and not has_tokens and not inputs.are_embeddings:
         raise NoFormulaError("the forward pass of the model takes no tokens")
@@ -167,9 +177,9 @@ def _by_formula(framework: Framework, parallel: Parallel, inputs: Inputs) -> Cos
 
 
 def _of_forward(method: str, per_token: float, inputs: Inputs, *, chunks: int) -> Cost:
-    """Return the FLOPs of a forward pass with `inputs`.
+    """Return the FLOPs per token, per sample and per forward pass, for a batch of the shape `inputs`.
 
-    A rank with several model chunks runs one forward pass per chunk.
+    A rank with several model chunks runs one forward pass per chunk, so the FLOPs of the batch are divided by `chunks`.
     """
     flops = per_token * (inputs.tokens or 0)
     per_sample = flops / inputs.samples if inputs.samples else None

@@ -116,7 +116,7 @@ def _buffers(model: nn.Module) -> Iterator[Undo]:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A buffer of a model and a copy of the values that the buffer had at first."""
+    """A buffer of a model and a copy of the values that the buffer had before the FLOPs were counted."""
 
     buffer: torch.Tensor
     values: torch.Tensor
@@ -143,9 +143,9 @@ _WRAPPERS: Final = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class FlopCount(float):
-    """Number of FLOPs of one forward pass and its backward pass.
+    """Number of FLOPs of one forward pass and its backward pass, as a float.
 
-    It is a float with the number of tokens and samples of the pass.
+    Its attributes are the numbers of tokens and samples of the pass, and the names of operations without a formula.
     """
 
     tokens: int | None
@@ -180,7 +180,8 @@ class FlopCount(float):
     def _per(self, name: str, amount: int | None) -> float:
         if amount is None or amount < 1:
             raise CountError(
-                f"the number of {name} must be a whole number of at least 1, not {amount!r}: pass the number"
+                f"the number of {name} must be a whole number of at least 1, not {amount!r}: pass the number "
+                "to per_token() or per_sample()"
             )
         return float(self) / amount
 
@@ -229,8 +230,8 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
     if counter.unknown:
         warnings.warn(
-            f"rankscope.count_flops: no formula for {', '.join(counter.unknown)}, whose FLOPs are missing: register "
-            "one with torch.utils.flop_counter.register_flop_formula",
+            f"rankscope.count_flops: no formula for {', '.join(counter.unknown)}, so the FLOPs of these operations "
+            "are not counted: register a formula with torch.utils.flop_counter.register_flop_formula",
             stacklevel=2,
         )
     inputs = Inputs.of(args, kwargs)
@@ -243,7 +244,8 @@ def _check(model: Any) -> None:
         raise CountError(f"count_flops takes a torch.nn.Module and its arguments, not a {type(model).__name__}")
     if type(torch.empty(0)) is not torch.Tensor:
         raise CountError(
-            "a mode such as FakeTensorMode is active: call count_flops() without it, for a model on the meta device"
+            "a mode of torch such as FakeTensorMode is active: call count_flops() outside of this mode, with a model "
+            "on the meta device"
         )
     if not isinstance(framework_of(model), Plain) or any(isinstance(module, _WRAPPERS) for module in model.modules()):
         raise CountError(
@@ -308,7 +310,7 @@ def _copy(value: Any) -> Any:
 
 
 def _ends(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the output tensors at which the backward pass begins: the loss if there is one, otherwise all tensors."""
+    """Yield the tensors in `output` at which the backward pass begins: those of `loss` if it exists, otherwise all."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, list | tuple):

@@ -73,7 +73,7 @@ class Throughput(StepObserver):
         print_line: Callable[[str], None] = lambda _message: None,
         is_first: bool = True,
     ) -> None:
-        """`report` writes an event and a line on the console; `print_line` writes only the line.
+        """Store the functions for messages: `report` writes an event and a console line, `print_line` only the line.
 
         `is_first` is true on rank 0.
         """
@@ -104,7 +104,7 @@ class Throughput(StepObserver):
                 handle.remove()
                 self._inputs = Inputs.of(args, kwargs, _autocast(self._device))
 
-        hook = hooking.always("the shapes of a forward", look)
+        hook = hooking.always("reading the shapes of the arguments of a forward pass", look)
         handle = self._framework.model.register_forward_pre_hook(hook, with_kwargs=True)
         hooking.keep(handle)
 
@@ -143,7 +143,7 @@ class Throughput(StepObserver):
     def _flops(self, work: Work) -> tuple[float, str] | None:
         """Return the FLOPs of the step on this rank's device, and the method that computed this number.
 
-        Return None if it is unknown.
+        Return None if the FLOPs are unknown.
         """
         config, ranks = self._config, self._parallel.ranks
         logged, tokens, samples = (work.amount(name) for name in ("flops", "tokens", "samples"))

@@ -96,12 +96,16 @@ _GATES: Final = ("gate_proj", "gate_up_proj", "w3")
 _HUGGING_FACE: Final = "model_type"
 """Name of an attribute that every Hugging Face configuration has.
 
-A model with and without an output layer uses the same configuration.
+Such a configuration does not show whether the model has an output layer, so the modules of the model are searched for
+one.
 """
 
 
 def sizes_of(module: nn.Module) -> dict[str, int]:
-    """Return the sizes that the configuration of `module` contains, by the names in `_NAMES`."""
+    """Return the sizes that the configuration of `module`, or `module` itself, contains.
+
+    The names of sizes are those of this file, such as "layers". `_NAMES` maps them to the names in the frameworks.
+    """
     found: dict[str, int] = {}
     for holder in (_config(module), module):  # Megatron's models have the vocabulary size as an attribute of the model
         for own, names in _NAMES.items():

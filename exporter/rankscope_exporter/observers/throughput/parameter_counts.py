@@ -1,7 +1,10 @@
-"""Computes properties of a model for FLOP formulas: parameters used per token, compute dtype, and ranks per copy.
+"""Computes three properties of a model for FLOP formulas.
 
-Parameters are read from the tables of the modules. A parametrized weight is a property: reading the attribute would run
-code of the user, which may change buffers.
+They are the number of parameters used per token, the dtype of matrix products, and the number of ranks per copy of the
+model.
+
+Parameters are read from the dictionary `_parameters` of each module. A parametrized weight is a property: reading the
+attribute would run code of the user, which may change buffers.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class Parallel:
 
 
 ALONE: Final = Parallel()
-"""The value for a model that is not divided: each rank computes a full copy."""
+"""The numbers of ranks for a model that is not divided: each rank computes a full copy."""
 
 
 def parallel_of(framework: Framework, world_size: int, groups: Mapping[str, Any]) -> Parallel:
@@ -75,9 +78,10 @@ class Met:
 
 
 def parameters_met(framework: Framework, parallel: Parallel) -> Met:
-    """Return the numbers of parameters that this rank contributes to one copy of the model.
+    """Return the numbers of trained and frozen parameters that this rank contributes to one copy of the model.
 
-    The sum over all ranks of the copy is the number of parameters of the copy.
+    Of all experts, only the share that processes a token counts. The sums over all ranks of the copy are the numbers
+    for the whole copy.
     """
     module = framework.module
     sizes = sizes_of(module)

@@ -31,19 +31,23 @@ class ThroughputConfig:
     method: Method = "auto"
     """Method for the FLOPs of a step.
 
-    "auto" uses the first available of: given, formula, 6n. "given" uses only FLOPs from the settings or the script.
-    "formula" and "6n" use only the formula of this name if no FLOPs are given. "off" publishes neither TFLOP/s nor MFU.
+    "auto" uses the first available of: given, formula, 6n. "given" uses only FLOPs from the settings or the script. If
+    no FLOPs are given, "formula" uses only the formula for the sizes in the model's configuration, and "6n" only the
+    formula with six FLOPs per parameter and token (four per frozen parameter). "off" publishes neither TFLOP/s nor MFU.
     """
     flops_per_token: AboveZero | None = None
     """FLOPs of the full model for one token, even if each rank holds only a part of the model."""
     flops_per_sample: AboveZero | None = None
     """FLOPs of the full model for one sample, even if each rank holds only a part of the model."""
     peak_tflops: AboveZero | None = None
-    """Peak of one device in TFLOP/s for dense matrices. The default is read from the table of device names."""
+    """Peak of one device in TFLOP/s for dense matrices.
+
+    The default comes from a built-in table, by torch's device name.
+    """
     model_parallel: Annotated[int, at_least(1, "a number of ranks")] | None = None
     """Number of ranks that together compute one copy of the model.
 
-    The default is derived from the framework and the groups of attach().
+    The default is derived from the framework and the process groups that attach() receives.
     """
 
     def __post_init__(self) -> None:

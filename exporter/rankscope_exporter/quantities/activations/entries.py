@@ -115,9 +115,10 @@ class ActivationEntries:
         self._rows: dict[tuple[Kind, str, int | None, int, int | None], range | None] = {}
 
     def row(self, table: Table, site: TensorSite, tensor: torch.Tensor) -> range | None:
-        """Return the row of `site` as a range of length 1; None if the plan is full.
+        """Return the row of the table for `site`, as a range of length 1; None if the plan is full.
 
-        `tensor` is the tensor of the site.
+        `site` is an input or output of a module call, or its gradient, and `tensor` is its tensor. A row that does not
+        exist yet is added to the table.
         """
         call = site.call
         key = (site.kind, call.module, site.index, call.micro_step, call.seq)
@@ -160,14 +161,20 @@ class TensorCache(Generic[T]):
         self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], int, T]] = {}
 
     def get(self, tensor: torch.Tensor) -> T | None:
-        """Return the value of this tensor with its present content; None if no value is stored for it."""
+        """Return the value that was stored for `tensor`.
+
+        Return None if there is none, or if the tensor was changed in place after the value was stored.
+        """
         known = self._by_id.get(id(tensor))
         if known is None or known[0]() is not tensor or known[1] != _version(tensor):
             return None
         return known[2]
 
     def before(self, tensor: torch.Tensor) -> T | None:
-        """Return the value that was stored before this tensor was changed in place; None if it was not changed."""
+        """Return the value that was stored for `tensor` before the tensor was changed in place.
+
+        Return None if no value was stored, or if the tensor was not changed.
+        """
         known = self._by_id.get(id(tensor))
         return None if known is None or known[0]() is not tensor or known[1] == _version(tensor) else known[2]
 
@@ -196,7 +203,7 @@ class Leaves(Generic[T]):
         self._last: dict[int, tuple[torch.Tensor, int, T]] = {}
 
     def call_begins(self) -> None:
-        """Start the cache of a module call whose arguments are read next."""
+        """Start the cache of a module call that begins. The arguments of the call are read next."""
         self._running.append({})
 
     def arguments_read(self) -> None:
@@ -204,7 +211,10 @@ class Leaves(Generic[T]):
         self._last = {}
 
     def call_ended(self) -> None:
-        """End the cache of the innermost running call, after its results were read."""
+        """End the cache of the innermost running module call, after its results were read.
+
+        The tensors of this call remain in memory until the next call, unless no other call is running.
+        """
         ended = self._running.pop() if self._running else {}
         self._last = ended if self._running else {}
 
@@ -214,7 +224,10 @@ class Leaves(Generic[T]):
         self._last = {}
 
     def get(self, tensor: torch.Tensor) -> T | None:
-        """Return the value of this tensor with its present content; None if no value is stored for it."""
+        """Return the value that was stored for `tensor`.
+
+        Return None if there is none, or if the tensor was changed in place after the value was stored.
+        """
         for known in (*reversed(self._running), self._last):
             found = known.get(id(tensor))  # the tensor is alive, so no other one has its id()
             if found is not None:

@@ -35,12 +35,12 @@ from rankscope_exporter.quantities.hook_handles import TensorHooks, hook_after, 
 from rankscope_exporter.quantities.module_quantity import ModuleQuantity
 from rankscope_exporter.statistics.tensor_access import why_not_measurable
 
-_TABLES: Final = table("a table of tables by target")
+_TABLES: Final = table("a table of tables, one for each target")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationOptions(QuantityOptions):
-    """Options: the modules and the tensors to measure.
+    """Options of the quantity `activations`: the modules and the tensors to measure.
 
     `targets` may also be a table. Its keys are then the targets, and its values are those of `parts`.
     """
@@ -56,13 +56,13 @@ class ActivationOptions(QuantityOptions):
     all_modules: bool = False
     """True: also measure all tensors of modules that no target selects.
 
-    The targets then only select tensors by `parts`.
+    A target then has an effect only by its entry in `parts`.
     """
     parts: Annotated[Mapping[str, Mapping[str, str]], _TABLES] = field(default_factory=dict)
     """Tensors to measure, by target: {"head": {"input": "tuple[2]:0", "output": "tensor"}}.
 
-    Tensors that an entry does not name are not measured. For a target without an entry, or with an empty one, all
-    tensors are measured.
+    "tuple[2]:0" is the first of two elements. Tensors that an entry does not name are not measured. For a target
+    without an entry, or with an empty one, all tensors are measured.
     """
 
     def __post_init__(self) -> None:
@@ -91,9 +91,10 @@ class ActivationOptions(QuantityOptions):
         return frozenset(name for name, wanted in chosen.items() if wanted)
 
     def specs_of(self, *names: str) -> Specs:
-        """Return the tensors to measure for a module, from the first target that selects one of its `names`.
+        """Return the tensors to measure for the module with these `names`, its first name and its aliases.
 
-        An empty result means all tensors.
+        The result is the entry in `parts` of the first target that selects one of the names. An empty result means all
+        tensors.
         """
         for target, described in self.parts.items():
             if Targets((target,)).selects(*names):
@@ -109,7 +110,7 @@ _OBJECT: Final[dict[Kind, str]] = {
 
 @dataclass(slots=True)
 class _Step:
-    """The state of the quantity during a sampled step."""
+    """The state of the quantity `activations` during a sampled step: module calls, and caches of tensors."""
 
     calls: Calls = field(default_factory=Calls)
     micro_step: int = -1
@@ -151,7 +152,7 @@ class Activations(ModuleQuantity):
         self._rows = ActivationEntries()
 
     def kinds(self) -> set[str]:
-        """Return the kinds that are measured."""
+        """Return the kinds of tensors that are measured, such as `act_in`, by the options."""
         return {kind for kind, name in _OBJECT.items() if name in self.options.objects}
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
@@ -172,7 +173,7 @@ class Activations(ModuleQuantity):
         self._register(named, hook_after, "outputs of modules", functools.partial(self._ended, hooked))
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Delete the calls of the last sampled step."""
+        """Delete the stored module calls of the last sampled step."""
         self._release()
         self._step = _Step()
 
@@ -186,7 +187,10 @@ class Activations(ModuleQuantity):
         self._step.gradients.clear()
 
     def on_step_end(self) -> None:
-        """Release all tensors. Called at the end of a step, also if no optimizer has stepped."""
+        """Release all cached tensors, and remove the gradient hooks on tensors.
+
+        Called at the end of a step, also if no optimizer has stepped.
+        """
         self._handles.remove()
         self._step.release_tensors()
 
@@ -196,7 +200,7 @@ class Activations(ModuleQuantity):
         name = hooked.named.name
         if module is not hooked.named.module:  # a replica of DataParallel, on another thread
             self._step.calls.called.add(name)
-            self._notes.add("runs as replicas, which are not measured", name)
+            self._notes.add("runs as replicas of DataParallel, which are not measured", name)
             return
         again = in_backward()
         frames = self._step.open.setdefault(name, [])
@@ -233,7 +237,9 @@ class Activations(ModuleQuantity):
 
     def _read(self, hooked: _HookedModule, kind: Kind, call: ModuleCall, found: Found, *, again: bool) -> None:
         for unknown in found.unknown:
-            self._notes.add(f"{SIDES[kind]} contains an object that is not searched: {unknown}", hooked.named.name)
+            self._notes.add(
+                f"{SIDES[kind]} contains an object that is not searched for tensors: {unknown}", hooked.named.name
+            )
         if not again:
             for slot in self._chosen(hooked, kind, found):
                 memory = self._step.leaves if slot.tensor.is_leaf else self._step.measured
@@ -253,7 +259,7 @@ class Activations(ModuleQuantity):
         if not slots:
             self._notes.add(
                 f"{SIDES[kind]} has {len(found.slots)} tensors in {found.length} elements, "
-                f"which does not match {spec.text!r} of its target",
+                f"which does not match pattern {spec.text!r} of its target",
                 hooked.named.name,
             )
         return slots or ()
@@ -275,7 +281,7 @@ class Activations(ModuleQuantity):
         memory.keep(tensor, row)
 
     def _watch(self, site: TensorSite, tensor: torch.Tensor) -> None:
-        """Measure the gradient of `tensor` for `site`.
+        """Measure the gradient of `tensor` for `site`, the input or output of a module call to which it belongs.
 
         If the tensor has no gradient hook of the monitor yet, register one. Otherwise add `site` to the sites that the
         hook measures.
@@ -287,7 +293,8 @@ class Activations(ModuleQuantity):
         if tensor._is_view():  # noqa: SLF001 - torch has no public name for it
             for lost in self._step.watched.before(tensor) or ():
                 self._notes.add(
-                    f"{SIDES[lost.kind]} is a view that was written in place: its earlier gradient is not visible",
+                    f"{SIDES[lost.kind]} is a view that was written in place: its gradient before the "
+                    "write is not measured",
                     lost.call.module,
                 )
         sites = [site]
@@ -299,7 +306,10 @@ class Activations(ModuleQuantity):
             self._step.watched.keep(tensor, sites)
 
     def _watched_leaf(self, tensor: torch.Tensor) -> list[TensorSite] | None:
-        """Return the sites that the monitor's gradient hook on the leaf `tensor` measures; None without such a hook."""
+        """Return the inputs and outputs of module calls that share the monitor's gradient hook on the leaf `tensor`.
+
+        Return None if the tensor has no such hook.
+        """
         hooks: Mapping[int, Any] = tensor._backward_hooks or {}  # noqa: SLF001 - torch has no public name for it
         watched = self._step.watched_leaves
         return next((watched[number] for number in hooks if number in watched), None)

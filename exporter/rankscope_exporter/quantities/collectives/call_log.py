@@ -34,8 +34,8 @@ _FRAMES_SHOWN: Final = 8
 class CallLog:
     """The collective calls since the last report.
 
-    Equal calls are reported in one notice with their number, in the order of the first calls. Every call is counted in
-    exactly one notice. If a call repeats after a report, it is reported again.
+    Equal calls are reported in one notice with the number of calls, in the order of the first calls. Every call is
+    counted in exactly one notice. If a call repeats after a report, it is reported again.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,10 @@ class CallLog:
             notice(text if count == 1 else f"{count} times {text}")
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
-            notice(f"{dropped} calls after the first {MAX_NOTICES} are not listed; select with targets or call_sites")
+            notice(
+                f"{dropped} calls are not listed, because {MAX_NOTICES} different calls were listed before: select "
+                "fewer calls with targets or call_sites"
+            )
 
 
 def _forms(parts: Sequence[TensorPart]) -> str:
@@ -80,7 +83,7 @@ def _stack(site: CallSite) -> str:
 
 
 NO_PLACE: Final = "torch"
-"""The call site of a collective without Python code of the script in its stack, such as on a thread of torch."""
+"""Name of the call site of a collective if its stack has no Python code of the script, as on a thread of torch."""
 
 
 class InternalCalls:

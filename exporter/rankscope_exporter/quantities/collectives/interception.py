@@ -1,9 +1,11 @@
 """Interception of functions of `torch.distributed`, and of asynchronous calls until the script has waited for them.
 
 A function is replaced by one object, which calls any number of listeners. If interception ends and starts again, the
-same object is used, because other code may have imported it by name in between. If other code replaces this object, its
-replacement remains: calls then pass through the object, and are still passed on to the original function. The result of
-an asynchronous call is kept until the script has waited for its work or freed it.
+same object is used, because other code may have imported it by name in between. If other code replaces this object by a
+wrapper, the wrapper remains in place when interception ends. Calls of the wrapper then still reach the object, which
+passes them on to the original function.
+
+The outputs of an asynchronous call are kept until the script has waited for its work object or freed it.
 """
 
 from __future__ import annotations

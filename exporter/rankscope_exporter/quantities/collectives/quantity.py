@@ -56,7 +56,7 @@ def _check_all(expressions: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOptions(QuantityOptions):
-    """Options: the calls to measure.
+    """Options of the quantity `collectives`: the calls to measure.
 
     A target names all calls of a function, `all_reduce`, or all calls at a line of the script,
     `all_reduce@train.py[23]`.
@@ -72,7 +72,10 @@ class CollectiveOptions(QuantityOptions):
     most_calls: Annotated[int, at_least(1)] = 64
     """Largest number of measured calls per step, for one function at one line of the script."""
     log_only: bool = False
-    """True: measure nothing, but log the calls and their call sites in the first step, or in `times` steps."""
+    """True: measure nothing, but log the calls and their call sites.
+
+    The log contains the calls of the first sampled step, or of `times` sampled steps.
+    """
 
     def __post_init__(self) -> None:
         if self.log_only is True and self.times is None:
@@ -101,7 +104,7 @@ class _MeasuredCall:
 
 @dataclass(slots=True)
 class _Step:
-    """The state of the quantity during a sampled step."""
+    """The state of the quantity `collectives` during a sampled step: numbers of calls, and incomplete calls."""
 
     thread: int = 0  # of the training; 0 before the first step
     stream: int | None = None  # current stream of the training thread
@@ -110,7 +113,7 @@ class _Step:
 
 
 class Collectives(Quantity):
-    """Measures the outputs (`comm_out`) and, on request, the inputs (`comm_in`) of calls: one row per tensor."""
+    """Measures outputs (`comm_out`) and, on request, inputs (`comm_in`) of collective calls: one row per tensor."""
 
     name: ClassVar[str] = "collectives"
     options_class: ClassVar[type[QuantityOptions]] = CollectiveOptions
@@ -135,7 +138,7 @@ class Collectives(Quantity):
         self._gate: SamplingGate
 
     def kinds(self) -> set[str]:
-        """Return the kinds that are measured."""
+        """Return the kinds of tensors that are measured, such as `comm_out`, by the options."""
         if self.options.log_only:
             return set()
         return {Kind.COMM_IN, Kind.COMM_OUT} if self.options.inputs else {Kind.COMM_OUT}
@@ -167,7 +170,7 @@ class Collectives(Quantity):
         hooking.keep(Interceptor(listener, OPERATIONS))
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Delete the calls of the last sampled step."""
+        """Delete the stored collective calls of the last sampled step."""
         self._release()
         self._step = _Step(threading.get_ident(), stream_of(self._device))
 
@@ -220,7 +223,7 @@ class Collectives(Quantity):
         self._step.counts[name] = count + 1
         if count >= self.options.most_calls:
             self._notes.add(
-                f"is called more than {self.options.most_calls} times in a step; the others have no rows", name
+                f"is called more than {self.options.most_calls} times in a step; further calls have no rows", name
             )
             return
         measured = call.note = _MeasuredCall(name, count or None, sides)
@@ -255,7 +258,7 @@ class Collectives(Quantity):
         """Return the tensors of `parts` that can be measured, each with its row."""
         side = "input" if kind is Kind.COMM_IN else "output"
         if len(parts) > MAX_TENSORS:
-            self._notes.add(f"{side} is {len(parts)} tensors, only the first {MAX_TENSORS} have rows", measured.name)
+            self._notes.add(f"{side} has {len(parts)} tensors; only the first {MAX_TENSORS} have rows", measured.name)
         placed = []
         for part in parts[:MAX_TENSORS]:
             reason = why_not_measurable(part.tensor)
@@ -290,7 +293,7 @@ class Collectives(Quantity):
             self._note_internal()
         self._log.report(self._notice)
         for name in step.works.missed():
-            self._notes.add("has no wait() within its step, so its outputs have no rows", name)
+            self._notes.add("is asynchronous and has no wait() within its step, so its outputs have no rows", name)
         for function in sorted(self._on_other_threads.copy()):
             self._notes.add("is called on another thread than the training and is not measured", function)
         was_measured, self._step = step.thread, _Step()
@@ -303,7 +306,7 @@ class Collectives(Quantity):
         try:
             self._internal_calls.note(self._log, self._report)
         except Exception as error:  # noqa: BLE001 - torch may change the record, and hooks must be removed
-            self._report("reading torch's flight record for its own calls", error)
+            self._report("reading the collective calls of torch itself from its flight record", error)
 
     def _report(self, where: str, error: BaseException) -> None:
         if where not in self._failed:
@@ -317,7 +320,7 @@ class Collectives(Quantity):
         elif self._seen:
             notices += target_notices(self.targets, {*self._seen, *self._seen.values()}, "collective")
             if not (self._is_any_chosen or notices):
-                notices.append(f"no call has call_sites in its stack; there are {listed(self._seen)}")
+                notices.append(f"call_sites matches the stack of no call; the calls are {listed(self._seen)}")
         for sentence in notices:
             self._notice(sentence)
 

@@ -59,7 +59,7 @@ _FORMS: Final[dict[str, _Form]] = {
 }
 
 OPERATIONS: Final = (*_FORMS, BATCH)
-"""The supported functions of torch.distributed, by name."""
+"""Names of the functions of torch.distributed that this module supports."""
 
 
 @dataclass(frozen=True, slots=True)
