@@ -112,9 +112,9 @@ class PlannedCapture(PlannedChange):
 class CaptureController(StepObserver):
     """Starts and ends captures.
 
-    `fired` runs on the publisher thread, `make` on the thread of `ChangeSources`, and the events of steps on the
-    training thread. `take_flight_record` publishes a flight record, and `record` publishes an event. Both may wait, so
-    the thread of `worker` calls them. `changed` is called when the set of measured kinds changes.
+    The publisher thread calls `fired`, the thread of `ChangeSources` calls `make`, and the training thread calls the
+    methods for the events of steps. `take_flight_record` publishes a flight record, and `record` publishes an event.
+    Both may wait, so the thread of `worker` calls them. `changed` is called when the set of measured kinds changes.
     """
 
     def __init__(
@@ -240,7 +240,10 @@ class CaptureController(StepObserver):
             self._publish("ended", reason, text, batches, first_step=self._first, steps=steps, cut_short=cut_short)
 
     def _take_requested(self, up_to_step: int | None) -> list[Reason]:
-        """Remove and return the requests of this rank up to the step `up_to_step`; all requests if it is None."""
+        """Remove and return the requests for captures that this rank made at steps up to `up_to_step`.
+
+        If `up_to_step` is None, remove and return all its requests.
+        """
         taken = [reason for reason in tuple(self._requested) if up_to_step is None or reason.step <= up_to_step]
         for reason in taken:
             self._requested.remove(reason)  # one by one: the publisher thread may add others meanwhile

@@ -34,7 +34,7 @@ from rankscope_exporter.training.model_changes import REMEDY, ModelChanges, Repl
 from rankscope_exporter.training.recorder import Recorder
 
 _NO_BACKWARD: Final = -1
-"""The number that torch returns as the id of the current graph task if no backward pass runs."""
+"""The number that torch returns, while no backward pass runs, as the id of the current task of the autograd engine."""
 
 _COMPILED_UPDATE: Final = (
     "the optimizer's step runs inside compiled code, where no hook runs: the monitor detects the step at the next "
@@ -52,7 +52,8 @@ _COMPILED_BACKWARD: Final = (
 class Hooks(HookContext):
     """All functions of the monitor that the training calls through hooks.
 
-    Each call passes `base.tracing`, which ignores calls by tracers, and the error boundary, which catches errors.
+    Each call passes the functions of `base.tracing`, which ignore calls by tracers, and the error boundary, which
+    catches errors.
     """
 
     def __init__(
