@@ -92,7 +92,7 @@ class AnomalyCallback:
 
             def call() -> None:
                 _check_thread()
-                samples = tuple(self._boundary.call("samples of on_anomaly", self._samples, step) or ())
+                samples = tuple(self._boundary.call("reading sample ids for on_anomaly", self._samples, step) or ())
                 function(Anomaly(run=run, rank=rank, step=step, events=ordered, samples=samples))
 
             self._worker.put(call)

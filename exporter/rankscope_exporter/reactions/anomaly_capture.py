@@ -187,7 +187,7 @@ class CaptureController(StepObserver):
         if config is None:
             return []
         if self._count >= config.max_captures:
-            self._miss(reason.step, "max_captures is reached")
+            self._miss(reason.step, "the limit max_captures is reached")
             return []
         self._count += 1
         self._take_requested(reason.step + config.cooldown_steps)  # one capture serves all requests
@@ -224,7 +224,7 @@ class CaptureController(StepObserver):
         if self._reason is not None:
             self._left -= 1  # the last step has ended as well
             self._end("capture ended with the training", cut_short=self._left > 0)
-        self._miss(None, "training ended before")
+        self._miss(None, "the training ended before")
 
     def state(self) -> dict[str, Any]:
         """Return the number of captures and the reason of the present capture, for the HTTP path /config."""
@@ -251,7 +251,7 @@ class CaptureController(StepObserver):
 
     def _miss(self, up_to_step: int | None, why: str) -> None:
         for reason in self._take_requested(up_to_step):
-            self._publish("missed", reason, f"nothing was captured, {why}: {reason.message}", {})
+            self._publish("missed", reason, f"nothing was captured, because {why}: {reason.message}", {})
 
     def _publish(self, state: str, reason: Reason, text: str, batches: BatchesByStep, **more: Any) -> None:
         """Record an event with the sample ids of `batches`.

@@ -257,7 +257,7 @@ class ChangeSources(StepObserver):
                 if self._file is not None:
                     self._boundary.call("the switch file", self._poll_file, self._file)
                 if self._agreement is not None:
-                    self._boundary.call("agreeing with other ranks", self._take_part, self._agreement)
+                    self._boundary.call("agreeing with other ranks on sampling", self._take_part, self._agreement)
 
     def _poll_file(self, file: FollowedFile) -> None:
         if self._change_queue.ended.is_set() and not self._is_end_handled:

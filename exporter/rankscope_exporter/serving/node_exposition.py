@@ -278,7 +278,7 @@ class NodeExposition:
         try:
             gathered = self.peers.gather()
         except Exception as error:  # noqa: BLE001 - the page of this rank is shown without the others
-            self._on_fault("pages of the other ranks", error)
+            self._on_fault("reading the pages of the other ranks", error)
             gathered = Gathered((), 0)
         # One page per rank: a process of an earlier launch with the same id may still exist.
         pages = {**dict(gathered.pages), identity.rank: joined(self._own())}

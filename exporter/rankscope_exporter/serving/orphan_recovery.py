@@ -144,7 +144,7 @@ class OrphanRecovery:
                     self._take(self._waiting.pop(0))
                 is_registered = self._register_all()
             except Exception as error:  # noqa: BLE001 - top of the thread: reported, and tried again
-                self._on_fault("spools of dead processes", error)
+                self._on_fault("serving spools of dead processes", error)
                 is_registered = False
             self._searched.set()
             failures = 0 if is_registered else failures + 1
@@ -178,7 +178,7 @@ class OrphanRecovery:
                 return
             if orphan is not None:
                 self._orphans[orphan.incarnation] = orphan
-                log.info("%s: this rank serves the records of a dead process", folder)
+                log.info("%s: this rank now serves the records that a dead process left in this folder", folder)
 
     def _register_all(self) -> bool:
         """Send one registration for each spool, the oldest first. Return whether the service accepted all of them."""

@@ -108,7 +108,7 @@ class SpoolWriter:
                 return
             self._skipped = 0
         hang = f"writing to {self._spool.folder} timed out after {WRITE_SECONDS} s"
-        self._on_fault("spool", SpoolHangError(f"{hang}: until the disk responds, records are served without it"))
+        self._on_fault("spool", SpoolHangError(f"{hang}: until the disk responds, records are only in memory"))
 
     def commit(self, seq: int) -> None:
         """Mark all records up to `seq` as committed by a store; the thread then deletes their files."""

@@ -139,7 +139,9 @@ class RankServer:
             self._registration = RegistrationLoop(
                 client, self._introduce, self._on_reply, on_fault=self._on_fault, meter=self._meter
             )
-            self._optional("spools of dead processes", lambda: self.persistence.serve_orphans(client, lambda: self.url))
+            self._optional(
+                "serving spools of dead processes", lambda: self.persistence.serve_orphans(client, lambda: self.url)
+            )
             self._registration.start()
         return self.url
 

@@ -139,7 +139,7 @@ def _checked(reply: RegistrationReply) -> RegistrationReply:
     is_text = isinstance(reply.lease, str) and reply.lease.isascii() and reply.lease.isprintable()
     is_positive = isinstance(reply.heartbeat_seconds, int | float) and reply.heartbeat_seconds > 0
     if not (is_text and reply.lease and is_positive and isinstance(reply.committed, int)):
-        raise ValueError("the lease must be text, heartbeat_seconds above 0, and committed a whole number")
+        raise ValueError("`lease` must be text, `heartbeat_seconds` above 0, and `committed` a whole number")
     return reply
 
 

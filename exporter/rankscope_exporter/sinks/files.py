@@ -108,7 +108,7 @@ Folder = Annotated[
     Allowed(
         "a path",
         lambda value: isinstance(value, str) and value != "" and "\0" not in value,
-        f"; the default is {FOLDER_VARIABLE} or {DEFAULT_FOLDER}",
+        f"; the default is the variable {FOLDER_VARIABLE}, or else {DEFAULT_FOLDER}",
     ),
 ]
 """Annotated type of a setting that contains the path of an output folder."""

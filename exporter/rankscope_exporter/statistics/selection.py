@@ -66,7 +66,7 @@ def op_notices(names: Sequence[str]) -> list[str]:
     """Return notices for the user about `names` that are accepted as ops, but have no effect or another meaning."""
     notices = []
     if not {_OTHER_NAMES.get(name, name) for name in names} & set(ALL_OPS):
-        notices.append(f"ops {list(names)} names no statistic, norm is published; there are {', '.join(ALL_OPS)}")
+        notices.append(f"ops {list(names)} contains no statistic, so norm is published; valid: {', '.join(ALL_OPS)}")
     if any(name in _ELSEWHERE for name in names):
         notices.append(
             "ops: shape and dtype are always published, in the plan of each rank and in `tensors` of the store"
@@ -85,7 +85,7 @@ def rule_notices(rules: Iterable[AnomalyRule], published: Mapping[str, Ops]) -> 
     for rule in rules:
         missing = [op for op in DEFAULT_OPS if op not in COUNTED_ANYWAY and _is_missed(rule, op, published)]
         if missing:
-            notices.append(f"rule {rule.name} reads {', '.join(missing)}, which ops does not publish")
+            notices.append(f"rule {rule.name} reads {', '.join(missing)}, which the setting ops does not publish")
     return notices
 
 

@@ -158,8 +158,8 @@ class ReplacedOptimizers:
 
     def install(self, keep: Callable[[Removable], None], guarded: Callable[..., Callable[..., None]]) -> None:
         """Register the hooks on all optimizers of the process."""
-        keep(register_optimizer_step_pre_hook(guarded("an optimizer's step", self._begins)))
-        keep(register_optimizer_step_post_hook(guarded("an optimizer's step", self._ended)))
+        keep(register_optimizer_step_pre_hook(guarded("a hook on optimizer steps", self._begins)))
+        keep(register_optimizer_step_post_hook(guarded("a hook on optimizer steps", self._ended)))
 
     def followed_begins(self, optimizer: Any) -> None:
         """Store that an observed optimizer begins a step. The optimizer need not be a subclass of torch's optimizer."""
