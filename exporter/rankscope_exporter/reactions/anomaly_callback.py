@@ -33,32 +33,32 @@ class Anomaly:
 
     @property
     def rule(self) -> str | None:
-        """The name of the rule that is firing."""
+        """The name of the rule of the first firing."""
         return self.events[0].rule
 
     @property
     def kind(self) -> str | None:
-        """The kind of the tensor, such as `grad_reduced`; None for a logged number."""
+        """The kind of the tensor of the first firing, such as `grad_reduced`; None for a logged number."""
         return self.events[0].kind
 
     @property
     def tensor(self) -> str | None:
-        """The name of the tensor; None for a logged number."""
+        """The name of the tensor of the first firing; None for a logged number."""
         return self.events[0].tensor
 
     @property
     def op(self) -> str | None:
-        """The name of the statistic, or of the logged number."""
+        """The name of the statistic of the first firing, or of the logged number for which the rule fired."""
         return self.events[0].op
 
     @property
     def value(self) -> float | None:
-        """The value of the statistic or of the logged number."""
+        """The value of the statistic, or of the logged number, for which the rule fired."""
         return self.events[0].value
 
     @property
     def message(self) -> str:
-        """The message about the firing, as the console prints it."""
+        """The message about the first firing, as the console prints it."""
         return self.events[0].message
 
 
@@ -68,7 +68,7 @@ OnAnomaly = Callable[[Anomaly], object]
 class AnomalyCallback:
     """Calls the function `on_anomaly` for one anomaly after the other, on a background thread.
 
-    `samples` returns the sample ids of a step. It may wait for a copy from the device.
+    The function `samples` returns the sample ids of a step. `samples` may wait for a copy from the device.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class AnomalyCallback:
 
             def call() -> None:
                 _check_thread()
-                samples = tuple(self._boundary.call("samples of on_anomaly", self._samples, step) or ())
+                samples = tuple(self._boundary.call("reading sample ids for on_anomaly", self._samples, step) or ())
                 function(Anomaly(run=run, rank=rank, step=step, events=ordered, samples=samples))
 
             self._worker.put(call)

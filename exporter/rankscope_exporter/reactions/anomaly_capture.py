@@ -112,9 +112,9 @@ class PlannedCapture(PlannedChange):
 class CaptureController(StepObserver):
     """Starts and ends captures.
 
-    `fired` runs on the publisher thread, `make` on the thread of `ChangeSources`, and the events of steps on the
-    training thread. `take_flight_record` publishes a flight record, and `record` publishes an event. Both may wait, so
-    the thread of `worker` calls them. `changed` is called when the set of measured kinds changes.
+    The publisher thread calls `fired`, the thread of `ChangeSources` calls `make`, and the training thread calls the
+    methods for the events of steps. `take_flight_record` publishes a flight record, and `record` publishes an event.
+    Both may wait, so the thread of `worker` calls them. `changed` is called when the set of measured kinds changes.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class CaptureController(StepObserver):
         if config is None:
             return []
         if self._count >= config.max_captures:
-            self._miss(reason.step, "max_captures is reached")
+            self._miss(reason.step, "the limit max_captures is reached")
             return []
         self._count += 1
         self._take_requested(reason.step + config.cooldown_steps)  # one capture serves all requests
@@ -224,7 +224,7 @@ class CaptureController(StepObserver):
         if self._reason is not None:
             self._left -= 1  # the last step has ended as well
             self._end("capture ended with the training", cut_short=self._left > 0)
-        self._miss(None, "training ended before")
+        self._miss(None, "the training ended before")
 
     def state(self) -> dict[str, Any]:
         """Return the number of captures and the reason of the present capture, for the HTTP path /config."""
@@ -240,7 +240,10 @@ class CaptureController(StepObserver):
             self._publish("ended", reason, text, batches, first_step=self._first, steps=steps, cut_short=cut_short)
 
     def _take_requested(self, up_to_step: int | None) -> list[Reason]:
-        """Remove and return the requests of this rank up to the step `up_to_step`; all requests if it is None."""
+        """Remove and return the requests for captures that this rank made at steps up to `up_to_step`.
+
+        If `up_to_step` is None, remove and return all its requests.
+        """
         taken = [reason for reason in tuple(self._requested) if up_to_step is None or reason.step <= up_to_step]
         for reason in taken:
             self._requested.remove(reason)  # one by one: the publisher thread may add others meanwhile
@@ -248,7 +251,7 @@ class CaptureController(StepObserver):
 
     def _miss(self, up_to_step: int | None, why: str) -> None:
         for reason in self._take_requested(up_to_step):
-            self._publish("missed", reason, f"nothing was captured, {why}: {reason.message}", {})
+            self._publish("missed", reason, f"nothing was captured, because {why}: {reason.message}", {})
 
     def _publish(self, state: str, reason: Reason, text: str, batches: BatchesByStep, **more: Any) -> None:
         """Record an event with the sample ids of `batches`.

@@ -1,6 +1,7 @@
-"""All reactions of one session: the overhead controller, anomaly capture, and the script's `on_anomaly`.
+"""All reactions of one session to overhead and to anomalies: overhead controller, anomaly capture and `on_anomaly`.
 
-The reactions change the sampling on the training thread. Work that may wait runs on background threads.
+`on_anomaly` is a function of the script. The reactions change the sampling on the training thread. Work that may wait
+runs on background threads.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FINISH_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReactionDependencies:
-    """The objects and functions of the session that reactions use."""
+    """The objects and functions of the session that the reactions to overhead and to anomalies use."""
 
     monitored: MonitoredModel
     active_quantities: ActiveQuantities
@@ -53,7 +54,10 @@ class ReactionDependencies:
 
 
 class AnomalyReactions(StepObserver):
-    """The reactions of one session. The session must register `observers` for the events of steps, in their order."""
+    """The reactions of one session to overhead and to anomalies.
+
+    For the events of steps, the session must register all objects in `observers`, and keep the order of this sequence.
+    """
 
     def __init__(
         self,
@@ -117,12 +121,15 @@ class AnomalyReactions(StepObserver):
         return self.captures.make(document, step) if source == CAPTURE else None
 
     def sampling_changed(self, step: int) -> None:
-        """Reset all reactions, because a new sampling configuration takes effect at step number `step`."""
+        """Reset the overhead controller and anomaly capture.
+
+        Called when a new sampling configuration takes effect at step number `step`.
+        """
         self._boundary.call("switching", self.overhead_controller.sampling_changed)
         self._boundary.call("switching", self.captures.sampling_changed, step)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the reactions, for the HTTP path /config."""
+        """Return the state of the overhead controller and of anomaly capture, for the HTTP path /config."""
         return {**self.overhead_controller.state(), **self.captures.state()}
 
     def finish(self, catch_up: Callable[[float], bool]) -> None:
@@ -140,7 +147,7 @@ class AnomalyReactions(StepObserver):
         self.callbacks.stop(timeout_seconds)
 
     def dropped(self) -> Mapping[str, int]:
-        """Return the number of dropped items, by the reason for which they were dropped."""
+        """Return the number of dropped calls of `on_anomaly` and of dropped tasks of anomaly capture, by name."""
         return {"on_anomaly": self.callbacks.dropped, "capture_events": self._worker.dropped}
 
     def _samples(self, step: int | None) -> Sequence[Any]:

@@ -54,9 +54,10 @@ class DecimationChange(PlannedChange):
     accept: Callable[[DecimationRequest], int | None]
 
     def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
-        """Multiply the sampling intervals by the new factor from step number `step` on; return events about this.
+        """Multiply the sampling intervals by the new factor from step number `step` on.
 
-        The decision whether this step is sampled already uses the new factor.
+        Return an event about the change. The decision whether this step is sampled already uses the new factor. Return
+        no event if the request is void or if the factor is the same as before.
         """
         before = self.accept(self.request)
         if before is None or before == self.request.stretch:
@@ -98,8 +99,8 @@ class OverheadController(StepObserver):
 
     If `window` is None, this rank requests no change, but applies the changes that other ranks request. `cost` returns
     the CPU seconds of the monitor so far, `period` the number of steps of one sampling cycle, and `changes` the number
-    of changes that took effect. All methods run on the training thread, except the functions that are passed to the
-    agreement.
+    of changes that took effect. All methods run on the training thread, except the functions that are passed to
+    `ChangeSources`. Its background thread calls them.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ PATIENCE: Final = 5
 
 
 class Verdict(enum.Enum):
-    """The result of evaluating the overhead in a window."""
+    """The decision about the sampling interval after the overhead in a window was evaluated."""
 
     KEEPS = "keeps"  # the interval remains
     OVER = "over"  # the interval must become longer

@@ -66,7 +66,7 @@ class Batch:
 
 
 BatchesByStep = Mapping[int | None, list[Batch]]
-"""The batches of several steps, by step number."""
+"""Batches with sample ids, by the number of the step to which they belong."""
 
 
 def _plain(value: Any) -> Any:
@@ -85,7 +85,7 @@ class SampleIds(StepObserver):
         self._lock = threading.Lock()
 
     def add(self, ids: Any) -> None:
-        """Store the ids of the batch whose forward pass comes next."""
+        """Store the sample ids of the batch that the next forward pass will process."""
         batch = Batch.of(ids)
         with self._lock:
             del self._coming[: self._evaluated]
@@ -107,9 +107,9 @@ class SampleIds(StepObserver):
         self._evaluated = len(self._coming)
 
     def on_backward_begin(self) -> None:
-        """Assign the batches that the script has named to the present step if it has no training forward pass.
+        """If the present step has no training forward pass, assign the batches that the script has named to this step.
 
-        This is the case for a model that is trained in evaluation mode.
+        A step has none if the model is trained in evaluation mode.
         """
         if self._coming and not self._has_forward:
             self._take()

@@ -86,9 +86,11 @@ class _State:
     agreed: Proposal
     pending: Proposal | None = None
     seen: dict[str, int] = field(default_factory=dict)
-    """The newest stamp that was proposed, by source. Proposals with an older stamp are ignored.
+    """By source of changes, the newest stamp that any rank has proposed.
 
-    A rank that reads an edit of the file late therefore does not propose it again.
+    A stamp is a number that increases from one proposal of a source to the next, such as the time of an edit. Proposals
+    with an older or equal stamp are ignored. A rank that reads an edit of the switch file late therefore does not
+    propose it again.
     """
 
     def text(self) -> str:
@@ -141,7 +143,10 @@ class Agreement:
         self._delivered = 0
 
     def begin(self, step: int, document: str, stamp: int) -> Proposal:
-        """Return the document with which all ranks start: the proposal of the first rank that calls this method."""
+        """Return the sampling document with which all ranks start.
+
+        It is the proposal of the first rank that calls this method.
+        """
         mine = _State(agreed=Proposal(number=0, step=step, document=document, source="file"), seen={"file": stamp})
         return _State.of(_text(self._store.compare_set(self._key, "", mine.text()))).agreed
 
@@ -158,8 +163,9 @@ class Agreement:
 
         Return False if it could not be written and must be proposed again at the next poll.
 
-        A proposal is ignored if its `stamp` is not newer than that of the last proposal of the same `source`. If
-        `until` is given, later proposals of `source` with stamps of at most `until` are ignored as well.
+        The optional `stamp` orders the proposals of one `source`. For the switch file, it is the time of the edit. A
+        proposal is ignored if its stamp is not newer than that of the last proposal of the same source. If `until` is
+        given, later proposals of the source with stamps of at most `until` are ignored as well.
         """
         for _ in range(_ATTEMPTS):
             state = self._state()
@@ -178,7 +184,7 @@ class Agreement:
         return False
 
     def look(self) -> list[Proposal]:
-        """Read the key, and acknowledge, commit or move the pending change.
+        """Read the key with the state of the agreement, and acknowledge, commit or move the pending change.
 
         Return the changes that were committed since the last call.
         """
@@ -197,9 +203,10 @@ class Agreement:
         return any(step >= item.step for item in self._acknowledged)
 
     def resolve(self, step: int) -> list[Proposal]:
-        """Read the key before step number `step` begins; return committed changes that are new to this rank.
+        """Read the state of the agreement before step number `step` begins; return committed changes.
 
-        If a change for this step is acknowledged but not committed, move it to a later step.
+        Changes that this rank has received before are left out. If a change for this step is acknowledged but not
+        committed, move the change to a later step.
         """
         for _ in range(_ATTEMPTS):
             state = self._state()
@@ -221,11 +228,11 @@ class Agreement:
 
     @property
     def pending(self) -> bool:
-        """True if a change was pending when this rank last read the key."""
+        """True if a change was pending when this rank last read the state of the agreement."""
         return self._armed[0] > self._delivered
 
     def claim(self, name: str) -> bool:
-        """Claim `name` for this rank; return True if no other rank has claimed it before."""
+        """Claim `name` for this rank in the key-value store; return True if no other rank has claimed it before."""
         return self._store.add(f"{self._name}/claim/{name}", 1) == 1
 
     def count(self, name: str, amount: int) -> int:

@@ -163,7 +163,7 @@ class ChangeQueue(StepObserver):
     def on_update_applied(self) -> None:
         """Register the hooks of changes that take effect at the next step.
 
-        Called after an update, because some hooks must exist before the forward pass of the next step.
+        Called after an optimizer update, because some hooks must exist before the forward pass of the next step.
         """
         if not self._waiting:
             return

@@ -1,8 +1,9 @@
 """The sources of sampling changes: a file, a call of the script, an HTTP request, and reactions of the monitor.
 
 A background thread polls the switch file and the changes of other ranks. It runs only if there is a switch file, or if
-other ranks may request changes. The thread never waits for another rank. The training thread waits for it only at a
-step at which a change may take effect whose outcome is unknown.
+other ranks may request changes. The thread never waits for another rank. The training thread rarely waits for the
+background thread: only at a step at which a change may take effect, if it is not yet known whether the ranks have
+committed the change.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class ChangeSources(StepObserver):
 
     If `agreement` is None, changes apply immediately and to this rank only.
 
-    `parts` returns the quantities of a configuration. `reaction` returns the change for a request of a reaction, such
-    as a capture.
+    `parts` returns the quantities of a configuration with their sampling. `reaction` returns the change that a reaction
+    of the monitor has requested, such as a capture.
     """
 
     def __init__(
@@ -180,9 +181,10 @@ class ChangeSources(StepObserver):
             self._wake.set()
 
     def run_with_agreement(self, task: Callable[[Agreement], None]) -> bool:
-        """Call `task` with the agreement, on the background thread, and return True.
+        """Call `task` on the background thread, with the agreement of the ranks as argument.
 
-        If this rank has no agreement with others, return False without calling `task`.
+        Return True without waiting for the call. If there are no other ranks with which this rank agrees, return False
+        without calling `task`.
         """
         if self._agreement is None:
             return False
@@ -255,7 +257,7 @@ class ChangeSources(StepObserver):
                 if self._file is not None:
                     self._boundary.call("the switch file", self._poll_file, self._file)
                 if self._agreement is not None:
-                    self._boundary.call("agreeing with other ranks", self._take_part, self._agreement)
+                    self._boundary.call("agreeing with other ranks on sampling", self._take_part, self._agreement)
 
     def _poll_file(self, file: FollowedFile) -> None:
         if self._change_queue.ended.is_set() and not self._is_end_handled:
@@ -273,10 +275,11 @@ class ChangeSources(StepObserver):
             self._submit(text, FILE, edit.stamp)
 
     def _ask_ranks(self, question: Callable[[Agreement, str], bool], stamp: int, *, alone: bool) -> bool:
-        """Return the result of `question`, which is `Agreement.claim` or `Agreement.is_claimed`.
+        """Claim the end of a sampling period for this rank, or ask whether a rank has claimed it.
 
-        It is called with a name for the end of the sampling that one edit of the switch file started. `stamp`
-        identifies the edit. If this rank has no agreement with other ranks, return `alone`.
+        `question` is `Agreement.claim` or `Agreement.is_claimed`; its result is returned. `stamp` identifies the edit
+        of the switch file that started the sampling period. If this rank has no agreement with other ranks, or cannot
+        reach the key-value store, return `alone`.
         """
         try:
             return alone if self._agreement is None else question(self._agreement, f"ended/{stamp}")

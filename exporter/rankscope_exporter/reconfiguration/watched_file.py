@@ -35,7 +35,7 @@ class SwitchFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.stamp = 0
-        """Modification time in nanoseconds of the content that was returned last."""
+        """Modification time, in nanoseconds, of the content of the switch file that was returned last. Initially 0."""
         self._known: str | None = None  # the text that was returned last
         self._seen: tuple[int, str] | None = None  # the content at the last poll
 
@@ -50,9 +50,9 @@ class SwitchFile:
         return self._edit(*found)
 
     def poll(self) -> Edit | None:
-        """Return a new content of the file that is unchanged since the previous poll; None if there is none.
+        """Return a new content of the switch file that is unchanged since the previous poll.
 
-        Raises ConfigError for an invalid content, once for each such content.
+        Return None if there is no new content. Raises ConfigError for an invalid content, once for each such content.
         """
         found, before = self._content(), self._seen
         self._seen = found
@@ -61,9 +61,9 @@ class SwitchFile:
         return self._edit(*found)
 
     def switch_off(self) -> bool:
-        """Set `dynamic_on` to false in the file.
+        """Set `dynamic_on` to false in the switch file.
 
-        Return False if the file was edited meanwhile or has no such setting.
+        Return False if the file was edited or deleted meanwhile, or if it does not set `dynamic_on` to true.
         """
         found = self._content()
         if found is None or found[1] != self._known:
@@ -109,7 +109,7 @@ class FollowedFile:
 
     @property
     def stamp(self) -> int:
-        """Modification time in nanoseconds of the content that was returned last."""
+        """Modification time, in nanoseconds, of the content of the switch file that was returned last. Initially 0."""
         return self._file.stamp
 
     def read(self) -> Edit | None:

@@ -1,8 +1,7 @@
-"""Tensors that become rows of a dataset.
+"""Copy tensors to the host and convert them to rows of a dataset.
 
-Each one is copied to the host without waiting, and the publisher thread reads it.
-
-Rows are made from numpy arrays, because a torch operation on the publisher thread would start an OpenMP team.
+Each tensor is copied without waiting for the device, and the publisher thread reads the copy. Rows are made from numpy
+arrays, because a torch operation on the publisher thread would start a team of OpenMP threads.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 Row = Mapping[str, Any]
-"""One row of a dataset: values by the name of the field. A missing field is null."""
+"""One row of a dataset: a mapping from field names to values. A missing field is null."""
 
 Numbers = npt.NDArray[Any]
 """The elements of a tensor on the host as a numpy array. The dtype must exist in numpy; bfloat16 does not."""

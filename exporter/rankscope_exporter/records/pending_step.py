@@ -26,9 +26,9 @@ UNITS: Final[dict[str, str]] = {
     "step_seconds": "seconds",
 }
 LABEL_OF_GROUP: Final[dict[str, str]] = {"loss": "loss", "learning_rate": "group"}
-"""Name of the label of a logged mapping, by the name of the mapping.
+"""Name of the label of the numbers in a logged mapping, by the name under which the script logs the mapping.
 
-A mapping that the script logs under one of these names gives one number per key. The key is the value of the label.
+A logged mapping gives one number per key, and the key is the value of the label. For other names, the label is `key`.
 """
 
 
@@ -50,9 +50,10 @@ class Pending:
 
 
 def take(name: str, value: Any) -> Iterator[Pending]:
-    """Yield the numbers of a call `log(name=value)`: one number, or one per key of a mapping. For None, yield nothing.
+    """Yield the numbers of a call `log(name=value)`: one number, or one per key of a mapping.
 
-    Raises TypeError if the value is not a number, ValueError for a tensor with several elements.
+    Yield nothing if the value is None. Raises TypeError if the value is not a number, ValueError for a tensor with
+    several elements.
     """
     if value is None:
         return

@@ -29,7 +29,10 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class NamedPlan:
-    """A plan with its hash and JSON text, computed once per plan and not per step."""
+    """A plan, the ordered list of entries to which the numbers of a record refer, with its hash and JSON text.
+
+    Hash and text are computed once per plan and not per step.
+    """
 
     plan: Plan
     hash: str
@@ -43,11 +46,11 @@ class NamedPlan:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The statistics of one step for the T entries of a plan.
+    """The statistics of one step for the T entries of a plan, of which each describes one measured tensor.
 
-    `values` is a float32 array with len(plan.value_ops) * T elements: first those of all entries for the first op, then
-    for the second, and so on. A null is a missing value. `counts` is an int64 array with len(plan.count_ops) * T
-    elements. An entry whose counts are null was absent at this step.
+    `values` is a float32 array with len(plan.value_ops) * T elements: first the values of all entries for the first op,
+    then for the second, and so on. A null is a missing value. `counts` is an int64 array with len(plan.count_ops) * T
+    elements in the same order. An entry whose counts are null was absent at this step.
     """
 
     plan: NamedPlan
@@ -59,9 +62,9 @@ class Statistics:
     The sequence may be longer than the plan; further elements are ignored.
     """
     measured: pa.Int64Array | None = None
-    """Counts of all ops, including those that are not published; None if `ops` is None.
+    """Counts of all count ops, such as the number of NaN values, including those that are not published.
 
-    Rules need the number of NaN values, because a norm does not show them.
+    None if `ops` is None. Rules need the number of NaN values, because a norm does not show them.
     """
 
 

@@ -1,1 +1,1 @@
-"""Decide which quantities are measured at which steps, and manage their table rows and plan entries."""
+"""Decide which quantities are measured at which steps, and manage their rows of the statistics table and the plan."""

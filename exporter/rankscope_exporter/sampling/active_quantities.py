@@ -31,9 +31,10 @@ A further step is not measured and is counted as dropped.
 
 @dataclass(slots=True)
 class StepBacklog:
-    """Counters of sampled steps. The difference is the number of steps that wait for the publisher.
+    """Counters of sampled steps.
 
-    Each counter is changed by one thread only.
+    The number of measured steps minus the number of read steps is the number of steps that wait for the publisher. Each
+    counter is changed by one thread only.
     """
 
     measured: int = 0
@@ -83,9 +84,10 @@ class ActiveQuantities:
     # Changes between two steps.
 
     def prepare(self, parts: Sequence[Part]) -> PreparedQuantities:
-        """Return a quantity with registered hooks for each of `parts`, as an argument of `replace` or `capture`.
+        """Return a quantity with registered hooks for each of `parts`, the pairs of a quantity and its sampling.
 
-        If an active quantity has the same class and options, it is returned instead of a new one.
+        The result is an argument of `replace` or `capture`. If an active quantity has the same class and options, it is
+        returned instead of a new one.
         """
         prepared: PreparedQuantities = []
         for quantity, sampling in parts:
@@ -101,7 +103,7 @@ class ActiveQuantities:
     def replace(self, prepared: PreparedQuantities) -> None:
         """Measure only the quantities of `prepared` from now on.
 
-        Every schedule restarts with the configured sampling interval, without the factor that `set_stretch` has set.
+        Their schedules restart with the configured sampling interval, without the factor that `set_stretch` has set.
         """
         members = [member for member, _ in prepared]
         for member in self._members:
@@ -148,7 +150,11 @@ class ActiveQuantities:
         _end_capture(self._members)
 
     def is_current(self, prepared: PreparedQuantities) -> bool:
-        """Return whether all quantities of `prepared` are still usable: none was removed or retired since `prepare`."""
+        """Return whether all quantities of `prepared` are still usable.
+
+        A quantity is not usable if, since `prepare`, another change has removed it, or its hooks were removed because
+        its schedule has ended.
+        """
         return not any(m.is_retired or (m.view is not None and m not in self._members) for m, _ in prepared)
 
     def _activate(self, member: ActiveQuantity, sampling: QuantitySampling) -> bool:
@@ -231,7 +237,7 @@ class ActiveQuantities:
         return self.plan.entries, self._buffers.table.look(len(self.plan), carried_ops(self.plan.ops))
 
     def end(self, pending_step: PendingStep) -> None:
-        """End the sampled step: start the copy of its table to the host, and add it and other rows to the record."""
+        """End the sampled step: start to copy its statistics to the host; add the copy and other rows to the record."""
         for member in self._members:
             if member.is_open:
                 self._boundary.call(member.where, member.quantity.on_step_end)

@@ -134,7 +134,7 @@ class ActiveQuantity:
 
     @property
     def where(self) -> str:
-        """The name under which errors in the hooks of this quantity are counted."""
+        """The name under which the error boundary reports errors in the hooks of this quantity."""
         return f"hooks of {self.quantity.name}"
 
     @property
@@ -144,7 +144,10 @@ class ActiveQuantity:
         return self.view
 
     def own_index(self, index: int) -> int | None:
-        """Return the position of the model's parameter `index` in this quantity; None if it is not measured."""
+        """Return the position of the model's parameter `index` among the parameters that this quantity measures.
+
+        Return None if the quantity does not measure the parameter.
+        """
         positions = self.quantity.monitored.positions
         if positions is None:
             return index
@@ -162,7 +165,10 @@ class ActiveQuantity:
         boundary.call(self.where, self.quantity.install, own, self)
 
     def activate(self, buffers: StepBuffers, sampling: QuantitySampling) -> bool:
-        """Start a new schedule, and add rows to the table if the quantity has none yet. Return True."""
+        """Start a new schedule, and add rows to the table if the quantity has none yet.
+
+        Return True: the caller gets None if this method raises.
+        """
         self.schedule, self.ops = Schedule(sampling.timing), sampling.ops
         if self.view is None:
             entries = self.quantity.entries()
@@ -213,19 +219,22 @@ class ActiveQuantity:
         remove_all(handles)
 
     def suspend(self) -> None:
-        """Stop measuring this quantity until `resume`, and allow a quantity of the same class to fill its rows."""
+        """Stop measuring this quantity until `resume`.
+
+        Until then, a quantity of the same class may write to its table rows.
+        """
         self.is_suspended = True
         if self.view is not None:
             self.view.release()
 
     def resume(self) -> None:
-        """Measure this quantity again after `suspend`, and fill its rows again."""
+        """Measure this quantity again after `suspend`, and write to its table rows again."""
         self.is_suspended = False
         if self.view is not None:
             self.view.reclaim()
 
     def leave(self) -> None:
-        """Stop measuring this quantity: remove its hooks, and allow other quantities to fill its rows."""
+        """Stop measuring this quantity: remove its hooks, and allow other quantities to write to its table rows."""
         self.is_open = False
         self.unhook()
         if self.view is not None and not self.is_suspended:  # otherwise a temporary quantity may fill them
@@ -275,5 +284,5 @@ class ActiveHookContext:
         return self._hooking.grad_enabled
 
     def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
-        """Return a hook that calls `function` while `gate` is open."""
+        """Return a hook that calls `function` while `gate` is open, which means that the quantity is measured."""
         return self._hooking.guarded(where, function, gate)

@@ -126,7 +126,7 @@ class StepBuffers:
     rows: dict[str, list[Row]] = field(default_factory=dict)
 
     def take_rows(self) -> tuple[list[Deferred], dict[str, list[Row]]]:
-        """Return the rows of this step that were written outside of the table, and clear their buffers."""
+        """Return the rows of this step for datasets other than the statistics of tensors, and clear their buffers."""
         deferred, rows = self.deferred, self.rows
         self.deferred, self.rows = [], {}
         return deferred, rows
@@ -136,7 +136,10 @@ class TableView(Table):
     """The rows of one quantity in the table that all quantities share. Row 0 is the first entry of the quantity."""
 
     def __init__(self, buffers: StepBuffers, entries: Sequence[PlanEntry], owners: Sequence[int], ops: Ops) -> None:
-        """Add `entries` to the plan as the first rows of the view. The rank publishes their statistics `ops`."""
+        """Add `entries` to the plan as the first rows of this view of the table.
+
+        The rank publishes the statistics `ops` of these entries.
+        """
         self._buffers = buffers
         self._first = len(buffers.plan)  # of the first entry, or of a later one where the plan is full
         self._ops = ops
@@ -160,19 +163,19 @@ class TableView(Table):
         return rows
 
     def publish(self, ops: Ops) -> None:
-        """Set the statistics that the rank publishes for all present and future entries of this view."""
+        """Set the statistics that the rank publishes for all present and future entries of this view of the table."""
         self._ops = ops
         for rows in self._added:
             self._buffers.plan.publish(rows, ops)
         self._buffers.table.accumulate(ops)
 
     def release(self) -> None:
-        """Allow another view to fill the entries of this view, which does not write any more."""
+        """Allow the view of another quantity to write to the entries of this view, which does not write any more."""
         for rows in self._added:
             self._buffers.plan.release(rows)
 
     def reclaim(self) -> None:
-        """Cancel `release`: this view fills its entries again."""
+        """Cancel `release`: this view of the table writes to its entries again."""
         for rows in self._added:
             self._buffers.plan.reclaim(rows)
             self._buffers.plan.publish(rows, self._ops)
@@ -180,7 +183,7 @@ class TableView(Table):
     def measure(self, tensors: Sequence[torch.Tensor | None], rows: range) -> None:
         """Compute the statistics of `tensors` and write them to the entries at `rows`.
 
-        For a None, the entry remains absent.
+        If a tensor is None, its entry remains absent.
         """
         group = self._groups.get(rows)
         if group is None:
@@ -201,16 +204,16 @@ class TableView(Table):
         self._buffers.table.forget(self._shifted(rows))
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Compare each entry at `rows` with that at the same position of `others`; make it absent if both are equal.
+        """Compare each entry at `rows` with that at the same place in `others`.
 
-        Entries are equal if all bits of their statistics are equal.
+        If both are equal, make the entry at `rows` absent. Entries are equal if all bits of their statistics are equal.
 
-        Return bool [len(rows)] on the device: True for entries that were measured and differ.
+        Return bool [len(rows)] on the device: True for entries at `rows` that were measured and differ.
         """
         return self._buffers.table.forget_equal(self._shifted(rows), self._shifted(others))
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
-        """Copy `tensor` to the host asynchronously, and call `rows` with the numbers afterwards.
+        """Copy `tensor` to the host asynchronously, and call `rows` with its elements when the copy is complete.
 
         Does not wait for the device.
 

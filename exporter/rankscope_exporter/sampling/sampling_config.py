@@ -130,7 +130,7 @@ def document_text(document: Mapping[str, Any]) -> str:
 
 
 def sampling_config_from(document: Mapping[str, Any], base: MonitorConfig, *, on: bool) -> SamplingConfig:
-    """Return the sampling configuration that `document` makes from the configuration `base`.
+    """Return the sampling configuration that results when `document` changes settings of the configuration `base`.
 
     If the document does not contain the switch `dynamic_on`, the value of `on` is used. Raises ConfigError if the
     document is invalid.

@@ -51,7 +51,7 @@ class Address:
 
     @property
     def ports(self) -> range:
-        """Return the ports of the range; one port if the address has no range."""
+        """Return the ports of the range; a range of one port if the address has a single port."""
         return range(self.port, (self.port if self.last_port is None else self.last_port) + 1)
 
     def each(self) -> Iterator[Address]:

@@ -174,7 +174,7 @@ class ServeConfig:
                 raise ServeError(f"{name} {path}: no such file")
 
     def without_secrets(self) -> ServeConfig:
-        """Return the configuration as a mapping without the token, so that it can be shown or stored."""
+        """Return a copy of this configuration without the token, so that it can be shown or stored."""
         found = copy.copy(self)
         object.__setattr__(found, "token", None)
         return found

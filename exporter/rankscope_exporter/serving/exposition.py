@@ -1,6 +1,8 @@
-"""Render the `/metrics` page: a few dozen scalar families with prometheus_client, the tensor series with pyarrow.
+"""Render the `/metrics` page of a rank.
 
-prometheus_client is good for a hundred samples. For tens of thousands it would hold the GIL and delay the training.
+The package prometheus_client renders a few dozen metric families, and pyarrow renders the statistics of tensors. With
+prometheus_client, a hundred samples are cheap. For tens of thousands of samples, it would hold the GIL and delay the
+training.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from rankscope_exporter.serving.latest_values import LatestValues, ScalarKey, Sn
 from rankscope_exporter.serving.tensor_exposition import TensorLines, TensorRenderer
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Samples of one metric family: label values without the identity labels, and the value of each sample."""
+"""Samples of one metric family: for each sample, its value and its label values except those of `run` and `rank`."""
 
 _PAGE_OWNED: Final = (catalogue.OVERHEAD_SECONDS, catalogue.SAMPLING_STRETCH)
 """Metrics with values from `ExporterStats`. The page leaves out logged scalars with the names of these metrics."""
@@ -162,7 +164,8 @@ class _Families:
 def _scalar_samples(scalars: Mapping[ScalarKey, Scalar]) -> Iterator[tuple[MetricSpec, Samples]]:
     """Yield a metric and its samples for all logged scalars.
 
-    A scalar without a metric of its name becomes a sample of the metric `rankscope_scalar`.
+    If the catalogue has no metric for a scalar of this name and labels, the scalar becomes a sample of the metric
+    `rankscope_scalar`.
     """
     own: dict[str, dict[tuple[str, ...], float]] = {}
     others: dict[tuple[str, ...], float] = {}

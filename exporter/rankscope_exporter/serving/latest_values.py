@@ -28,7 +28,7 @@ A Prometheus sample is a float64, which represents integers up to 53 bits exactl
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHash:
-    """The combined hash of all tensors that the ranks `replicas` share, and the step of the hashes.
+    """One hash that combines the hashes of all tensors that the ranks `replicas` share, and the step of these hashes.
 
     `value` is below 2^48.
     """
@@ -39,9 +39,9 @@ class ReplicaHash:
 
 
 def combined(step: int | None, rows: Iterable[Mapping[str, Any]]) -> list[ReplicaHash]:
-    """Return one combined hash for each group of replicas in `rows`.
+    """Return one hash for each group of replicas, combined from the tensor hashes of the group in `rows`.
 
-    The hash does not depend on the order of the rows.
+    The result does not depend on the order of the rows.
     """
     groups: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
@@ -72,7 +72,7 @@ ScalarKey = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The statistics of one step, and the kinds of tensors that were not measured again at a later step."""
+    """The statistics of one step, and those kinds of tensors of which these are the latest statistics."""
 
     step: int | None
     statistics: Statistics
@@ -117,7 +117,7 @@ class LatestValues:
         self.announce((NO_KIND,))
 
     def announce(self, kinds: Iterable[str]) -> None:
-        """Add anomaly counters with value 0 for the kinds in `kinds` and the rules that evaluate them.
+        """Add anomaly counters with value 0 for each kind in `kinds` and each rule that evaluates this kind.
 
         The page then shows the counters before the first record with these kinds.
         """

@@ -41,7 +41,7 @@ _REQUEST: Final = b"?"
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Pages of the other ranks that responded, as (rank, page), and the number of live ranks that did not respond."""
+    """Metrics pages of other ranks that responded, as (rank, page), and the number of live ranks without a response."""
 
     pages: Sequence[tuple[int, bytes]]
     silent: int
@@ -151,7 +151,10 @@ class NodePeers:
 
 
 def _private_folder(folder: Path) -> str:
-    """Create the folder, or check that only this user can enter it; return an id that differs between containers."""
+    """Create the folder of the Unix sockets, or check that only this user can enter it.
+
+    Return an id of the folder that differs between containers.
+    """
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
@@ -225,7 +228,7 @@ def _read_all(calls: dict[Path, socket.socket], deadline: float) -> dict[Path, b
 
 
 def _received(connection: socket.socket) -> bytes | None:
-    """Return received bytes, b"" at the end of the connection, and None if no data is available yet."""
+    """Return bytes that `connection` has received; b"" at the end of the connection, None if no data has arrived."""
     try:
         return connection.recv(_CHUNK)
     except BlockingIOError:
@@ -275,7 +278,7 @@ class NodeExposition:
         try:
             gathered = self.peers.gather()
         except Exception as error:  # noqa: BLE001 - the page of this rank is shown without the others
-            self._on_fault("pages of the other ranks", error)
+            self._on_fault("reading the pages of the other ranks", error)
             gathered = Gathered((), 0)
         # One page per rank: a process of an earlier launch with the same id may still exist.
         pages = {**dict(gathered.pages), identity.rank: joined(self._own())}

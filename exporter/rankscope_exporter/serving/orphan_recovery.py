@@ -76,11 +76,11 @@ class OrphanRecovery:
         self._thread = OwnThread(target=self._run, name="rankscope-spool")
 
     def start(self) -> None:
-        """Start the thread, which searches the folder and registers the spools."""
+        """Start the thread that searches the spool folder and registers the spools of dead processes."""
         self._thread.start()
 
     def wait_searched(self, timeout_seconds: float) -> None:
-        """Wait until all spools that the first search found are registered.
+        """Wait at most `timeout_seconds` until the spools that the first search found are registered with the service.
 
         The service must know older launches before this one.
         """
@@ -103,18 +103,24 @@ class OrphanRecovery:
         self._orphans = {}
 
     def get(self, incarnation: str) -> Orphan | None:
-        """Return the spool of a dead process; None if this rank does not serve it."""
+        """Return the spool of the dead process `incarnation`; None if this rank does not serve it."""
         with self._changed:
             return self._orphans.get(incarnation)
 
     def plan(self, plan_hash: str) -> str | None:
-        """Return the text of a plan that one of the spools uses; None if none does."""
+        """Return the JSON text of the plan with the hash `plan_hash`, if a record in one of the spools uses this plan.
+
+        Return None otherwise.
+        """
         with self._changed:
             served = list(self._orphans.values())
         return next((text for orphan in served if (text := orphan.reader.plan(plan_hash)) is not None), None)
 
     def finished(self, orphan: Orphan) -> None:
-        """Delete a spool after all its records are committed. A second call has no effect."""
+        """Delete the spool `orphan` of a dead process.
+
+        Called when all its records are committed. A second call has no effect.
+        """
         with self._changed:
             if self._orphans.pop(orphan.incarnation, None) is None:
                 return
@@ -138,7 +144,7 @@ class OrphanRecovery:
                     self._take(self._waiting.pop(0))
                 is_registered = self._register_all()
             except Exception as error:  # noqa: BLE001 - top of the thread: reported, and tried again
-                self._on_fault("spools of dead processes", error)
+                self._on_fault("serving spools of dead processes", error)
                 is_registered = False
             self._searched.set()
             failures = 0 if is_registered else failures + 1
@@ -172,7 +178,7 @@ class OrphanRecovery:
                 return
             if orphan is not None:
                 self._orphans[orphan.incarnation] = orphan
-                log.info("%s: this rank serves the records of a dead process", folder)
+                log.info("%s: this rank now serves the records that a dead process left in this folder", folder)
 
     def _register_all(self) -> bool:
         """Send one registration for each spool, the oldest first. Return whether the service accepted all of them."""

@@ -109,7 +109,7 @@ class SpoolWriter:
                 return
             self._skipped = 0
         hang = f"writing to {self._spool.folder} timed out after {WRITE_SECONDS} s"
-        self._on_fault("spool", SpoolHangError(f"{hang}: until the disk responds, records are served without it"))
+        self._on_fault("spool", SpoolHangError(f"{hang}: until the disk responds, records are only in memory"))
 
     def commit(self, seq: int) -> None:
         """Mark all records up to `seq` as committed by a store; the thread then deletes their files."""
@@ -235,7 +235,7 @@ class Persistence:
         return None
 
     def plan(self, plan_hash: str) -> str | None:  # noqa: ARG002 - as above
-        """Return the text of a plan that a record on disk uses; None if no record uses it."""
+        """Return the JSON text of the plan with the hash `plan_hash`; None if no record on disk uses this plan."""
         return None
 
     def orphan(self, incarnation: str) -> Orphan | None:  # noqa: ARG002 - as above
@@ -249,7 +249,10 @@ class Persistence:
         """
 
     def close(self) -> None:
-        """Stop the threads. Uncommitted records remain on disk for the next rank or a service."""
+        """Stop the threads that write and serve spools.
+
+        Uncommitted records remain on disk for the next rank or a service.
+        """
 
     def abandon(self) -> None:
         """Release inherited files in a forked child. Changes nothing on disk."""
@@ -335,9 +338,9 @@ class SpoolPersistence(Persistence):
         return stretch if stretch is not None and stretch.first < first_in_ring else None
 
     def plan(self, plan_hash: str) -> str | None:
-        """Return the text of a plan that a record on disk uses, including records of dead processes.
+        """Return the JSON text of the plan with the hash `plan_hash`, if a record on disk uses this plan.
 
-        Return None if no record uses it.
+        Records of dead processes are included. Return None if no record uses the plan.
         """
         text = self._spool.plan(plan_hash)
         return self._orphans.plan(plan_hash) if text is None and self._orphans is not None else text
@@ -355,7 +358,10 @@ class SpoolPersistence(Persistence):
             self._orphans.finished(orphan)
 
     def close(self) -> None:
-        """Stop the threads. Uncommitted records remain on disk for the next rank or a service."""
+        """Stop the threads that write and serve spools.
+
+        Uncommitted records remain on disk for the next rank or a service.
+        """
         with contextlib.ExitStack() as stack:  # closes both in reverse order, then raises the first error
             stack.callback(self._writer.close)
             if self._orphans is not None:

@@ -141,7 +141,9 @@ class RankServer:
             self._registration = RegistrationLoop(
                 client, self._introduce, self._on_reply, on_fault=self._on_fault, meter=self._meter
             )
-            self._optional("spools of dead processes", lambda: self.persistence.serve_orphans(client, lambda: self.url))
+            self._optional(
+                "serving spools of dead processes", lambda: self.persistence.serve_orphans(client, lambda: self.url)
+            )
             self._registration.start()
         return self.url
 
@@ -167,7 +169,7 @@ class RankServer:
         return seq
 
     def set_phase(self, phase: str | None) -> None:
-        """Send the announced phase of the training to the service immediately.
+        """Send the phase that the script has announced, such as an evaluation, to the service immediately.
 
         This ensures that a long evaluation does not count as a stall.
         """
@@ -178,7 +180,7 @@ class RankServer:
             self._registration.send_now()
 
     def drain(self, timeout_seconds: float) -> int:
-        """Wait until all records are committed, and return the number of uncommitted records.
+        """Wait until a store has committed all records, and return the number of uncommitted records.
 
         Returns immediately if no service has registered this rank, because no client can then report a commit.
         """
@@ -224,7 +226,7 @@ class RankServer:
             self.ring = Ring(self._config.ring_records, self._config.ring_bytes)
 
     def progress(self) -> tuple[int | None, str | None]:
-        """Return the last published step and the announced phase."""
+        """Return the number of the last published step, and the name of the phase that the script has announced."""
         return self.state.step, self.state.phase
 
     def overhead_seconds(self) -> Mapping[str, float]:

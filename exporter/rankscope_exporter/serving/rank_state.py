@@ -45,7 +45,7 @@ class RankState:
     """True while the rank waits for the commit of its last records."""
     is_closed: bool = False
     unencodable: int = 0
-    """Number of nested rows that were left out of a stream because no column can hold them."""
+    """Number of nested rows, such as events, that were not sent because their values do not fit the columns."""
 
     @property
     def name(self) -> str:

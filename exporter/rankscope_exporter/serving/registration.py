@@ -139,7 +139,7 @@ def _checked(reply: RegistrationReply) -> RegistrationReply:
     is_text = isinstance(reply.lease, str) and reply.lease.isascii() and reply.lease.isprintable()
     is_positive = isinstance(reply.heartbeat_seconds, int | float) and reply.heartbeat_seconds > 0
     if not (is_text and reply.lease and is_positive and isinstance(reply.committed, int)):
-        raise ValueError("the lease must be text, heartbeat_seconds above 0, and committed a whole number")
+        raise ValueError("`lease` must be text, `heartbeat_seconds` above 0, and `committed` a whole number")
     return reply
 
 
@@ -160,7 +160,10 @@ class DiscoveryFile:
         self._text = ""
 
     def write(self, target: str, scheme: str = "http") -> None:
-        """Write an entry for `target` (host:port) with `scheme`. Raises ServeError if the folder cannot be written."""
+        """Write an entry for the scrape target `target` (host:port) with `scheme`.
+
+        Raises ServeError if the folder cannot be written.
+        """
         labels = self._labels | ({"__scheme__": scheme} if scheme != "http" else {})
         self._text = json.dumps([{"targets": [target], "labels": labels}], indent=2) + "\n"
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
@@ -175,7 +178,7 @@ class DiscoveryFile:
             ) from error
 
     def remove(self) -> None:
-        """Delete the entry, unless a newer process of the same rank has replaced it."""
+        """Delete the file_sd entry of this rank, unless a newer process of the same rank has replaced it."""
         with contextlib.suppress(OSError):  # the file or the folder does not exist any more
             if self._text and self.path.read_text(encoding="utf-8") == self._text:
                 self.path.unlink()
@@ -193,7 +196,7 @@ Each reply contains the committed sequence number.
 MAX_HEARTBEAT_SECONDS: Final = 60.0
 """Longest time between two heartbeats, also of a rank that is polled."""
 _SILENT_INTERVALS: Final = 1.5
-"""Maximum time without a heartbeat after a poll, in heartbeat intervals.
+"""Maximum time without a heartbeat after a poll by the service, in heartbeat intervals.
 
 A rank without events is polled about once per interval, sometimes slightly late. In a measurement with the value 1, one
 of 20 ranks sent an unnecessary heartbeat at every fourth poll.

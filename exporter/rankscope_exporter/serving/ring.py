@@ -31,8 +31,8 @@ class CursorError(ValueError):
 class Window:
     """Consecutive records of the ring, from sequence number `first` on.
 
-    `lost` contains the first and last sequence numbers that were requested and that the ring no longer has; None if the
-    ring has all requested records.
+    `lost` contains the first and the last sequence number of the requested records that the ring no longer has. It is
+    None if the ring has all requested records.
     """
 
     first: int
@@ -134,7 +134,10 @@ class Ring:
             return self._uncommitted
 
     def plan(self, plan_hash: str) -> NamedPlan | None:
-        """Return a plan that a record of the ring uses or recently used; None if the plan is unknown."""
+        """Return the plan with the hash `plan_hash` if a record of the ring uses it or recently used it.
+
+        Return None otherwise.
+        """
         with self._changed:
             return self._plans.get(plan_hash)
 

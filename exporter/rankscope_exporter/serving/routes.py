@@ -266,7 +266,7 @@ def _range_headers(first: int, last: int, rows: int, lost: tuple[int, int] | Non
 
 def _document(request: Request) -> Mapping[str, Any]:
     if request.body is None:
-        raise BadRequestError("the body has no length, or is longer than 64 KiB")
+        raise BadRequestError("the request body has no length, or is longer than 64 KiB")
     try:
         document = json.loads(request.body)
     except (ValueError, RecursionError) as error:
@@ -297,7 +297,7 @@ def _negotiate(request: Request) -> Answer | None:
     """
     accepted = request.headers.get("accept", "*/*")
     if not any(kind in accepted for kind in (ARROW_STREAM, "*/*", "application/*")):
-        return Answer.text(HTTPStatus.NOT_ACCEPTABLE, f"records are sent as {ARROW_STREAM}")
+        return Answer.text(HTTPStatus.NOT_ACCEPTABLE, f"records are sent only as {ARROW_STREAM}: add it to Accept")
     wanted = request.headers.get(SCHEMA_HEADER.lower(), str(SCHEMA_VERSION))
     if str(SCHEMA_VERSION) in (version.strip() for version in wanted.split(",")):
         return None

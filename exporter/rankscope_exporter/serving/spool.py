@@ -157,7 +157,7 @@ class Spool:
         return self._reader.after(cursor, max_bytes)
 
     def plan(self, plan_hash: str) -> str | None:
-        """Return the text of a plan that a record on disk uses; None if it is unknown."""
+        """Return the JSON text of the plan with the hash `plan_hash`; None if no record on disk uses this plan."""
         return self._reader.plan(plan_hash)
 
     def close(self) -> None:
@@ -258,7 +258,7 @@ class Spool:
         return segment
 
     def _write(self, segment: _Segment, data: memoryview) -> None:
-        """Append all of `data`; if the disk is full, append nothing and raise OSError."""
+        """Append all of `data` to the open spool file; if the disk is full, append nothing and raise OSError."""
         written = 0
         try:
             while written < len(data):

@@ -1,8 +1,9 @@
 """Render the samples of tensor statistics for the metrics page, formatted by pyarrow without the GIL.
 
-The line prefixes are built once per plan. Each step then costs a gather, a cast and a join. Labels distinguish the
-parts of a tensor, as `layers.0[1]`, but not micro-batches, calls or model chunks. Two samples of one series would make
-the page invalid, so only one of them is on the page. The record channel contains all of them.
+The part of a line before the value is built once per plan. Each step then costs only the selection, conversion and
+insertion of the values. Labels distinguish the parts of a tensor, as `layers.0[1]`, but not micro-batches, calls or
+model chunks. Two samples of one series would make the page invalid, so only one of them is on the page. The record
+channel contains all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from rankscope_exporter.serving.latest_values import Sampled
 
 
 class MicroSteps:
-    """Positions of the plan entries of each micro-batch. They are used to find the last micro-batch of a step."""
+    """For each micro-batch, the positions of its entries in the plan.
+
+    They are used to find the last micro-batch of a step that was measured.
+    """
 
     def __init__(self, entries: Sequence[PlanEntry], kinds: frozenset[str]) -> None:
         found: dict[int, list[int]] = {}
@@ -50,9 +54,10 @@ def distinct(entries: Sequence[PlanEntry], kinds: frozenset[str], last_micro_ste
 
     Return their positions, one per kind and label, and the number of omitted series.
 
-    If several entries have the same kind and label, the following ones are preferred, in this order: a whole tensor to
-    a part; a value of the whole step to one of a micro-batch; the last micro-batch; the first call of a module; the
-    first entry of the plan. Other micro-batches and calls belong to the same series and do not count as omitted.
+    Of several entries with the same kind and label, one is selected. The following ones are preferred, in this order: a
+    whole tensor to a part; a value of the whole step to one of a micro-batch; the last micro-batch; the first call of a
+    module; the first entry of the plan. Other micro-batches and calls belong to the same series and do not count as
+    omitted.
     """
     named: dict[tuple[str, str], list[int]] = {}
     for position, entry in enumerate(entries):
@@ -82,7 +87,10 @@ _BASELINE_SUFFIX: Final = "_baseline"
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Lines of one metric. Line i consists of the prefix i and of the value at position i of an array of the record."""
+    """Lines of one metric on the metrics page, before the values are inserted.
+
+    Line i consists of `prefixes[i]` and of the element of the record's array of values at `positions[i]`.
+    """
 
     prefixes: Any  # pa.StringArray
     positions: Any  # pa.Int32Array
@@ -221,7 +229,10 @@ def _present(statistics: Statistics) -> Any:
 
 
 def _lines(block: _Block, numbers: Any, statistics: Statistics) -> list[Any]:
-    """Return the lines of a block as one byte buffer. A null value has no line."""
+    """Return the lines in `block` of the metrics page, with values from `numbers`, in at most one byte buffer.
+
+    A null value has no line.
+    """
     if not len(block.prefixes):
         return []
     present = _present(statistics)

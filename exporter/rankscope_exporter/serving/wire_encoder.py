@@ -1,6 +1,6 @@
 """Encode step records as one Arrow IPC stream with one row per record, compressed with lz4.
 
-The names are stored in the plan.
+The stream does not contain the names of tensors. They are in the plan, and a record contains only the hash of the plan.
 
 The functions perform no I/O. Columns are built from complete lists, and pyarrow copies and compresses them without the
 GIL.
@@ -32,17 +32,18 @@ _COLUMN_TYPES: Final = {
 _REFUSED: Final = (TypeError, ValueError, OverflowError)  # raised by pyarrow for a value that does not fit its column
 
 _ATTRIBUTES: Final = {"scalars": {"labels": "labels_text"}, "events": {}}
-"""Datasets whose rows are objects, and for each dataset the attribute names that differ from the column names.
+"""Datasets whose rows are Python objects.
 
-Rows of other datasets are mappings.
+Each dataset has a mapping from the column names to the attribute names of the objects, where the two differ. Rows of
+other datasets are mappings.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A complete Arrow IPC stream, and the number of omitted nested rows.
+    """A complete Arrow IPC stream, and the number of omitted rows of nested datasets such as scalars and events.
 
-    A row whose values do not fit the columns is omitted.
+    A row is omitted if its values do not fit the columns.
     """
 
     body: pa.Buffer

@@ -77,9 +77,10 @@ class CsvOptions:
     digits: Annotated[int, between(1, MOST_DIGITS, "a number")] | None = None
     """Maximum number of digits after the decimal point; null writes all digits. The setting of msprobe is ndigits."""
     append_to: Annotated[tuple[str, str], _TIMES, Checked(_check_times)] | None = None
-    """Two times. The sink adds its files to an existing folder of this rank that was created between these times.
+    """Start and end of a time window for an existing output folder of this rank.
 
-    The setting of msprobe is append_output.
+    If such a folder was created in this window, the sink adds its files to it instead of to a new folder. The setting
+    of msprobe is append_output.
     """
     squash_name: bool = False
     """True removes the prefixes of wrapping modules from names. The setting of msprobe is squash_name."""
@@ -124,7 +125,10 @@ class Csv(Sink):
                 self._files.add(self._folder(), family, step, header, lines)
 
     def _families(self, record: StepRecord, ours: int, first: int) -> Iterator[tuple[str, int, str, str]]:
-        """Yield name, step, header and lines of each family of tensors or features in a record."""
+        """Yield name, step, CSV header and CSV lines of each msprobe family in a record.
+
+        A family is a group of tensor statistics or features that msprobe writes to the same files.
+        """
         ops, digits = self._options.ops, self._options.digits
         if record.statistics is not None:
             columns = columns_of(record.statistics)
@@ -162,9 +166,10 @@ class Csv(Sink):
 
 
 class _Files:
-    """The CSV files of one folder. Each file has the lines of one family for a number of steps.
+    """The CSV files of one folder. msprobe divides statistics and features into families, such as activations.
 
-    If the columns of a family change, its lines are written to a new file.
+    Each file has the lines of one family for a number of steps. If the columns of a family change, its lines are
+    written to a new file.
     """
 
     def __init__(self, steps: int) -> None:
@@ -197,7 +202,7 @@ def _header(columns: Sequence[str], *, micro_steps: bool) -> str:
 
 
 class _TensorLines:
-    """Formats the CSV lines of one family of a plan.
+    """Formats the CSV lines of one msprobe family (a group of tensors with common files) of a plan.
 
     The parts of a line that are equal at every step are computed once.
     """
@@ -246,13 +251,16 @@ class _TensorLines:
 
 
 def _feature_header(family: str, ops: Sequence[str]) -> str:
-    """Return the header of a CSV file for a family of features."""
+    """Return the header line of the CSV files of `family`, a group of features in msprobe's layout."""
     columns = (*ops, *TENSOR_COLUMNS[len(OPS) :]) if family == OTHER else tuple(FEATURE_COLUMNS[family])
     return _header(columns, micro_steps=family in MICRO_STEP_FAMILIES)
 
 
 def _feature_lines(family: str, rows: Sequence[FeatureRow], step: int, ops: Sequence[str], digits: int | None) -> str:
-    """Return the CSV lines of a family of features. `step` is the number of the step in msprobe."""
+    """Return the CSV lines of `family`, a group of features in msprobe's layout.
+
+    `step` is the number of the step in msprobe.
+    """
     parts = [
         pa.array([str(row.vpp_stage) for row in rows], pa.string()),
         pa.array([_quoted(row.name) for row in rows], pa.string()),
@@ -294,7 +302,7 @@ def _texts(numbers: pa.Array, digits: int | None) -> pa.StringArray:
 
 
 def _quoted(cell: str) -> str:
-    """Return `text` as a CSV cell, in quotes if CSV needs them."""
+    """Return the text `cell` as a CSV cell, in quotes if CSV needs them."""
     return '"' + cell.replace('"', '""') + '"' if any(sign in cell for sign in ',"\n') else cell
 
 

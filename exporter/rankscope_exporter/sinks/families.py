@@ -1,9 +1,10 @@
-"""Converts a record to the families, rows, names and statistics of msprobe, as columns. No I/O.
+"""Converts a record to the rows that msprobe writes, as columns.
 
-The parts of a row that are equal at every step are computed once per plan. A step then costs a few Arrow kernels, which
-release the GIL for the training. A value that msprobe computes and Rankscope does not know is `nan`, as in exported
-files. If a tensor contains a NaN, its norm is NaN. If it contains an Inf, its norm is Inf. In both cases, min, max and
-mean are unknown.
+No I/O. The rows are grouped in the families of msprobe, with the names and statistics that msprobe uses. A family is a
+group of tensors or features with common files. The parts of a row that are equal at every step are computed once per
+plan. A step then costs a few Arrow kernels, which release the GIL for the training. A value that msprobe computes and
+Rankscope does not know is `nan`, as in exported files. If a tensor contains a NaN, its norm is NaN. If it contains an
+Inf and no NaN, its norm is Inf. In both cases, min, max and mean are unknown.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ FEATURE_COLUMNS: Final[dict[str, dict[str, str]]] = {
     **{family: dict(features.columns) for family, features in FEATURES.items()},
     OTHER: {"norm": DIRECTION},
 }
-"""Columns of each family of features, with the kind of feature in each column.
+"""For each msprobe family of features, its columns and the kind of feature in each column.
 
-The family `other` has the same number in every column.
+The family `other` has one number per row, of which msprobe computes every statistic.
 """
 
 _FAMILY_OF: Final = {str(kind): family for family, kinds in TENSOR_FAMILIES.items() for kind in kinds}
@@ -61,7 +62,10 @@ Naming = Callable[[str, bool], str]
 
 @dataclass(frozen=True, slots=True)
 class FamilyRows:
-    """The plan entries of one msprobe family, as one array per field. `positions` are their positions in the plan."""
+    """The plan entries of one msprobe family (a group of tensors with common files), as one array per field.
+
+    `positions` are their positions in the plan.
+    """
 
     family: str
     kind: str
@@ -92,9 +96,9 @@ class FamilyRows:
 def family_rows(
     entries: Sequence[PlanEntry], naming: Naming, ops: Sequence[frozenset[str]] | None = None
 ) -> list[FamilyRows]:
-    """Return the families of a plan, each with its rows. `ops` contains the published statistics of each entry.
+    """Return the msprobe families of a plan, each with its rows.
 
-    With `ops` None, all statistics are published.
+    `ops` contains the published statistics of each entry of the plan. If `ops` is None, all statistics are published.
     """
     members: dict[str, list[int]] = {}
     for position, entry in enumerate(entries):
@@ -142,7 +146,11 @@ def _described(entry: PlanEntry) -> tuple[int, str, str]:
 
 
 class PlannedRows(Generic[T]):
-    """The rows of the current plan by family, with the chosen statistics. `prepare` computes them once per plan."""
+    """The rows of the current plan by msprobe family, prepared for output.
+
+    The function `prepare` converts the rows of a family and the names of its selected statistics. It is called once per
+    plan and family.
+    """
 
     def __init__(self, prepare: Callable[[FamilyRows, Sequence[str]], T], naming: Naming, ops: Sequence[str]) -> None:
         self._prepare = prepare
@@ -153,7 +161,10 @@ class PlannedRows(Generic[T]):
         self._prepared: Sequence[T] = ()
 
     def of(self, statistics: Statistics) -> Sequence[T]:
-        """Return the families of the plan of `statistics`. They are computed once per plan."""
+        """Return the prepared rows of each msprobe family for the plan of `statistics`.
+
+        They are computed once per plan.
+        """
         if statistics.plan.hash != self._plan or statistics.ops is not self._published:
             families = family_rows(statistics.plan.plan.entries, self._naming, statistics.ops)
             chosen = [(rows, [op for op in self._ops if op in rows.ops]) for rows in families]
@@ -186,7 +197,10 @@ def columns_of(statistics: Statistics) -> dict[str, pa.Array]:
 
 @dataclass(frozen=True, slots=True)
 class FeatureRow:
-    """One row of a family of features. `numbers` contains the values by column; a column without a value is missing."""
+    """One row of an msprobe family of features.
+
+    `numbers` contains the values by column. A column without a value is missing in it.
+    """
 
     vpp_stage: int
     name: str
@@ -195,7 +209,10 @@ class FeatureRow:
 
 
 def feature_rows(features: Iterable[Mapping[str, Any]], naming: Naming) -> dict[str, list[FeatureRow]]:
-    """Return the rows of each family of features. Features of the same module and micro-batch become one row."""
+    """Return the rows of each msprobe family of features.
+
+    Features of the same module and micro-batch become one row.
+    """
     found: dict[str, dict[tuple[int, str, int], dict[str, float]]] = {}
     for row in features:
         family = _FAMILY_OF_FEATURE.get(row["kind"])

@@ -1,7 +1,7 @@
 """Output folders of sinks, step numbers and names in their files, and file writes that are complete or have no effect.
 
-However the process ends, the next process can read or continue a file. No file is open between two writes: a forked
-child inherits no open file, and a file that was moved is created again.
+Whether the process ends normally or is killed, the next process can read or continue a file. No file is open between
+two writes: a forked child inherits no open file, and a file that was moved is created again.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ Folder = Annotated[
     Allowed(
         "a path",
         lambda value: isinstance(value, str) and value != "" and "\0" not in value,
-        f"; the default is {FOLDER_VARIABLE} or {DEFAULT_FOLDER}",
+        f"; the default is the variable {FOLDER_VARIABLE}, or else {DEFAULT_FOLDER}",
     ),
 ]
 """Annotated type of a setting that contains the path of an output folder."""
@@ -117,7 +117,7 @@ Ops = Annotated[
     Allowed(f"a list of some of {', '.join(OPS)}", lambda value: is_list(value) and len(value) > 0),
     Checked(_check_ops),
 ]
-"""Type of the setting of the statistics to write, in this order."""
+"""Type of a setting that selects the statistics to write. The sink writes them in the order of the setting."""
 
 
 class Numbering:

@@ -106,7 +106,7 @@ def rows_of(record: StepRecord, kinds: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _numbers(statistics: Statistics, position: int) -> dict[str, float | int | None] | None:
-    """Return the statistics at `position` of the plan, by name; None if the tensor did not exist."""
+    """Return the statistics of the plan entry at `position`, by name; None if its tensor did not exist at this step."""
     plan = statistics.plan.plan
     size = len(plan.entries)
     counts = {op: statistics.counts[place * size + position].as_py() for place, op in enumerate(plan.count_ops)}

@@ -170,7 +170,10 @@ class TensorBoardOptions:
 
 
 class TensorBoard(Sink):
-    """The sink `tensorboard`, which writes one event file per family for one rank."""
+    """The sink `tensorboard`, which writes one event file for each msprobe family of one rank.
+
+    A family is a group of statistics or features.
+    """
 
     name = "tensorboard"
     options_class = TensorBoardOptions
@@ -213,7 +216,7 @@ class TensorBoard(Sink):
 
 
 class _Tagged:
-    """The rows of one family of a plan, with the constant bytes of their TensorBoard tags."""
+    """The rows of one msprobe family (a group of tensors), with the constant bytes of their TensorBoard tags."""
 
     def __init__(self, rows: FamilyRows, ops: Sequence[str]) -> None:
         self.rows = rows
@@ -222,7 +225,7 @@ class _Tagged:
         self._heads = {op: [value_head(f"{name}/{op}") for name in names] for op in ops}
 
     def numbers(self, columns: dict[str, Any]) -> Numbers:
-        """Return the values of the existing rows, each with the constant bytes of its tag.
+        """Return the values of the tensors that exist at this step, each with the constant bytes of its tag.
 
         Unknown counts are omitted.
         """

@@ -63,7 +63,7 @@ class Hasher:
         self._layouts: dict[tuple[int, ...], _Layout] = {}
 
     def partials(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return int64 [len(tensors)] on the device: for each tensor, the sum over its words.
+        """Return int64 [len(tensors)] on the device: for each tensor, the sum of the mixed values of its 64-bit words.
 
         `finished` computes the hash from this sum.
         """
@@ -137,7 +137,10 @@ class Hasher:
         return self._mix(words, positions, first).sum()
 
     def _mix(self, words: torch.Tensor, positions: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the summand of each of `words`. The first word has the number `first` within its tensor."""
+        """Return the number that each of `words` adds to the hash of its tensor.
+
+        The first word has the position `first` within the tensor.
+        """
         mixed, shifted = self._mixed[: len(words)], self._shifted[: len(words)]
         torch.add(words, positions, out=mixed)
         if first:

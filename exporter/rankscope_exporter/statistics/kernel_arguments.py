@@ -19,9 +19,9 @@ from rankscope_exporter.statistics.torch_backend import round_up
 
 BLOCK: Final = 4096
 COMPILED_EXTRA_SUMS: Final = ((), ("sum_of_fourth_powers",))
-"""The optional accumulators that the compiled kernel can compute.
+"""The combinations of optional accumulators that the compiled kernel can compute.
 
-For a table with other optional accumulators, torch operations are used instead.
+If a table has another combination, torch operations compute its statistics instead.
 """
 JOB_FIELDS: Final = 5  # address, elements, entry, code, bytes per element
 
@@ -65,7 +65,10 @@ class KernelArguments:
     def run(
         self, kernel: Callable[..., None], tensors: Sequence[torch.Tensor | None], table: StatisticsTable
     ) -> Sequence[int]:
-        """Measure those of `tensors` that the kernel can read; return the positions of the other tensors."""
+        """Measure those of `tensors` that the kernel can read.
+
+        Return the positions of the tensors that it cannot read.
+        """
         seen = _fingerprints(tensors)
         if seen != self._seen or not self._permuted_as_before(tensors):
             self._plan(tensors, seen)
@@ -125,10 +128,10 @@ def _scratch() -> int:
 
 
 def _fingerprints(tensors: Sequence[torch.Tensor | None]) -> list[Sight | None]:
-    """Return, for each tensor, the values that must be unchanged so that its address can be used again.
+    """Return, for each tensor, the values that must be unchanged so that the kernel argument can be used again.
 
-    They are the address, the number of elements, the dtype, and whether the tensor is contiguous. None for a tensor
-    without memory of its own.
+    They are the address, the number of elements, the dtype, and whether the tensor is contiguous. The result contains
+    None for a tensor without memory of its own.
     """
     try:
         return [
@@ -155,10 +158,10 @@ def _readable(tensor: torch.Tensor, sight: Sight) -> bool:
 
 
 def _thresholds(zero_below: float) -> list[int]:
-    """Return the bits of the smallest magnitude that does not count as zero, for each dtype in CODES.
+    """Return, for each dtype in CODES, the bits of the smallest magnitude that does not count as zero.
 
-    The first half of the list has the bound of each dtype in this dtype; the second half has the same bounds as
-    float64.
+    The first half of the list has the bits of this bound in the dtype itself. The second half has the bits of the same
+    bound in float64.
     """
     own, wide = [], []
     for dtype in CODES:

@@ -112,7 +112,7 @@ class MeasureGroup:
         self._jobs = KernelArguments(self.rows, zero_below)
 
     def measure(self, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> None:
-        """Compute the sums of `tensors` and write them to the entries of the group in `table`.
+        """Compute the raw statistics of `tensors` and write them to the entries of the group in `table`.
 
         For a tensor that is absent, the entry is not changed.
         """
@@ -141,9 +141,9 @@ class MeasureGroup:
 def measure(
     tensors: Sequence[torch.Tensor | None], rows: Sequence[int], table: StatisticsTable, *, zero_below: float = 0.0
 ) -> None:
-    """Compute the sums of tensors[i] and write them to entry rows[i] of `table`.
+    """Compute the raw statistics of tensors[i] and write them to entry rows[i] of `table`.
 
-    The group for equal `rows` is cached.
+    The group of entries is cached for the next call with equal `rows`.
     """
     _group(rows if isinstance(rows, range) else tuple(rows), zero_below).measure(tensors, table)
 
@@ -157,7 +157,7 @@ def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _gathered(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a contiguous copy of a part of a tensor with strides.
+    """Return `tensor`, or a contiguous copy of it if its elements do not fill their memory without gap or overlap.
 
     A copy and the compiled kernel together are faster than several torch operations.
     """

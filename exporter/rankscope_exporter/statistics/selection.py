@@ -27,7 +27,10 @@ NO_OP: Final[Ops] = frozenset()
 """The selection of ops for entries that are measured but not published."""
 
 ALWAYS: Final = "numel"
-"""The op that every row has. A row without it counts as absent, and the store needs it to combine shards."""
+"""The op `numel` (number of elements), which every row has.
+
+A row without it counts as absent, and the store needs it to combine shards.
+"""
 
 FALLBACK: Final = "norm"
 COUNTED_ANYWAY: Final = ("nans", "infs")
@@ -41,11 +44,13 @@ _OTHER_NAMES: Final = {"id": "mean"}
 
 
 def chosen_ops(names: Sequence[str]) -> Ops:
-    """Return the selection of the statistics in `names`; `norm` if no name is that of a statistic.
+    """Return the statistics that `names` selects.
 
-    Raise ValueError if only some of the names are unknown; the error contains the most similar known name. `shape` and
-    `dtype` are accepted and ignored, because the plan of every rank contains them. msprobe's `id`, the value of a
-    single number, is read as `mean`.
+    If `names` contains no statistic, select `norm`. `numel` is always selected.
+
+    Raise ValueError if some names are statistics and others are unknown; the error contains the most similar known
+    name. `shape` and `dtype` are accepted and ignored, because the plan of every rank contains them. msprobe's `id`,
+    the value of a single number, is read as `mean`.
     """
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"ops must be a list of statistics, not {names!r}")
@@ -61,7 +66,7 @@ def op_notices(names: Sequence[str]) -> list[str]:
     """Return notices for the user about `names` that are accepted as ops, but have no effect or another meaning."""
     notices = []
     if not {_OTHER_NAMES.get(name, name) for name in names} & set(ALL_OPS):
-        notices.append(f"ops {list(names)} names no statistic, norm is published; there are {', '.join(ALL_OPS)}")
+        notices.append(f"ops {list(names)} contains no statistic, so norm is published; valid: {', '.join(ALL_OPS)}")
     if any(name in _ELSEWHERE for name in names):
         notices.append(
             "ops: shape and dtype are always published, in the plan of each rank and in `tensors` of the store"
@@ -80,7 +85,7 @@ def rule_notices(rules: Iterable[AnomalyRule], published: Mapping[str, Ops]) -> 
     for rule in rules:
         missing = [op for op in DEFAULT_OPS if op not in COUNTED_ANYWAY and _is_missed(rule, op, published)]
         if missing:
-            notices.append(f"rule {rule.name} reads {', '.join(missing)}, which ops does not publish")
+            notices.append(f"rule {rule.name} reads {', '.join(missing)}, which the setting ops does not publish")
     return notices
 
 
@@ -90,7 +95,10 @@ def _is_missed(rule: AnomalyRule, op: str, published: Mapping[str, Ops]) -> bool
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Two masks by statistic and entry. True means that the number is published."""
+    """Two masks, one for values and one for counts, with a row per statistic and a column per plan entry.
+
+    True means that the number is published.
+    """
 
     values: npt.NDArray[np.bool_]  # [len(VALUE_OPS), T]
     counts: npt.NDArray[np.bool_]  # [len(COUNT_OPS), T]
@@ -103,16 +111,17 @@ class Published:
 
 
 def carried_ops(choices: Iterable[Ops]) -> tuple[str, ...]:
-    """Return the names of the float statistics in a record whose entries publish the selections `choices`.
+    """Return the names of the floating-point statistics in a record, given the selections of its entries.
 
-    The order is: default ops, ops that are selected by name, baselines.
+    `choices` contains the selected ops of each entry. The order is: default ops, ops that are selected by name,
+    baselines.
     """
     wanted = EVERY_OP.union(*set(choices))
     return (*(op for op in VALUE_OPS if op in wanted), *BASELINE_OPS)
 
 
 class SelectionMasks:
-    """The masks of published numbers for a plan.
+    """The masks that show which numbers of the entries of a plan are published.
 
     They are computed once for each selection of ops and length of the plan.
     """
@@ -123,7 +132,7 @@ class SelectionMasks:
         self._made: Published | None = None
 
     def of(self, ops: Sequence[Ops], known: int) -> Published | None:
-        """Return the masks of the first `known` entries of the plan; None if all numbers are published."""
+        """Return the masks of the first `known` entries of the plan; None if all have the default selection of ops."""
         if ops is not self._of or known != self._known:
             self._of, self._known = ops, known
             self._made = _masks(ops[:known])

@@ -66,9 +66,10 @@ class StatisticsTable:
         self._kernel = _UNKNOWN
 
     def kernel(self, ready: Callable[[], Kernel | None]) -> Kernel | None:
-        """Return the compiled kernel for this step, or None: the result of the first call of `ready` since `clear`.
+        """Return the compiled kernel that measures the tensors of this step; None if torch operations measure them.
 
-        The kernel and torch operations round differently, but equal tensors must have bit-identical sums within a step.
+        The first call after `clear` asks `ready`, and later calls in the same step return the same result. The kernel
+        and torch operations round differently, but equal tensors must have bit-identical sums within a step.
         """
         if self._kernel is _UNKNOWN:
             self._kernel = ready()
@@ -107,11 +108,11 @@ class StatisticsTable:
         self.buffer[NUMEL_ROW, rows.start : rows.stop].fill_(ABSENT)
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Compare each entry at `rows` with that at the same position of `others`; make it absent if both are equal.
+        """Compare each entry at `rows` with that at the same place in `others`.
 
-        The function does not synchronise with the host.
+        If both are equal, make the entry at `rows` absent. The function does not synchronise with the host.
 
-        Return bool [len(rows)] on the device: True for entries that were measured and differ.
+        Return bool [len(rows)] on the device: True for entries at `rows` that were measured and differ.
         """
         own, other = self.buffer[:, rows.start : rows.stop], self.buffer[:, others.start : others.stop]
         same = (own == other).all(dim=0)
@@ -120,12 +121,12 @@ class StatisticsTable:
 
     @property
     def sums(self) -> torch.Tensor:
-        """Return the float64 rows of the table [len(SUMS), size], in the order of SUMS."""
+        """Return the float64 part of the table, [len(SUMS), size]: one row per sum, in the order of SUMS."""
         return self.buffer[: len(SUMS)].view(torch.float64)
 
     @property
     def counts(self) -> torch.Tensor:
-        """Return the int64 rows of the table [len(COUNT_OPS), size], in the order of COUNT_OPS."""
+        """Return the int64 part of the table, [len(COUNT_OPS), size]: one row per count, in the order of COUNT_OPS."""
         return self.buffer[len(SUMS) : ROWS]
 
     @property
@@ -187,7 +188,7 @@ _INDICES_KEPT: Final = 256
 
 
 def contiguous_rows(rows: Sequence[int]) -> Rows:
-    """Return `rows` as a range if they are consecutive, otherwise as a tuple."""
+    """Return the row numbers `rows` as a range if they are consecutive, otherwise as a tuple."""
     if isinstance(rows, range) and rows.step == 1:
         return rows
     if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
@@ -196,9 +197,10 @@ def contiguous_rows(rows: Sequence[int]) -> Rows:
 
 
 def copy_entries(table: StatisticsTable, source_rows: Sequence[int], target_rows: Sequence[int]) -> None:
-    """Copy the statistics of the entries `source` to the entries `target`. Absent entries become absent.
+    """Copy the statistics of the entries `source_rows` to the entries `target_rows`.
 
-    Used if tensors are known to be equal: with one rank, for example, reduced and unreduced gradients are equal.
+    If a source entry is absent, its target entry becomes absent. Used if tensors are known to be equal: with one rank,
+    for example, reduced and unreduced gradients are equal.
     """
     source, target = contiguous_rows(source_rows), contiguous_rows(target_rows)
     with torch.no_grad():

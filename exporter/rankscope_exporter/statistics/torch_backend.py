@@ -35,7 +35,7 @@ _DEVICE_CHUNK: Final = 1 << 22  # elements: 32 MiB of temporary device memory
 
 
 def measure(items: Sequence[Held], rows: Rows, table: StatisticsTable, *, zero_below: float) -> None:
-    """Compute the sums of `items` and write them to the entries `rows` of `table`.
+    """Compute the raw statistics of the tensors `items` and write them to the entries `rows` of `table`.
 
     On an accelerator, the function does not synchronise with the host.
     """

@@ -58,7 +58,7 @@ class IntraOpThreads(StepObserver):
         self._clocks = _pool() if torch.get_num_threads() > 1 and _TASKS.is_dir() else ()
 
     def on_measurement_begin(self) -> None:
-        """Read the CPU clocks of torch's threads before operations that torch may divide among these threads.
+        """Start to measure the CPU time of torch's threads before operations that torch may divide among them.
 
         Calls can be nested.
         """
@@ -68,7 +68,7 @@ class IntraOpThreads(StepObserver):
             self._depth += 1
 
     def on_measurement_end(self) -> None:
-        """Add the CPU time of torch's threads since the outermost call of `on_measurement_begin`."""
+        """Add up the CPU time that torch's threads have used since the outermost call of `on_measurement_begin`."""
         if self._clocks:
             self._depth -= 1
             if self._depth == 0:
@@ -83,9 +83,9 @@ class IntraOpThreads(StepObserver):
 
 
 class HookClock:
-    """Calls functions of the monitor for the training, and adds up their CPU time.
+    """Calls functions of the monitor from hooks and for the script, and adds up their CPU time.
 
-    Errors are caught, counted and logged.
+    Errors of these functions are caught, counted and logged.
     """
 
     def __init__(self, boundary: ErrorBoundary, *, on_cpu: bool) -> None:

@@ -35,7 +35,7 @@ class CurrentStep:
         self.is_numbered = False
         """True if the script has set the number of the open step, or that of the next step if none is open."""
         self.last_step: int | None = None
-        """Number of the step that was closed last; None before the first."""
+        """Number of the step that was closed last; None before the first step was closed."""
         self._next_values: list[Pending] = []
         self._next_events: list[Event] = []
 
@@ -59,11 +59,13 @@ class CurrentStep:
         return pending
 
     def log(self, values: Sequence[Pending], step: int | None) -> bool:
-        """Add values to the open, last or next step; return whether the open or next step gets the number `step`.
+        """Add logged values to the open, the last or the next step.
 
         If a step is open, it gets the values, and `step` becomes its number. If no step is open, and `step` is None or
         the number of the last step, the last step gets the values. Otherwise the next step gets the values, and `step`
         is its number.
+
+        Return whether this call has set the number of the open or of the next step.
         """
         if self.pending is not None:
             self.pending.pending += values

@@ -1,4 +1,4 @@
-"""Gradient hooks: on all parameters at a sampled step, otherwise on the few that are called in each backward pass."""
+"""Gradient hooks: at a sampled step on all parameters, at other steps only on those that reveal each backward pass."""
 
 from __future__ import annotations
 

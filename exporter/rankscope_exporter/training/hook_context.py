@@ -21,7 +21,11 @@ from rankscope_exporter.training.recorder import Recorder
 
 
 class GatedHook(Entry):
-    """A hook that torch calls at every step. It calls its function only while its gate is open, at sampled steps."""
+    """A hook that torch calls at every step.
+
+    It calls its function only while its gate is open. A gate is the object of a quantity, and is open at the steps at
+    which the quantity is measured.
+    """
 
     def __init__(self, call: Callable[..., None], gate: SamplingGate) -> None:
         super().__init__(call, on_compilation(self._compiles))
@@ -32,7 +36,7 @@ class GatedHook(Entry):
 
     @uncompiled
     def __call__(self, *args: Any) -> None:
-        """Call the function of the hook if the gate is open."""
+        """Call the function of the hook if the gate is open, which means that the quantity of the hook is measured."""
         # The first line, see `Entry`. Otherwise the graph would be compiled again when the gate opens or closes.
         if is_dynamo_compiling():
             if self._was_compiled is not None:
@@ -103,7 +107,7 @@ class HookContext:
         return any(module is chunk for chunk in self._monitored.framework.chunks)
 
     def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
-        """Return a hook that calls `function` while `gate` is open.
+        """Return a hook that calls `function` while `gate` is open, which means that a quantity is measured.
 
         The function runs without gradients, its errors are caught, and its CPU time is measured. `where` names the
         operation in error messages.
@@ -137,7 +141,7 @@ class HookContext:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Make all hooks inert inside the `with` block.
+        """Disable all hooks inside the `with` block.
 
         Used for computations of the monitor that are not part of the training.
         """

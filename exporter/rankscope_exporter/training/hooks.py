@@ -34,7 +34,7 @@ from rankscope_exporter.training.model_changes import REMEDY, ModelChanges, Repl
 from rankscope_exporter.training.recorder import Recorder
 
 _NO_BACKWARD: Final = -1
-"""The number that torch returns as the id of the current graph task if no backward pass runs."""
+"""The number that torch returns, while no backward pass runs, as the id of the current task of the autograd engine."""
 
 _COMPILED_UPDATE: Final = (
     "the optimizer's step runs inside compiled code, where no hook runs: the monitor detects the step at the next "
@@ -52,7 +52,8 @@ _COMPILED_BACKWARD: Final = (
 class Hooks(HookContext):
     """All functions of the monitor that the training calls through hooks.
 
-    Each call passes `base.tracing`, which ignores calls by tracers, and the error boundary, which catches errors.
+    Each call passes the functions of `base.tracing`, which ignore calls by tracers, and the error boundary, which
+    catches errors.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Hooks(HookContext):
         self.clock.start()
         self.keep(self._monitored.framework.on_forward(Entry(self._forward_begins)))
         self.keep(self._monitored.framework.on_forward_end(Entry(self._forward_ended)))
-        self._boundary.call("hooks of the framework", self._monitored.framework.install, self)
+        self._boundary.call("registering hooks of the framework", self._monitored.framework.install, self)
         active_quantities.install(self)
         self.keep(self._gradients)
         self._gradients.install(self._gradient_hook)
@@ -181,7 +182,9 @@ class Hooks(HookContext):
         self._events.on_gradients_ready()
         if self._current.is_sampled:
             self.clock.timed("reading local gradients", self._recorder.measure, Quantity.on_gradients_ready)
-        self._boundary.call("the end of backward", _when_backward_ends, Entry(self._backward_ended))
+        self._boundary.call(
+            "adding a callback at the end of backward", _when_backward_ends, Entry(self._backward_ended)
+        )
 
     def _backward_ended(self) -> None:
         self._events.on_backward_end()
@@ -206,7 +209,7 @@ class Hooks(HookContext):
         self._updated(optimizer, (), {})
         self.tell(
             f"the optimizer was replaced after attach(): the monitor now observes {type(optimizer).__name__}; "
-            f"state of kinds that the previous optimizer did not have is not measured: {REMEDY}"
+            f"optimizer state of kinds that the previous optimizer did not have is not measured: {REMEDY}"
         )
 
     def _update_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -94,7 +94,10 @@ class ModelChanges(StepObserver):
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """A module, its parent module, and its key in the parent. The references to both modules are weak."""
+    """A module, its parent module, and the name under which the parent module contains it.
+
+    The references to both modules are weak.
+    """
 
     holder: weakref.ref[nn.Module]
     key: str
@@ -102,9 +105,10 @@ class _Branch:
 
     @property
     def has_changed(self) -> bool:
-        """True if the parent module has another object under the key.
+        """True if the parent module now contains another object, or none, under the name that the module had.
 
-        False if the parent module was freed: then the branch of a module above it has changed.
+        False if the parent module itself was freed. The change is then detected at the module from which the parent
+        module, or a module above it, was removed.
         """
         holder, module = self.holder(), self.module()
         # The dictionary itself: `__getattr__` may be the user's.
@@ -112,7 +116,7 @@ class _Branch:
 
 
 def _tree(root: nn.Module) -> list[_Branch]:
-    """Return each module of the model below `root`, with its parent module and its key there."""
+    """Return each module of the model below `root`, with its parent module and its name in the parent module."""
     return [
         _Branch(weakref.ref(module), key, weakref.ref(child))
         for module in root.modules()
@@ -127,11 +131,12 @@ Optimizer = torch.optim.Optimizer
 class ReplacedOptimizers:
     """Detects optimizers that replace observed optimizers, by torch's global hooks on the steps of all optimizers.
 
-    `followed` is the list of observed optimizers. If an optimizer shares parameters with some of them, it replaces
-    these and takes their place in the list. `follow` is called with it after its first step.
+    `followed` is the list of observed optimizers. If another optimizer shares parameters with some of them, it replaces
+    these and takes their place in the list. `follow` is called with the new optimizer after its first step.
 
-    An optimizer that shares no parameter with observed optimizers replaces none. An optimizer that contains an observed
-    one, or is contained in one, replaces none either, because both step together.
+    An optimizer that shares no parameter with observed optimizers replaces none. Some optimizers contain another one:
+    the step of one calls the step of the other. If one of the two is observed, the other replaces none, because both
+    step together.
 
     After `load_state_dict(assign=True)`, for example, the model has other parameters. An optimizer of these parameters
     replaces the optimizers of the previous parameters. `in_model` returns the id() of each present parameter.
@@ -153,8 +158,8 @@ class ReplacedOptimizers:
 
     def install(self, keep: Callable[[Removable], None], guarded: Callable[..., Callable[..., None]]) -> None:
         """Register the hooks on all optimizers of the process."""
-        keep(register_optimizer_step_pre_hook(guarded("an optimizer's step", self._begins)))
-        keep(register_optimizer_step_post_hook(guarded("an optimizer's step", self._ended)))
+        keep(register_optimizer_step_pre_hook(guarded("a hook on optimizer steps", self._begins)))
+        keep(register_optimizer_step_post_hook(guarded("a hook on optimizer steps", self._ended)))
 
     def followed_begins(self, optimizer: Any) -> None:
         """Store that an observed optimizer begins a step. The optimizer need not be a subclass of torch's optimizer."""
@@ -204,13 +209,13 @@ class _Known:
     def parameters(self) -> set[int]:
         """The id() of each parameter of the optimizer.
 
-        If the script has deleted the optimizer, those of its last step.
+        If the script has deleted the optimizer, the parameters that it had at its last step.
         """
         optimizer = self.optimizer()
         return self._parameters if optimizer is None else _parameters(optimizer)
 
     def note(self) -> None:
-        """Update the stored parameters if their number has changed."""
+        """Update the stored parameters of the optimizer if their number has changed."""
         optimizer = self.optimizer()
         if optimizer is not None and self._count != (count := _count(optimizer.param_groups)):
             self._count, self._parameters = count, _parameters(optimizer)

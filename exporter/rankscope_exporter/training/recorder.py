@@ -112,7 +112,10 @@ class Recorder:
             return self._current.pending is not before
 
     def gradient_ready(self, index: int, holder: GradientSource) -> None:
-        """Handle the gradient that parameter `index` has accumulated in `holder`. Called at sampled steps only."""
+        """Handle the gradient of parameter `index` that autograd has accumulated and that `holder` provides.
+
+        Called at sampled steps only.
+        """
         pending = self._current.pending
         if pending is None or not pending.sampled:
             return
@@ -122,7 +125,7 @@ class Recorder:
         self._active_quantities.gradient_ready(index, holder)
 
     def measure(self, event: Callable[[Quantity, Table], None]) -> None:
-        """If the step is sampled, call the method with the name `event` of each quantity.
+        """If the step is sampled, call the method of each measured quantity that has the name of the function `event`.
 
         The observers are notified before and after the call.
         """
@@ -174,7 +177,10 @@ class Recorder:
                 self._current.pending.found_inf += take("found_inf", found_inf)
 
     def update_compiles(self) -> None:
-        """Handle the compilation of an optimizer step. The step begins after the compilation, and calls no hooks."""
+        """Handle the compilation of an optimizer step.
+
+        The compiled step runs after the compilation, and calls no hooks.
+        """
         with self._lock:
             self._unseen.expect()
             self._await_update()

@@ -29,10 +29,10 @@ class _Trace(NamedTuple):
 
 
 class UnseenUpdates:
-    """Detects optimizer steps by comparing the state of the optimizers with that at the last call of `look`.
+    """Detects optimizer steps without hook calls, from changes in the state of the optimizers since the last `look`.
 
-    No state is compared until an optimizer step is compiled. Used on the training thread only. A call costs about 0.1
-    µs per parameter.
+    No state is compared until an optimizer step is compiled. Used on the training thread only. A call of `look` costs
+    about 0.1 µs per parameter.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -107,7 +107,10 @@ class Ended:
 
 
 Cleared = Callable[[], bool]
-"""Returns whether the gradients of the last backward pass are deleted. It is called only if the result is needed."""
+"""Function that returns whether the gradients of the last backward pass were deleted.
+
+It is called only if the result is needed.
+"""
 
 
 class StepTracker:

@@ -313,7 +313,7 @@ def test_error_of_other_ranks_leaves_the_own_page(node, new_rank, monkeypatch):
 
     assert 200 == got.status
     assert 'rank="0"' in next(line for line in got.text.splitlines() if line.startswith("rankscope_run_info{"))
-    assert ["pages of the other ranks"] == [where for where, _ in rank.faults]
+    assert ["reading the pages of the other ranks"] == [where for where, _ in rank.faults]
 
 
 def test_failed_node_page_does_not_stop_the_server(node, new_rank, monkeypatch):

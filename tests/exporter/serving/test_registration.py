@@ -317,4 +317,4 @@ def test_rank_registers_if_orphan_recovery_cannot_start(new_rank, service, until
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     until(lambda: rank.channel.state.lease)
 
-    assert "spools of dead processes" in {where for where, _ in rank.faults}
+    assert "serving spools of dead processes" in {where for where, _ in rank.faults}

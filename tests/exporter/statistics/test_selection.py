@@ -132,7 +132,7 @@ def test_ops_without_a_valid_name_publish_norm_with_one_notice(reader, eventuall
 
     assert {"norm", "numel"} == {name for row in rows for name in OPS if row.numbers.get(name) is not None}
     assert 1 == len(notices)
-    assert notices[0].startswith("ops [] names no statistic, norm is published")
+    assert notices[0].startswith("ops [] contains no statistic, so norm is published")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_ops_without_a_valid_name_publish_norm_with_one_notice(reader, eventuall
     ],
 )
 def test_rule_without_its_ops_is_reported(rule: AnomalyRule, ops, missing):
-    expected = [f"rule {rule.name} reads {missing}, which ops does not publish"] if missing else []
+    expected = [f"rule {rule.name} reads {missing}, which the setting ops does not publish"] if missing else []
 
     assert expected == rule_notices([rule], {"param_after": chosen_ops(ops)})
 
@@ -169,7 +169,7 @@ def test_rule_ignores_unpublished_ops_except_nan_counts(reader, eventually):
 
     assert {("AnomalyNan", "1.bias", "nans")} <= {(e["rule"], e["tensor"], e["op"]) for e in events}
     assert {"AnomalyNan"} == {event["rule"] for event in events}
-    assert ["rule AnomalyTurbulence reads norm, which ops does not publish"] == notices
+    assert ["rule AnomalyTurbulence reads norm, which the setting ops does not publish"] == notices
 
 
 def test_switch_changes_ops_and_keeps_rows_hooks_and_baselines(reader, eventually):

@@ -104,15 +104,16 @@ MAX_BYTES: Final = 64 << 20
 _BYTES_PER_SCORE: Final = 5
 """Number of bytes of temporary memory per score, divided by the size of an element.
 
-The memory contains the score, its exponential, its share of queries and keys, and its hidden flag.
+For each score, the memory contains the score, its exponential, its share of the converted queries and of the converted
+keys, and the flag that hides its key.
 """
 
 _HIDDEN: Final = -1e30
 _LEAST: Final = -80.0
 """Smallest score relative to the maximum of its row.
 
-Its exponential, 2e-35, changes no sum. Without this limit, results of exp() would be 0, and such calls are ten times
-slower on a CPU.
+A smaller score is replaced by this value, because its exponential is at most 2e-35 and changes no sum. Without this
+limit, results of exp() would be 0, and such calls are ten times slower on a CPU.
 """
 _CERTAIN: Final = 1e-20
 """Entropies below this value are set to 0, because they come from rounding or from hidden keys."""
@@ -131,7 +132,7 @@ class Sizes:
 
 
 Chunk = tuple[slice, slice, slice]
-"""A part of one call: slices of batch elements, key heads and queries."""
+"""A part of the attention scores of one call: slices of batch elements, key heads and queries."""
 
 
 def chunks(sizes: Sizes, limit: int) -> Iterator[Chunk]:
@@ -202,9 +203,10 @@ def attention_sums(
 
 
 def _sums(scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    """Return the three sums as [3, key heads, groups], from scores [batch, key heads, groups, rows, keys].
+    """Return the sums of entropies, of largest weights and of queries as [3, key heads, groups].
 
-    The scores are overwritten.
+    `scores` is [batch, key heads, groups, rows, keys] and is overwritten. `hidden` is True where a key is hidden from a
+    query.
     """
     if hidden is not None:
         scores.masked_fill_(hidden, _HIDDEN)

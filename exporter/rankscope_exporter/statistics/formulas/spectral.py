@@ -104,7 +104,7 @@ def _largest_eigenvalues(diagonal: Float64s, off_diagonal: Float64s) -> Float64s
     """Return the largest eigenvalue of each symmetric tridiagonal matrix; 0 if it is negative.
 
     `diagonal` is [matrices, size], `off_diagonal` is [matrices, size - 1]. The relative error is a few units of the
-    last place. A number x is above all eigenvalues exactly if all pivots of T - x are negative (Sturm).
+    last place. A number x is above all eigenvalues of a matrix T exactly if all pivots of T - xI are negative (Sturm).
     """
     magnitude = np.pad(np.abs(off_diagonal), ((0, 0), (1, 1)))
     low: Float64s = diagonal.max(1).clip(min=0)  # no eigenvalue on the diagonal is above the largest one
@@ -163,10 +163,7 @@ def _start(matrix: _Matrix, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Matrix:
-    """A batch of weights as tall matrices, in blocks of rows.
-
-    A block is converted to the working dtype when it is used.
-    """
+    """One weight as a tall matrix W, in blocks of rows. A block is converted to the working dtype when it is used."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         weight = weight.detach()
@@ -179,7 +176,7 @@ class _Matrix:
         self._blocks = [tall] if whole else torch.split(tall, max(1, _BLOCK // self.size))
 
     def gram(self, vector: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """Return (factor · W)ᵀ (factor · W) · vector."""
+        """Return (factor · W)ᵀ (factor · W) · vector for the matrix W of this weight."""
         parts = []
         for block in self._blocks:
             rows = block.to(self._dtype)
