@@ -27,9 +27,10 @@ READ_SHARE: Final = 0.02
 
 _MAX_TEXT: Final = 300
 _MAX_LOGGED: Final = 100
-"""Maximum number of logged faults that are remembered.
+"""Maximum number of logged faults that are remembered so that each of them is logged only once.
 
-A limit is needed because the texts of faults can contain changing numbers.
+At this number, the service forgets all of them. A limit is needed because the texts of faults can contain changing
+numbers.
 """
 
 
@@ -108,10 +109,10 @@ class BackgroundFaults:
 class Job:
     """A function that `run_jobs` calls repeatedly.
 
-    `interval` is the number of seconds from the end of one call to the start of the next call. If `interval` is a
-    callable, it is called whenever a job ends or the loop is woken up. A coroutine function runs as a separate task, so
-    that other jobs do not wait for it. The coroutine may run until it is cancelled. Its `interval` is then the pause
-    after a fault before the function is called again.
+    `interval` is the number of seconds from the end of one call to the start of the next call, or a callable that
+    returns this number. The callable is called again whenever a job ends or the loop is woken up. If `function` is a
+    coroutine function, it runs as a separate task, so that other jobs do not wait for it. Such a task may run until it
+    is cancelled; `interval` is then the pause after a fault before the function is called again.
     """
 
     name: str
@@ -165,8 +166,9 @@ async def run_jobs(
 class ReadBudget:
     """Schedules repeated reads of the store so that they take at most `READ_SHARE` of the time of one CPU core.
 
-    The pause after a read is at least `interval_seconds`. The pause grows by one interval with each successful read, up
-    to `max_intervals` intervals. A failed read is retried after one interval.
+    The time from the start of a read to the start of the next read is at least the duration of the read divided by
+    `READ_SHARE`. It is also at least n times `interval_seconds`: n is 1 after the first successful read and increases
+    by 1 with each further one, up to `max_intervals`. After a failed read, n is 1 once.
     """
 
     def __init__(self, interval_seconds: float, *, clock: Callable[[], float], max_intervals: int = 1) -> None:

@@ -129,9 +129,10 @@ class ServiceSection(_Section):
     @model_validator(mode="before")
     @classmethod
     def _read_token(cls, section: Any) -> Any:
-        """Read the file `token_file` and return the section with its content as `token`.
+        """Return `section` with the content of the file `token_file` as `token`.
 
-        Raises ValueError if both keys are set or the file cannot be read.
+        A section without `token_file` is returned unchanged. Raises ValueError if `token` and `token_file` are both
+        set, or if the file cannot be read.
         """
         if not isinstance(section, dict) or not isinstance(section.get("token_file"), str):
             return section
@@ -157,7 +158,7 @@ class ServiceSection(_Section):
 
     @property
     def web(self) -> WebConfig | None:
-        """Return the parsed `web_config` file, or None if the key is not set."""
+        """Return the parsed web configuration file that `web_config` names, or None if this key is not set."""
         return None if self.web_config is None else read_service_web_config(Path(self.web_config))
 
     @model_validator(mode="after")
@@ -289,7 +290,10 @@ class StaticTarget(_Section):
 
 
 class RemoteReadSection(_Section):
-    """Configuration section [remote_read]: limits of a remote-read response, and the external labels of Prometheus."""
+    """Configuration section [remote_read]: limits of a remote-read response, and Prometheus' external labels.
+
+    Prometheus adds its external labels to each remote-read query; they must be repeated in this section.
+    """
 
     max_series: Annotated[int, Field(gt=0)] = 20_000
     max_samples: Annotated[int, Field(gt=0)] = 5_000_000
@@ -299,7 +303,9 @@ class RemoteReadSection(_Section):
     @classmethod
     def _check_labels(cls, labels: dict[str, str]) -> dict[str, str]:
         if taken := sorted({"run", "rank", "job", "instance"} & labels.keys()):
-            raise ValueError(f"{', '.join(taken)} is a label of the series and cannot be an external label: remove it")
+            raise ValueError(
+                f"{', '.join(taken)}: series of the service have this label, so it cannot be external: remove it"
+            )
         return labels
 
 

@@ -69,7 +69,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _resolve_paths(document: dict[str, Any], base: Path) -> None:
-    """Make the relative paths in `document` relative to `base`.
+    """Resolve the relative paths in `document`, the parsed TOML file, against the folder `base`.
 
     Values of a wrong type are not changed; the validation rejects them.
     """
@@ -141,9 +141,10 @@ def _is_secret(key: str) -> bool:
 
 
 def _allowed(location: tuple[int | str, ...]) -> str:
-    """Return a text with the keys that are allowed at `location`.
+    """Return the keys that are allowed in a section with an unknown key, as part of the error text.
 
-    The text also contains the allowed key that is most similar to the unknown key.
+    `location` is the path of the unknown key in the configuration. If one of the allowed keys is similar to the unknown
+    key, the text proposes it.
     """
     model: type[BaseModel] = ServiceConfig
     for part in location[:-1]:

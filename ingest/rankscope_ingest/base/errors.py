@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class IngestError(Exception):
-    """Base class of all errors that the service raises intentionally. The text describes the fix."""
+    """Base class of all errors that the service raises intentionally. The text of an error describes how to fix it."""
 
 
 class ConfigError(IngestError):

@@ -27,9 +27,10 @@ KEPT_BYTES: Final = 256 << 20
 
 TRIM_SECONDS: Final = 600.0
 MUCH_BYTES: Final = 32 << 20
-"""Growth of the memory in bytes from which a maintenance task is considered large.
+"""Growth of the memory of the process, in bytes, from which a maintenance task counts as large.
 
-Merging files exceeds this growth; checking whether maintenance is due never does.
+After a large task, the service returns free memory to the system. Merging files exceeds this growth; checking whether
+maintenance is due never does.
 """
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # options of glibc's mallopt
@@ -78,7 +79,7 @@ def trim() -> None:
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes, or 0 on a system without /proc.
 
-    If the result is 0, `trim` does nothing.
+    On such a system, no growth is measured, so maintenance tasks do not cause a call of `trim`.
     """
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]

@@ -95,7 +95,7 @@ def unpacked(body: bytes, max_bytes: int) -> bytes:
     if size > max_bytes:
         raise DecodeError(f"the uncompressed request has {size} bytes; the limit is {max_bytes} bytes")
     if size > _MAX_COMPRESSION * (len(body) - place):
-        raise DecodeError(f"not a snappy block: {len(body)} bytes cannot contain {size} bytes")
+        raise DecodeError(f"not a snappy block: {len(body)} compressed bytes cannot contain {size} uncompressed bytes")
     try:
         data: bytes = pa.Codec(_SNAPPY).decompress(body, decompressed_size=size, asbytes=True)
     except (pa.ArrowInvalid, OSError) as error:

@@ -39,7 +39,10 @@ def coded_schema(dataset: str) -> pa.Schema:
 
 @functools.cache
 def samples_schema() -> pa.Schema:
-    """Return the schema of scraped samples: the columns of `samples` that a scrape fills, dictionary-encoded."""
+    """Return the Arrow schema of scraped samples, with each text column dictionary-encoded.
+
+    It has those columns of the dataset `samples` that a scrape fills.
+    """
     names = ("run", "ts", "ts_origin", "target", "metric", "labels", "value")
     return pa.schema([coded_schema("samples").field(name) for name in names])
 

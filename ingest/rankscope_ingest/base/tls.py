@@ -35,8 +35,8 @@ def read_service_web_config(path: Path) -> WebConfig:
     config = read_web_config(path, yaml.safe_load)
     if config.users:
         raise WebConfigError(
-            f"web_config {path}: basic_auth_users is not supported: ranks and readers send a token (token, "
-            "token_file), Prometheus by `authorization`"
+            f"web_config {path}: basic_auth_users is not supported: remove it and set token or "
+            "token_file; ranks, readers and Prometheus (by its setting `authorization`) send this token"
         )
     return config
 

@@ -47,9 +47,9 @@ Without it, a model that was never synchronised would cause one event for each o
 _COLUMNS: Final = ("run", "attempt", "rank", "step", "replicas", "kind", "tensor", "vpp_stage", "hash")
 
 Name = tuple[str, str, int | None]
-"""Kind, tensor name and virtual pipeline stage of a replicated tensor."""
+"""The kind, the tensor name and the virtual pipeline stage that together identify a replicated tensor."""
 GroupKey = tuple[AttemptKey, str]
-"""Key of an attempt, and the ranks of a replica group as text such as `0-3`."""
+"""The attempt key and the ranks of the group (text such as `0-3`) that together identify a replica group."""
 RanksByHash = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -112,7 +112,7 @@ class Diverged(ReplicatedTensor):
 
 @dataclass(slots=True)
 class DivergenceChanges:
-    """Result of one check: tensors that differ, and tensors that are equal again.
+    """Result of one check of the replicas: tensors that differ between replicas, and tensors that are equal again.
 
     `opened` contains the attempts that had no reported divergence before this check.
     """
@@ -162,7 +162,7 @@ class _Step:
             self.differs_since = now
 
     def differences(self) -> Iterator[tuple[Name, RanksByHash]]:
-        """Yield the name of each tensor that differs, with the ranks that have each hash."""
+        """Yield the name of each tensor that differs between ranks, and its hashes with the ranks that have them."""
         for name in dict.fromkeys(name for content in self.contents.values() for name in content):
             found: dict[int, list[int]] = defaultdict(list)
             for digest, ranks in self.members.items():
@@ -315,9 +315,9 @@ def _columns(item: ReplicatedTensor) -> Row:
 
 
 def divergence_symptom(found: Sequence[Diverged]) -> Symptom:
-    """Return one symptom that summarises the diverged tensors `found` of one attempt.
+    """Return one symptom (the input of the incident detection) for all diverged tensors `found` of one attempt.
 
-    `found` must be in causal order: the first tensor names the symptom.
+    `found` must be in causal order, because the symptom has the rank, step, kind and name of the first tensor.
     """
     first = found[0]
     run, attempt = first.attempt_key

@@ -100,9 +100,10 @@ class History:
         return [(attempt.run, attempt.launch_id, attempt.number) for attempt in self.attempts if attempt.launch_id]
 
     def restore(self, runs: RunTracker, incidents: IncidentTracker) -> None:
-        """Add the attempts to `runs` and the incidents to `incidents`.
+        """Add the attempts of this history to `runs` and its incidents to `incidents`.
 
-        Active attempts and open incidents continue; ended ones are added as past.
+        Active attempts and open incidents continue, as does a failed attempt if its failure was not announced. All
+        other attempts and incidents are only remembered as past ones.
         """
         for attempt in self.attempts:
             if not attempt.has_ended:
@@ -153,7 +154,10 @@ def read_history(store: Connection, now: float) -> History:
 
 
 def _given_up(store: Connection) -> dict[str, GivenUp]:
-    """Return the records of dead processes that were counted as lost and have not arrived since, by incarnation id."""
+    """Return the number of records of each dead process that were counted as lost and have not arrived since.
+
+    The key is the incarnation id of the process. The result also contains the last sequence number of these records.
+    """
     found: dict[str, GivenUp] = {}
     for row in store.query(_GIVEN_UP).to_pylist():
         details = parse_details(row["details"])

@@ -64,9 +64,9 @@ class IncidentTracker:
         self._announced_at: dict[str, deque[float]] = defaultdict(deque)
 
     def observe(self, symptom: Symptom, now: float) -> Incident | None:
-        """Add a symptom to the incident to which it belongs.
+        """Add a symptom (the first anomaly of a rank at a step) to the incident to which it belongs.
 
-        If there is none, open an incident with this symptom and return it; otherwise return None.
+        If it belongs to no incident, open an incident with this symptom and return the incident; otherwise return None.
         """
         key = symptom.run, symptom.attempt
         incidents = self._open[key]
@@ -189,9 +189,9 @@ def _all_passed(live: Mapping[int, int | None], step: int | None) -> bool:
 
 
 CLEAR_SECONDS: Final = CLOCKS_DIFFER_MICROSECONDS / 1e6
-"""Time in seconds after the detection of a failure.
+"""Minimum time in seconds between the detection of a failure and a later sign of life of another rank.
 
-A rank that is still alive after this time did not fail together with the first failed rank.
+After this time, the sign of life proves that the other rank did not fail together with the first failed rank.
 """
 
 
@@ -199,7 +199,7 @@ class FailureAlerts:
     """Decides when the failure of an attempt is announced. Each failure is announced once."""
 
     def __init__(self, announced: Iterable[str], *, wait_seconds: float) -> None:
-        """Restore the keys of failures that an earlier service has `announced`.
+        """Restore `announced`, the keys of the failures that an earlier service has announced.
 
         An announcement waits at most `wait_seconds` for reports of ranks that may have failed earlier or at the same
         time.

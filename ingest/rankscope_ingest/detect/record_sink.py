@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class RecordSink:
-    """Updates the state in `monitor` with polled records and with the results of polls."""
+    """Updates the state of the run monitor `monitor` with polled records and with the results of polls."""
 
     def __init__(self, monitor: RunMonitor) -> None:
         self._monitor = monitor
@@ -45,7 +45,11 @@ class RecordSink:
         return self._monitor.batcher.is_full
 
     def on_answer(self, target: Target) -> None:
-        """Record a successful poll of a target. If a draining rank has uncommitted records, request an early flush."""
+        """Record a successful poll of a target.
+
+        A rank is draining while its process waits, before it exits, until its last records are committed. If a draining
+        rank has uncommitted records, request an early flush.
+        """
         target.liveness.note_sign(self._monitor.clock())
         target.gone_at = None
         if not target.is_dead:
@@ -61,9 +65,10 @@ class RecordSink:
         log.info("poll failed: %s", error, extra={"target": target.name, "reason": error.reason})
 
     def on_drained(self, target: Target) -> None:
-        """Stop polling a rank, or the spool of a dead process, that has no uncommitted records left.
+        """Stop polling a rank, or the spool of a dead process, because all of its records are read and committed.
 
-        Record that the process has ended.
+        Record that the process has ended. Published records that the spool of a dead process does not contain are
+        counted as lost.
         """
         now = self._monitor.clock()
         target.leave(now)
@@ -71,7 +76,9 @@ class RecordSink:
             self._monitor.runs.closed(target.attempt_key, target.registration.rank, target.incarnation)
             return
         drain_orphan(self._monitor.runs, target, now, self._monitor.wall())
-        for row in self._monitor.losses.of_unread(target, "the process died, and its spool does not have them"):
+        for row in self._monitor.losses.of_unread(
+            target, "the process died, and its spool does not contain these records"
+        ):
             self._monitor.add_event(row)
 
     def on_replaced(self, target: Target, incarnation: str) -> None:
@@ -88,9 +95,10 @@ class RecordSink:
     def on_body(
         self, target: Target, body: ValidBody, plans: Mapping[str, PlanColumns], *, size: int, inflated: int
     ) -> None:
-        """Add the rows of one poll response to the batch, advance the cursor, and evaluate events, hashes and steps.
+        """Add the rows of one poll response to the batch, and evaluate its events, tensor hashes and steps.
 
-        `size` is the number of bytes received, `inflated` the number of bytes after decompression.
+        The read position of the target advances to the last record of the response. `size` is the number of bytes
+        received, `inflated` the number of bytes after decompression.
         """
         monitor = self._monitor
         now, key, rank = monitor.clock(), target.attempt_key, target.registration.rank

@@ -117,7 +117,10 @@ class RunMonitor:
         return Stamp(self.wall(), self.ordinals(1))
 
     def meter(self, key: AttemptKey) -> RunMeter:
-        """Return the progress counters of an attempt. The counters are created at the first call for the attempt."""
+        """Return the counters of the progress of an attempt, such as stored rows, lost records and speed.
+
+        The counters are created at the first call for the attempt.
+        """
         return self._meters.setdefault(key, RunMeter())
 
     def add_event(self, row: Row) -> None:
@@ -147,7 +150,7 @@ class RunMonitor:
         return accepted
 
     def committed(self, batch: PendingBatch, rows: Mapping[str, int], seconds: float) -> list[Target]:
-        """Record a commit of `batch`; return the draining ranks that wait for the commit.
+        """Record a commit of `batch`; return the ranks that wait for the commit of their last records before they exit.
 
         `rows` contains the number of rows by dataset, `seconds` the duration of the commit.
         """
@@ -163,7 +166,7 @@ class RunMonitor:
         return waiting
 
     def progress(self) -> tuple[RunProgress, ...]:
-        """Return, for each run, the progress of the latest attempt."""
+        """Return, for each run, the progress of the latest attempt, such as its state, step and loss."""
         targets: dict[AttemptKey, list[Target]] = defaultdict(list)
         for target in self.registry.targets:
             targets[target.attempt_key].append(target)
@@ -267,7 +270,7 @@ class RunMonitor:
     def _abandon(self, target: Target, now: float) -> None:
         """Stop polling a dead rank. Published records of the rank that were not polled are counted as lost."""
         target.leave(now)
-        for row in self.losses.of_unread(target, "the process vanished before they were polled"):
+        for row in self.losses.of_unread(target, "the process vanished before the service polled these records"):
             self.add_event(row)
 
     def _write_state(self, attempt: Attempt) -> None:

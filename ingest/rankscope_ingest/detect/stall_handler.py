@@ -50,7 +50,10 @@ def parse_stacks_request(body: bytes) -> tuple[str, list[int] | None]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         good = False
     if not good:
-        raise RegistrationError(400, 'send a JSON object such as {"run": "…", "ranks": [0, 1]}; no ranks: all')
+        raise RegistrationError(
+            400,
+            'send a JSON object such as {"run": "…", "ranks": [0, 1]}; without "ranks", all ranks are asked for stacks',
+        )
     return run, ranks
 
 

@@ -30,9 +30,10 @@ A rank cannot send stacks while C code holds the lock of the interpreter.
 """
 
 QUIET_SECONDS: Final = 2.0
-"""Time in seconds between the last report of a rank and the notification about a stall.
+"""Time in seconds without a further report of a rank that must pass before the notification about a stall is sent.
 
-The notification waits because ranks with a flight recorder send the flight record shortly after the stacks.
+A report is a stack dump, a flight record or a hang event. The notification waits because ranks with a flight recorder
+send the flight record shortly after the stacks. `WAIT_SECONDS` limits the waiting.
 """
 
 _TYPES: Final = pa.array([EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD])
@@ -84,7 +85,7 @@ class StallActions:
 
 
 class StallTracker:
-    """Latest reports of all ranks, and stalls of all attempts."""
+    """The latest stacks, flight records and hang events of all ranks, and the stalls of all attempts."""
 
     def __init__(self, open_stalls: Iterable[Incident] = ()) -> None:
         """Create the tracker.

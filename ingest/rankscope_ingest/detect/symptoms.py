@@ -32,9 +32,9 @@ def parse_details(text: str | None) -> dict[str, Any]:
 
 
 def exit_report(details: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the reason and the error message in the JSON `details` of an exit event.
+    """Return the reason and the error message in `details`, the parsed JSON details of an exit event.
 
-    A missing reason is returned as an empty string.
+    A missing reason is returned as an empty string, a missing error message as None.
     """
     reason, error = details.get("reason"), details.get("error")
     return str(reason or ""), None if error is None else str(error)
@@ -55,7 +55,10 @@ def exit_reports(events: pa.Table | None) -> list[tuple[str, str | None, int | N
 
 
 def symptoms(events: pa.Table | None) -> list[Symptom]:
-    """Return one symptom for each step in `events`, ordered by step. All events are from one rank."""
+    """Return one symptom for each step with anomalies in `events`, ordered by step. All events are from one rank.
+
+    A symptom is the causally first anomaly of a step, together with the number of anomalies of the step.
+    """
     if events is None:
         return []
     anomalies = events.filter(pc.equal(events["type"], EventType.ANOMALY))
@@ -105,9 +108,10 @@ def _symptom(row: dict[str, Any], level: int, count: int) -> Symptom:
 
 
 def _causal_columns(events: pa.Table) -> list[npt.NDArray[Any]]:
-    """Return arrays by which `events` can be sorted in causal order, the most significant one first.
+    """Return arrays by which `events` can be sorted in causal order.
 
-    The arrays contain the elements of the sort key `causal_key`.
+    The arrays contain the elements of the sort key `causal_key`, one value per event; the most significant element is
+    first.
     """
     stages = _by_word(events["kind"], causal_stage)
     sign = np.where(stages < CAUSAL_STAGE["act_grad_in"], 1, -1)

@@ -63,7 +63,7 @@ class Columns:
         counts = [whole(row["step"]) or 0 for row in rows]
         if len(rows) < _FEWEST_ROWS or any(later <= earlier for earlier, later in pairwise(counts)):
             return NOT_MINE
-        return Detection(0.7 * share, f"{len(rows)} rows of an increasing integer and another number")
+        return Detection(0.7 * share, f"{len(rows)} sampled rows consist of an increasing integer and another number")
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per row of the table, then an object with facts about the run."""
@@ -81,7 +81,11 @@ class Columns:
                     return ()
             row = row_of(text, layout) if torn is None or faults.read_bytes < torn else None
             if row is None:
-                faults.add(number, f"not a row of {len(layout.names)} columns, or no line end: {shown(line)}")
+                faults.add(
+                    number,
+                    f"the line does not have {len(layout.names)} columns with a step and another number, "
+                    f"or it has no line end: {shown(line)}",
+                )
                 return ()
             return (row,)
 

@@ -57,7 +57,7 @@ class Kind(enum.StrEnum):
 
 
 Line = tuple[Kind, Mapping[str, Any] | None]
-"""The kind of a line, and the object on it; None if the line contains no object."""
+"""The kind of a line, and the object on the line; the object is None if the line contains no object."""
 
 
 class JsonLines:
@@ -68,8 +68,8 @@ class JsonLines:
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that each line of the file contains an object.
 
-        The confidence is about the share of lines that contain one. The lines are sampled from the beginning, the
-        middle and the end of the file.
+        The confidence increases with the share of lines that contain an object. The lines are sampled from the
+        beginning, the middle and the end of the file.
         """
         if path.is_dir():
             return NOT_MINE
@@ -111,7 +111,7 @@ class JsonLines:
 
 
 def parse_line(line: bytes) -> Line:
-    """Return the kind of `line` and the object on it; None without an object."""
+    """Return the kind of `line` and the object on it; the object is None if the line contains no object."""
     text = line.strip()
     if not text:
         return Kind.BLANK, None
@@ -126,7 +126,8 @@ def parse_line(line: bytes) -> Line:
 def _object_in_text(text: str) -> Line:
     """Return the kind of a log line that is not JSON as a whole, and the dictionary that is printed in it.
 
-    The dictionary is None if the line has none. If a progress bar has overwritten the line, it is the last one.
+    The dictionary is None if the line contains none. If a progress bar has printed several states on the line,
+    separated by carriage returns, the dictionary of the last state is returned.
     """
     begin, end = text.find("{", text.rfind("\r{") + 1), text.rfind("}") + 1
     if begin < 0 or end <= begin:
@@ -198,7 +199,8 @@ def _value(node: ast.expr) -> Any:
 def _items(keys: Sequence[ast.expr | None], values: Sequence[ast.expr]) -> dict[str, Any]:
     """Return the dictionary with these keys and values, which are nodes of a Python syntax tree.
 
-    If the dictionary contains a number, values of unsupported types are returned as text.
+    If the dictionary contains a number, values of unsupported types are returned as text. If it contains no number, a
+    value of an unsupported type raises _NotAValueError.
     """
     items: dict[str, Any] = {}
     unknown: dict[str, str] = {}

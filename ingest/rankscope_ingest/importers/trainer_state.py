@@ -71,15 +71,15 @@ class TrainerState:
             return Detection(0.9, f"an archive with {STATE_FILE}") if _is_archive(path) else NOT_MINE
         text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
         if text.startswith(b"{") and b'"log_history"' in head:
-            return Detection(0.98, 'a JSON object with "log_history"')
+            return Detection(0.98, 'the file is a JSON object with the key "log_history"')
         if text.startswith(b"{") and path.name == STATE_FILE:
             return Detection(0.9, f"the name {STATE_FILE}")
         if text.startswith(b"[") and _begins_with_entry(head):
-            return Detection(0.85, "a JSON list of logged entries")
+            return Detection(0.85, "the file is a JSON list of logged entries")
         return NOT_MINE
 
     def identity(self, path: Path) -> str | None:
-        """Return a text derived from the first entry of the history; None without an entry.
+        """Return a text that identifies the run, derived from the first entry of the history; None without an entry.
 
         Each checkpoint rewrites the file, but the first entry remains the same.
         """
@@ -172,7 +172,9 @@ class _Reading:
                 yield entry
         except Cut:
             self._cut.append(state.label)
-            self._faults.add(window.line_here, f"{state.label} ends inside a value, after {count:,} whole entries")
+            self._faults.add(
+                window.line_here, f"{state.label} is truncated: it ends inside a value, after {count:,} whole entries"
+            )
         self._entries = max(self._entries, count)
 
 
@@ -214,11 +216,11 @@ def _items(window: JsonWindow, faults: Faults) -> Iterator[Mapping[str, Any]]:
             if isinstance(entry, dict):
                 yield entry
             else:
-                faults.add(window.line_here, "an entry that is not a JSON object")
+                faults.add(window.line_here, "an entry is not a JSON object and is skipped")
             if window.peek() != "]":
                 window.take(",")
         except Malformed as error:
-            faults.add(window.line_here, f"an entry with invalid JSON: {error}")
+            faults.add(window.line_here, f"an entry is not valid JSON and is skipped: {error}")
             window.resume_at(_NEXT_ENTRY)
     window.take("]")
 
@@ -335,7 +337,7 @@ class _Branch:
 
 
 class _Follower:
-    """Compares the entries of one file with the branches of the earlier files."""
+    """Compares the entries of one `trainer_state.json` with the histories (branches) of the run's earlier files."""
 
     def __init__(self, branches: list[_Branch], *, is_last: bool) -> None:
         self.has_branched = False

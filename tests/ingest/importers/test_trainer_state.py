@@ -221,7 +221,7 @@ def test_entries_without_numbers_are_kept(logs):
     """Every entry is a record; an entry with text only is a note."""
     logs.import_log(logs.write("trainer_state.json", state([{"step": 1, "note": "warm-up"}, *steps(2)])))
 
-    assert [(1, "a record without numbers"), (2, None)] == [
+    assert [(1, "the record contains no number: its content is in details"), (2, None)] == [
         (row["step"], row["message"])
         for row in logs.query(
             "SELECT step, message FROM events WHERE type = 'note' UNION ALL SELECT step, NULL FROM scalars "

@@ -192,9 +192,9 @@ def in_unit(alias: Alias, unit: str) -> Alias:
 
 
 def under_own_name(name: str) -> Alias:
-    """Return `name` unchanged as the stored name, with the unit and the factor that `canonical` returns for it.
+    """Return `name` as the stored name, with the unit and factor of the known quantity that `name` usually means.
 
-    Use this function if a log uses `name` for another quantity than usual.
+    Use this function if a log uses `name` for another quantity, for which the usual stored name would be wrong.
     """
     return replace(canonical(name), name=printable(name))
 

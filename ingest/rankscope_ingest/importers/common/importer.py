@@ -39,7 +39,7 @@ class Detection:
     because: str
 
 
-NOT_MINE: Final = Detection(0.0, "nothing of this format in it")
+NOT_MINE: Final = Detection(0.0, "the log contains nothing in this format")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ class KnownByContent(Protocol):
 
 
 class BlockBuilder:
-    """A block that is being filled: the scalars and events of the records of one source, in the order of the log.
+    """Collects the scalars and events of the records of one source, in the order of the log, for a block of columns.
 
     Storing records as columns takes a tenth of the time of storing single records.
     """

@@ -17,7 +17,10 @@ from rankscope_ingest.importers.common.aliases import Alias, canonical, under_ow
 
 
 class Role(enum.Enum):
-    """The use of a key's value in the record, such as step, rank or time. VALUE means an ordinary value."""
+    """The part of a record to which the value of a log key belongs, such as step, rank or time.
+
+    VALUE means that the value is an ordinary one, such as a number that is stored as a scalar.
+    """
 
     VALUE = enum.auto()
     STEP = enum.auto()
@@ -59,7 +62,7 @@ _ROLES: Final = {
 
 @functools.lru_cache(maxsize=4096)
 def role_of(key: str) -> Role:
-    """Return the use of the value of the log key `key`, for example step, rank or time.
+    """Return the part of a record (step, rank, time and others) to which the value of the log key `key` belongs.
 
     Upper and lower case count as equal.
     """
@@ -109,7 +112,7 @@ _SAME_IN_EVALUATION: Final = {"epoch", "learning_rate"}
 _RUNTIME: Final = "_runtime"
 
 Named = tuple[Alias, str | None]
-"""An alias, and the labels (JSON) of the scalars that are stored under it.
+"""The stored name and unit of a quantity (an alias), and the labels (JSON) of the scalars that have this name.
 
 The labels contain the name and the unit in the log.
 """
@@ -231,7 +234,7 @@ class Shapes:
     def of(self, document: Mapping[str, Any], version: int) -> Shape | None:
         """Return the shape of `document`, or None if it is not in the cache.
 
-        `version` is the version of the stored names.
+        `version` is the version of the stored names. If it has changed since the last call, the cache is emptied first.
         """
         if version != self._version:
             self._known.clear()

@@ -1,6 +1,7 @@
 """Read the lines of text logs in bounded memory, reject files that are not text, and convert lines to blocks.
 
-Each importer parses its own lines; `objects` converts the objects that an importer finds in them.
+Each importer parses its own lines and returns the objects on them. The module `objects` converts these objects to
+records.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def read_chunks(file: IO[bytes], path: Path, faults: Faults, size: int, *, check
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Convert an OSError of the `with` block to an IngestError that contains the path and the reason."""
+    """Return a context manager that converts an OSError in its body to an IngestError with the path and the reason."""
     try:
         yield
     except OSError as error:

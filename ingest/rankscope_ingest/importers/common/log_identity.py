@@ -153,8 +153,8 @@ def marks(path: Path, size: int) -> tuple[tuple[int, str], ...]:
 def has_equal_beginning(path: Path, known: Sequence[tuple[int, str]]) -> bool:
     """Return whether the file at `path` begins like an imported log.
 
-    `known` has pairs of a size and a digest of that many bytes of the imported log. The largest size that the file has
-    is compared.
+    `known` has pairs of a size and a digest of that many bytes of the imported log, by ascending size. Only one pair is
+    compared: the one with the largest size that does not exceed the size of the file.
     """
     with readable(path):
         size = path.stat().st_size

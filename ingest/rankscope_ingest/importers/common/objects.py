@@ -123,9 +123,10 @@ class StepStreams:
     """Derives the attempt of each record of a log that does not contain attempts.
 
     A step below the previous step begins a new stream of steps, and each stream is one attempt. An exception is a step
-    that another stream with a recent record expects as its next one. A restart is therefore a new attempt from its
-    first step on, and alternating lines of two processes that write one file are two attempts. A repeated step belongs
-    to the same attempt; both records are stored, in the order of the log. Each rank is counted separately.
+    that continues another stream: that stream has a recent record, and its last step plus its usual interval is this
+    step. A restart is therefore a new attempt from its first step on, and alternating lines of two processes that write
+    one file are two attempts. A repeated step belongs to the same attempt; both records are stored, in the order of the
+    log. Each rank is counted separately.
     """
 
     def __init__(self) -> None:
@@ -198,7 +199,10 @@ class ObjectReader:
         self._shapes = Shapes()
 
     def add(self, document: Mapping[str, Any], builder: BlockBuilder, *, attempt: int | None = None) -> None:
-        """Add `document` as one record to `builder`. If `attempt` is None, the attempt is derived from the steps."""
+        """Add the logged object `document` as one record to `builder`.
+
+        If `attempt` is None, the attempt is derived from the steps of the log.
+        """
         shape = self._shapes.of(document, self._names.version)
         if shape is not None and all(map(is_plain_number, document.values())):
             self._add_plain(shape, tuple(document.values()), builder, attempt)
@@ -231,7 +235,12 @@ class ObjectReader:
             self._add_event(record.event, document, builder)
         added = self._add_numbers(record, builder)
         if not added and record.event is None:
-            builder.event(EventType.NOTE, Severity.INFO, "a record without numbers", json_text(document))
+            builder.event(
+                EventType.NOTE,
+                Severity.INFO,
+                "the record contains no number: its content is in details",
+                json_text(document),
+            )
         is_special = _UTILISATION in {named[0].name for _, named in added} or _LAST_ENTRY in document
         if len(record.steps) == 1 and not is_special:
             self._shapes.learn(document, record.steps[0][1], added)
@@ -239,7 +248,8 @@ class ObjectReader:
     def run(self, facts: Mapping[str, Any], **sections: Any) -> ImportedRun:
         """Return the facts about the run that the log contains.
 
-        `facts` are facts about the import. `facts` and `sections` are stored in the `config` of the run.
+        `facts` are facts about the import, such as the number of lines; `sections` are further values by name. Both are
+        stored in the `config` of the run.
         """
         absent = {key: count for key, count in self.keys.items() if count}
         about = {**facts, "keys": sorted(self.keys), "null_values": absent}
@@ -305,10 +315,10 @@ class ObjectReader:
         return False
 
     def _step(self, record: _Record) -> int | None:
-        """Return the step of `record`, or None.
+        """Return the step of `record`, or None if it has no step.
 
-        If several keys contain a step, the values of the others are added to the numbers of the record. The planned
-        number of steps is stored as a fact about the run.
+        If several keys contain a step, only the first of them in the order of STEP_KEYS is used; the values of the
+        others are added to the numbers of the record. The planned number of steps is stored as a fact about the run.
         """
         record.steps.sort()
         for _, key, value in record.steps[1:]:

@@ -161,7 +161,10 @@ def _firing_events(table: pa.Table, op: str, firings: Sequence[tuple[int, Anomal
 
 
 def _events(rows: pa.Table, rule: AnomalyRule, columns: Mapping[str, Any]) -> pa.Table:
-    """Return one anomaly event per row of `rows`, with the values in `columns`; other event columns are null."""
+    """Return one anomaly event of `rule` per row of `rows`, with the values in `columns`.
+
+    Run, attempt, rank, step and time are those of the row. Event columns without a value are null.
+    """
     count = rows.num_rows
     given = {name: rows.column(name) for name in _PLACE} | dict(columns)
     same = {"type": EventType.ANOMALY.value, "severity": str(rule.severity), "rule": rule.name}

@@ -144,7 +144,10 @@ class Numbering:
         self.records = 0
 
     def rows(self, records: Sequence[ImportedRecord]) -> dict[str, pa.Table]:
-        """Return the rows of `records` as tables by dataset, and increase the number of the next record accordingly."""
+        """Return the rows of `records` as tables by dataset.
+
+        Each record gets the next sequence number of the source; the next call continues after the last one.
+        """
         rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         arrived = time.time_ns() // 1000
         for seq, record in enumerate(records, self.records):
@@ -159,7 +162,7 @@ class Numbering:
     def block(self, block: ImportedBlock) -> dict[str, pa.Table]:
         """Return the tables of `block` with all columns of their datasets.
 
-        Increase the number of the next record accordingly.
+        Each record gets the next sequence number of the source; the next call continues after the last one.
         """
         arrived = time.time_ns() // 1000
         tables = {name: self._full(name, table, arrived) for name, table in block.tables.items() if table.num_rows}
@@ -243,7 +246,7 @@ class _Intake:
             yield self._batch()
 
     def note(self, faults: Faults) -> KnownImport:
-        """Return the facts about this import that the next import of the same log needs."""
+        """Return the facts about this import that the import event stores for the next import of the same log."""
         return KnownImport(
             incarnation=self.source.incarnation,
             path=str(self.path.absolute()),
@@ -295,7 +298,10 @@ class _Intake:
         return row | {name: value for name, value in self.facts.items() if is_last or name in shared}
 
     def _tables(self, item: list[ImportedRecord] | ImportedBlock) -> dict[str, pa.Table]:
-        """Return the rows of `item` as tables by dataset, with anomaly events, without rows that are already stored."""
+        """Return the rows of `item`, a list of records or a block, as tables by dataset, with anomaly events.
+
+        If all rows of `item` are already stored, the result is empty.
+        """
         numbering = self._numbering(item.source if isinstance(item, ImportedBlock) else item[0].source)
         tables = numbering.block(item) if isinstance(item, ImportedBlock) else numbering.rows(item)
         watermark = self.appender.watermark(numbering.incarnation)

@@ -83,7 +83,11 @@ class MegatronText:
             return Detection(0.95, f"{rows} of its first lines are rows `iteration N/ M | …`")
         if path.is_dir() or not (_ARGUMENTS.search(head) or b"megatron" in head.lower()):
             return NOT_MINE
-        return Detection(0.9, "rows `iteration N/ M | …` after a long preamble") if _has_row(path) else NOT_MINE
+        return (
+            Detection(0.9, "the file contains rows `iteration N/ M | …`, but not at its beginning")
+            if _has_row(path)
+            else NOT_MINE
+        )
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one block of records per chunk of the log (8 MiB), then the facts about the run."""
@@ -140,8 +144,8 @@ def _has_row(path: Path) -> bool:
 class _Found:
     """The rows and the companion lines (validations, timers and others) of one chunk of a Megatron log.
 
-    `groups` and `timers` are lines that were parsed as columns. `rows` and `companions` were parsed one by one; each
-    has its place in the log.
+    `groups` and `timers` are lines that were parsed as columns. `rows` and `companions` were parsed one by one; each of
+    them is paired with its place in the log, by which all records are sorted.
     """
 
     groups: list[Group]
@@ -294,8 +298,8 @@ class _Reading:
         """Return whether a row of a Megatron log is complete, as far as this can be derived from the log.
 
         A complete row ends with a bar (`|`), except in dialects that print no bar at the end. The last line of a log
-        may be incomplete even with a bar at its end. Such a line counts as complete if earlier rows end with the same
-        key.
+        may be incomplete even with a bar at its end. Such a line counts as complete only if its last key is one with
+        which earlier rows end, or one that is known as the last key of Megatron's rows.
         """
         if not row.parts or is_cut(row.keys, self._whole_keys):
             return False

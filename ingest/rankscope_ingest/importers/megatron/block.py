@@ -127,9 +127,10 @@ class Chunk:
 
     @classmethod
     def of(cls, positions: Integers, *, steps: Integers, ranks: Integers, times: Integers, attempts: Integers) -> Chunk:
-        """Return a chunk of records with these values, sorted by `positions`.
+        """Return a chunk of records with these steps, ranks, times and attempts.
 
-        `positions` has the index that each record must have.
+        Each argument has one value per record, in any order. `positions` has the index that each record gets in the
+        chunk.
         """
         order = np.argsort(positions)
         return cls(steps[order], ranks[order], times[order], attempts[order])
@@ -244,7 +245,7 @@ def _group_losses(group: Group) -> Numbers:
 
 
 def _row_loss(row: Row) -> float:
-    """Return the training loss of a row; NaN if it is NaN or absent."""
+    """Return the training loss of a row, or NaN if the row has no loss or its loss is NaN."""
     main = main_loss(row.keys)
     text = next((text for key, text in row.parts if key == main), "")
     return next((value for _, is_average, value, _ in values(LOSS, text) if not is_average), np.nan)

@@ -178,7 +178,7 @@ class Lines:
         return bool(ends.all()) and not matching(self.chosen(rows), _MAY_CLOSE).any()
 
     def chosen(self, numbers: Integers) -> pa.Array:
-        """Return the lines with these numbers, counted from 0 in the chunk."""
+        """Return the lines with the numbers `numbers`, counted from 0 in the chunk."""
         return self.lines if len(numbers) == len(self) else self.lines.take(pa.array(numbers))
 
     def others(self) -> int:

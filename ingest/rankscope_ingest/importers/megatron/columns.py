@@ -179,10 +179,10 @@ def _read_alike(lines: pa.Array, numbers: Integers, shape: Shape) -> tuple[list[
 
 
 def _take_alike(table: _Pieces, numbers: Integers, shape: Shape, groups: list[Alike]) -> Integers:
-    """Add up to three groups of lines with equal keys to `groups`.
+    """Add up to three groups of lines with equal keys, taken from `table`, to `groups`.
 
-    Return the numbers of the lines that are in none of these groups. The keys of a group are those of the first
-    remaining line.
+    Return the numbers of the lines that are in none of these groups. The keys of a group are those of the first line
+    that is in no earlier group.
     """
     left: list[Integers] = []
     for _ in range(_TEMPLATES):
@@ -239,9 +239,9 @@ class _Pieces:
 
 
 def _read_like_first(table: _Pieces, numbers: Integers, shape: Shape) -> tuple[Alike | None, Flags]:
-    """Return the lines with the same keys as the first line, and a boolean array that marks them.
+    """Return the lines of `table` with the same keys as its first line, and a boolean array that marks these lines.
 
-    Return None instead of the lines if there are no such lines.
+    Return None instead of the lines if the first line cannot be parsed as columns, or if no line fits.
     """
     nothing = np.zeros(len(numbers), np.bool_)
     first = table.first()
@@ -291,9 +291,10 @@ def _keys(first: list[str], shape: Shape) -> tuple[str, ...] | None:
 
 
 def _numbers(piece: pa.Array, start: int, key: str, sample: str) -> tuple[list[Column], Flags]:
-    """Return the columns of one key, and a boolean array that marks the valid values.
+    """Return the numbers of one key as columns, and a boolean array that marks the lines with valid numbers.
 
-    The values follow a prefix of `start` bytes. Values of the form `current/average` give two columns.
+    `piece` has the text of the key and the value for each line; the value begins after `start` bytes. Values of the
+    form `current/average` give two columns.
     """
     # Without a stop, binary_slice of pyarrow 26 computes a wrong buffer size.
     text = pc.ascii_trim_whitespace(pc.binary_slice(piece, start, _NO_STOP).view(pa.string()))
@@ -313,7 +314,7 @@ def _numbers(piece: pa.Array, start: int, key: str, sample: str) -> tuple[list[C
 
 
 def _floats(text: pa.Array) -> tuple[Numbers, Flags]:
-    """Return the texts as numbers, and a boolean array that marks the texts that are numbers."""
+    """Return the numbers in the array `text`, and a boolean array that marks the elements that are numbers."""
     try:
         return _numpy(pc.cast(text, pa.float64())), np.ones(len(text), np.bool_)
     except pa.ArrowInvalid:
@@ -392,7 +393,10 @@ class Printers:
 
 
 def _repeat_steps(tasks: Integers, steps: Integers) -> bool | None:
-    """Return whether several tasks print the same steps; None as long as only one task has printed."""
+    """Return whether several srun tasks print the same step; None if fewer than two tasks have printed rows.
+
+    `tasks` and `steps` have one value per row.
+    """
     known = tasks != NO_NUMBER
     if len(np.unique(tasks[known])) < 2:
         return None

@@ -127,7 +127,10 @@ class Companions:
     _timer: str = ""
 
     def read(self, line: str) -> tuple[list[Companion], bool]:
-        """Return the scalars and events of a line, and whether the line was printed by Megatron or is an error."""
+        """Return the scalars and events of a line, and whether the line is known.
+
+        A line is known if it has the form of a line that Megatron prints, or if it reports an error.
+        """
         text = line.strip()
         label = _LABELS.match(text)
         bare = text[label.end() :] if label and "[Rank" not in label[0] else text

@@ -198,10 +198,10 @@ def _is_odd(key: str, text: str) -> bool:
 
 
 def values(key: str, text: str) -> list[tuple[str, bool, float, str | None]]:
-    """Return (key, is an average, value, unit) for each number in the value `text` of `key`.
+    """Return (key, whether it is an average, number, unit) for each number in `text`, the value of `key`.
 
-    A value is a single number, two numbers `current/average`, or one number per name in the key. An example of the
-    latter is `hip mem usage/free/total: 144.89GB/47.10GB/191.98GB`.
+    `text` contains a single number, two numbers `current/average`, or one number per name in the key. An example of the
+    last form is `hip mem usage/free/total: 144.89GB/47.10GB/191.98GB`.
     """
     single = number(text)
     if single is not None:
@@ -234,7 +234,7 @@ def _with_unit(text: str) -> tuple[float, str | None] | None:
 
 @functools.lru_cache(maxsize=65_536)
 def printer(labels: str) -> Printer:
-    """Return the process that the prefixes before a row identify.
+    """Return the process that printed a row, as the prefixes before the row identify it.
 
     Examples of prefixes are `node-1: [default7]:`, `[node-1:7]:` and `3:`.
     """
@@ -323,9 +323,9 @@ def main_loss(keys: tuple[str, ...]) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def may_be_cut(keys: tuple[str, ...]) -> bool:
-    """Return whether a row may be truncated.
+    """Return whether a row with the keys `keys` may be truncated.
 
-    This is possible if it has neither a loss nor a key that Megatron prints after the loss.
+    This is possible if the row has neither a loss nor a key that Megatron prints after the loss.
     """
     return main_loss(keys) is None and _AFTER_LOSS.isdisjoint(map(fold, keys))
 

@@ -39,9 +39,9 @@ class Msprobe:
             if pattern.match(head):
                 return Detection(confidence, because)
         if b'"tag_name"' in head and b'"call_id"' in head:
-            return Detection(0.98, "anomaly records of msprobe")
+            return Detection(0.98, "the file contains anomaly records of msprobe")
         if b'"config"' in head and b'"input"' in head and b"size=(" in head:
-            return Detection(0.9, "a model structure that msprobe printed")
+            return Detection(0.9, "the file contains a model structure that msprobe printed")
         return NOT_MINE
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
@@ -79,7 +79,7 @@ def _detect_folder(found: Found) -> Detection:
 def _read_folder(folder: Folder, faults: Faults, attempt: int) -> Generator[Imported, None, int]:
     """Yield the records in the msprobe files of one rank.
 
-    Return how often the steps are repeated, for the family of files with the most repetitions.
+    Return how often the files of a family (such as `actv`) repeat their steps: the largest number over all families.
     """
     repeats = 0
     for family, files in folder.families.items():
@@ -108,9 +108,10 @@ def _run(found: Found) -> ImportedRun:
 
 
 def _started(folder: Folder) -> dt.datetime | None:
-    """Return the time of the launch, which is in the name of its first folder, without a year.
+    """Return the start time of a launch, or None if its year cannot be derived.
 
-    The year is derived from the modification times of the files in the folder. Return None if it cannot be derived.
+    The name of the first folder of the launch contains the time without the year. The year is derived from the
+    modification times of the files in that folder.
     """
     named = folder.named.time if folder.named else None
     files = [path for listed in folder.families.values() for _, path in listed]

@@ -115,7 +115,7 @@ def _parse(header: Sequence[str], lines: Sequence[bytes], numbers: Sequence[int]
         good = [_LINE.fullmatch(line) is not None for line in lines]
         for number, line, is_good in zip(numbers, lines, good, strict=True):
             if not is_good:
-                report(number, f"not a line of a CSV file: {shown(line)}")
+                report(number, f"the line is not valid CSV: {shown(line)}")
         lines, numbers = list(itertools.compress(lines, good)), list(itertools.compress(numbers, good))
         parsed = _parsed(header, lines)
     if parsed is None:
@@ -124,7 +124,10 @@ def _parse(header: Sequence[str], lines: Sequence[bytes], numbers: Sequence[int]
         return Cells({name: pa.array([], pa.string()) for name in header}, np.array([], np.int64))
     table, misfits = parsed
     for row in misfits:
-        report(numbers[row.number - 1], f"{row.actual_columns} fields, but the header has {row.expected_columns}")
+        report(
+            numbers[row.number - 1],
+            f"the line has {row.actual_columns} fields, but the header has {row.expected_columns}",
+        )
     columns = {
         name: column.chunk(0) if column.num_chunks == 1 else pa.array([], pa.string())
         for name, column in zip(table.column_names, table.columns, strict=True)
@@ -190,7 +193,7 @@ def _is_whole(header: Sequence[str], line: bytes) -> bool:
 
 
 class Passes:
-    """Counts the passes of one file: a file that repeats its steps has several passes.
+    """Counts the passes of one file: if a file repeats its steps, each repetition is another pass.
 
     A pass begins where the first row of a step occurs again. Batches of rows must be passed in the order of the file.
     """

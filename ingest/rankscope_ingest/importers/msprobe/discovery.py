@@ -172,7 +172,7 @@ class Named:
 
     @property
     def module(self) -> str | None:
-        """The module to which a tensor belongs: that of an input or output, or the owner of a parameter.
+        """The module that has the input or output, or that owns the parameter, to which a row belongs.
 
         The value is None for a row about a call of a module.
         """

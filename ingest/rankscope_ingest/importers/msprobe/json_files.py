@@ -61,7 +61,7 @@ def read_structure(path: Path, faults: Faults, *, rank: int | None, source: str)
     """Yield one record per module that the file `module_struct.json` at `path` describes."""
     for line, name, described in _members(path, faults):
         if not isinstance(described, dict):
-            faults.add(line, f"{path.name}: {name[:80]!r} does not describe a module")
+            faults.add(line, f"{path.name}: the entry {name[:80]!r} does not describe a module")
             continue
         row = {"inputs": _tensors(described.get("input")), "outputs": _tensors(described.get("output"))}
         yield _module_record(name, row, rank=rank, attempt=0, source=source)
@@ -112,7 +112,7 @@ def read_anomalies(path: Path, faults: Faults, *, attempt: int, source: str) -> 
     for line, key, entry in _members(path, faults):
         step = whole(entry.get("step")) if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or step is None:
-            faults.add(line, f"{path.name}: {key[:80]!r} is not an anomaly record of msprobe")
+            faults.add(line, f"{path.name}: the entry {key[:80]!r} is not an anomaly record of msprobe")
             continue
         yield _anomaly_record(entry, step, attempt=attempt, source=source)
 

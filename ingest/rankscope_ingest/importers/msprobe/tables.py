@@ -56,7 +56,7 @@ Tables = dict[str, pa.Table]
 
 
 class FamilyReader:
-    """Converts the files of one family of one rank, which must be passed in the order of their steps.
+    """Converts the files of one family (such as `actv`) of one rank. Files must be passed in the order of their steps.
 
     `repeats` is the largest number of times that a file repeats its steps. Each repetition is stored as another
     attempt, so the attempt numbers of the next launch must be higher than those of all repetitions.
@@ -82,7 +82,7 @@ class FamilyReader:
 
         header = read_header(path)
         if missing := [name for name in CSV_KEYS if name not in header]:
-            report(1, f"no column {', '.join(missing)}: not a file of msprobe's monitor")
+            report(1, f"the file has no column {', '.join(missing)}: it is not a file of msprobe's monitor")
             return
         if self._family != OTHER and self._family not in FEATURES and not is_tensor_family(self._family):
             report(1, f"msprobe has no file family {self._family!r}: the file is skipped")
@@ -106,12 +106,15 @@ class FamilyReader:
         named = [parse_name(self._family, name) for name in rows.names]
         known = np.array([found is not None for found in named], np.bool_)[rows.codes]
         for line, code in zip(rows.lines[~known].tolist(), rows.codes[~known].tolist(), strict=True):
-            report(line, f"{rows.names[code]!r} names neither an input nor an output")
+            report(line, f"the row name {rows.names[code]!r} names neither an input nor an output")
         tables = self._features if self._family in FEATURES else self._statistics
         return tables(rows.keep(known), [found or Named("", "") for found in named], attempt)
 
     def _statistics(self, rows: Rows, named: Sequence[Named], attempt: int) -> Tables:
-        """Return the tables `tensor_stats` and `tensors`. Each tensor is described once, with its first shape."""
+        """Return the tables `tensor_stats` and `tensors` for `rows`.
+
+        `tensor_stats` has the statistics. `tensors` describes each tensor once, with its first shape.
+        """
         shapes = Shapes.of(rows.texts.get("shape"), len(rows))
         present, statistics = statistics_of(rows.numbers, shapes, has_shape="shape" in rows.texts)
         columns = {
@@ -137,7 +140,7 @@ class FamilyReader:
         return tables
 
     def _features(self, rows: Rows, named: Sequence[Named], attempt: int) -> Tables:
-        """Return the table `features`, with one row for each row and each value column of the file.
+        """Return the table `features`, with one row for each value column of each row of the file.
 
         NaN is stored as a value, because msprobe writes only rows that it has computed.
         """
@@ -156,9 +159,10 @@ class FamilyReader:
         return {"features": parts[0]} if parts else {}
 
     def _directions(self, rows: Rows, attempt: int, report: Report) -> Tables:
-        """Return the table `features` with a number that measures how well gradient and momentum agree in direction.
+        """Return the table `features` with the agreement of gradient and momentum in direction, one number per row.
 
-        Files of the family `other` contain this number in each column.
+        Files of the family `other` repeat this number in each statistics column. A row of which the columns differ is
+        reported and not stored.
         """
         values = [rows.numbers[op] for op in _EQUAL_COLUMNS if op in rows.numbers]
         if not values:
@@ -206,7 +210,7 @@ def _descriptions(
     columns: Mapping[str, pa.Array],
     dtypes: pa.Array | None,
 ) -> pa.Table:
-    """Return a table with one row of `tensors` for each (row number, name, shape) in `chosen`."""
+    """Return a table with one row of the dataset `tensors` for each (row number, name, shape) in `chosen`."""
     schema = table_schema("tensors")
     own = {
         "shape": [shape for _, _, shape in chosen],
@@ -269,9 +273,10 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
 
 
 def statistics_of(given: Mapping[str, Floats], shapes: Shapes, *, has_shape: bool) -> tuple[Mask, dict[str, pa.Array]]:
-    """Return a boolean array that marks the rows whose tensor was present, and their columns of `tensor_stats`.
+    """Return a boolean array that marks the rows of which the tensor was present, and columns of `tensor_stats`.
 
-    `given` has the collected statistics as arrays; `has_shape` states whether the file has a column of shapes.
+    The columns have a value for every row. `given` has the collected statistics as arrays; `has_shape` states whether
+    the file has a column of shapes.
     """
     known = {op: values for op, values in given.items() if op in OPS}
     values = [known[op] for op in VALUE_OPS if op in known]

@@ -164,7 +164,7 @@ def _fill(pivot: Pivot, path: Path, faults: Faults) -> None:
             continue
         if ended:
             ended = False
-            faults.add(number, f"text after {_END}; it is read nevertheless")
+            faults.add(number, f"the file continues after the end mark {_END}; the rest is imported too")
         try:
             series, rest = split_series(line)
             value, ts = parse_value(rest)
@@ -196,7 +196,9 @@ def _blocks(dataset: str, batches: Iterable[pa.RecordBatch]) -> Iterator[Importe
 def _facts(pivot: Pivot, runs: list[str]) -> ImportedRun:
     if len(runs) > 1:
         some = ", ".join(runs[:5])
-        return ImportedRun(reason=f"contains metrics of {len(runs)} runs ({some}): stored as samples, not separated")
+        return ImportedRun(
+            reason=f"the file contains metrics of {len(runs)} runs ({some}): they are stored as samples, not separated"
+        )
     planned = pivot.greatest(catalogue.STEPS_PLANNED.name)
     worlds = [_world_size(labels) for labels in pivot.label_sets(catalogue.RUN_INFO.name)]
     return ImportedRun(
@@ -245,9 +247,9 @@ class Pivot:
             yield cls(connection, folder)
 
     def series(self, text: str, meaning: Meaning) -> int:
-        """Store the meaning of the series with the text `text`, and return the id of the series.
+        """Store the role and the column values of the series with the text `text`; return the id of the series.
 
-        The id is derived from the text, so it is the same in every file.
+        The id is derived from the text of the series, so it is the same in every file.
         """
         digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
         number = int.from_bytes(digest, "little")
@@ -284,7 +286,7 @@ class Pivot:
         return [run for (run,) in rows]
 
     def greatest(self, metric: str) -> float | None:
-        """Return the highest finite value of a metric that is stored as samples; None without a value."""
+        """Return the highest finite value of a metric that is stored as samples; None if it has no finite value."""
         query = "SELECT max(value) FROM samples JOIN series USING (id) WHERE metric = ? AND isfinite(value)"
         rows = self._duckdb.execute(query, [metric]).fetchall()
         return None if rows[0][0] is None else float(rows[0][0])
@@ -344,10 +346,10 @@ class Pivot:
         )
 
     def _placed(self, values: str) -> str:
-        """Return a query that adds step and attempt to the rows of the query `values`.
+        """Return a query that adds the step and the attempt to the rows of the query `values`.
 
-        In an export of a store, a row gets the step and attempt that have the same time as the row. In other files, it
-        gets the latest step and attempt up to the time of the row.
+        In a file that was exported from a Rankscope store, a row gets the step and attempt that have the same time as
+        the row. In other files, it gets the latest step and attempt up to the time of the row.
         """
         join, at = ("LEFT", "=") if self.is_export else ("ASOF LEFT", ">=")
         return _PLACED.format(values=values, join=join, at=at)

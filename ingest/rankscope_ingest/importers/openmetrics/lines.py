@@ -60,7 +60,7 @@ def split_series(line: str) -> tuple[str, str]:
     blank = min((place for place in (line.find(" "), line.find("\t")) if place >= 0), default=-1)
     if brace < 0 or 0 <= blank < brace:
         if blank < 0:
-            raise LineError("no value after the metric name")
+            raise LineError("the line has no value after the metric name")
         return line[:blank], line[blank:]
     end = _end_of_labels(line, brace)
     return line[:end], line[end:]
@@ -167,7 +167,7 @@ def _end_of_labels(line: str, brace: int) -> int:
         elif character == "}" and not quoted:
             return position + 1
         position += 1
-    raise LineError("no closing brace after the labels")
+    raise LineError("the labels have no closing brace")
 
 
 class Role(enum.StrEnum):

@@ -50,9 +50,9 @@ class TensorBoard:
         if path.is_dir():
             return _detect_folder(path)
         if _VERSION_MARK in head[:64]:
-            return Detection(1.0, "its first record names the version of an event file")
+            return Detection(1.0, "the first record of the file has the version of the event file format")
         if MARK in path.name and head[4:8] == bytes(4):
-            return Detection(0.8, f"{MARK} in its name, and the length of a record at the beginning")
+            return Detection(0.8, f"the file name contains {MARK}, and the file begins with the length of a record")
         return NOT_MINE
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
@@ -99,8 +99,8 @@ def _detect_folder(path: Path) -> Detection:
         return NOT_MINE
     found = f"{events} event file{'s' if events > 1 else ''}"
     if not others:
-        return Detection(0.95, f"{found} and nothing else in it")
-    return Detection(0.4, f"{found} in it, among other files")
+        return Detection(0.95, f"the folder contains {found} and no other file")
+    return Detection(0.4, f"the folder contains {found} and other files")
 
 
 def _walk(path: Path) -> Iterator[Path]:
@@ -130,10 +130,10 @@ def _place(folder: Path) -> Place:
 
 
 def _labels(relative: Path) -> dict[str, str]:
-    """Return the value of the label `folder` from the names of the file's folders.
+    """Return the label `folder` for the files in the folder `relative`, to distinguish `train/` from `validation/`.
 
-    The label distinguishes, for example, `train/` from `validation/`. Folder names for ranks and attempts are left out,
-    because rank and attempt are columns. If there are no other folder names, the result is empty.
+    The value of the label consists of the folder names, without those for ranks and attempts, because rank and attempt
+    are columns. If no other folder name remains, the result is empty.
     """
     parts = [part for part in relative.parts if not _FOLDER_RANK.fullmatch(part)]
     return {"folder": "/".join(parts)} if parts else {}

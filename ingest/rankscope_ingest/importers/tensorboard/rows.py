@@ -203,7 +203,7 @@ class EventRows:
                 self._add_foreign_statistic(row, series, number)
 
     def _place(self, row: Row, tag: bytes, series: _Series) -> bool:
-        """Set the attempt of `row`, and complete the previous step.
+        """Set the attempt of `row`. If the row begins another step, store the tensor statistics of the previous step.
 
         Return True if the x-axis of the tag is the step, and False if it is a number of samples or tokens.
         """
