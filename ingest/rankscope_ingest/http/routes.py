@@ -1,7 +1,7 @@
 """HTTP routes of the service.
 
-They serve the registration of ranks, requests to poll a rank immediately, stacks, remote read and write, discovery for
-Prometheus, the status page, the JSON API, health and metrics.
+They serve the registration of ranks, requests to poll a rank immediately, Python stacks of ranks, remote read and
+remote write, service discovery for Prometheus, the status page, the JSON API, the health page and the metrics page.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rankscope_ingest.targets.registry import parse_registration
 
 _JOB: Final = "rankscope"
 _PREFERENCE: Final = {Health.UP: 0, Health.DRAINING: 1, Health.PENDING: 2, Health.FAILING: 3}
-"""Preference of ranks that share the page of a node; a lower number is better.
+"""Order of health states: of the ranks that share a metrics page, one with the lowest number here is chosen.
 
 A rank that responds to the service probably also responds to Prometheus.
 """
@@ -73,9 +73,10 @@ def _has_page(target: Target) -> bool:
 
 
 def _page_ranks(groups: Iterable[list[Target]]) -> list[Target]:
-    """Return one rank of each group of ranks that share a page.
+    """Return one rank of each group of ranks that share a metrics page.
 
-    A group whose ranks all fail is left out if another group has a rank that does not fail.
+    A failing rank is a rank of which the last poll failed. A group that has only failing ranks is left out if another
+    group has a rank that is not failing.
     """
     best = [min(group, key=lambda target: (_PREFERENCE[target.health], target.registration.rank)) for group in groups]
     alive = [target for target in best if target.health is not Health.FAILING]
@@ -176,9 +177,13 @@ class _Routes:
         try:
             incarnation = json.loads(await request.read())["incarnation"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise RegistrationError(400, 'a poke must be a JSON object such as {"incarnation": "…"}') from error
+            raise RegistrationError(
+                400, 'a poke (a request to poll a rank now) must be a JSON object such as {"incarnation": "…"}'
+            ) from error
         if not self._backend.poke(str(incarnation)):
-            raise RegistrationError(404, f"no process {incarnation!r} is registered: register first")
+            raise RegistrationError(
+                404, f"no process with incarnation {incarnation!r} is registered: register the process first"
+            )
         return web.Response(status=204)
 
     async def stacks(self, request: web.Request) -> web.Response:
@@ -195,7 +200,9 @@ class _Routes:
     async def discovery(self, request: web.Request) -> web.Response:
         found = {"rank": per_rank, "node": per_node}.get(request.query.get("per", "rank"))
         if found is None:
-            raise RegistrationError(400, "per must be rank or node; /sd?per=node lists one page per host")
+            raise RegistrationError(
+                400, "the query parameter per must be rank or node; /sd?per=node lists one page per host"
+            )
         return _json(found(self._backend.targets()))
 
     async def page(self, _: web.Request) -> web.Response:
@@ -261,7 +268,11 @@ async def _errors_as_text(request: web.Request, handler: Handler) -> web.StreamR
     except web.RequestPayloadError:
         return _refusal(request, 400, "the body does not have the format of its Content-Encoding, or it is truncated")
     except web.HTTPRequestEntityTooLarge:
-        return _refusal(request, 413, f"the request exceeds {MAX_REQUEST_BYTES} bytes; send less configuration")
+        return _refusal(
+            request,
+            413,
+            f"the request exceeds {MAX_REQUEST_BYTES} bytes; send a smaller body, for example less run configuration",
+        )
 
 
 def _refusal(request: web.Request, status: int, text: str) -> web.Response:

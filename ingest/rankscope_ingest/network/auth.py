@@ -40,7 +40,9 @@ def token_guard(token: str | None) -> Any:
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         if token is not None and request.path != HEALTH_PATH and not _has_token(request, token):
-            raise RegistrationError(401, "send Authorization: Bearer <token> with the [service] token")
+            raise RegistrationError(
+                401, "no valid token: send the header Authorization: Bearer <token> with the [service] token"
+            )
         answer = await handler(request)
         answer.headers.setdefault("Cross-Origin-Resource-Policy", "same-origin")
         answer.headers.setdefault("X-Content-Type-Options", "nosniff")
@@ -108,7 +110,9 @@ def refuse_web_pages(is_own_name: OwnName | None) -> Any:
         if is_own_name is not None and request.path != HEALTH_PATH:
             _check_host(request.headers.get("Host", ""), is_own_name)
         if request.method == "POST" and request.content_type not in _SAFE_TYPES:
-            raise RegistrationError(415, "send the body as JSON, with Content-Type: application/json")
+            raise RegistrationError(
+                415, "this Content-Type is not accepted: send the body as JSON, with Content-Type: application/json"
+            )
         return await handler(request)
 
     return guard
@@ -123,7 +127,7 @@ def _check_host(header: str, is_own_name: OwnName) -> None:
         raise RegistrationError(
             421,
             f"{host[:200]!r} is not a known name of this service, which has no token: use its address, add the name to"
-            " [service] allowed_hosts, or set a token on both sides",
+            " [service] allowed_hosts, or set the same token for the service and its clients",
         )
 
 

@@ -149,7 +149,7 @@ def _fetch_error(error: Exception, url: str) -> FetchError | None:
         case aiohttp.ClientConnectorError(os_error=ConnectionRefusedError()):
             return FetchError("refused", f"connection refused: {url}")
         case aiohttp.ClientPayloadError():
-            return FetchError("cut", f"{url}: the connection was closed in the middle of a body")
+            return FetchError("cut", f"{url}: the connection was closed in the middle of the response body")
         case aiohttp.ServerDisconnectedError() if url.startswith("https:"):
             return FetchError("tls", f"{url}: {HUNG_UP}")
         case aiohttp.ClientError() | OSError() | ValueError():

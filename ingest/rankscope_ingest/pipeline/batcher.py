@@ -20,7 +20,7 @@ from rankscope_ingest.record_channel.validate import ValidBody
 from rankscope_ingest.scrape.sample_table import Grid, Scrape
 
 SAMPLES_A_ROW: Final = 3
-"""Number of samples of exporters that count as one row for the decision to flush.
+"""Number of samples of exporters that together count as one row in the decision whether a batch is full.
 
 The number is high because larger flushes are cheaper: each flush stores the names of all series again. If a flush
 contains five scrapes, a sample costs one third less than in a flush of three scrapes.
@@ -133,9 +133,10 @@ class FlushClock:
         return "age" if now - self._opened_at >= self.flush_after_seconds else None
 
     def rest_seconds(self, now: float) -> float:
-        """Return the seconds until the current batch is due because of its age; infinity without a batch.
+        """Return the seconds until the current batch is due because of its age.
 
-        If a flush was requested, return the time until the next check.
+        The result is infinity without a batch, and 0 if the batch is full. If a flush was requested, the result is the
+        time after which the caller must check again whether the batch is due.
         """
         if self._opened_at is None:
             return math.inf
@@ -180,7 +181,7 @@ class FlushClock:
             self._notify()
 
     def _taken(self) -> None:
-        """Count the collected rows as rows of a batch that is being committed.
+        """Count the rows of the current batch as rows that are being committed.
 
         Rows that are added later start another batch.
         """
@@ -201,7 +202,7 @@ class Batcher(FlushClock):
     _watermarks: dict[str, int] = field(default_factory=dict)
 
     def add_body(self, body: ValidBody, now: float) -> None:
-        """Add a poll response. Its last seq becomes the watermark of its incarnation with the commit."""
+        """Add a poll response. When it is committed, its last seq becomes the watermark of the process that sent it."""
         self._bodies.append(body)
         self._rows += body.rows
         self.add({}, now, watermarks={body.context.incarnation: body.last})

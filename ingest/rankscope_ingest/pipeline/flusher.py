@@ -1,9 +1,9 @@
 """Commit batches one at a time in a thread, and retry a failed batch.
 
 A commit that failed for the service may nevertheless be complete in the store. The store detects this when the same
-batch is appended again. A failed batch is therefore never merged with later rows: rows without a seq would be stored
-twice. Rows that the store rejects as invalid would be rejected at every retry. They are moved to quarantine, and all
-other rows are stored (see `quarantine`).
+batch is appended again. A failed batch is therefore never merged with later rows: in a merged batch, rows without a
+sequence number (seq) would be stored twice. Rows that the store rejects as invalid would be rejected at every retry.
+They are moved to quarantine, and all other rows are stored (see `quarantine`).
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ class Flusher:
 def _tables(pending: PendingBatch) -> dict[str, pa.Table]:
     """Build the tables of a batch.
 
-    Raises BatchError if the batch cannot be decoded, because a retry would fail again with the same input.
+    Raises BatchError if the batch cannot be decoded. The caller must not retry this batch unchanged, because decoding
+    would fail again.
     """
     try:
         return pending.tables()

@@ -1,9 +1,10 @@
 """Schedule maintenance of the store while the service flushes batches.
 
-Compaction runs after a number of commits; vacuum and retention run at intervals. All jobs run one after another in one
-thread, and need no lock that a flush holds. The thread has a lower priority, so that maintenance does not delay the
-receiving of records on a busy machine. Compaction uses hundreds of megabytes, which are returned to the system after
-each job. After a job that used little memory, no memory is returned, because the next flush would request it again.
+Compaction runs after a number of commits and also at an interval; vacuum and retention run only at intervals. All jobs
+run one after another in one thread, and need no lock that a flush holds. The thread has a lower priority, so that
+maintenance does not delay the receiving of records on a busy machine. Compaction uses hundreds of megabytes, which are
+returned to the system after each job. After a job that used little memory, no memory is returned, because the next
+flush would request it again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ A higher value is not used, because the thread sometimes holds the GIL, for whic
 """
 
 Retain = Callable[[], RetentionReport]
-"""Callable that deletes expired rows in one commit, and returns a report with the number of commits that remain."""
+"""Callable that deletes expired rows in one commit, and reports how many commits for other expired rows remain."""
 
 
 class MaintenanceSchedule:

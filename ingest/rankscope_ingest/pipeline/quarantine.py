@@ -83,11 +83,11 @@ class Quarantine:
 
 
 def parts(batch: PendingBatch) -> list[PendingBatch]:
-    """Return the smallest batches that can be stored one after another.
+    """Divide `batch` into the smallest batches that can be stored one after another.
 
-    Each batch contains one poll response, together with the rows of the service that refer to its records. Rows with
-    the seq of a record, such as gap events, must remain with that response, because the store would drop them as
-    already stored if they came later.
+    Each poll response is in one batch, together with the rows of the service that have the seq of one of its records,
+    such as gap events. If these rows came later, the store would drop them as already stored. Rows without a seq are in
+    further batches, one for each table.
     """
     found, pieces = [], [(dataset, table) for dataset, tables in batch.pieces.items() for table in tables]
     pieces += [("samples", scrape.table()) for scrape in batch.scrapes]
@@ -166,7 +166,7 @@ def _name(batch: PendingBatch) -> str:
 
 
 def _files(batch: PendingBatch) -> Iterator[tuple[str, Callable[[Path], object]]]:
-    """Return the files to write: each file name with the function that writes the file."""
+    """Yield the name of each file with rows for the quarantine folder, and the function that writes the file."""
     try:
         tables: Mapping[str, pa.Table] = batch.tables()
     except Exception:  # the reason for quarantine: keep the batch as received

@@ -1,8 +1,9 @@
 """Admission control of polls: the bytes requested from all ranks together are limited to the free memory.
 
 Received rows are counted only when they arrive, and thousands of responses may be on their way. A poll therefore
-reserves rows before its request and requests only as many bytes. The limit does not depend on the number of waiting
-records that a rank last reported, because that number may be out of date. A poll waits if there is no capacity.
+reserves rows before its request, and requests only the number of bytes that these rows are expected to take. The limit
+does not depend on the number of waiting records that a rank last reported, because that number may be out of date. A
+poll waits if there is no capacity.
 
 A rank that hangs holds its reservation until the timeout. A rank that missed its last poll is therefore asked for a
 single record. All such ranks together have a quarter of the capacity, so that they do not block healthy ranks.

@@ -151,7 +151,9 @@ class Fetcher(HttpClient):
         if response.status not in {200, 204}:
             raise await _refusal(response)
         if response.headers.get(channel.INCARNATION_HEADER) != incarnation:
-            raise FetchError("garbage", f"{channel.INCARNATION_HEADER} is not the requested incarnation")
+            raise FetchError(
+                "garbage", f"the response header {channel.INCARNATION_HEADER} is not the requested incarnation"
+            )
         if response.headers.get(channel.SCHEMA_HEADER, str(SCHEMA_VERSION)) != str(SCHEMA_VERSION):
             raise FetchError("schema", _schema_text(response))
         ring = _ring_status(response)
@@ -193,14 +195,18 @@ async def _refusal(response: aiohttp.ClientResponse) -> FetchError:
     text = (await response.content.read(MAX_TEXT_BYTES)).decode(errors="replace").strip()
     if status == 401:
         return FetchError(
-            "unauthorized", "the rank requires a token: set the [service] token of the ranks in the service"
+            "unauthorized", "the rank requires a token: set [service] token of this service to the token of the ranks"
         )
     if status == 406:
         return FetchError("schema", _schema_text(response, text))
     if status == 416:
         return FetchError("cursor", f"the store has newer records than the rank: {text}")
     if status == 429:
-        return FetchError("busy", f"the rank limits requests: {text}", retry_after_seconds=_retry_after(response))
+        return FetchError(
+            "busy",
+            f"the rank limits requests and rejected this one: {text}",
+            retry_after_seconds=_retry_after(response),
+        )
     return FetchError("status", f"status {status}: {text}")
 
 
@@ -229,7 +235,7 @@ def _ring_status(response: aiohttp.ClientResponse) -> RingStatus:
 def _integer(response: aiohttp.ClientResponse, header: str) -> int:
     text = response.headers.get(header, "")
     if len(text) > 20 or not text.removeprefix("-").isascii() or not text.removeprefix("-").isdecimal():
-        raise FetchError("garbage", f"{header} is {text!r}, not a number")
+        raise FetchError("garbage", f"the response header {header} is {text!r}, not a number")
     return max(int(text), channel.NOTHING)
 
 

@@ -3,8 +3,8 @@
 The module performs no I/O. Hundreds of bodies are decoded together. Work is done per batch instead of per body where
 possible, and never per tensor. The statistics of all ranks with the same plan are copied into one array, transposed
 from record order to tensor order. The rows of a tensor are then adjacent, rank by rank, as in the store. Null, NaN, Inf
-and 0 remain distinct. A stored statistic of a tensor is never NaN, so NaN represents null in its NumPy arrays. Scalars
-and events can be NaN and remain in Arrow.
+and 0 remain distinct. A stored statistic of a tensor is never NaN, so the NumPy arrays of tensor statistics contain NaN
+instead of null. Values of scalars and events can be NaN and remain in Arrow arrays, which have null.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _by_plan(bodies: Sequence[ValidBody], records: _Records) -> Iterator[_Cells]
 def _grid(cells: _Cells, records: _Records) -> pa.Table:
     """Return the rows of `tensor_stats` for all records with the same run and plan.
 
-    A tensor whose counts are null was absent at the step and has no row.
+    If all counts of a tensor, such as its number of NaN, are null, the tensor was absent at the step and has no row.
     """
     plan, height = cells.plan, len(cells.records)
     chosen = pa.array(cells.records)
@@ -147,7 +147,7 @@ def _grid(cells: _Cells, records: _Records) -> pa.Table:
 
 
 def _values(cells: _Cells) -> Iterator[pa.Array]:
-    """Yield one column per statistic that is a float, ordered by tensor and then by record."""
+    """Yield one column for each floating-point statistic. Its rows are ordered by tensor and then by record."""
     shape = (len(cells.plan.value_ops), len(cells.plan))
     parts = [part.values.to_numpy(zero_copy_only=False).reshape(-1, *shape) for part in cells.parts]
     for number in range(len(cells.plan.value_ops)):
@@ -160,9 +160,10 @@ def _values(cells: _Cells) -> Iterator[pa.Array]:
 
 
 def _counts(cells: _Cells, columns: dict[str, pa.Array]) -> pa.Array | None:
-    """Add the columns of counts to `columns`.
+    """Add a column to `columns` for each count of a tensor, such as its number of NaN.
 
-    Return a boolean array that marks the rows that exist, or None if all rows exist.
+    Return a boolean array that is true for the rows of tensors that were present at the step, or None if all were
+    present.
     """
     ops = cells.plan.count_ops
     shape = (len(ops), len(cells.plan))
@@ -246,8 +247,8 @@ def _nested(bodies: Sequence[ValidBody], dataset: str, records: _Records) -> pa.
 
 
 def _as_held(field: pa.Field, columns: Mapping[str, pa.Array]) -> pa.Field:
-    """Return `field` with the type that its column in `columns` has.
+    """Return `field` with the type of the column in `columns` that has the same name.
 
-    Text columns whose values differ per row are plain text, not dictionary-encoded.
+    Text columns with a separate value for each row are plain text in `columns`, not dictionary-encoded.
     """
     return field.with_type(columns[field.name].type) if field.name in columns else field

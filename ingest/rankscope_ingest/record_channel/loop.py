@@ -128,7 +128,7 @@ class Pace:
         return int(_place(incarnation) * groups) / groups * interval
 
     def after_answer(self, target: Target, now: float) -> float:
-        """Return the delay until the next poll, in seconds, after a response without further records.
+        """Return the delay until the next poll, in seconds, if all published records of the rank have been received.
 
         The delay is usually the time until the next regular poll of the target. The delay is shorter if the ring is
         more than half full, or if the process is about to exit.
@@ -262,7 +262,9 @@ class TargetLoop:
                 return False
             case OtherProcess(incarnation):
                 self._sink.on_replaced(target, incarnation)
-                raise FetchError("replaced", f"process {incarnation} now responds at {target.registration.url}")
+                raise FetchError(
+                    "replaced", f"another process, {incarnation}, now responds at {target.registration.url}"
+                )
             case Body():
                 await self._take(answer)
                 return target.head > target.cursor

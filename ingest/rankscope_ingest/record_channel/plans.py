@@ -57,7 +57,8 @@ class PlanColumns:
     def dimension_rows(self, common: Callable[[], dict[str, Any]]) -> pa.Table:
         """Return the entries of the plan as rows of `tensors`.
 
-        `common` is called for each row and returns the values of its other columns, such as the run.
+        `common` is called for each row and returns the values of the columns that are not from the plan, such as the
+        run.
         """
         return rows_table("tensors", (common() | _dimension(entry) for entry in self.entries))
 

@@ -1,9 +1,9 @@
 """Check a body of the record channel completely, so that decoding it later cannot fail.
 
 The cursor (the last received sequence number of a rank) moves as soon as a body is checked. The flush thread later
-converts its numbers to rows, together with those of hundreds of other bodies (`decode`). Until then the numbers remain
-in the received form, which takes half of the memory of the rows. Data that the service needs immediately, such as steps
-and events, is taken from the checked body.
+converts the numbers of the body to rows, together with those of hundreds of other bodies (`decode`). Until then the
+numbers remain in the received form, which takes half of the memory of the rows. Data that the service needs
+immediately, such as steps and events, is taken from the checked body.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rankscope_ingest.record_channel.plans import PlanColumns
 _FLAT: Final[Mapping[str, tuple[pa.DataType, bool]]] = {
     field.name: (arrow_field(pa, field).type, field.nullable) for field in WIRE_FIELDS if field.name not in NESTED
 }
-"""Type of each column of a record that is not nested, and whether the column may be null."""
+"""Type of each non-nested column of the record stream, and whether the column may contain null."""
 _MEMBERS: Final[dict[str, list[tuple[Field, pa.Field]]]] = {
     dataset: [(field, arrow_field(pa, field)) for field in fields] for dataset, fields in NESTED.items()
 }
@@ -207,9 +207,10 @@ def _measured(flat: Mapping[str, pa.Array], used: Sequence[str | None], plan_id:
 
 
 def _numbers(lists: pa.ListArray, name: str, records: Positions, ops: int, tensors: int) -> pa.Array:
-    """Return the flat numbers of the given records after checking that each record has `ops` numbers per tensor.
+    """Return the numbers of the records at the positions `records` as one flat array.
 
-    Raises DecodeError if a record has more or fewer numbers.
+    Each record must have `ops` numbers, one per statistic, for each of its `tensors` tensors. Raises DecodeError if a
+    record has more or fewer numbers.
     """
     if len(records) != len(lists):
         lists = lists.take(pa.array(records))
@@ -220,13 +221,16 @@ def _numbers(lists: pa.ListArray, name: str, records: Positions, ops: int, tenso
 
 
 def _present(measured: Measured) -> int:
-    """Return the number of rows of these statistics. A tensor whose counts are all null was absent and has no row."""
+    """Return the number of rows of these tensor statistics.
+
+    If all counts of a tensor in a record, such as its number of NaN, are null, the tensor was absent and has no row.
+    """
     rows = len(measured.records) * len(measured.plan)
     return rows - int(absent_counts(measured).all(axis=1).sum()) if measured.counts.null_count else rows
 
 
 def absent_counts(measured: Measured) -> npt.NDArray[np.bool_]:
-    """Return a boolean array that marks the counts that are null. Its shape is (records, statistics, tensors)."""
+    """Return a boolean array that is true for each null count of a tensor. Its shape is (records, counts, tensors)."""
     shape = (len(measured.records), len(measured.plan.count_ops), len(measured.plan))
     absent: npt.NDArray[np.bool_] = measured.counts.is_null().to_numpy(zero_copy_only=False).reshape(shape)
     return absent

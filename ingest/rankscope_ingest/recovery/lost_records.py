@@ -50,7 +50,10 @@ class LostRecords:
         self._accounts: dict[str, RunMeter] = {}  # meters that already include the lost records, by incarnation
 
     def recall(self, target: Target) -> None:
-        """Set on a new target the records that were counted as lost when its process was found dead earlier."""
+        """Copy to a new target the number and the last seq of those of its records that were counted as lost earlier.
+
+        Records are counted as lost when the service finds their process dead.
+        """
         if known := self._given_up.get(target.incarnation):
             target.given_up = known.last
             target.records_lost += known.records
@@ -72,7 +75,8 @@ class LostRecords:
     def of_body(self, target: Target, body: ValidBody) -> list[Row]:
         """Return rows of `events` for missing records and for lost records that have arrived.
 
-        Missing records are those with a sequence number before or in `body` that `body` does not contain.
+        Missing records have a sequence number between the cursor of `target` and the last record of `body`, and `body`
+        does not contain them.
         """
         reason = "neither the spool nor a store has them" if target.is_dead else "the ring had overwritten them"
         rows = [self._lost(target, first, last, reason) for first, last in body.missing]
@@ -81,7 +85,7 @@ class LostRecords:
         return rows
 
     def of_unread(self, target: Target, reason: str) -> list[Row]:
-        """Return a list with a row of `events` that reports the records of a dead process that were not polled.
+        """Return a list with a row of `events` that reports as lost the unpolled records of a dead process.
 
         The list is empty if the service has polled all published records of the process.
         """

@@ -1,8 +1,8 @@
 """Read the spools of dead processes in folders that this service can access.
 
 A process locks its spool while it runs; a free lock therefore means that the process is dead. The service claims such a
-spool and polls it like a draining rank, with the folder as its URL. Cursor, watermark and batches are therefore the
-same as for other targets. File operations run in threads.
+spool and polls it like a draining rank, with the folder as its URL. Cursor, watermark and batches are therefore handled
+as for other targets. File operations run in threads.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ class Spools:
             return await self._http.plan(url, plan_id)
         text = await asyncio.to_thread(orphan.reader.plan, plan_id)
         if text is None:
-            raise FetchError("spool", f"{orphan.folder} has no plan {plan_id}: the names of its statistics are unknown")
+            raise FetchError(
+                "spool", f"{orphan.folder}: plan {plan_id} is missing, so the names of recorded statistics are unknown"
+            )
         return text
 
     def _claim_in(self, root: Path, limit: int) -> list[Orphan]:
@@ -232,7 +234,7 @@ class SpoolScanner:
         self._first = asyncio.create_task(self._scan_safely())
         done, _ = await asyncio.wait([self._first], timeout=START_SECONDS)
         if not done:
-            log.warning("[spool] folders: scan timed out after %g s, starting without the spools", START_SECONDS)
+            log.warning("[spool] folders: scan timed out after %g s, continuing in the background", START_SECONDS)
 
     async def scan(self) -> None:
         """Register new spools of dead processes, and delete spools whose records are all in the store.
@@ -261,7 +263,9 @@ class SpoolScanner:
             if (target := self._registry.get(incarnation)) is None:
                 continue
             if target.registration.url != url:
-                self._spools.release(url, "its process is alive. Does the file system support locks between hosts?")
+                self._spools.release(
+                    url, "the process of the spool is alive. Does the file system support locks between hosts?"
+                )
             elif target.is_gone:
                 self._spools.release(url, f"reading failed, retrying ({target.last_error})")
             elif target.health is not Health.FAILING:

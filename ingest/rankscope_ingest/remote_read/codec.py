@@ -87,7 +87,7 @@ def _time_series(series: Series) -> bytes:
 
 
 def labels_of(series: Series) -> list[bytes]:
-    """Return the labels of a series, each as a serialized message."""
+    """Return the labels of a series, each as a serialized Label message."""
     return [label_bytes(name, value) for name, value in series.labels]
 
 
@@ -118,7 +118,10 @@ _NO_WINDOW: Final = 255
 _MAX_LEADING: Final = 31  # largest value of five bits
 CONTENT_TYPE: Final = "application/x-streamed-protobuf; proto=prometheus.ChunkedReadResponse"
 FRAME_BYTES: Final = 1 << 20
-"""Size in bytes at which a frame ends, as in Prometheus. Prometheus rejects frames that are 50 times larger."""
+"""Size in bytes at which a frame of a streamed response ends, as in Prometheus.
+
+Prometheus rejects frames that are 50 times larger.
+"""
 
 SAMPLES_PER_GROUP: Final = 1 << 17
 _XOR: Final = 1  # encoding of a chunk
@@ -129,7 +132,7 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class _Bits:
-    """For each sample, a number and the number of its low bits that are written (0 to 64)."""
+    """For each sample, a number, and how many low bits of this number are written to the chunk (0 to 64)."""
 
     values: Words
     counts: Integers
@@ -160,10 +163,10 @@ def chunks(times: Integers, values: npt.NDArray[np.float64], starts: Integers) -
 
 
 def _byte_counts(bits: Integers, last: Integers) -> Integers:
-    """Return the number of bytes in which Prometheus writes a chunk of `bits` bits.
+    """Return, for each chunk of `bits` bits, the number of bytes that Prometheus writes.
 
-    `last` is the number of bits of the last write. Prometheus' writer appends another byte after each complete byte,
-    even if no bits follow.
+    `last` is the number of bits that the last write added to each chunk. Prometheus' writer appends another byte after
+    each complete byte, even if no bits follow.
     """
     is_open = (bits % 8 == 0) & (last > 0) & (last % 8 == 0)
     counts: Integers = ((bits + 7) >> 3) + is_open
@@ -211,7 +214,8 @@ def _varints(numbers: Words) -> tuple[Words, Integers, Words, Integers]:
 def _values(bits: Words, within: Integers, starts: Integers, lengths: Integers) -> tuple[_Bits, _Bits]:
     """Return the encoded values: all 64 bits of the first value, then the XOR of each value with the previous value.
 
-    Only a window of significant bits of the XOR is written: the previous window if it covers them, otherwise a new one.
+    Only a window of bits of each XOR is written. The previous window is used again if it covers all significant bits of
+    the XOR; otherwise a new window begins.
     """
     changed = bits.copy()
     changed[1:] ^= bits[:-1]
@@ -233,7 +237,10 @@ def _values(bits: Words, within: Integers, starts: Integers, lengths: Integers) 
 def _windows(
     differs: npt.NDArray[np.bool_], leading: Integers, trailing: Integers, starts: Integers, lengths: Integers
 ) -> tuple[npt.NDArray[np.bool_], Integers, Integers]:
-    """Return which samples begin a new window, and the numbers of leading and trailing bits that are not written."""
+    """Return which samples begin a new window of significant bits, and the window of each sample.
+
+    A window is given by the numbers of leading and trailing bits that are not written.
+    """
     is_new = np.zeros(len(differs), np.bool_)
     before, behind = leading.copy(), trailing.copy()
     order = np.argsort(-lengths, kind="stable")
@@ -271,7 +278,8 @@ def _packed(values: Words, counts: Integers, offsets: Integers, words: int) -> W
 def _bit_lengths(numbers: Words) -> Integers:
     """Return the bit length of each 64-bit number.
 
-    It is the exponent of the upper or lower half as a float, which is exact for 32 bits.
+    The upper 32 bits, or the lower 32 bits if the upper ones are 0, are converted to a float64, which is exact. The bit
+    length follows from the exponent of this float64.
     """
     high = (numbers >> np.uint64(32)).astype(np.float64)
     low = (numbers & np.uint64(0xFFFF_FFFF)).astype(np.float64)

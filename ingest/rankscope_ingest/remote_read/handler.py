@@ -117,7 +117,7 @@ class RemoteRead:
             form = next((one for one in request.accepted or (SAMPLES,) if one in {SAMPLES, STREAMED_XOR_CHUNKS}), None)
             if form is None:
                 raise RegistrationError(
-                    400, "this service responds with samples or streamed XOR chunks: accept one of them"
+                    400, "no accepted response type is supported: accept samples or streamed XOR chunks"
                 )
             if self._connection is None:
                 self._connection = connect(self._path)

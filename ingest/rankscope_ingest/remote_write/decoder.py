@@ -24,14 +24,16 @@ from rankscope_ingest.scrape.discovery import INSTANCE
 MAX_KNOWN_SERIES: Final = 500_000
 """Capacity of the cache of series.
 
-A series with at most 256 bytes of labels counts as one; it takes about 800 bytes of memory.
+A series with less than 256 bytes of labels counts as one and takes about 800 bytes of memory. A series with longer
+labels counts several times.
 """
 
 _BYTES_PER_SERIES: Final = 256  # of labels; a series with longer labels counts several times
 _SWEEP_ROUNDS: Final = 4
-"""Length of a generation of the cache: the number of received series, divided by the capacity of the cache.
+"""Length of a generation of the cache of series, as a multiple of the capacity of the cache.
 
-The length is sufficient for every active series to be received in each generation.
+The cache counts the received series of all requests. A generation ends when this multiple of the capacity has been
+received. The length is sufficient for every active series to be received in each generation.
 """
 
 _MAX_LABELS: Final = 128
@@ -64,7 +66,7 @@ _OVERSIZED: Final = KnownSeries("", "", None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedRequest:
-    """The samples of one request, and the numbers of items that are not stored, by reason."""
+    """The samples of one request, and the numbers of samples, exemplars, histograms and metadata that are dropped."""
 
     series: Sequence[KnownSeries]
     times_ms: npt.NDArray[np.int64]

@@ -1,8 +1,9 @@
-"""Receive remote write requests: respond after the commit, reject requests without capacity, store repetitions once.
+"""Receive remote write requests, respond after the commit of their samples, and store repeated requests once.
 
-Prometheus keeps a request in its write-ahead log until the response arrives, and sends a rejected request (status 503)
-again. The receiver detects a repeated request by its receipt, a hash of the body. The receiver compares the receipt
-with those of waiting requests, of requests that this process has stored, and, after a restart, of the newest commits.
+A request is rejected with status 503 if the service has no capacity for it. Prometheus keeps a request in its
+write-ahead log until the response arrives, and sends a rejected request again. The receiver detects a repeated request
+by its receipt, a hash of the body. The receiver compares the receipt with those of waiting requests, of requests that
+this process has stored, and, after a restart, of the newest commits.
 """
 
 from __future__ import annotations
@@ -270,7 +271,8 @@ class RemoteWrite:
         except BaseException as error:
             del self._open[receipt]
             _fail(
-                waiting, error if isinstance(error, Exception) else BusyError("decoding was cancelled: send it again")
+                waiting,
+                error if isinstance(error, Exception) else BusyError("decoding was cancelled; send the request again"),
             )
             if not isinstance(error, Exception):
                 raise

@@ -106,7 +106,7 @@ class RunMeter:
 
 
 def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -> RunProgress:
-    """Return the progress of `attempt`. `meter` contains its rates, `targets` its ranks."""
+    """Return the progress of `attempt`. `meter` has the rates of the attempt, and `targets` its ranks."""
     return RunProgress(
         run=attempt.run,
         attempt=attempt.number,

@@ -104,7 +104,10 @@ class Incident:
 
 
 def incident_key(first: Symptom) -> str:
-    """Return a hash of the first cause as 16 hexadecimal digits. Equal causes have equal hashes."""
+    """Return a hash of the first symptom of an incident as 16 hexadecimal digits.
+
+    The hash depends on run, attempt, step, rank, kind, tensor and rule of the symptom.
+    """
     parts = (first.run, first.attempt, first.step, first.rank, first.kind, first.tensor, first.rule)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -128,10 +131,10 @@ def run_incident(
     reports: tuple[str, ...] = (),
     places: tuple[str, ...] = (),
 ) -> Incident:
-    """Return the settled incident of a failed (RUN_FAILED) or stalled (RUN_STALLED) attempt.
+    """Return the incident of a failed (RUN_FAILED) or stalled (RUN_STALLED) attempt.
 
-    `rank` is the rank that failed first or that blocks the others, or None if it is unknown. `cause` is the evidence
-    for that rank.
+    The incident is settled, which means that it does not wait for further records before it is announced. `rank` is the
+    rank that failed first or that blocks the others, or None if it is unknown. `cause` is the evidence for that rank.
     """
     first = Symptom(
         run=attempt.run,

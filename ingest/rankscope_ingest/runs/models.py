@@ -48,7 +48,7 @@ class Liveness:
     def is_alive(self, now: float, ttl_seconds: float) -> bool:
         """Return whether the process is considered alive at `now`.
 
-        Its last heartbeat or response must be less than `ttl_seconds` old, and the process may not have refused a
+        Its last heartbeat or response must be less than `ttl_seconds` old, and the process must not have refused a
         connection since then.
         """
         return self.last_refused <= self.last_sign and now - self.last_sign < ttl_seconds

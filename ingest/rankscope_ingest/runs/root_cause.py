@@ -60,7 +60,8 @@ class RankEnd:
 class Cause:
     """The ranks that may have failed first.
 
-    All `ends` are of the same kind, and for no two of them is it known which happened first.
+    `ends` has one failure of each of these ranks. All failures are of the same kind. For no two of them is it known
+    which happened first.
     """
 
     ends: tuple[RankEnd, ...]
@@ -68,7 +69,7 @@ class Cause:
 
     @property
     def kind(self) -> EndKind:
-        """Return the kind of failure, which is the same for all these ranks."""
+        """Return the kind of failure, which is the same for all ranks that may have failed first."""
         return self.ends[0].kind
 
     @property

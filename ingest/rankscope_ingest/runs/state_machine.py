@@ -70,8 +70,7 @@ def judge(attempt: Attempt, now: float, wall: int, limits: RunsSection) -> State
 def _ended(attempt: Attempt, signal: Cause | None, wall: int) -> StateDecision:
     """Return the final state of an attempt that has no live and no failed ranks: stopped or completed.
 
-    `signal` is a text about the ranks that a signal ended, or None if there are none. `wall` is the present time in UTC
-    µs.
+    `signal` has the ranks that a signal ended; it is None if there are none. `wall` is the present time in UTC µs.
     """
     ranks = attempt.ranks.values()
     moment = max((rank.exited_at for rank in ranks if rank.exited_at is not None), default=wall)

@@ -85,7 +85,8 @@ def exit_reports(ranks: Iterable[Rank], default: str = "ended") -> str:
 def short_of_plan(attempt: Attempt) -> str | None:
     """Return a text which states that an attempt completed before its last planned step.
 
-    Return None if the attempt reached the last planned step, or if the step or the plan is unknown.
+    Return None if the attempt reached the last planned step, or if its last step or the number of planned steps is
+    unknown.
     """
     planned, last = attempt.planned_steps, attempt.last_step
     is_short = planned is not None and last is not None and last < planned
@@ -113,10 +114,10 @@ def hang_reason(hangs: Mapping[int, str]) -> str | None:
 
 
 def divergence_text(groups: Sequence[Sequence[int]], differing: Sequence[int] | None) -> str:
-    """Return a sentence about the ranks that differ.
+    """Return a sentence that names the ranks on which the replicas of a tensor differ.
 
-    `groups` contains the ranks with equal hashes, the largest group first. `differing` contains the ranks that differ
-    from the majority; it is None if there is no majority.
+    `groups` contains the groups of ranks with equal hashes of the tensor, the largest group first. `differing` contains
+    the ranks that differ from the majority; it is None if there is no majority.
     """
     if differing is None:
         return f"{' and '.join(map(ranks_text, groups))} differ from each other, without a majority"

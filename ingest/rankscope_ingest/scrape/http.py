@@ -85,4 +85,6 @@ def _decompressed(data: bytes, response: aiohttp.ClientResponse, max_bytes: int)
 
 
 def _too_large(max_bytes: int) -> FetchError:
-    return FetchError("garbage", f"the response is larger than {max_bytes} bytes: raise max_bytes if this is expected")
+    return FetchError(
+        "garbage", f"the response is larger than {max_bytes} bytes: raise max_bytes of the exporter if this is expected"
+    )

@@ -1,8 +1,9 @@
 """Build the samples of one exporter: those on its pages, samples about each scrape, and staleness markers.
 
-Samples whose time on the page is repeated are dropped. As in Prometheus, every scrape adds `up`,
-`scrape_duration_seconds` and `scrape_samples_scraped`. A failed scrape adds only `up` 0 and its duration, so that a
-series whose value does not change can be distinguished from a series that could not be read.
+If a sample has a time on the page, and this time is not newer than the latest time of its series, the sample is
+dropped. As in Prometheus, every successful scrape adds `up`, `scrape_duration_seconds` and `scrape_samples_scraped`. A
+failed scrape adds only `up` with the value 0 and `scrape_duration_seconds`, so that a series whose value does not
+change can be distinguished from a series that could not be read.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def own_samples(exporter: ScrapeTarget, ts: int, seconds: float, samples: int | 
 
 
 def page_rows(exporter: ScrapeTarget, rows: PageRows, ts: int) -> pa.Table:
-    """Return the samples of a page on which samples have times, as rows.
+    """Return the samples of a page as rows of `samples`. At least one sample has a time on the page.
 
     Samples without a time get `ts`, the time of the scrape in UTC µs.
     """

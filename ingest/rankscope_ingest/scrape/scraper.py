@@ -42,7 +42,10 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Receiver of samples and of counts. The scraper calls all methods on the event loop."""
+    """Receiver of scraped samples, and of the numbers of scrapes and samples for metrics.
+
+    The scraper calls all methods on the event loop.
+    """
 
     @property
     def is_full(self) -> bool:
@@ -95,7 +98,7 @@ class Followed:
     tables: ScrapeTables = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create the tables for the samples of the exporter."""
+        """Create the `ScrapeTables` object that builds the scrapes of the exporter."""
         self.tables = ScrapeTables(self.exporter)
 
     def described(self, now: float) -> Mapping[str, object]:

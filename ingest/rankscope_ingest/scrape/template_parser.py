@@ -58,7 +58,8 @@ class Layout:
 def learn(body: bytes, samples: Sequence[Sample], taken: Sequence[int]) -> Layout | None:
     """Return the layout of the page `body`, which contains `samples`. The samples at the positions `taken` are stored.
 
-    Return None if any line has more than a series, one space and a number.
+    Return None if a line with a sample has more than a series, one space and a number, or if the page does not end with
+    a newline.
     """
     if not body.endswith(b"\n") or any(sample.ts is not None for sample in samples):
         return None
@@ -91,7 +92,7 @@ def learn(body: bytes, samples: Sequence[Sample], taken: Sequence[int]) -> Layou
 
 
 def join(layouts: Sequence[Layout]) -> Layout:
-    """Return the layout of several pages that are joined in this order."""
+    """Return the layout of one long page that consists of pages with these layouts, in the same order."""
     if len(layouts) == 1:
         return layouts[0]
     lines = np.cumsum([0, *(len(layout.fixed_lengths) for layout in layouts)], dtype=np.int32).tolist()
@@ -154,7 +155,7 @@ def _line_ends(body: bytes) -> Positions:
 
 
 def _views(body: bytes, starts: Positions, lengths: Positions) -> pa.Array:
-    """Return the parts of `body` at `starts` with these `lengths` as Arrow views, without copies.
+    """Return the parts of `body` that begin at `starts` and have these `lengths` as Arrow views, without copies.
 
     All parts must be longer than 12 bytes.
     """

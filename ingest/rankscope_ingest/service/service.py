@@ -247,5 +247,5 @@ async def _results(task: str, works: Iterable[Awaitable[T]]) -> list[T]:
     results = await asyncio.gather(*works, return_exceptions=True)
     for error in results:
         if isinstance(error, BaseException):
-            log.error("unexpected error in %s, continuing with the others", task, exc_info=error)
+            log.error("unexpected error in %s, continuing with the other ranks", task, exc_info=error)
     return [result for result in results if not isinstance(result, BaseException)]

@@ -1,6 +1,6 @@
 """Generate the HTML of the status page, which the service serves at `/`.
 
-The page shows the state of the service, then the runs with their ranks, newest first. It works without scripts. The
+The page shows the state of the service, then the runs, newest first, each with its ranks. It works without scripts. The
 number of rows is limited; the page shows how many rows are left out, and the JSON API contains all of them.
 """
 
@@ -118,7 +118,7 @@ def _remote_name(name: str) -> str:
 
 
 def _runs(status: Status) -> Iterator[str]:
-    """Yield (run, targets), newest run first. The targets are those of all launches of the run."""
+    """Yield the HTML of all runs, newest run first. Each run is followed by the ranks of all its launches."""
     by_run: dict[str, list[TargetStatus]] = {}
     for target in status.targets:
         by_run.setdefault(target.run, []).append(target)

@@ -103,7 +103,11 @@ class Budget:
 
 
 def is_healthy(target: TargetStatus) -> bool:
-    """Return whether a rank is healthy: it responds, has no lost records, and its records are committed in time."""
+    """Return whether a rank is healthy.
+
+    A healthy rank responds and has no lost records. The age of its oldest uncommitted record is below MAX_LAG_SECONDS,
+    and the fill ratio of its ring is below FULL_RING.
+    """
     if target.health not in (Health.UP, Health.DRAINING) or target.records_lost:
         return False
     return target.lag_seconds < MAX_LAG_SECONDS and target.ring_fill_ratio < FULL_RING

@@ -143,7 +143,9 @@ class Registry:
             self._reject_second_process(registration, now)
         elif known is not None and not known.is_dead and self._is_alive(known, now):
             raise RegistrationError(
-                409, f"{known.name}: process {known.incarnation} is still alive; try again after its heartbeats stop"
+                409,
+                f"{known.name}: process {known.incarnation} is still alive; register its spool when its heartbeats have"
+                " stopped",
             )
         if known is not None:
             _reject_changed_identity(known, registration)
@@ -230,8 +232,9 @@ def _reject_changed_identity(known: Target, registration: Registration) -> None:
         was = known.registration
         raise RegistrationError(
             409,
-            f"incarnation {registration.incarnation!r} is rank {was.rank} of run {was.run!r}, process {was.pid} on "
-            f"{was.host}: a process keeps its run, rank and launch; another process must have another incarnation",
+            f"incarnation {registration.incarnation!r} is registered as rank {was.rank} of run {was.run!r}, process "
+            f"{was.pid} on {was.host}: the run, rank and launch of a process must not change, and another process must "
+            "have another incarnation",
         )
 
 
