@@ -75,7 +75,7 @@ class Store:
         A claim takes the shard from every older owner. An older owner that still runs on another machine gets an error
         at its next append and stops. Raises ShardLockError, which names the owner, in two cases: a process on this
         machine holds the shard's lock file, which the kernel releases when the process exits, or another claim is
-        committed concurrently. `owner` (host and pid) is the name that other services report.
+        committed concurrently. `owner` (host and pid) names this process in the errors of other services.
         """
         match = _SHARD.fullmatch(shard)
         if not match or not int(match[1]) < int(match[2]):

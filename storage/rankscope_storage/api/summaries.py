@@ -156,7 +156,8 @@ class AnomalyRow:
 def runs(connection: Connection) -> pa.Table:
     """Return a table with one row per run, the latest first.
 
-    For a run that never registered, all values come from its stored rows.
+    For a run without a row in `runs`, such as a run that never registered with a service, all values are computed from
+    its other stored rows.
     """
     with connection.pinned():
         return connection.query(_RUNS.format(tensor_runs=_tensor_runs(connection)))
@@ -165,7 +166,8 @@ def runs(connection: Connection) -> pa.Table:
 def _tensor_runs(connection: Connection) -> str:
     """Return a query for the name and the last step of each run in `tensor_stats`.
 
-    For files with rows of a single run, the query contains the values from the log; it reads only the other files.
+    For files with rows of a single run, the text of the query contains the run and its last step, taken from the log.
+    The query reads only the other files.
     """
     files = connection.files_table("tensor_stats").to_pylist()
     own, shared = set(), []
@@ -225,7 +227,7 @@ def anomalies(connection: Connection, run: str, *, top: int, steps: tuple[int, i
 
 
 def _order(row: AnomalyRow) -> tuple[float, ...]:
-    """Return the sort key of an anomaly: attempt, causal order, rank.
+    """Return the sort key of an anomaly: attempt, position in the causal order, rank.
 
     The attempt comes first, because an anomaly cannot have its cause in a later attempt.
     """

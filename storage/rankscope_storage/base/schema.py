@@ -21,9 +21,9 @@ from rankscope_storage.base.errors import BatchError
 VERSION_KEY: Final = "rankscope_schema"
 DATASET_KEY: Final = "rankscope_dataset"
 _LARGE_DICTIONARY: Final = 1000
-"""Mean number of texts per dictionary from which dictionaries are concatenated without a comparison of their texts.
+"""Mean number of texts per dictionary. If it is at least this, dictionaries are concatenated without comparing texts.
 
-From this size, the comparison costs more than storing some texts twice."""
+For dictionaries of this size, the comparison costs more than storing some texts twice."""
 _WIDEST_BITS: Final = 64
 PARTITION_COLUMNS: Final = ("dataset", "part")
 UNWRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
@@ -51,8 +51,9 @@ def dataset_schema(name: str) -> pa.Schema:
 def fingerprint(name: str, *, whole: bool = False) -> str:
     """Return eight hex digits that identify the column names and types of a file of dataset `name`.
 
-    By default, the result is for a file without the UNWRITTEN columns; with `whole`, for a file with them. The name of
-    every file starts with its fingerprint. A reader therefore finds in the log whether all files have the same columns.
+    By default, the result is for a file without the UNWRITTEN columns, which are null in most files. With `whole`, it
+    is for a file with them. The name of every data file starts with these digits, and the log lists the names. A reader
+    therefore need not open the files to find whether all have the same columns.
     """
     unwritten = () if whole else UNWRITTEN.get(name, ())
     text = ";".join(f"{field.name}:{field.type}" for field in dataset_schema(name) if field.name not in unwritten)
@@ -60,7 +61,10 @@ def fingerprint(name: str, *, whole: bool = False) -> str:
 
 
 def written(table: pa.Table, name: str) -> pa.Table:
-    """Return `table`, which has rows of dataset `name`, without the UNWRITTEN columns if these are null in all rows."""
+    """Return `table`, which has rows of dataset `name`, without the UNWRITTEN columns if these are null in all rows.
+
+    UNWRITTEN names the columns of a dataset that are null in most files. If any of them has a value, all remain.
+    """
     unwritten = UNWRITTEN.get(name, ())
     is_usual = all(table.column(column).null_count == table.num_rows for column in unwritten)
     return table.drop_columns(list(unwritten)) if unwritten and is_usual else table
@@ -90,7 +94,7 @@ def _wider(first: pa.DataType, second: pa.DataType, name: str) -> pa.DataType:
 
 
 def conform(table: pa.Table, name: str) -> pa.Table:
-    """Return `table` with exactly the columns of dataset `name`, in order, each in one chunk.
+    """Return `table` with exactly the columns of dataset `name`, in the order of its schema, each in one chunk.
 
     An absent nullable column is added as null. Text may be dictionary-encoded and keeps that encoding. Raises
     BatchError for unknown columns, values that do not fit their type, and nulls in required columns.
@@ -116,7 +120,7 @@ def conform(table: pa.Table, name: str) -> pa.Table:
 
 @dataclass(slots=True)
 class _Absent:
-    """Factory of null columns with `rows` rows each. All columns share one block of zeros in memory."""
+    """Factory of columns that have `rows` rows, all null. The columns share one block of zeros in memory."""
 
     rows: int
     _zeros: pa.Buffer | None = None
@@ -198,7 +202,7 @@ _NAMES: Final = {
 
 
 def sql_type(type_: pa.DataType) -> str:
-    """Return the name of the DuckDB type for an Arrow type of the contract."""
+    """Return the name of the DuckDB type for an Arrow type that a column of a dataset has."""
     if pa.types.is_list(type_):
         return f"{sql_type(type_.value_type)}[]"
     if pa.types.is_timestamp(type_):
@@ -207,5 +211,5 @@ def sql_type(type_: pa.DataType) -> str:
 
 
 def sql_null(field: pa.Field) -> str:
-    """Return the SELECT expression of a column that is null in all rows."""
+    """Return the SELECT expression for a column with the name and type of `field` that is null in all rows."""
     return f"NULL::{sql_type(field.type)} AS {sql_identifier(field.name)}"

@@ -226,9 +226,10 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
             return self._complete(query, parameters, run)
 
     def _complete(self, query: str, parameters: object, run: Callable[[], T]) -> T:
-        """Run `query` with the views that it names. If DuckDB misses a view, run it again with all views.
+        """Create the views that `query` names, call `run`, which executes the query, and return its result.
 
-        DuckDB misses a view whose name is the value of a parameter, for example.
+        If DuckDB reports that a view does not exist, create all views and call `run` again. This happens, for example,
+        if the name of a view is the value of a parameter.
         """
         if not self._reads_only or not self._views.bind(query, parameters, self._snapshot):
             self._views.bind_all_files(query, self._snapshot)

@@ -34,9 +34,9 @@ RAW: Final = "rankscope_raw."
 DEFINITIONS: Final[Mapping[str, Definition]] = definitions(prefix=RAW)
 """Public views and macros by name, with definitions that are correct for any files and any statement."""
 WITHOUT_FILES: Final = {name: empty_view(name) for name in ROLLUPS.values()}
-"""Statements of empty views, for rollup datasets without files.
+"""By rollup dataset: the statement that creates its view as an empty view, for a store without files of the dataset.
 
-The general views took 30 ms to plan, without a file to read."""
+DuckDB took 30 ms to plan a query of the general view, although there was no file to read."""
 
 IDLE: Final = 4
 """Largest number of unused instances, over all stores. Above it, the instance that was unused for longest is closed."""
@@ -57,7 +57,9 @@ class DuckDBInstance:
     single_threaded: bool
     database: duckdb.DuckDBPyConnection
     shapes: dict[str, tuple[bool, str | None]] = field(default_factory=dict)
-    """By dataset: whether its raw view is empty, and the view's select list if all files have the same columns."""
+    """By dataset: whether the view of its raw rows is empty, and the select list of this view.
+
+    The select list is None if the files have different columns."""
     defined: dict[str, str] = field(default_factory=dict)
     """By view or macro: the statement that created the view or macro in this instance."""
     parsed: dict[str, tuple[ViewReference, ...] | None] = field(default_factory=dict)
@@ -88,7 +90,10 @@ def acquire(root: Path, *, locked: bool, single_threaded: bool = False) -> DuckD
 
 
 def release(instance: DuckDBInstance) -> None:
-    """Keep `instance` for the next connection; only statements of this package may have modified it."""
+    """Keep `instance` for the next connection, or close it if it caches too many footers of deleted files.
+
+    Statements of users must not have modified the instance.
+    """
     if is_full(instance):
         instance.database.close()
         return
@@ -109,14 +114,17 @@ def is_full(instance: DuckDBInstance) -> bool:
 
 
 def replacement(instance: DuckDBInstance) -> DuckDBInstance:
-    """Return another instance that replaces `instance`. DuckDB frees the old instance when its last result is freed."""
+    """Return another instance with the log handle of `instance`, which it replaces.
+
+    DuckDB frees the old instance when the last query result of the old instance is freed.
+    """
     fresh = acquire(instance.root, locked=instance.locked, single_threaded=instance.single_threaded)
     fresh.log, fresh.snapshot, fresh.stamp = instance.log, instance.snapshot, instance.stamp
     return fresh
 
 
 def cache_log(instance: DuckDBInstance, log: Log) -> Snapshot:
-    """Store `log` in `instance`, and return the snapshot of its version."""
+    """Store `log` in `instance`, and return the list of data files at the version of `log`."""
     if log is not instance.log or instance.snapshot is None or instance.snapshot.version != log.version:
         instance.log, instance.snapshot, instance.stamp = log, log.snapshot(), _stamp(log)
     return instance.snapshot
@@ -129,9 +137,9 @@ def cached_log(instance: DuckDBInstance) -> Log | None:
 
 
 def skip_file_validation(instance: DuckDBInstance, *, skip: bool) -> None:
-    """Set whether DuckDB trusts cached footers.
+    """Set whether DuckDB uses cached footers without checking that their files have not changed.
 
-    This is correct for files of a store, which never change. Other files may change.
+    With `skip`, it does not check. This is correct for files of a store, which never change, but not for other files.
     """
     if skip != instance.skips_file_validation and not instance.locked:
         instance.database.execute(f"SET GLOBAL validate_external_file_cache = '{_VALIDATION[skip]}'")

@@ -80,7 +80,7 @@ class BoundViews:
         self._define([name for name in DEFINITIONS if name in needed], None, snapshot)
 
     def _references(self, query: str) -> tuple[ViewReference, ...] | None:
-        """Return the references of `query` to views and macros; None if `query` may read anything else."""
+        """Return the references of `query` to public views and macros; None if it may read anything else."""
         parsed = self.instance.parsed
         if query not in parsed:
             if len(parsed) >= _MOST_PARSED:
@@ -95,9 +95,10 @@ class BoundViews:
     def _needed_rows(
         self, references: Iterable[ViewReference], parameters: object, snapshot: Snapshot
     ) -> dict[str, list[RowRanges]]:
-        """Compute the facts for the referenced views; return by dataset the rows that the references need.
+        """Return, by dataset, the ranges of rows that the views in `references` need.
 
-        Rows that a view needs through other views are included.
+        Rows that a view needs through other views are included. The facts about files, on which the cheaper
+        definitions of these views rely, are computed and stored.
         """
         needed: dict[str, list[RowRanges]] = {}
         rewritten: dict[str, list[RowRanges]] = {LATEST: [], CURVE: [], LOSS: []}
@@ -118,7 +119,10 @@ class BoundViews:
         return needed
 
     def _find(self, name: str, key: object, find: Callable[[], Any]) -> None:
-        """Store the result of `find` as the facts of view `name`, unless the stored facts have the same `key`."""
+        """Call `find` and store its result as the facts of view `name`, unless they are already stored for `key`.
+
+        `key` has the files and runs that the facts describe.
+        """
         facts = self.instance.facts
         if name not in facts or facts[name][0] != key:
             facts.pop(name, None)  # `find` may fail after it has changed a table
@@ -128,7 +132,7 @@ class BoundViews:
         return self.instance.facts.get(name, (None, None))[1]
 
     def _find_newest_steps(self, wanted: Sequence[RowRanges], snapshot: Snapshot) -> list[RowRanges]:
-        """Fill the table with the newest step of each rank and kind, and return the ranges of the rows of these steps.
+        """Write the newest step of each rank and kind to the table NEWEST_TABLE; return the ranges of their rows.
 
         Store in addition a fact for the view `tensor_latest`: whether no rank measured one of these steps twice.
         """
@@ -234,7 +238,7 @@ def _runs(wanted: Sequence[RowRanges]) -> frozenset[str] | None:
 
 @functools.cache
 def _closure(name: str) -> frozenset[str]:
-    """Return the name of the view or macro, and the names of all views that it reads directly or indirectly."""
+    """Return `name`, the name of a view or macro, and the names of all views that it reads directly or indirectly."""
     return frozenset([name]).union(*map(_closure, DEFINITIONS[name].reads))
 
 

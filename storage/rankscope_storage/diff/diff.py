@@ -63,10 +63,10 @@ class Point:
     a: float | int | None
     b: float | int | None
     scale: float | None = None
-    """Smallest scale of the relative difference.
+    """Lower limit of the scale by which the difference is divided for the relative difference.
 
-    It is None for numbers other than means, and if it is not known. The scale is then the larger magnitude of `a` and
-    `b`."""
+    Only means have a limit: their root mean square, if it is known. If the limit is None, the scale is the larger
+    magnitude of `a` and `b`."""
 
     @property
     def relative(self) -> float | None:
@@ -128,7 +128,7 @@ def divergence(
 ) -> Divergence:
     """Compare the sides `a` and `b` at the steps that both have, rank by rank.
 
-    If both sides name a rank, these two ranks are compared.
+    If both sides name a rank, these two ranks are compared, even if their numbers are different.
     """
     tolerance, selected = tolerance or Tolerance(), selected or DiffSelection()
     between = a.rank is not None and b.rank is not None
@@ -175,7 +175,7 @@ def relative_difference(a: float | None, b: float | None, scale: float | None = 
 
 
 class _Comparison:
-    """The queries that compare the two sides."""
+    """The SQL queries of one comparison, which compare rows of the sides `a` and `b` (runs, attempts or ranks)."""
 
     def __init__(
         self, connection: Connection, a: DiffSource, b: DiffSource, tolerance: Tolerance, *, by_rank: bool
@@ -204,7 +204,7 @@ class _Comparison:
         return sorted(points, key=lambda point: _place(point, order))
 
     def _of(self, row: Mapping[str, Any]) -> Iterator[Point]:
-        """Yield a point for each number of `row` that differs between the sides."""
+        """Yield a Point for each number that differs between the sides; `row` has the joined numbers of both sides."""
         shared = {
             name: row[name] for name in ("step", "micro_step", "vpp_stage", "kind", "tensor", "index", "call_seq")
         }
@@ -261,7 +261,7 @@ def _numbers(ranks: set[int | None]) -> tuple[int, ...]:
 
 
 def _windows(steps: Sequence[int], counts: Sequence[Mapping[int, int]], window_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield closed ranges of `steps` with about `window_rows` rows each.
+    """Yield closed ranges of `steps` with about `window_rows` rows each, counted on both sides together.
 
     `steps` are the steps that both sides have, and `counts` the numbers of rows per step of each side.
     """

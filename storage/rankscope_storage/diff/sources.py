@@ -1,4 +1,7 @@
-"""SQL for the two sides of a comparison: one row per quantity and step, from the last attempt that ran the step."""
+"""SQL for the two sides of a comparison of runs, attempts or ranks.
+
+Each side has one row per series (rank, kind, name and so on) and step, from the last attempt that ran the step.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ class DiffSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffSelection:
-    """Selection of the rows of both sides that are compared."""
+    """The kinds, ranks and steps that are compared. It applies to both sides of the comparison."""
 
     kinds: tuple[str, ...] = ()
     """Kinds to compare, including `scalar`. If empty, all kinds that are expected to be equal are compared."""
@@ -85,7 +88,7 @@ class DiffSource:
         self._between_ranks = between_ranks
 
     def rows(self, steps: tuple[int, int]) -> str:
-        """Return the query for the rows of this side in the closed range `steps`: one row per quantity and step."""
+        """Return the query for the rows of this side in the closed range `steps`: one row per rank, series and step."""
         again = frozenset(self._datasets()) if self._has_attempts else self._repeated
         parts = " UNION ALL BY NAME ".join(self._once(dataset, steps, dataset in again) for dataset in self._datasets())
         # A requeued job repeats steps. The training continued from the last attempt of a step.
@@ -117,7 +120,10 @@ class DiffSource:
         return set(self._connection.query(f"SELECT DISTINCT rank FROM ({parts})")["rank"].to_pylist())
 
     def order(self) -> dict[tuple[str, str], int]:
-        """Return the position of each pair of kind and name, in the order of first use by the model or its calls."""
+        """Return the position of each pair of kind and tensor name in the order of the dataset `tensors`.
+
+        This is the order in which the model or its calls first used the tensors.
+        """
         relation = self._connection.relation("tensors", run=self.side.run)
         found = self._connection.query(
             f"SELECT kind, tensor FROM {relation} WHERE run = {sql_string(self.side.run)} "
@@ -128,13 +134,16 @@ class DiffSource:
 
     @functools.cached_property
     def _has_attempts(self) -> bool:
-        """Return whether rows of any step belong to several attempts."""
+        """Return whether a rank has rows of one step from several attempts."""
         parts = " UNION ALL ".join(self._places(dataset, "attempt") for dataset in self._datasets())
         return self._any(f"SELECT min(attempt) <> max(attempt) AS found FROM ({parts}) GROUP BY step, rank")
 
     @functools.cached_property
     def _repeated(self) -> frozenset[str]:
-        """Return the datasets in which several records, and thus several rows, can exist for a quantity and step."""
+        """Return the datasets in which a rank may have stored several rows of one series for the same step.
+
+        This is possible if rows of the rank and step come from several records.
+        """
         return frozenset(
             dataset
             for dataset in self._datasets()

@@ -5,8 +5,8 @@ that readers need not count nulls.
 
 Rounding to k bits of mantissa reduces a store to 60 % of its size, because most bytes of a statistic are noise in its
 last bits, which no encoding compresses. The relative error of a rounded value is at most 2^-(k+1). NaN, infinities,
-zeros, subnormal numbers and numbers at the end of the range keep all bits. Rounding preserves order (min <= mean <=
-max) and is idempotent. Baselines, counts, events, scalars, hashes and samples are never rounded.
+zeros, subnormal numbers, and numbers that rounding would make infinite keep all bits. Rounding preserves order
+(min <= mean <= max) and is idempotent. Baselines, counts, events, scalars, hashes and samples are never rounded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ MANTISSA_BITS_KEY: Final = "rankscope_mantissa_bits"
 _PAGE_BYTES: Final = 1 << 26
 """Limit of the page size in bytes, larger than all numbers of a row group.
 
-A page therefore ends only at the row limit, and the writer never abandons a dictionary in the middle of a page."""
+A page therefore ends only at its limit of rows, and the Parquet writer never changes from dictionary encoding to plain
+encoding in the middle of a page."""
 
 _SMALL_DICTIONARY: Final = 4096
 """Number of texts up to which a dictionary is written completely.
@@ -51,7 +52,8 @@ For larger dictionaries, texts that the row group does not use are removed first
 _BYTE_CODES: Final = 256
 """Number of texts in the largest dictionary with one-byte codes.
 
-For byte codes, Arrow finds the range of a row group by lookup (4 ns per row), otherwise by hashing (8 ns)."""
+With one-byte codes, Arrow finds the minimum and maximum text of a row group by lookup (4 ns per row). With larger
+codes, it finds them by hashing (8 ns per row)."""
 
 _SHORT_BATCH: Final = 1024  # Arrow's default
 _DICTIONARY: Final = "dictionary"
@@ -129,7 +131,7 @@ class _Column:
 
 
 def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
-    """Return `column` with a dictionary of only the texts that it contains.
+    """Return `column` with a dictionary that has only texts of the column, or at most _SMALL_DICTIONARY texts.
 
     A row group stores its whole dictionary, so that unused texts would take space.
     """
@@ -233,7 +235,7 @@ def check_bits(bits: int) -> None:
     """Raise ValueError if statistics cannot be rounded to `bits` bits of mantissa."""
     if not FEWEST_BITS <= bits <= MOST_BITS:
         raise ValueError(
-            f"mantissa_bits is {FEWEST_BITS} to {MOST_BITS}, not {bits}: leave it out to keep all {MANTISSA_BITS}"
+            f"mantissa_bits must be {FEWEST_BITS} to {MOST_BITS}, not {bits}: omit it to keep all {MANTISSA_BITS} bits"
         )
 
 

@@ -100,15 +100,15 @@ def own_part(run: str) -> str:
 
 
 def shared_part(day: dt.date) -> str:
-    """Return the name of the part that all runs without a separate part share on the day of the flush."""
+    """Return the name of the part (partition) that all runs without a separate part share for rows flushed on `day`."""
     return f"{SHARED_PREFIX}{day.isoformat()}"
 
 
 def data_file(dataset: str, part: str, mantissa_bits: int | None = None, *, whole: bool = False) -> str:
     """Return a unique path for a new file, relative to the store.
 
-    Set `whole` if the file also has the UNWRITTEN columns. The name contains `mantissa_bits`, so that readers find the
-    number of mantissa bits of rounded statistics in the log.
+    Set `whole` if the file also has the UNWRITTEN columns, which are null in most files and then absent. The file name
+    contains `mantissa_bits`, so that readers find the number of mantissa bits of rounded statistics in the log.
     """
     rounded = "" if mantissa_bits is None else f"-m{mantissa_bits}"
     return f"dataset={dataset}/part={part}/{fingerprint(dataset, whole=whole)}-{uuid.uuid4().hex}{rounded}.parquet"

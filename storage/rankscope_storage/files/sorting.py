@@ -30,10 +30,12 @@ SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {
     "attempts": ("run", "attempt", "ordinal"),
     "tensors": ("run", "tensor", "kind"),
 }
-"""Sort keys by dataset. Rows with equal keys remain in the order in which they arrived."""
+"""By dataset: the columns by which the rows of a file are sorted, the most significant column first.
+
+Rows with equal values in these columns remain in the order in which they arrived."""
 
 LAID_TOGETHER: Final = {"samples": ("labels",)}
-"""Keys of which only equal values are made adjacent, without sorting the values.
+"""By dataset: the sort columns in which only equal values are made adjacent, without sorting the values.
 
 These columns have hundreds of thousands of texts, which are expensive to sort and which no query compares by range."""
 
@@ -71,8 +73,8 @@ def sort_order(table: pa.Table, keys: Sequence[str], *, together: Collection[str
 def is_sorted(table: pa.Table, keys: Sequence[str], *, together: Collection[str] = ()) -> bool:
     """Return True if the rows of `table` are already in the order of `keys`, False if a cheap check cannot prove it.
 
-    Rows from ranks and scrapes are usually sorted, and this check takes a tenth of the time of sorting. Keys in
-    `together` are compared by their dictionary codes.
+    Rows from ranks and scrapes are usually sorted, and this check takes a tenth of the time of sorting. The values
+    of keys in `together` are compared by their dictionary codes instead of their texts.
     """
     rows = table.num_rows
     equal = np.ones(max(rows - 1, 0), np.bool_)  # to the previous row, in all keys so far
@@ -130,7 +132,8 @@ def is_constant(column: pa.Array) -> bool:
 def _ordinals(column: pa.Array, *, by_code: bool = False) -> Indices:
     """Return small non-negative integers that have the same order as the values of `column`, nulls last.
 
-    The caller may modify the result. With `by_code`, texts have the order of their dictionary.
+    The caller may modify the result. With `by_code`, texts are ordered by their position in the column's dictionary
+    instead of alphabetically.
     """
     if pa.types.is_dictionary(column.type) or pa.types.is_string(column.type):
         encoded = dictionary_encoded(column)
@@ -150,7 +153,10 @@ def _ordinals(column: pa.Array, *, by_code: bool = False) -> Indices:
 
 
 def _nulls_last(column: pa.Array, ordinals: Callable[[Indices], Indices]) -> Indices:
-    """Return the result of `ordinals` for the values of `column`; each null gets the highest ordinal plus 1."""
+    """Return the integers that the function `ordinals` computes for the values of `column`, which order the values.
+
+    Each null gets the highest of these integers plus 1.
+    """
     if not column.null_count:
         return ordinals(column.to_numpy(zero_copy_only=False)).astype(np.int64, copy=False)
     valid = column.is_valid().to_numpy(zero_copy_only=False)

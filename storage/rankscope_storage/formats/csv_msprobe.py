@@ -1,9 +1,10 @@
 """Export as CSV files in msprobe's layout, for msprobe's scripts and for scripts that read msprobe's files.
 
-There is one folder for each rank of each attempt. Its name consists of the start time of the attempt and a hash that is
-the same in every export, so that a second export of a run continues the folders of the first. With the option
-`append_output`, existing folders are continued instead, and the rows of a step come from the latest attempt of this
-step. A name that a spreadsheet would read as a formula starts with an apostrophe.
+There is one folder for each rank of each attempt. Its name consists of the start time of the attempt, the rank, the
+number of the attempt, and a hash of the run's name. The name is the same in every export, so that a second export of a
+run adds rows to the folders of the first. With the option `append_output`, rows are instead added to each rank's latest
+folder that begins between two given times, and the rows of a step come from the latest attempt of this step. In the
+files, a name that a spreadsheet would read as a formula starts with an apostrophe.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class _Folder:
         return tensor_cells(self._selection, family, only, self._numbering, self._described)
 
     def _kinds(self, dataset: str) -> dict[str, bool]:
-        """Return the kinds that have rows; the value is true if the kind has rows of micro-batches."""
+        """Return a mapping with each kind that has rows; its value is true if the kind has rows of micro-batches."""
         rows = self._selection.query(
             f"SELECT kind, bool_or(micro_step IS NOT NULL) AS micro FROM {self._selection.source(dataset)} "
             f"AND {self._stream.only(self._selection, dataset)} GROUP BY kind"

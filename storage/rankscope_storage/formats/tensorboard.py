@@ -83,7 +83,8 @@ class TensorBoard:
 def write_stream(selection: Selection, stream: Stream, folder: Path) -> Iterator[tuple[int, dict[str, int]]]:
     """Write one event file.
 
-    After each range of steps, yield the number of its rows; at the end, the omitted rows by reason.
+    After each range of steps, yield the number of its rows and an empty mapping. At the end, yield 0 and the number of
+    omitted rows by reason.
     """
     from rankscope_storage.tensorboard.events import EventFile  # noqa: PLC0415 - needs the extra
 
@@ -101,7 +102,7 @@ def write_stream(selection: Selection, stream: Stream, folder: Path) -> Iterator
 def _write_all(
     selection: Selection, streams: list[Stream], folder: Path, processes: int
 ) -> Iterator[tuple[int, dict[str, int]]]:
-    """Write all event files. Yield the number of rows so far, and the newly omitted rows by reason."""
+    """Write all event files. Repeatedly yield the number of rows written so far, and newly omitted rows by reason."""
     done = 0
     if processes == 1 or len(streams) == 1:
         for stream in streams:
@@ -122,7 +123,7 @@ def _write_all(
                 rows, omitted = job.result()
             except BrokenProcessPool as error:
                 raise ExportError(
-                    "a writer process was killed, possibly because of its memory: lower process_num"
+                    "a writer process was killed, possibly because it used too much memory: lower process_num"
                 ) from error
             done += rows
             yield done, omitted

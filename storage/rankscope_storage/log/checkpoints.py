@@ -2,7 +2,7 @@
 
 A delta-rs table handle keeps all log entries since the checkpoint it was opened with. It reads them again at each
 refresh and each commit: 0.7 ms of CPU time per entry. Commits of all writers count towards the interval. Appends do not
-wait for a checkpoint. If one is missing, the store is still correct, but slower.
+wait for a checkpoint. If a checkpoint is missing, the store is still correct, but slower.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Log:
         log = cls(root, table, sync, base)
         newest = read_entry(entry(root, log.version)) if version is None else None
         if newest is not None and is_cut(newest.text):
-            raise torn(root, "it has fewer lines than it declares")
+            raise torn(root, "the entry has fewer lines than its first line declares")
         return log
 
     @property
@@ -161,7 +161,9 @@ class Log:
         commit may have been stored or not.
         """
         if missing := [file.path for file in change.added if not (self.root / file.path).exists()]:
-            raise ConflictError(f"{missing[0]} was deleted before its commit, which took hours: write it again")
+            raise ConflictError(
+                f"{missing[0]} was deleted before its commit, because the commit took hours: write the file again"
+            )
         actions = actions_of(change)
         with _delta_errors(self.root):
             self._table.create_write_transaction(
@@ -326,7 +328,10 @@ class Log:
 
 @contextlib.contextmanager
 def _delta_errors(root: Path) -> Iterator[None]:
-    """Raise errors of delta-rs and of the disk as errors of this package; a refused commit raises ConflictError."""
+    """Convert errors of delta-rs and of the disk inside the context to errors of this package.
+
+    A refused commit raises ConflictError.
+    """
     try:
         yield
     except CommitFailedError as error:

@@ -39,7 +39,7 @@ class Entry:
     text: bytes
 
     def holds(self, transactions: Mapping[str, int], paths: Sequence[str]) -> bool:
-        """Return whether the entry changed all of `transactions` and contains the files at `paths`.
+        """Return whether the entry set all of `transactions` to their numbers and contains the files at `paths`.
 
         File names are unique, so that a search for the name in the text is sufficient.
         """

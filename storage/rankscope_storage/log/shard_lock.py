@@ -56,7 +56,7 @@ def all_shards(root: Path, owner: str) -> Iterator[None]:
 
 
 def _holder(descriptor: int) -> str:
-    """Return the name of the process that holds the lock file at this path.
+    """Return the name of the process that holds the lock file, which is open as `descriptor`.
 
     The process writes its name shortly after it takes the lock, so this function waits up to 0.5 s for the name.
     """

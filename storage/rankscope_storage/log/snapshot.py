@@ -132,7 +132,7 @@ class Snapshot:
         return self.files.filter(wanted.expression())
 
     def paths(self, wanted: FileFilter) -> list[str]:
-        """Return the absolute paths of the files that `of` selects, for DuckDB."""
+        """Return the absolute paths, for DuckDB, of the files that can contain rows which `wanted` selects."""
         return self._absolute(self.of(wanted))
 
     def within(self, dataset: str, wanted: Sequence[RowRanges] | None) -> list[str]:

@@ -84,13 +84,13 @@ def compact(
 def _apply_merge(log: Log, merge: Merge, sync: Sync, now: dt.datetime) -> list[DataFile]:
     """Replace the files of `merge`, and return the new files.
 
-    Raises ConflictError if another process replaced them before.
+    Raises ConflictError if another process has replaced one of these files since the merge was planned.
     """
     files: list[DataFile] = []
 
     def build() -> Change:
         if not log.snapshot().contains([file.path for file in merge.files]):
-            raise ConflictError("another compaction has replaced the files of this merge")
+            raise ConflictError("another process has replaced files of a merge: plan the merge again")
         files.extend(_rewrite(log.root, merge, sync, now))
         return Change(added=files, removed=merge.files, rewrites=True)
 

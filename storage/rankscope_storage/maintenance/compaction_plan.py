@@ -32,9 +32,9 @@ TARGET_ROWS: Final = 1_500_000
 
 Files that are merged again have up to MERGE_ROWS."""
 MERGE_ROWS: Final = 2 * TARGET_ROWS
-"""Largest number of rows in memory per merge. Small files that together have as many rows are always merged."""
+"""Largest number of rows in memory per merge. Small files with at least this many rows together are always merged."""
 ROLLUP_WEIGHT: Final = 4
-"""Number of other rows that need as much memory as a rollup row, which has forty numbers, few of them null."""
+"""Number of raw rows that need as much memory as one rollup row, which has forty numbers, few of them null."""
 PAST_FILES: Final = 3
 """Number of small files in the shared parts of all past days above which they are merged."""
 SLOW: Final = dt.timedelta(hours=1)
@@ -42,11 +42,11 @@ SLOW: Final = dt.timedelta(hours=1)
 
 Rows then arrive so slowly that there is time to write each row once more."""
 LAST_STEP_ROWS: Final = 1_000
-"""Number of rows per step above which the last file is not merged again.
+"""Number of rows per step above which the file with the last steps is not merged again.
 
-A query for the last step reads the whole last file."""
+A query for the last step reads this whole file."""
 SILENCE: Final = dt.timedelta(minutes=10)
-"""A rank without rows for this long delays no merge. A part without rows for this long is merged completely."""
+"""Time without new rows after which a rank delays no merge, and after which a part is merged completely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,10 @@ def _worth(small: Sequence[dict[str, Any]], most: int) -> bool:
 
 
 def _worth_again(files: Sequence[dict[str, Any]], *, closed: bool) -> Iterator[list[dict[str, Any]]]:
-    """Yield lists of adjacent files that are merged once more and will then need no other merge."""
+    """Yield lists of adjacent files that are merged once more. The merged files will need no other merge.
+
+    The files of a list took at least the time SLOW to fill.
+    """
 
     def may_grow(file: dict[str, Any]) -> bool:
         is_slow = file["ts_min"] is not None and file["ts_max"] - file["ts_min"] >= SLOW

@@ -27,9 +27,9 @@ DAMAGED: Final = "_damaged"
 _LOST: Final = (FindingKind.MISSING, FindingKind.UNREADABLE, FindingKind.OTHER_SIZE, FindingKind.OUT_OF_REACH)
 """Kinds of findings for files that no reader can use; a repair removes such files from the log.
 
-A file with other content remains, because it is readable and an operator has to decide. Two kinds of files are removed
-only with `force`, with which an operator confirms that they are lost: files that cannot be read now, and missing files
-of a dataset that is missing completely."""
+A readable file with other content than the log states remains, because an operator has to decide about it. Two kinds of
+files are removed only with `force`, with which an operator confirms that they are lost: files that the file system
+cannot read now, and missing files of a dataset of which no file is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

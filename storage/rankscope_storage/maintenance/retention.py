@@ -102,7 +102,7 @@ class _ReplacedError(ConflictError):
 
 
 def _apply_job(log: Log, job: RetentionJob, sync: Sync) -> list[DataFile] | None:
-    """Replace the files of `job`, and return the new files; None if no bucket in these files is too old."""
+    """Replace the files of `job`, and return the new files; None if no bucket of steps in the files is too old."""
 
     def check_unchanged() -> None:
         if not log.snapshot().contains([file["path"] for file in job.files]):

@@ -1,8 +1,8 @@
 """Select files with rows that are too old, and the action for each file. This module uses only statistics of the log.
 
-A file is not rolled up before its last bucket is complete, so that few buckets have several rollup rows. A file with
-old and newer rows is divided when enough of its rows are too old. For these two reasons, rows are kept for at most the
-`slack` of the limit longer.
+A file is not rolled up before its last bucket (range of steps) is complete, so that few buckets have several rollup
+rows of one series. A file with old and newer rows is divided when its oldest row is too old by more than the `slack` of
+the limit. For these two reasons, rows are kept after the limit, but for at most the `slack` longer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ File = Mapping[str, Any]
 
 
 class RetentionAction(enum.StrEnum):
-    """The action of a retention job; the value names the content that replaces a file."""
+    """The action of a retention job.
+
+    The value names the content that replaces the rows of a file, or with "in part", only the old rows of a file.
+    """
 
     GONE = "nothing"
     ROLLED = "rollups"
@@ -100,7 +103,10 @@ def _is_old(file: File, limit: Limit) -> bool:
 
 
 def _waits(file: File, next_bucket: int | None, limit: Limit) -> bool:
-    """Return whether newer files may continue the last bucket of `file`; these files begin at bucket `next_bucket`."""
+    """Return whether newer files may have more rows of the last bucket of `file`, so that it is not rolled up yet.
+
+    `next_bucket` is the lowest bucket of these files. Returns False if `file` is too old by more than the slack.
+    """
     if next_bucket is None or file["step_max"] is None or file["ts_max"] < limit.before - limit.slack:
         return False
     return bool(file["step_max"] // BUCKET_STEPS >= next_bucket)

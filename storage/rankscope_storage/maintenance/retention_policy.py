@@ -22,7 +22,7 @@ _LONGEST_SLACK: Final = dt.timedelta(days=1)
 class Limit:
     """Limit for the age of rows: rows measured before `before` are too old.
 
-    A job may keep some of them for `slack` longer.
+    A retention job may keep some of these rows for the additional time `slack`.
     """
 
     before: dt.datetime
@@ -30,7 +30,10 @@ class Limit:
 
     @classmethod
     def of_age(cls, now: dt.datetime, days: float) -> Limit:
-        """Return the limit for rows that are kept for `days` days. The slack is a tenth of this time, at most a day."""
+        """Return the limit for rows that are kept for `days` days.
+
+        The slack, for which a job may keep rows longer, is a tenth of this time, but at most a day.
+        """
         kept = dt.timedelta(days=days)
         return cls(before=now - kept, slack=min(kept / 10, _LONGEST_SLACK))
 
@@ -45,9 +48,14 @@ class Retention:
     rollup_days: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a negative number of days, and for rollups that would be too old when written."""
+        """Raise ValueError for a negative number of days, or if rollups are kept for less time than raw rows.
+
+        Such rollups would already be too old when they are written.
+        """
         if any(math.isnan(days) or days < 0 for days in self._days().values()):
-            raise ValueError("a number of days must be 0 or more: omit the setting to keep the rows forever")
+            raise ValueError(
+                "a number of days to keep rows must be 0 or more: omit the setting to keep the rows forever"
+            )
         raw = max((days for days in (self.raw_days, self.scalars_days) if days is not None), default=None)
         if self.rollup_days is not None and raw is not None and self.rollup_days < raw:
             raise ValueError(

@@ -44,9 +44,9 @@ A row takes about 300 bytes of memory during aggregation, and another 300 bytes 
 merge files of this size."""
 
 SLICE_ROWS: Final = 2_500_000
-"""Number of rows that are aggregated together.
+"""Number of raw rows that are aggregated together.
 
-Their sums fit into the processor's caches, with any number of series."""
+The sums of so many rows fit into the processor's caches, for any number of series."""
 
 # A bucket is removed if its newest row in the file, of any rank, is too old.
 _KEPT_BUCKETS: Final = f"""\
@@ -126,7 +126,10 @@ def slices(paths: Sequence[str], dataset: str) -> list[str]:
 
 
 def _first_names(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[str, int]]:
-    """Yield, for each row group, the first name and the number of rows; nothing if the footer has no ranges."""
+    """Yield the first name in `column` and the number of rows of each row group of a file.
+
+    Row groups without a stored minimum of `column` are omitted.
+    """
     place = metadata.schema.names.index(column)
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -136,9 +139,10 @@ def _first_names(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[str, 
 
 
 def _cheapest(database: duckdb.DuckDBPyConnection, dataset: str, source: str) -> str:
-    """Return the rollup query for `source` that uses facts about its rows.
+    """Return the cheapest query that aggregates the raw rows of `source` to rollup rows.
 
-    Finding these facts takes a tenth of the time of the rollup query.
+    It relies on facts about these rows, such as columns without values. Finding the facts takes a tenth of the time of
+    the query.
     """
     facts = database.sql(facts_query(dataset, source))
     [row] = facts.fetchall()
@@ -168,7 +172,10 @@ def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
 
 
 def _coded(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return `batch` with dictionary-encoded texts: of hundreds of thousands of names, only a few hundred differ."""
+    """Return `batch` with dictionary-encoded texts.
+
+    Hundreds of thousands of rows contain only a few hundred different names.
+    """
     columns = [column.dictionary_encode() if pa.types.is_string(column.type) else column for column in batch.columns]
     return pa.RecordBatch.from_arrays(columns, batch.schema.names)
 

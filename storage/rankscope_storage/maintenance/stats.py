@@ -25,9 +25,10 @@ SAMPLES_PER_ROW: Final = {
     "tensor_rollups": 3 * _VALUES + _COUNTS,
     "scalar_rollups": 3,
 }
-"""Measured numbers per row, by dataset: the default statistics without the number of elements.
+"""Number of measured numbers in one row, by dataset.
 
-Datasets that are not listed have one measured number per row."""
+For tensors, these are the default statistics and the counts, without the number of elements. Datasets that are not
+listed have one measured number per row."""
 
 TIERS: Final = {
     **dict.fromkeys((*RAW, "scalars", "samples"), "raw"),

@@ -85,7 +85,7 @@ class MaintenanceReport:
 
 
 def maintain(root: Path, sync: Sync) -> MaintenanceReport:
-    """Delete unused files of the store at `root`, then write a checkpoint and clean up its log.
+    """Delete unused files of the store at `root`, then write a checkpoint and delete old log entries.
 
     Files that were replaced, or that a killed process never committed, are deleted after REMOVED_FILES_HOURS hours.
     """

@@ -1,4 +1,4 @@
-"""A query of remote read: matchers and a time range, and their predicates for files and columns of a dataset.
+"""A query of remote read: label matchers and a time range, and the conditions by which they select files and rows.
 
 Raw rows and rollups are read as one relation.
 """
@@ -59,7 +59,7 @@ class SeriesQuery:
         return replace(self, matchers=rest)
 
     def within(self) -> str:
-        """Return the SQL predicate for the time range."""
+        """Return the SQL predicate that selects rows of this query's time range."""
         start, end = self.span()
         return f"ts >= TIMESTAMPTZ '{start.isoformat()}' AND ts < TIMESTAMPTZ '{end.isoformat()}'"
 

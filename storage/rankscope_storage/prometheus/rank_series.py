@@ -26,7 +26,7 @@ from rankscope_storage.prometheus.query import IDENTITY, SeriesQuery
 from rankscope_storage.prometheus.series import ResultLimit, Series, gathered, labelled, split_series
 
 _MOMENTS: Final = ("vpp_stage", "micro_step", "call_seq")
-"""Integer columns that distinguish rows of one tensor at one step; a null distinguishes nothing."""
+"""Integer columns that distinguish rows of one tensor at one step. A column that is null in a row adds no label."""
 
 _TENSOR: Final = """CASE WHEN "index" IS NULL THEN tensor ELSE tensor || '[' || "index" || ']' END"""
 _PART: Final = re.compile(r"(.*)\[(0|[1-9][0-9]{0,8})\]", re.DOTALL)
@@ -36,7 +36,9 @@ _ALL, _COUNTED, _REST = range(3)
 _MATCHED_IN_SQL: Final = (*IDENTITY, *STAGE_EXTRAS, "job")
 
 _Shown = tuple[Scalar, int, dict[str, str]]
-"""A scalar, the selected part of its values (all, those of a counter, or the rest), and the labels of its series."""
+"""A scalar, the part of its values that a series contains, and the labels of this series.
+
+The part is all values, the values that a counter may have (0 or more), or all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,8 @@ class RankSeries:
     def _of_scalar(self, scalar: Scalar) -> Iterator[_Shown]:
         """Yield each part of a scalar's values with its metric and labels.
 
-        A scalar has two parts if its metric is a counter: values that a counter may have, and other values.
+        A scalar has two parts if its metric is a counter: values that a counter may have (0 or more), and other values,
+        which are samples of rankscope_scalar.
         """
         own = names.own_metric(scalar)
         shown: list[tuple[int, MetricSpec, MetricSpec | None]] = []
@@ -198,7 +201,7 @@ class RankSeries:
 
 
 def _extra(name: str) -> str:
-    """Return the SQL expression of a label; its text is empty if the column is null."""
+    """Return the SQL expression for the label with the text of column `name`; the text is empty for a null."""
     return f"coalesce({name}::VARCHAR, '')"
 
 

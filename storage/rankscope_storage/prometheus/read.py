@@ -59,7 +59,7 @@ class CancelToken:
                 self._cursor.interrupt()
 
     def refusal(self) -> LimitError:
-        """Return the error for the client, with the reason of the cancellation."""
+        """Return the LimitError for the client of a cancelled request, with the reason of the cancellation."""
         return LimitError(f"the query was cancelled because {self._reason}: {_REMEDY}")
 
     @contextlib.contextmanager

@@ -30,7 +30,7 @@ class Series:
 
 @dataclass(slots=True)
 class ResultLimit:
-    """Numbers of series and samples that a request may still return."""
+    """Numbers of series and samples that the response to a request may still contain."""
 
     series: int
     samples: int
@@ -45,7 +45,7 @@ class ResultLimit:
         self.samples -= count
         if self.samples < 0:
             raise LimitError(
-                f"the answer has more than {self._given[1]} samples: request a shorter time, or for fewer ranks, "
+                f"the answer has more than {self._given[1]} samples: request a shorter time range, fewer ranks, "
                 "tensors or ops, or raise [remote_read] max_samples"
             )
 
@@ -77,7 +77,7 @@ def split_series(
 ) -> Iterator[tuple[dict[str, object], npt.NDArray[np.int64], npt.NDArray[np.float64]]]:
     """Yield key values, times in ms and values of each series.
 
-    Of several samples in one millisecond, the last one counts.
+    Of several samples in one millisecond, only the last is returned.
 
     `rows` are sorted by `keys` and `ms`.
     """

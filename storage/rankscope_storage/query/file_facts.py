@@ -33,7 +33,9 @@ from rankscope_storage.sql.views import empty_select
 _KEPT_FILES: Final = 10_000
 _BATCH_FILES: Final = 200
 _BATCH_BYTES: Final = 64_000_000
-"""Bytes of files that are read together; 8 million scalars or 5 million tensor statistics in memory."""
+"""Total size, in bytes, of the files that one statement reads together.
+
+In memory, these are 8 million scalars or 5 million rows of tensor statistics."""
 
 RunSql = Callable[[str], pa.Table]
 """Function that executes SQL and returns the result as an Arrow table."""
@@ -91,7 +93,7 @@ class FileFact:
 
 
 def _weight(path: str) -> int:
-    """Return the size of the file in bytes, with a minimum that limits a batch to _BATCH_FILES files."""
+    """Return the size of the file in bytes, but at least a minimum, so that a batch has at most _BATCH_FILES files."""
     try:
         size = Path(path).stat().st_size
     except OSError:
@@ -171,10 +173,10 @@ def newest_steps(files: Sequence[str], run_sql: RunSql) -> pa.Table:
 
 
 def has_single_record_per_rank(newest: pa.Table, files: Sequence[str], run_sql: RunSql) -> bool:
-    """Return whether each rank sent the rows of its step in `newest` in only one record.
+    """Return whether each rank sent the rows of its newest step, which is in `newest`, in only one record.
 
-    `files` contain these rows. A record never contains a row twice. Returns False for rows without incarnation or seq,
-    which no rank sent.
+    If so, no row exists twice, because a record never contains a row twice. `files` contain the rows. Returns False for
+    rows without incarnation or seq, which no rank sent, and for more than _FEW_STEPS different steps.
     """
     steps = pc.unique(newest.column("step")).to_pylist()
     if len(steps) > _FEW_STEPS:
@@ -227,14 +229,21 @@ _LOSS_SERIES: Final = ["run", "labels", "attempt", "rank"]
 
 @dataclass(frozen=True, slots=True)
 class LossFacts:
-    """Facts about the rows of the loss in some files, for some runs."""
+    """Facts about the losses of some runs in some files.
+
+    `are_logged_once` is true if no rank logged the loss of a step twice. `are_of_attempt_0` is true if all rows are of
+    attempt 0.
+    """
 
     are_logged_once: bool
     are_of_attempt_0: bool
 
 
 def find_loss_facts(files: Sequence[str], runs: Collection[str] | None, run_sql: RunSql) -> LossFacts:
-    """Return the facts about the losses of `runs` (None: all runs) in `files`; `run_sql` executes SQL."""
+    """Return the facts about the losses of `runs` (None: all runs) in `files`: logged once, and all of attempt 0.
+
+    `run_sql` executes SQL.
+    """
     facts = _LOSSES.of(files, run_sql)
     if runs is not None:
         facts = facts.filter(pc.is_in(facts.column("run"), pa.array(list(runs), pa.string())))
@@ -262,9 +271,9 @@ def _numbered(column: pa.ChunkedArray) -> npt.NDArray[Any]:
 
 
 def _loss_series(facts: pa.Table) -> pa.Table:
-    """Return one row per file and series: its first and last step, and whether no step is repeated.
+    """Return one row per file and loss series: its first and last step, and whether no step is repeated.
 
-    The table `facts` has the list of steps of each micro-batch.
+    `facts` has one row per file, loss series and micro-batch, with the list of the logged steps.
     """
     lists = facts.column("steps").combine_chunks()
     steps, ends = lists.flatten().to_numpy(), np.cumsum(lists.value_lengths().to_numpy())

@@ -70,11 +70,11 @@ _OwnedCondition = tuple[tuple[str, ...], Condition]
 
 
 class _NotUnderstoodError(Exception):
-    """The statement reads something other than our views, or reads in a way that this module does not analyse."""
+    """The statement reads something other than views of the store, or in a way that this module does not analyse."""
 
 
 def view_references(statements: Sequence[Node], known: Iterable[str]) -> tuple[ViewReference, ...] | None:
-    """Return all references of the statement to views; None if this module does not understand the statement.
+    """Return all references of a statement to views of the store; None if this module cannot analyse the statement.
 
     `statements` is the result of DuckDB's `json_serialize_sql`; `known` has the names of our views and macros.
     """

@@ -26,15 +26,18 @@ _WORD: Final = re.compile(r"[a-z_]\w*")
 _ALL: Final = re.compile(
     r"^\s*desc\b|\b(?:show|describe|information_schema|query|query_table|sqlite_\w+|duckdb_\w+|pg_\w+)\b|;\s*\S"
 )
-"""Matches a statement for which all views must exist.
+"""Regular expression that matches a statement for which all views must exist.
 
-It accesses views without their names, as SHOW does, or it contains a second statement."""
+Such a statement accesses views without their names, as SHOW does, or contains a second statement."""
 _EXPLAIN: Final = re.compile(r"\s*explain(\s+analyze)?\s", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A view or macro: the statement that creates it, and the raw datasets and other definitions that it reads."""
+    """A view or macro: the statement that creates it, and the names of the datasets and views that it reads.
+
+    `datasets` are those of which it reads the raw rows, and `reads` are other views and macros.
+    """
 
     statement: str
     datasets: tuple[str, ...]

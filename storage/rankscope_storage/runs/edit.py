@@ -36,16 +36,16 @@ _RETRIES: Final = 5
 _ROUNDS: Final = 50
 
 RowChange = Callable[[pa.Table], pa.Table | None]
-"""Function that returns the new rows for some rows of the run, or None to remove these rows."""
+"""Function that gets some rows of the run, and returns the rows that replace them, or None to remove them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
     """A change of the rows of `run`.
 
-    `rows` gets a version of the store; it returns the function that changes rows, or raises StoreError. `part` is the
-    new part of files that contain only this run. With `forgets`, the watermarks of the run's processes are reset, so
-    that the same rows can be stored again.
+    `rows` is a function that gets the number of a version of the store. It returns the function that changes rows, or
+    raises StoreError. `part` is the new part (partition) of files that contain only this run. With `forgets`, the
+    watermarks of the run's processes are reset, so that the same rows can be stored again.
     """
 
     run: str
@@ -228,7 +228,7 @@ def _without_services(root: Path, *runs: str) -> Iterator[None]:
 
 
 def _highest(root: Path, version: int, run: str) -> dict[str, int] | None:
-    """Return the highest attempt and ordinal of `run`, each -1 if no row has one.
+    """Return the highest values of the columns `attempt` and `ordinal` of `run`; -1 for a column without values.
 
     Returns None if the run has no rows.
     """

@@ -70,7 +70,10 @@ def time_bucket(row: str = "") -> str:
 
 
 def facts_query(dataset: str, source: str) -> str:
-    """Return a query whose only row `row_facts` converts to the facts about the rows of `dataset` in `source`."""
+    """Return a query that finds facts about the rows of `dataset` in `source`, such as columns without values.
+
+    The query returns one row, which `row_facts` converts to a RowFacts.
+    """
     counted = (*SERIES[dataset], "step", *NUMBERS[dataset], *TOTALS[dataset])
     counts = ", ".join(f"count({sql_identifier(name)}) AS {sql_identifier(name)}" for name in counted)
     return f"SELECT count(*) AS every_row, bool_or({_is_nonfinite(dataset, '<>')}) AS is_odd, {counts} FROM {source}"
@@ -149,7 +152,7 @@ def _input_columns(dataset: str, facts: RowFacts) -> Iterator[str]:
 
 
 def _is_nonfinite(dataset: str, comparison: str = ">") -> str:
-    """Return an SQL condition: a number of the row is not finite, or its count of NaN or infinite elements is not 0.
+    """Return an SQL condition: a number of the row is not finite, or the row counts NaN or infinite elements.
 
     The condition is false or null for a finite row. `comparison` compares the counts with 0.
     """
@@ -275,7 +278,9 @@ TIMELINES: Final = (
     _timeline("tensor_timeline", "tensor_stats", _NONFINITE_TENSOR),
     _timeline("scalar_timeline", "scalars", "coalesce(NOT isfinite(value), false)"),
 )
-"""Statements of the views over raw rows and rollups; they need only the views of the datasets."""
+"""Statements that create `tensor_timeline` and `scalar_timeline`, the views of raw rows together with rollups.
+
+These two views read only the views of the datasets."""
 
 
 ROLLED_STEPS: Final = """\

@@ -126,9 +126,9 @@ rollup row belongs to the bucket of its first step, and counts only if none of i
 
 
 def raw_curve(extents: str) -> str:
-    """Return the macro `scalar_curve` for a store without rollups of the scalar.
+    """Return the statement that creates the macro `scalar_curve` for a scalar without rollups.
 
-    It takes two thirds of the time of the general macro.
+    The macro takes two thirds of the time of the general macro.
     """
     return f"""\
 {_HEAD}
@@ -144,7 +144,7 @@ SELECT origin + number * width AS step, mean, lowest, highest, parts FROM bucket
 
 
 def sole_attempt_curve(extents: str) -> str:
-    """Return the macro `scalar_curve` for a run that has only raw rows of attempt 0.
+    """Return the statement that creates the macro `scalar_curve` for a run that has only raw rows of attempt 0.
 
     The log proves this for most runs. DuckDB needs about 5 ms to plan each use of `scalars` in a macro; this macro has
     only one use.

@@ -81,7 +81,8 @@ span AS (
 def _history(logged: str, rollups: str, spans: str, keys: Sequence[str]) -> str:
     """Return a query with the columns of `scalar_history`, for values of the query `logged` and for `rollups`.
 
-    `spans` is a query for the first and last step of each attempt. `keys` are the columns that identify a scalar in it.
+    `spans` defines the relation `span` with the first and last step of each attempt. `keys` are the columns of `span`
+    that identify a scalar.
     """
     listed = ", ".join(keys)
     # An attempt that begins at or before the last step of an earlier attempt has gone back: the later steps of the
@@ -128,8 +129,8 @@ CREATE OR REPLACE VIEW scalar_history AS
 """View with one row per scalar, attempt and step: the mean of `parts` numbers, one per rank and micro-batch.
 
 `cumulative_step` continues over all attempts and counts repeated steps again. `stands` is false for superseded steps,
-which a later attempt repeated. A row of a rollup covers a hundred steps, from `first_step` to `step`, and is superseded
-if any of these steps is. In all other rows, `first_step` equals `step`."""
+which a later attempt repeated. A row from rollups covers a hundred steps, from `first_step` to `step`. It is
+superseded if any of these steps is superseded. In all other rows, `first_step` equals `step`."""
 
 _LOSS_CURVE_OF: Final = """\
 CREATE OR REPLACE VIEW loss_curve AS
@@ -154,9 +155,10 @@ SELECT run, labels, 0::INTEGER AS attempt, step, step AS cumulative_step, min(ts
   avg(value) AS loss, min(value) AS lowest, max(value) AS highest, exp(avg(value)) AS perplexity, step AS first_step
 FROM scalars WHERE {LOSSES} GROUP BY run, labels, step
 """
-"""A definition of the view `loss_curve` that requires, in addition, that all rows are of attempt 0.
+"""The fastest definition of the view `loss_curve`, which takes a fifth of the time of the general definition.
 
-It takes a fifth of the time of the general definition."""
+It requires that no rank logged the loss twice for a step, that all rows are of attempt 0, and that the run has no
+rollups."""
 
 # A thousand years. Scripts that stop by another criterion plan 2^63 - 1 steps, for which no date exists.
 _MOST_SECONDS: Final = 31_556_952_000

@@ -2,7 +2,8 @@
 
 Averages skip values that are not finite, as the anomaly rules do; the row of such a value has the previous average.
 Rows with equal x are ordered by y, for example rows of a step that two attempts trained. `downsample` returns at most
-as many points as a screen shows, and keeps every extreme.
+as many points as a screen shows. It divides a series into ranges of x, and keeps the lowest point, the highest point
+and the first NaN of each range.
 """
 
 from __future__ import annotations

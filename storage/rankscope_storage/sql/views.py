@@ -74,7 +74,9 @@ VERSION_KEYS: Final = {
     "attempts": ("run", "attempt"),
     "tensors": ("run", "kind", "tensor", '"index"'),
 }
-"""Key columns of each dimension table; the view of the table has only the newest version of each key."""
+"""Key columns of each dimension table.
+
+The table has several versions of a row; the view of the table has only the newest version for each key."""
 
 HISTORY_SUFFIX: Final = "_history"
 
@@ -161,8 +163,8 @@ def empty_view(dataset: str) -> str:
 def raw_select(dataset: str, files: str, *, empty: bool, columns: str | None) -> str:
     """Return a query for the rows of `dataset` in `files`, an SQL expression for a list of paths.
 
-    `columns` is the select list if all files have the same columns. Otherwise it is None, and DuckDB opens all files
-    first to match their columns by name. With `empty`, the query returns no rows.
+    `columns` is the select list if all files have the same columns. If they have different columns, it is None, and
+    DuckDB opens all files first to match their columns by name. With `empty`, the query returns no rows.
     """
     if empty:
         return empty_select(dataset)
@@ -176,7 +178,10 @@ def raw_select(dataset: str, files: str, *, empty: bool, columns: str | None) ->
 
 @functools.cache
 def _usual_columns(dataset: str) -> str:
-    """Return the select list that adds null columns to a file without the UNWRITTEN columns of `dataset`."""
+    """Return the select list for files of `dataset` without the UNWRITTEN columns, which it adds as null columns.
+
+    UNWRITTEN names the columns of a dataset that are null in most files.
+    """
     unwritten = UNWRITTEN.get(dataset, ())
     if not unwritten:
         return "*"

@@ -28,7 +28,7 @@ DESCRIBED: Final = {
 """Columns that identify a series, by dataset; they are written into the description of a tag."""
 
 PLACEMENT: Final = "full"
-"""Placement of a tensor that the reader assumes if the tag has no description."""
+"""Value of the column `placement` that a reader of the file assumes for a tensor if its tag has no description."""
 
 EVENT_VALUES: Final = 2_000
 EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
@@ -110,7 +110,7 @@ class EventFile:
         put_number(value, number)
 
     def _new_tag(self, dataset: str, row: Mapping[str, Any], op: str) -> bytes:
-        """Return a tag that no other series has, and store the description for the first value of the series."""
+        """Return a tag that no other series has, and keep a description that `_add` writes with the first value."""
         if dataset == "tensor_stats":
             tag, plain = _tensor_tag(row, op, self._rank)
         elif dataset == "scalars":

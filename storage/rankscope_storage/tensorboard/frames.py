@@ -62,7 +62,7 @@ def read_frames(file: BinaryIO, size: int, on_fault: OnFault) -> Iterator[tuple[
             yield number, data
             continue
         if data is _Fault.TOO_LONG:
-            on_fault(number, f"longer than {MAX_RECORD_BYTES:,} bytes: skipped")
+            on_fault(number, f"longer than {MAX_RECORD_BYTES:,} bytes: this record is skipped")
             file.seek(start + _HEADER_BYTES + _LENGTH.unpack_from(header)[0] + 4)
             continue
         found = _next_header(file, start + 1)

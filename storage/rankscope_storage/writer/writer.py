@@ -133,7 +133,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PendingCommit:
-    """One commit that is being written, or of which it is unknown whether it was stored."""
+    """One commit of a batch that is being written, or that failed without showing whether it was stored."""
 
     batch: Batch
     change: Change
@@ -146,7 +146,7 @@ class _PendingCommit:
 
 
 class Writer(contextlib.AbstractContextManager["Writer"]):
-    """The owner of `shard`, until it is closed or a newer claim takes the shard over.
+    """The writer of `shard`, and its owner until the writer is closed or a newer claim takes the shard over.
 
     Thread-safe: calls are serialised.
 

@@ -167,5 +167,5 @@ def test_coarsest_of_lossless_files_is_none():
 
 @pytest.mark.parametrize("bits", [3, 23, 0, -1])
 def test_mantissa_bits_outside_of_the_range_are_refused(tmp_path, bits):
-    with pytest.raises(ValueError, match="mantissa_bits is 4 to 22"):
+    with pytest.raises(ValueError, match="mantissa_bits must be 4 to 22"):
         Store.open(tmp_path / "s", create=True, mantissa_bits=bits)

@@ -72,7 +72,7 @@ def test_too_large_record_is_skipped_unread():
     found, faults = read(ONE + frame(bytes(MAX_RECORD_BYTES + 1)) + THREE)
 
     assert [b"one", b"three"] == found
-    assert "longer than 4,194,304 bytes: skipped" in faults[0][1]
+    assert "longer than 4,194,304 bytes: this record is skipped" in faults[0][1]
 
 
 @given(st.binary(max_size=400))

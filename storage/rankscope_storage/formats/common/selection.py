@@ -28,7 +28,7 @@ class Selection:
     parameters: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Collect the values that the SQL predicates refer to."""
+        """Store the values of the options to which the SQL predicates refer in `parameters`."""
         values: dict[str, Any] = {"run": self.run}
         options = self.options
         values |= {} if options.time_start is None else {"time_start": options.time_start}
@@ -72,7 +72,10 @@ class Selection:
         return f"{relation} WHERE {self.where(dataset)}"
 
     def query(self, query: str) -> pa.Table:
-        """Return the rows of `query`, which may use the parameters of this selection and must restrict the run."""
+        """Return the rows of `query`, which may use the parameters of this selection.
+
+        The query itself must restrict its rows to the run, for example by the predicate that `where` returns.
+        """
         return self.connection.query(query, self._named_in(query))
 
     def stream(self, query: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
@@ -85,7 +88,10 @@ class Selection:
         return rows
 
     def only(self, *, attempt: int | None, rank: int | None) -> str:
-        """Return the SQL predicate for one rank of one attempt; None selects rows in which the column is null."""
+        """Return the SQL predicate for the rows of one rank of one attempt.
+
+        If `attempt` or `rank` is None, the rows in which this column is null are selected.
+        """
         return " AND ".join(
             f"{name} IS NULL" if value is None else f"{name} = {int(value)}"
             for name, value in (("attempt", attempt), ("rank", rank))
@@ -96,7 +102,10 @@ class Selection:
         return {name: value for name, value in self.parameters.items() if f"${name}" in query}
 
     def windows(self, dataset: str, extra: str = "true", *, rows: int = WINDOW_ROWS) -> Iterator[tuple[int, int, int]]:
-        """Yield (first step, last step, rows) of ranges with about `rows` rows each, in ascending order of steps."""
+        """Yield (first step, last step, number of rows) of step ranges with about `rows` rows each, in ascending order.
+
+        The exported rows of `dataset` that satisfy the SQL predicate `extra` are counted.
+        """
         counted = self.query(
             f"SELECT step, count(*) AS rows FROM {self.source(dataset)} AND {extra} AND step IS NOT NULL "
             "GROUP BY step ORDER BY step"

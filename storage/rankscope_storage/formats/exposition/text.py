@@ -123,7 +123,7 @@ class Timeline:
     def micros(self, batch: pa.RecordBatch | pa.Table) -> npt.NDArray[np.int64]:
         """Return the exported time of each row of `batch` in microseconds since 1970.
 
-        The batch must have the columns rank, attempt, step and us.
+        The batch must have the columns rank, attempt, step and us; `us` is the stored time in microseconds since 1970.
         """
         micros = np.asarray(batch.column("us"), np.int64)
         if not self._moved:
@@ -135,4 +135,4 @@ class Timeline:
 
 
 SHOWN: Final = "ts >= TIMESTAMPTZ '1970-01-01 00:00:00+00'"
-"""SQL predicate that selects the rows that have an exported time."""
+"""SQL predicate that selects the rows that can be exported: those with a time in 1970 or later."""

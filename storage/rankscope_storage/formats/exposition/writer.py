@@ -1,4 +1,7 @@
-"""Writer of OpenMetrics metric families. Each family is one query of the store, in the order of its lines."""
+"""Writer of OpenMetrics metric families.
+
+A family is written from queries of the store that return the rows in the order of the lines of the family.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ class FamilyWriter:
         self._last: tuple[str, int] = ("", -1)
 
     def info(self, family: str, labels: Mapping[str, str], datasets: Sequence[str]) -> None:
-        """Write one `info` sample that describes the exported file; its time is the latest time of the file."""
+        """Write one `info` sample with `labels`, which describe the exported file.
+
+        The time of the sample is the latest time of the exported rows.
+        """
         union = " UNION ALL ".join(
             f"SELECT max(ts) AS ts FROM {self._selection.source(name)} AND {SHOWN}" for name in datasets
         )
@@ -68,7 +74,7 @@ class FamilyWriter:
         self._put(series, pa.array([1.0]), np.asarray(latest, np.int64))
 
     def moments(self, spec: MetricSpec, column: str, datasets: Sequence[str]) -> None:
-        """Write one sample of `column` for each rank and time."""
+        """Write the metric `spec`: one sample for each rank and time, with the value of `column` (attempt or step)."""
         union = " UNION ".join(
             f"SELECT rank, attempt, step, ts FROM {self._selection.source(name)} AND {SHOWN}" for name in datasets
         )
@@ -91,7 +97,7 @@ class FamilyWriter:
         self._write(spec.name, self._selection.stream(query, BATCH_ROWS))
 
     def scalar_families(self) -> Iterator[tuple[MetricSpec, list[Scalar]]]:
-        """Yield each scalar metric that has rows, with the list of its scalars."""
+        """Yield each metric of scalars that has rows, with the list of the scalars that are samples of this metric."""
         source = self._selection.source("scalars")
         rows = self._selection.query(
             f"SELECT DISTINCT name, unit, labels FROM {source} AND {SHOWN} ORDER BY ALL NULLS FIRST"

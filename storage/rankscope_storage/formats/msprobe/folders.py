@@ -84,7 +84,7 @@ def streams(selection: Selection, target: Path) -> list[Stream]:
 def _own_folder(run: str, began: Mapping[int, dt.datetime], *, attempt: int, rank: int) -> str:
     """Return the folder name of a rank and attempt, which is the same for each export of the run.
 
-    Folders of attempts with equal start times are in the order of the attempts.
+    Folder names of one rank sort in the order of its attempts, even if attempts have equal start times.
     """
     digest = hashlib.sha256(run.encode("utf-8", "surrogatepass")).hexdigest()
     return folder_name(began[attempt], rank, f"{attempt & 0xFFFF:04x}{digest[:4]}")
@@ -192,7 +192,7 @@ class _OneFile:
         self._file = self._open()
 
     def add(self, cells: Cells, start: int, end: int) -> int:
-        """Write the rows `start` to `end` of `rows` that are not in the file yet, and return their number."""
+        """Write the rows of `cells` from `start` up to `end` that are not in the file yet, and return their number."""
         length = end - start
         texts = {name: column.slice(start, length) for name, column in cells.columns.items()}
         texts |= {
@@ -245,7 +245,10 @@ class _OneFile:
 
 
 def _read(path: Path) -> tuple[list[str], set[int]]:
-    """Return the header of an existing file and the hashes of the keys of its rows."""
+    """Return the column names of an existing CSV file, and a hash of the key columns of each of its rows.
+
+    The key columns (virtual stage, name, step and, if present, micro-step) identify a row.
+    """
     limit = csv.field_size_limit(_MAX_CELL)
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:

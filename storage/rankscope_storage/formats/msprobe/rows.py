@@ -64,7 +64,8 @@ class Numbering:
     def sql(self, *, moments: bool) -> str:
         """Return an SQL expression over `step` for msprobe's step number.
 
-        msprobe reads Adam's moments *before* the optimizer's step, so that their step number is different.
+        msprobe reads Adam's moments *before* the optimizer's step. With `moments`, the step number is therefore one
+        higher than for other statistics.
         """
         return f"(step - {self.first - 1 if moments else self.first})"
 
@@ -125,7 +126,10 @@ def tensor_cells(
 
 
 def feature_cells(selection: Selection, family: str, only: str, numbering: Numbering) -> Iterator[Cells]:
-    """Yield the rows of a family of features that satisfy the SQL predicate `only`, with one column per feature."""
+    """Yield the rows of a family of features that satisfy the SQL predicate `only`, in batches of limited size.
+
+    Each feature of the family is a column.
+    """
     columns = FEATURE_COLUMNS[family]
     step = numbering.sql(moments=False)
     mine = f"{only} AND kind IN ({', '.join(map(sql_string, columns.values()))}) AND {step} >= 0"
@@ -171,7 +175,9 @@ FEATURE_COLUMNS: Final[dict[str, dict[str, str]]] = {
     **{family: features.columns for family, features in FEATURES.items()},
     OTHER: {"norm": DIRECTION},
 }
-"""Columns of each family of features. `_direction_columns` writes the direction into the column of each statistic."""
+"""By family of features: the columns of the CSV file, each with the kind of feature that it contains.
+
+The family OTHER has one feature, DIRECTION. `_direction_columns` writes its value into the column of each statistic."""
 
 _KEY: Final = "coalesce(vpp_stage, 0)::VARCHAR AS vpp_text, coalesce(micro_step, 0)::VARCHAR AS micro_text"
 
