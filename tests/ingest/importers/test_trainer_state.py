@@ -100,7 +100,7 @@ def test_evaluation_sets_are_labels_of_one_quantity(logs):
     ],
 )
 def test_state_and_plan_of_the_run(logs, top, expected):
-    """S1-11, S1-18: zero divisors, and plans given in steps."""
+    """S1-18: zero divisors, and plans given in steps."""
     logs.import_log(logs.write("trainer_state.json", state(steps(10), **top)))
     row = logs.query("SELECT state, planned_steps FROM runs")[0]
 
@@ -108,7 +108,7 @@ def test_state_and_plan_of_the_run(logs, top, expected):
 
 
 def test_time_of_a_checkpoint_is_that_of_its_file(logs):
-    """S1-11: it is not the time of the import. The entries have no time."""
+    """It is not the time of the import. The entries have no time."""
     import os
 
     path = logs.write("trainer_state.json", state(steps(1)))
@@ -145,7 +145,7 @@ def test_checkpoint_that_disagrees_is_another_attempt(logs):
 
 
 def test_recorded_checkpoints_of_one_run_repeat_each_other(logs, data):
-    """S1-06: four checkpoints, 1,200 entries in all, one history of 700."""
+    """Four checkpoints, 1,200 entries in all, one history of 700."""
     for number in (500, 1500, 3000, 7000):
         source = data / "trainer_state" / f"sygoat_mistral-translator_checkpoint-{number}.json"
         logs.write(f"out/checkpoint-{number}/trainer_state.json", source.read_bytes())

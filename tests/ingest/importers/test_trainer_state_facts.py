@@ -77,7 +77,7 @@ QUERIES = {
 
 
 def test_every_fact_is_reproduced(logs, recorded):
-    """S1-09 to S1-13, S1-18: values, absent values and progress, from the store only."""
+    """S1-09, S1-10, S1-18: values, absent values and progress, from the store only."""
     path, expected = recorded
     logs.import_log(path)
     (found,) = logs.query("SELECT " + ", ".join(f'({QUERIES[fact]}) AS "{fact}"' for fact in expected))
