@@ -65,7 +65,8 @@ def paragraphs(page: str) -> Iterator[str]:
     """
     for block in _PARAGRAPH_END.split(re.sub(r"```.*?```", "", page, flags=re.DOTALL)):
         text = " ".join(block.split())
-        if len(text.split()) >= _PARAGRAPH_WORDS and not text.startswith(("|", "#", "<", "    ")):
+        is_prose = not text.startswith(("|", "#", "<")) and not block.startswith("    ")
+        if is_prose and len(text.split()) >= _PARAGRAPH_WORDS:
             yield text
 
 
