@@ -22,6 +22,7 @@ _LEAST_WORDS: Final = 4  # without values
 _LOG_METHODS: Final = frozenset({"debug", "info", "warning", "error", "exception", "critical", "line"})
 _TEXT_KEYWORDS: Final = frozenset({"help", "message", "description", "summary"})
 _PARAGRAPH_WORDS: Final = 12
+_PARAGRAPH_END: Final = re.compile(r"(?<!:)\n\s*\n|\n\s*\n(?!\s*(?:[-*]|\d+\.)\s)")  # not between a colon and a list
 
 
 def docstrings(tree: ast.AST) -> Iterator[str]:
@@ -58,10 +59,14 @@ def _literal(node: ast.expr) -> str:
 
 
 def paragraphs(page: str) -> Iterator[str]:
-    """Yield the paragraphs and lists of a Markdown page, without code, tables and headings."""
-    for block in re.split(r"\n\s*\n", re.sub(r"```.*?```", "", page, flags=re.DOTALL)):
+    """Yield the paragraphs and lists of a Markdown page, without code, tables and headings.
+
+    A paragraph that ends with a colon and the list that follows are one text, because a reader sees them together.
+    """
+    for block in _PARAGRAPH_END.split(re.sub(r"```.*?```", "", page, flags=re.DOTALL)):
         text = " ".join(block.split())
-        if len(text.split()) >= _PARAGRAPH_WORDS and not text.startswith(("|", "#", "<", "    ")):
+        is_prose = not text.startswith(("|", "#", "<")) and not block.startswith("    ")
+        if is_prose and len(text.split()) >= _PARAGRAPH_WORDS:
             yield text
 
 

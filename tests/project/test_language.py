@@ -121,3 +121,14 @@ def test_language_sample_of_a_seed_is_reproducible(language_sample):
 
     assert {"docstring": 100, "message": 60, "paragraph": 30} == {name: len(texts) for name, texts in sample.items()}
     assert sample == language_sample.draw("0123abc")
+
+
+def test_language_sample_joins_a_list_with_the_sentence_before_it(language_sample):
+    sentence = "The store of a run has more than one kind of file, namely:"
+    page = f"# Files\n\n{sentence}\n\n- data files\n- log entries\n\n{sentence[:-1]}.\n\n1. data files\n"
+
+    assert [f"{sentence} - data files - log entries", f"{sentence[:-1]}."] == list(language_sample.paragraphs(page))
+
+
+def test_language_sample_leaves_out_indented_code(language_sample):
+    assert [] == list(language_sample.paragraphs("    hash = a + b + c + d + e + f + g + h\n"))
