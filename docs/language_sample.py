@@ -73,9 +73,8 @@ def paragraphs(page: str) -> Iterator[str]:
 def draw(seed: str) -> dict[str, list[str]]:
     """Return the texts of each group, drawn without replacement with the seed."""
     trees = [ast.parse(path.read_text()) for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
-    pages = [
-        path.read_text() for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
-    ]
+    named = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+    pages = [path.read_text() for path in named if path.stem != "language_grades"]
     groups = {
         "docstring": [text for tree in trees for text in docstrings(tree)],
         "message": [text for tree in trees for text in messages(tree)],

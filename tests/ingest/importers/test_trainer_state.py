@@ -108,7 +108,7 @@ def test_state_and_plan_of_the_run(logs, top, expected):
 
 
 def test_time_of_a_checkpoint_is_that_of_its_file(logs):
-    """It is not the time of the import. The entries have no time."""
+    """The time of the run is not the time of the import, although the entries have no time."""
     import os
 
     path = logs.write("trainer_state.json", state(steps(1)))
