@@ -90,7 +90,7 @@ class TensorHooks:
         self._handles.clear()
 
 
-class GradientHooks:
+class MicroGradientHooks:
     """Gradient hooks on all parameters that require gradients. They are called before a gradient is accumulated.
 
     `hook_of` returns the function to call, given the position of a parameter and the parameter.

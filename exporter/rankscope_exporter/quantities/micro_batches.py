@@ -23,7 +23,7 @@ from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.base.validation import Allowed
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
-from rankscope_exporter.quantities.hook_handles import GradientHooks
+from rankscope_exporter.quantities.hook_handles import MicroGradientHooks
 
 _PROC: Final = Path("/proc")
 _GROUPS: Final = Path("/sys/fs/cgroup")
@@ -108,7 +108,7 @@ class MicroBatchSums:
         self._is_known = False  # whether the loop was seen to accumulate micro-batches that are reduced separately
         self._sums: dict[int, torch.Tensor] = {}
         self._reported: set[str] = set()
-        self.hooks: GradientHooks | None = None
+        self.hooks: MicroGradientHooks | None = None
         self._hooking: Hooking
         self.are_kept = False
         """True if the gradients of the current step are added to the sums of this object."""
@@ -116,7 +116,7 @@ class MicroBatchSums:
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Prepare the gradient hooks. They are registered later, when the sums are needed."""
         self._hooking = hooking
-        self.hooks = GradientHooks(
+        self.hooks = MicroGradientHooks(
             self._monitored, hooking, gate, "adding a gradient to the sum over micro-batches", self._hook_of
         )
         hooking.keep(CallbackHandle(self.release))
@@ -221,13 +221,15 @@ class MicroGradients(Quantity):
         self._passes = [0] * len(self.monitored.parameters)
         self._hooking: Hooking
         self._gate: SamplingGate
-        self._hooks: GradientHooks
+        self._hooks: MicroGradientHooks
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Register a gradient hook on every parameter that requires gradients."""
         self._hooking, self._gate = hooking, gate
         hook_of = lambda index, _: functools.partial(self._read, index)  # noqa: E731 - used once
-        self._hooks = GradientHooks(self.monitored, hooking, gate, "measuring the gradient of a micro-batch", hook_of)
+        self._hooks = MicroGradientHooks(
+            self.monitored, hooking, gate, "measuring the gradient of a micro-batch", hook_of
+        )
         self._hooks.register()
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event

@@ -16,7 +16,8 @@ from rankscope_exporter.adapters.parameter_hooks import ParameterHook, Removable
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import Hook, ModelHookContext, Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.sampling.plan import StepBuffers, TableView
-from rankscope_exporter.sampling.sampling_config import QuantitySampling, Schedule, Timing
+from rankscope_exporter.sampling.sampling_config import QuantitySampling
+from rankscope_exporter.sampling.schedule import Schedule, Timing
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops
 
 

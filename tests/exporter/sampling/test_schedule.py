@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_exporter.sampling.sampling_config import Schedule, Timing
+from rankscope_exporter.sampling.schedule import Schedule, Timing
 
 
 def measured(timing: Timing, steps: Iterable[int]) -> list[int]:

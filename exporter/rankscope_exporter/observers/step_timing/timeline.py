@@ -78,7 +78,7 @@ class LoopTraits:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class PhaseInterval:
     """One interval between two marks of a step, and the phase of this interval."""
 
     phase: str
@@ -98,7 +98,7 @@ class PhaseTotals:
 
 
 def sum_by_phase(
-    stretches: Sequence[Stretch], seconds: Callable[[Time, Time], float], *, is_first: bool = False
+    intervals: Sequence[PhaseInterval], seconds: Callable[[Time, Time], float], *, is_first: bool = False
 ) -> PhaseTotals:
     """Return the seconds by phase of the intervals of one step.
 
@@ -108,27 +108,27 @@ def sum_by_phase(
     phases: dict[str, float] = defaultdict(float)
     announced: dict[str, float] = defaultdict(float)
     computed, pre_collective = 0.0, None
-    for stretch in stretches:
-        duration = seconds(stretch.begin, stretch.end)
-        if stretch.phase == Phase.COLLECTIVE:
+    for interval in intervals:
+        duration = seconds(interval.begin, interval.end)
+        if interval.phase == Phase.COLLECTIVE:
             pre_collective = computed
-        elif stretch.phase in COMPUTING:
+        elif interval.phase in COMPUTING:
             computed += duration
-        keeps_phase = stretch.is_announced or stretch.phase in (Phase.EVALUATION, Phase.MONITOR) or not is_first
-        phases[str(stretch.phase if keeps_phase else Phase.FIRST_STEP)] += duration
-        if stretch.is_announced:
-            announced[stretch.phase] += duration
+        keeps_phase = interval.is_announced or interval.phase in (Phase.EVALUATION, Phase.MONITOR) or not is_first
+        phases[str(interval.phase if keeps_phase else Phase.FIRST_STEP)] += duration
+        if interval.is_announced:
+            announced[interval.phase] += duration
     return PhaseTotals(phases, announced, None if is_first else pre_collective)
 
 
-def segments(marks: Sequence[Mark], traits: LoopTraits) -> Iterator[Stretch]:
+def segments(marks: Sequence[Mark], traits: LoopTraits) -> Iterator[PhaseInterval]:
     """Yield the interval between each mark and the next one, with its phase."""
     coming = _coming(marks)
     state = _State(traits)
     for position, (mark, following) in enumerate(itertools.pairwise(marks)):
         state.apply(mark)
         phase = state.phase() or state.gap(*coming[position + 1])
-        yield Stretch(phase, mark.at, following.at, state.is_announced)
+        yield PhaseInterval(phase, mark.at, following.at, state.is_announced)
 
 
 def _coming(marks: Sequence[Mark]) -> list[tuple[str, str]]:
