@@ -47,10 +47,10 @@ class Store:
     ) -> Store:
         """Open the store in the folder `path`; with `create`, create folder and store if they do not exist.
 
-        With `mantissa_bits`, statistics that are written from now on are rounded: see
-        `rankscope_storage.files.encoding`. Raises StoreError, whose message names the remedy, in these cases: there is
-        no store, the folder is not writable or does not support hard links, a newer Rankscope wrote the store, or a log
-        entry is incomplete.
+        With `mantissa_bits`, tensor statistics and features that are written from now on are rounded to this number of
+        mantissa bits: see `rankscope_storage.files.encoding`. Raises StoreError, whose message names the remedy, in
+        these cases: there is no store, the folder is not writable or does not support hard links, a newer Rankscope
+        wrote the store, or a log entry is incomplete.
         """
         if mantissa_bits is not None:
             check_bits(mantissa_bits)

@@ -1,4 +1,7 @@
-"""Summaries of a store: its runs, the key numbers of one run, and the anomalies of a run in causal order."""
+"""Summaries of a store: its runs, the main numbers of one run, and the anomalies of one run.
+
+Anomalies are in causal order: a cause comes before its effects.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,7 @@ QUALIFY rank() OVER (ORDER BY attempt NULLS FIRST, step NULLS LAST) <= $top
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Summary of a run. A value is None if the store does not have it."""
+    """Summary of a run, such as its state, steps and losses. A value is None if the store does not have this value."""
 
     run: str
     state: str | None
@@ -132,7 +135,11 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnomalyRow:
-    """One anomaly of a run: a firing of a rule, with the columns that define its position in the causal order."""
+    """One anomaly of a run: one firing of a rule.
+
+    Columns such as step, micro-batch, kind and pipeline stage define its position in the causal order, in which a cause
+    comes before its effects.
+    """
 
     attempt: int | None
     rank: int | None
@@ -154,17 +161,17 @@ class AnomalyRow:
 
 
 def runs(connection: Connection) -> pa.Table:
-    """Return a table with one row per run, the latest first.
+    """Return a table with one row per run, the run with the latest start first.
 
-    For a run without a row in `runs`, such as a run that never registered with a service, all values are computed from
-    its other stored rows.
+    For a run without a row in the dataset `runs`, such as a run that never registered with a service, all values are
+    computed from its rows in other datasets.
     """
     with connection.pinned():
         return connection.query(_RUNS.format(tensor_runs=_tensor_runs(connection)))
 
 
 def _tensor_runs(connection: Connection) -> str:
-    """Return a query for the name and the last step of each run in `tensor_stats`.
+    """Return a query for the name and the last step of each run in the dataset `tensor_stats`.
 
     For files with rows of a single run, the text of the query contains the run and its last step, taken from the log.
     The query reads only the other files.
@@ -217,7 +224,7 @@ def _summary(connection: Connection, run: str) -> RunSummary:
 
 
 def anomalies(connection: Connection, run: str, *, top: int, steps: tuple[int, int] | None = None) -> list[AnomalyRow]:
-    """Return the first `top` anomalies of `run` in causal order, within the closed range `steps`."""
+    """Return the first `top` anomalies of `run` within the closed range `steps`, causes before their effects."""
     columns = ", ".join(f'"{field.name}"' for field in fields(AnomalyRow))
     query = _ANOMALIES.format(columns=columns, events=connection.relation("events", run=run, steps=steps))
     first, last = steps or (None, None)
@@ -227,7 +234,7 @@ def anomalies(connection: Connection, run: str, *, top: int, steps: tuple[int, i
 
 
 def _order(row: AnomalyRow) -> tuple[float, ...]:
-    """Return the sort key of an anomaly: attempt, position in the causal order, rank.
+    """Return the sort key of an anomaly: attempt, position in the causal order (causes before effects), rank.
 
     The attempt comes first, because an anomaly cannot have its cause in a later attempt.
     """

@@ -43,11 +43,14 @@ class ShardLostError(StoreError):
 
 
 class ConflictError(StoreError):
-    """A commit was refused because the table changed; nothing was stored. Refresh and retry."""
+    """A commit was refused because the table of the store was changed concurrently; nothing was stored.
+
+    Refresh the handle on the table, and retry the commit.
+    """
 
 
 class FilesGoneError(StoreError):
-    """Vacuum has deleted files of the pinned version.
+    """Vacuum has deleted data files of the version of the store that a connection is pinned to.
 
     A file is deleted some hours after a newer version replaced it.
     """
@@ -58,7 +61,10 @@ class QueryError(StoreError):
 
 
 class LimitError(StoreError):
-    """The result would exceed a limit. The message states how to request less."""
+    """The result of a query would exceed a limit of series, samples, memory or time.
+
+    The message states how to request less.
+    """
 
 
 class ExportError(StoreError):

@@ -21,9 +21,10 @@ from rankscope_storage.base.errors import BatchError
 VERSION_KEY: Final = "rankscope_schema"
 DATASET_KEY: Final = "rankscope_dataset"
 _LARGE_DICTIONARY: Final = 1000
-"""Mean number of texts per dictionary. If it is at least this, dictionaries are concatenated without comparing texts.
+"""Mean number of texts from which on the dictionaries of a column are concatenated without comparing texts.
 
-For dictionaries of this size, the comparison costs more than storing some texts twice."""
+A column has one dictionary per chunk. For dictionaries of this size, the comparison costs more than storing some texts
+twice."""
 _WIDEST_BITS: Final = 64
 PARTITION_COLUMNS: Final = ("dataset", "part")
 UNWRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
@@ -38,9 +39,9 @@ package, read a column that is absent from a file as null."""
 
 @functools.cache
 def dataset_schema(name: str) -> pa.Schema:
-    """Return the Arrow schema of dataset `name`: all columns in the order of the contract, and metadata for its files.
+    """Return the Arrow schema of dataset `name`: all columns in the order that `rankscope_contract` defines.
 
-    Raises BatchError for an unknown name.
+    Its metadata (dataset and schema version) is stored in each file. Raises BatchError for an unknown name.
     """
     if name not in DATASETS:
         raise BatchError(f"unknown dataset {name!r}: the datasets are {', '.join(DATASETS)}")
@@ -147,9 +148,9 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
 def _unified(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return a dictionary-encoded `column` with one dictionary for all chunks.
 
-    All chunks from one exporter refer to the same dictionary in memory, which has tens of thousands of labels. Such
-    identical dictionaries are not compared. Large different dictionaries are concatenated, so that the result may
-    contain a text twice.
+    All chunks from one exporter refer to the same dictionary in memory, which has tens of thousands of texts. Such
+    identical dictionaries are not compared. Different dictionaries are concatenated if they are large, so that the
+    result may contain a text twice.
     """
     keys = [_memory_of(chunk.dictionary) for chunk in column.chunks]
     shared = {key: chunk.dictionary for key, chunk in zip(keys, column.chunks, strict=True)}

@@ -75,7 +75,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
     """
 
     def __init__(self, instance: DuckDBInstance, snapshot: Snapshot, log: Log | None) -> None:
-        """Query the newest version of `log`, or if `log` is None, always the version `snapshot`."""
+        """Make all queries read the newest version in the Delta log `log`; if `log` is None, the version `snapshot`."""
         self._views = BoundViews(instance)
         self._log = log
         self._pinned = log is None
@@ -92,7 +92,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
 
     @property
     def version(self) -> int:
-        """Return the version that the last query read."""
+        """Return the version of the store that the last query of this connection read."""
         return self._snapshot.version
 
     def sql(self, query: str, params: object = None) -> duckdb.DuckDBPyRelation:
@@ -133,9 +133,10 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         return self._snapshot.paths(FileFilter(dataset, run, steps))
 
     def files_table(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> pa.Table:
-        """Return a table of the files that `files` returns.
+        """Return a table of the data files that can contain rows of `dataset`, `run` and the closed range `steps`.
 
-        The columns are the partition (`part`), the numbers of rows and bytes, and the ranges of run and step.
+        The columns are the partition (`part`), the numbers of rows and bytes, and the lowest and highest run and step
+        of each file.
         """
         self._refresh()
         return self._snapshot.of(FileFilter(dataset, run, steps))
@@ -168,9 +169,9 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[Self]:
-        """Make all queries in the context read the version that is newest at its start.
+        """Make all queries in the context read the version of the store that is newest at the start of the context.
 
-        This is cheaper than `snapshot`.
+        This is cheaper than a second connection, which `snapshot` opens.
         """
         self._refresh()
         pinned, self._pinned = self._pinned, True
@@ -182,7 +183,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
     def close(self) -> None:
         """Close the connection. May be called repeatedly.
 
-        The pool keeps the DuckDB instance of the connection if no statement modified the instance.
+        The DuckDB instance of the connection is kept for later connections if no statement modified the instance.
         """
         if self._closed:
             return
@@ -259,7 +260,7 @@ class _Closed(Connection):
 
     @property
     def version(self) -> int:
-        """Return the version that the last query read."""
+        """Return the version of the store that the last query of this connection read."""
         return self._version
 
     def close(self) -> None:

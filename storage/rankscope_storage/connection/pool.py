@@ -1,9 +1,10 @@
-"""DuckDB instances that outlive a connection: the next connection to the same store reuses their views and footers.
+"""DuckDB instances that outlive a connection, for reuse by the next connection to the same store.
 
-An instance costs 25 ms of CPU time and a view up to 20 ms, more than most queries. When a connection that only read is
-closed, the pool therefore keeps its instance for the next connection to the same store. One connection at a time uses
-an instance, through its own cursor. An instance of a read-only connection is never reused by a connection that may
-write, nor by a connection to another store.
+This connection reuses the views of the instance and the Parquet footers that it has read. To create an instance costs
+25 ms of CPU time and a view up to 20 ms, more than most queries. When a connection that only read is closed, the pool
+therefore keeps its instance for the next connection to the same store. One connection at a time uses an instance,
+through its own cursor. An instance of a read-only connection is never reused by a connection that may write, nor by a
+connection to another store.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ WITHOUT_FILES: Final = {name: empty_view(name) for name in ROLLUPS.values()}
 DuckDB took 30 ms to plan a query of the general view, although there was no file to read."""
 
 IDLE: Final = 4
-"""Largest number of unused instances, over all stores. Above it, the instance that was unused for longest is closed."""
-FOOTERS: Final = 250
-"""Constant term of the limit above which an instance is replaced.
+"""Largest number of unused DuckDB instances that are kept, over all stores.
 
-The limit applies to the number of cached footers of deleted files. The limit is this term plus a quarter of the number
-of existing files. DuckDB never drops a footer, and one footer takes 20 to 400 kB. With thousands of footers, the memory
-of a service with a status page grew by 140 MB per hour."""
+Above it, the instance that was unused for longest is closed."""
+FOOTERS: Final = 250
+"""Constant term of the limit above which a DuckDB instance is replaced by a new one.
+
+The limit applies to the number of Parquet footers of deleted files that the instance caches. The limit is this term
+plus a quarter of the number of cached footers of existing files. DuckDB never drops a footer, and one footer takes 20
+to 400 kB. With thousands of footers, the memory of a service with a status page grew by 140 MB per hour."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,11 +69,11 @@ class DuckDBInstance:
     """By statement: its references to views; None if the statement could not be analysed."""
     footers: set[str] = field(default_factory=set)
     footers_checked: int = 0
-    """Number of cached footers when footers of deleted files were last counted."""
+    """Number of Parquet footers in DuckDB's cache when footers of deleted files were last counted."""
     facts: dict[str, tuple[object, Any]] = field(default_factory=dict)
-    """By view or macro: the files and runs for which facts were computed, and these facts.
+    """By view or macro: the files and runs that were examined, and the facts that were found about their rows.
 
-    The definition of the view or macro relies on these facts."""
+    The definition of the view or macro is correct only for rows with these facts."""
     skips_file_validation: bool = False
     """True if DuckDB assumes that a file never changes after it was opened, which is correct for files of a store."""
     log: Log | None = None
@@ -79,7 +82,7 @@ class DuckDBInstance:
 
 
 def acquire(root: Path, *, locked: bool, single_threaded: bool = False) -> DuckDBInstance:
-    """Return an unused instance for the store at `root`, or a new one."""
+    """Return an unused DuckDB instance for the store at `root` with the same settings, or a new one."""
     for instance in reversed(tuple(_idle)):
         if (instance.root, instance.locked, instance.single_threaded) == (root, locked, single_threaded):
             with contextlib.suppress(ValueError):  # another thread took it
@@ -90,9 +93,10 @@ def acquire(root: Path, *, locked: bool, single_threaded: bool = False) -> DuckD
 
 
 def release(instance: DuckDBInstance) -> None:
-    """Keep `instance` for the next connection, or close it if it caches too many footers of deleted files.
+    """Keep the DuckDB instance `instance` for the next connection to its store, or close it.
 
-    Statements of users must not have modified the instance.
+    The instance is closed if it caches too many Parquet footers of deleted files. Statements of users must not have
+    modified the instance.
     """
     if is_full(instance):
         instance.database.close()
@@ -104,7 +108,10 @@ def release(instance: DuckDBInstance) -> None:
 
 
 def is_full(instance: DuckDBInstance) -> bool:
-    """Return whether `instance` caches so many footers of deleted files that a new instance should replace it."""
+    """Return whether a new DuckDB instance should replace `instance`.
+
+    This is the case if it caches too many Parquet footers of deleted files, which DuckDB never drops.
+    """
     known = len(instance.footers)
     if instance.snapshot is None or known < instance.footers_checked + FOOTERS // 2:
         return False
@@ -114,7 +121,7 @@ def is_full(instance: DuckDBInstance) -> bool:
 
 
 def replacement(instance: DuckDBInstance) -> DuckDBInstance:
-    """Return another instance with the log handle of `instance`, which it replaces.
+    """Return another DuckDB instance that replaces `instance` and has its handle on the Delta log.
 
     DuckDB frees the old instance when the last query result of the old instance is freed.
     """
@@ -124,14 +131,14 @@ def replacement(instance: DuckDBInstance) -> DuckDBInstance:
 
 
 def cache_log(instance: DuckDBInstance, log: Log) -> Snapshot:
-    """Store `log` in `instance`, and return the list of data files at the version of `log`."""
+    """Cache the log handle `log` in `instance`, and return the list of data files at the version of `log`."""
     if log is not instance.log or instance.snapshot is None or instance.snapshot.version != log.version:
         instance.log, instance.snapshot, instance.stamp = log, log.snapshot(), _stamp(log)
     return instance.snapshot
 
 
 def cached_log(instance: DuckDBInstance) -> Log | None:
-    """Return the log handle that `instance` caches; None if it caches no handle, or if the table was deleted since."""
+    """Return the log handle that `instance` caches; None if it caches none, or if the table was deleted since."""
     log = instance.log
     return log if log is not None and instance.stamp is not None and _stamp(log) == instance.stamp else None
 
@@ -193,7 +200,10 @@ _inherited: list[Sequence[DuckDBInstance]] = []
 
 
 def _forget() -> None:
-    """Remove all instances in a forked child: DuckDB's threads do not exist there, and closing would wait for them."""
+    """Forget all unused DuckDB instances in a forked child process, without closing them.
+
+    DuckDB's threads do not exist in the child, and closing an instance would wait for them.
+    """
     _inherited.append(tuple(_idle))
     _idle.clear()
 

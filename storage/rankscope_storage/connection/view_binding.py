@@ -132,9 +132,10 @@ class BoundViews:
         return self.instance.facts.get(name, (None, None))[1]
 
     def _find_newest_steps(self, wanted: Sequence[RowRanges], snapshot: Snapshot) -> list[RowRanges]:
-        """Write the newest step of each rank and kind to the table NEWEST_TABLE; return the ranges of their rows.
+        """Write the newest step of each rank and kind to the table NEWEST_TABLE.
 
-        Store in addition a fact for the view `tensor_latest`: whether no rank measured one of these steps twice.
+        Return the ranges of run and step that contain the rows of these newest steps. Store in addition a fact for the
+        view `tensor_latest`: whether each rank measured each of these steps only once.
         """
         files = self._files("tensor_stats", wanted, snapshot)
         newest = file_facts.newest_steps(files, self._table)

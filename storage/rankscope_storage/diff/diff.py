@@ -1,8 +1,8 @@
 """Comparison of two runs, or of two ranks of one run.
 
 The result has the number of differences at each step, and a list of all differences at the first different step, in
-causal order. Steps are compared in ranges of limited size, so that the memory does not depend on the size of the store.
-Both sides are read through one connection and from one version of the store.
+causal order (causes before their effects). Steps are compared in ranges of limited size, so that the memory does not
+depend on the size of the store. Both sides are read through one connection and from one version of the store.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Tolerance:
     """Largest allowed difference of two numbers: `absolute` + `relative` times the scale of the numbers.
 
     The scale is the larger magnitude of both numbers. For a mean, the scale is also at least the root mean square of
-    the elements, if known. The rounding difference of two sums of the same elements in different orders is proportional
-    to that scale, and may be as large as a mean near zero.
+    the tensor's elements, if known. The rounding difference of two sums of the same elements in different orders is
+    proportional to that scale, and may be as large as a mean near zero.
 
-    Counts of NaN, Inf and elements are compared exactly. Counts of zeros and hashes are compared only if both
+    Counts of NaN, of Inf and of all elements are compared exactly. Counts of zeros and hashes are compared only if both
     tolerances are 0, because they detect differences that any tolerance allows.
     """
 
@@ -63,20 +63,26 @@ class Point:
     a: float | int | None
     b: float | int | None
     scale: float | None = None
-    """Lower limit of the scale by which the difference is divided for the relative difference.
+    """Lower limit of the scale; the relative difference is the difference of `a` and `b` divided by the scale.
 
-    Only means have a limit: their root mean square, if it is known. If the limit is None, the scale is the larger
-    magnitude of `a` and `b`."""
+    The scale is the larger magnitude of `a` and `b`, but at least this limit. Only means have a limit: the root mean
+    square of the tensor's elements, if it is known."""
 
     @property
     def relative(self) -> float | None:
-        """Return the difference of `a` and `b` divided by the scale; None if one of them is missing or not finite."""
+        """Return the difference of `a` and `b` relative to the larger magnitude of both, or to `scale` if it is larger.
+
+        Returns None if one of them is missing or not finite, and for counts and hashes.
+        """
         return relative_difference(self.a, self.b, self.scale) if self.op in NUMBERS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDifference:
-    """Differences at one step: numbers of compared and of different rows, and the largest relative difference."""
+    """Differences of two sides (runs or ranks) at one step.
+
+    These are the numbers of compared and of different rows, and the largest relative difference of two numbers.
+    """
 
     step: int
     compared: int
@@ -86,7 +92,10 @@ class StepDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Result of a comparison. `points` are the differences at the first step with a difference, in causal order."""
+    """Result of the comparison of two sides (runs, attempts or ranks).
+
+    `points` are the differences at the first step with a difference, in causal order (causes before their effects).
+    """
 
     a: DiffSide
     b: DiffSide
@@ -105,7 +114,7 @@ class Divergence:
 
     @property
     def first(self) -> Point | None:
-        """Return the first difference in causal order, or None if there is no difference."""
+        """Return the first difference of the sides in causal order (causes first); None if there is no difference."""
         return self.points[0] if self.points else None
 
     @property
@@ -186,7 +195,7 @@ class _Comparison:
         self._by_rank = by_rank
 
     def steps(self, first: int, last: int) -> Iterator[StepDifference]:
-        """Yield the differences at each step from `first` to `last`."""
+        """Yield the numbers of differences between the two sides at each step from `first` to `last`."""
         worst = ", ".join(f"CASE WHEN {_finite(op)} THEN {_relative(op)} END" for op in NUMBERS)
         query = (
             f"SELECT step, count(*) AS compared, count(*) FILTER (apart) AS apart, max(greatest({worst})) AS worst "
@@ -196,7 +205,7 @@ class _Comparison:
             yield StepDifference(**row)
 
     def points(self, step: int) -> list[Point]:
-        """Return all differences at `step` in causal order."""
+        """Return all differences between the two sides at `step`, in causal order (causes before their effects)."""
         query = f"SELECT * FROM ({self._joined(step, step)}) WHERE apart LIMIT {_MOST_POINTS}"
         rows = self._connection.query(query).to_pylist()
         order = {**self._sources[1].order(), **self._sources[0].order()}
@@ -204,7 +213,7 @@ class _Comparison:
         return sorted(points, key=lambda point: _place(point, order))
 
     def _of(self, row: Mapping[str, Any]) -> Iterator[Point]:
-        """Yield a Point for each number that differs between the sides; `row` has the joined numbers of both sides."""
+        """Yield each number that differs between the two sides; `row` has the numbers of both sides."""
         shared = {
             name: row[name] for name in ("step", "micro_step", "vpp_stage", "kind", "tensor", "index", "call_seq")
         }
@@ -279,7 +288,10 @@ def _windows(steps: Sequence[int], counts: Sequence[Mapping[int, int]], window_r
 
 
 def _place(point: Point, order: Mapping[tuple[str, str], int]) -> tuple[Any, ...]:
-    """Return the sort key of a difference: causal order, then tensors in model order, reversed for gradients."""
+    """Return the sort key of a difference: causal order (causes before effects), then the position of the tensor.
+
+    Tensors are in the order of the model; gradients are in the reverse order.
+    """
     causal = causal_key(
         step=point.step,
         micro_step=point.micro_step,

@@ -120,9 +120,9 @@ class DiffSource:
         return set(self._connection.query(f"SELECT DISTINCT rank FROM ({parts})")["rank"].to_pylist())
 
     def order(self) -> dict[tuple[str, str], int]:
-        """Return the position of each pair of kind and tensor name in the order of the dataset `tensors`.
+        """Return the position of each pair of kind and tensor name by the column `ordinal` of the dataset `tensors`.
 
-        This is the order in which the model or its calls first used the tensors.
+        This is the order in which rows about the tensors first arrived: the order of the model or of its calls.
         """
         relation = self._connection.relation("tensors", run=self.side.run)
         found = self._connection.query(
@@ -134,7 +134,7 @@ class DiffSource:
 
     @functools.cached_property
     def _has_attempts(self) -> bool:
-        """Return whether a rank has rows of one step from several attempts."""
+        """Return whether any rank has rows of the same step from several attempts on this side of the comparison."""
         parts = " UNION ALL ".join(self._places(dataset, "attempt") for dataset in self._datasets())
         return self._any(f"SELECT min(attempt) <> max(attempt) AS found FROM ({parts}) GROUP BY step, rank")
 

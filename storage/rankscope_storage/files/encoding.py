@@ -45,9 +45,9 @@ A page therefore ends only at its limit of rows, and the Parquet writer never ch
 encoding in the middle of a page."""
 
 _SMALL_DICTIONARY: Final = 4096
-"""Number of texts up to which a dictionary is written completely.
+"""Number of texts up to which the dictionary of a text column is written completely into each row group.
 
-For larger dictionaries, texts that the row group does not use are removed first."""
+From larger dictionaries, texts that the row group does not use are removed before writing."""
 
 _BYTE_CODES: Final = 256
 """Number of texts in the largest dictionary with one-byte codes.
@@ -119,7 +119,7 @@ class _Column:
         return cls(values, is_same, values.null_count > 0)
 
     def rows(self, start: int, count: int, places: pa.Array | None) -> pa.Array:
-        """Return the values of at most one row group.
+        """Return the values of this column for one row group of the file, or for fewer rows.
 
         These are the values at `places`, or without `places` the `count` values from `start`.
         """
@@ -219,7 +219,7 @@ def _leaves(dataset: str) -> Iterator[tuple[str, pa.DataType]]:
 
 
 ROUNDED_COLUMNS: Final = {"tensor_stats": VALUE_OPS, "features": ("value",)}
-"""Columns whose numbers are rounded, by dataset. All of them are float32."""
+"""By dataset: the columns with numbers that are rounded if a number of mantissa bits is set. All are float32."""
 
 MANTISSA_BITS: Final = 23
 """Number of mantissa bits of a float32."""
@@ -232,7 +232,7 @@ Bits = npt.NDArray[np.uint32]
 
 
 def check_bits(bits: int) -> None:
-    """Raise ValueError if statistics cannot be rounded to `bits` bits of mantissa."""
+    """Raise ValueError if `bits` is not a permitted number of mantissa bits for rounded tensor statistics."""
     if not FEWEST_BITS <= bits <= MOST_BITS:
         raise ValueError(
             f"mantissa_bits must be {FEWEST_BITS} to {MOST_BITS}, not {bits}: omit it to keep all {MANTISSA_BITS} bits"
@@ -240,9 +240,9 @@ def check_bits(bits: int) -> None:
 
 
 def rounded(table: pa.Table, dataset: str, bits: int | None) -> tuple[pa.Table, int | None]:
-    """Return `table` with statistics rounded to `bits` bits of mantissa, and `bits`.
+    """Return `table` with tensor statistics and features rounded to `bits` bits of mantissa, and `bits`.
 
-    If nothing is rounded, the second result is None.
+    If `bits` is None or `dataset` has no rounded columns, nothing is rounded, and the second result is None.
     """
     if bits is None or dataset not in ROUNDED_COLUMNS:
         return table, None

@@ -107,9 +107,9 @@ def open_file(path: Path, dataset: str, *, plain: Collection[str] = ()) -> pq.Pa
 
 
 def discard(root: Path, files: Iterable[DataFile]) -> None:
-    """Delete files that no commit refers to.
+    """Delete `files`. The caller guarantees that no commit refers to them.
 
-    Vacuum later deletes files that cannot be deleted now, for example on a read-only disk.
+    A file that cannot be deleted, for example on a read-only disk, is left for vacuum.
     """
     for file in files:
         with contextlib.suppress(OSError):

@@ -45,7 +45,7 @@ class _Parts:
 
 
 def parts(table: pa.Table, dataset: str, today: dt.date) -> Iterator[tuple[str, pa.Table]]:
-    """Divide the rows of one flush into parts; yield the name and the rows of each part."""
+    """Divide the rows of one flush into parts (partitions); yield the name and the rows of each part."""
     names = _day_parts(table, today) if dataset == "samples" else _run_parts(table, today)
     if len(names.names) == 1:
         yield names.names[0], table
@@ -88,7 +88,10 @@ def _day(number: int) -> str:
 
 
 def own_part(run: str) -> str:
-    """Return the name of the separate part of `run`. A name that is too long is shortened and ends with a digest."""
+    """Return the name of the part (partition) that has rows of `run` only.
+
+    A name that is too long is shortened and ends with a digest.
+    """
     segment = path_segment(run)
     if len(segment) <= LONGEST_PART:
         return segment

@@ -116,7 +116,7 @@ def _in_order(column: pa.Array, *, by_code: bool) -> npt.NDArray[np.integer] | N
 
 
 def is_constant(column: pa.Array) -> bool:
-    """Return whether a cheap check proves that all values are equal, or that all values are null."""
+    """Return whether a cheap check proves that all values of `column` are equal, or that all are null."""
     if column.null_count or not len(column):
         return bool(column.null_count == len(column))
     if pa.types.is_dictionary(column.type):

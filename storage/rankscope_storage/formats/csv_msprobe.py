@@ -2,9 +2,10 @@
 
 There is one folder for each rank of each attempt. Its name consists of the start time of the attempt, the rank, the
 number of the attempt, and a hash of the run's name. The name is the same in every export, so that a second export of a
-run adds rows to the folders of the first. With the option `append_output`, rows are instead added to each rank's latest
-folder that begins between two given times, and the rows of a step come from the latest attempt of this step. In the
-files, a name that a spreadsheet would read as a formula starts with an apostrophe.
+run adds rows to the folders of the first. The option `append_output` has two times. With it, the rows of a rank are
+instead added to its latest folder with a time between these two in the folder name. The rows of a step then come from
+the latest attempt of this step. In the files, a name that a spreadsheet would read as a formula starts with an
+apostrophe.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class CsvMsprobe:
     def export(
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
-        """Write `run` below `target`, and add to existing folders of the run. See `ExportFormat.export`."""
+        """Write the rows of `run` below `target`. See `ExportFormat.export`.
+
+        Rows that an earlier export wrote to the same folders are not written again.
+        """
         with connection.pinned():
             selection = Selection(connection, run, options)
             require_rows(selection, {name: selection.count(name) for name in HELD})

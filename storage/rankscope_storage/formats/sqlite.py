@@ -1,8 +1,8 @@
 """Export as one SQLite database with msprobe's tables, for msprobe's viewers and for other SQL clients.
 
-There are two differences from msprobe. First, `step` is always the step of the training, and targets distinguish
-micro-batches. Second, numbers are not changed: an Inf is stored as Inf, and no value is limited to 1e9. A NaN is stored
-as NULL, because SQLite has no NaN.
+There are two differences from msprobe. First, `step` is always the step of the training, and each micro-batch of a
+tensor is a separate row of `monitoring_targets`. Second, numbers are not changed: an Inf is stored as Inf, and no value
+is limited to 1e9. A NaN is stored as NULL, because SQLite has no NaN.
 """
 
 from __future__ import annotations
@@ -189,7 +189,11 @@ class _Database:
         return name
 
     def _finish(self, last_rank: int) -> None:
-        """Write the content that depends on all rows: tags, ranges, and the view over all partitions."""
+        """Write the content that depends on all rows of the export.
+
+        This is: tags, the ranges of steps and ranks, facts about the export, and the view `trend_data` over the tables
+        with numbers.
+        """
         self._tag()
         trends = {metric: family not in FEATURES for family, metric in self._metrics.items()}
         statistics = [",".join(FEATURES[family].columns if family in FEATURES else OPS) for family in self._metrics]

@@ -1,9 +1,9 @@
 """The Delta log of a store: opening, commits, durability, checkpoints and clean-up. Only this module uses delta-rs.
 
 A `Log` is one handle on the table. delta-rs compares a commit only with changes *since the handle was refreshed* and
-accepts nearly all others. Every commit therefore refreshes the handle, checks the transactions, and commits on the same
-handle. delta-rs does not make commits durable: `commit` fsyncs the new entries before it returns. A commit neither
-writes checkpoints nor deletes old entries: frequent writers call `checkpoint` in another thread.
+accepts nearly all others. Every commit therefore refreshes the handle, checks the transaction numbers in the log, and
+commits on the same handle. delta-rs does not make commits durable: `commit` fsyncs the new entries before it returns. A
+commit neither writes checkpoints nor deletes old entries: frequent writers call `checkpoint` in another thread.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Log:
             return self._table.history(limit)
 
     def add_missing_columns(self) -> list[str]:
-        """Add the columns of the current schema that the table does not have yet; return their names."""
+        """Add the columns of the current schema that the store's Delta table does not have yet; return their names."""
         known = {column.name for column in self._table.schema().fields}
         missing = [column for column in Schema.from_arrow(table_schema()).fields if column.name not in known]
         if missing:

@@ -39,7 +39,11 @@ class FileFilter:
     times: tuple[dt.datetime, dt.datetime] | None = None
 
     def expression(self) -> pc.Expression:
-        """Return the Arrow predicate for the table `Snapshot.files`."""
+        """Return the Arrow predicate that selects the files that can contain rows which this filter selects.
+
+        It applies to the table `Snapshot.files`, which has a row per data file with its dataset and ranges of run, step
+        and time.
+        """
         wanted = pc.field("dataset") == self.dataset
         if self.run is not None:
             wanted &= _may_overlap("run", self.run, self.run)
@@ -62,7 +66,10 @@ class RowRanges:
     steps: tuple[float, float] = _ALL
 
     def may_hold(self, file: Mapping[str, Any]) -> bool:
-        """Return whether `file` can contain a selected row, given its minima and maxima of run, attempt and step."""
+        """Return whether `file` can contain a row in these ranges of run, attempt and step.
+
+        `file` has the minima and maxima of these columns in one data file.
+        """
         low, high = file["run_min"], file["run_max"]
         if self.runs is not None and low is not None and not any(low <= run <= high for run in self.runs):
             return False
@@ -125,9 +132,9 @@ class Snapshot:
     )
 
     def of(self, wanted: FileFilter) -> pa.Table:
-        """Return the rows of `files` for files that can contain rows which `wanted` selects.
+        """Return the rows of the table `files` for data files that can contain rows which `wanted` selects.
 
-        Files without statistics are always returned.
+        A file is always returned if the log does not have its minima and maxima.
         """
         return self.files.filter(wanted.expression())
 
@@ -160,11 +167,11 @@ class Snapshot:
         return all((rows[path]["attempt_min"], rows[path]["attempt_max"]) == (0, 0) for path in paths)
 
     def contains(self, paths: Sequence[str]) -> bool:
-        """Return whether all of `paths` are data files of this version."""
+        """Return whether all of `paths` are data files of this version of the store."""
         return set(paths) <= set(self.files.column("path").to_pylist())
 
     def every_path(self) -> list[str]:
-        """Return the absolute paths of all data files."""
+        """Return the absolute paths of all data files of this version of the store."""
         return self._absolute(self.files)
 
     def _absolute(self, files: pa.Table) -> list[str]:

@@ -119,7 +119,10 @@ def _rewrite(root: Path, merge: Merge, sync: Sync, now: dt.datetime) -> list[Dat
 
 
 def split_by_part(table: pa.Table, merge: Merge) -> Iterator[tuple[str, pa.Table]]:
-    """Yield part and rows of each run that is too large for a shared part, then the part and rows of all other runs."""
+    """Yield part (partition) and rows of each run that is too large for a shared part.
+
+    Then yield the shared part and the rows of all other runs.
+    """
     if not merge.part.startswith(SHARED_PREFIX) or merge.dataset == "samples":
         yield merge.part, table
         return

@@ -23,9 +23,11 @@ SMALL_ROWS: Final = 750_000
 
 It is half of TARGET_ROWS, so that a merge leaves at most one small file."""
 SMALL_FILES: Final = 50
-"""Number of small files in a part above which they are merged."""
+"""Number of small files in a part (partition) above which these files are merged."""
 TINY_FILES: Final = 10
-"""Number of small files in a part above which they are merged if they have fewer than TINY_ROWS rows on average."""
+"""Number of small files in a part (partition) above which they are merged if they are tiny.
+
+They are tiny if they have fewer than TINY_ROWS rows on average."""
 TINY_ROWS: Final = 100_000
 TARGET_ROWS: Final = 1_500_000
 """Number of rows of a merged file, as far as step boundaries permit.
@@ -36,7 +38,7 @@ MERGE_ROWS: Final = 2 * TARGET_ROWS
 ROLLUP_WEIGHT: Final = 4
 """Number of raw rows that need as much memory as one rollup row, which has forty numbers, few of them null."""
 PAST_FILES: Final = 3
-"""Number of small files in the shared parts of all past days above which they are merged."""
+"""Number of small files in the shared parts (partitions) of all past days above which these files are merged."""
 SLOW: Final = dt.timedelta(hours=1)
 """Files that took longer than this to fill are merged again.
 
@@ -46,7 +48,9 @@ LAST_STEP_ROWS: Final = 1_000
 
 A query for the last step reads this whole file."""
 SILENCE: Final = dt.timedelta(minutes=10)
-"""Time without new rows after which a rank delays no merge, and after which a part is merged completely."""
+"""Time without new rows of a rank after which merges no longer wait for this rank.
+
+After the same time without new rows of a part (partition), the part is merged completely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +101,7 @@ _PAST: Final = f"{SHARED_PREFIX}past"
 
 
 def _territory(part: str, now: dt.datetime) -> str:
-    """Return the name of the part, or one common name for the shared parts of all past days.
+    """Return `part`, the part (partition) of a file; for the shared parts of past days, return one common name.
 
     Files with the same result may be merged with each other.
     """

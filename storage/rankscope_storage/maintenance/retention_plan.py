@@ -90,7 +90,7 @@ def _rolling(group: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
 def _in_part(action: RetentionAction, files: Sequence[File], limit: Limit) -> Iterator[RetentionJob]:
     """Yield the jobs for files with both old and newer rows.
 
-    Compaction creates such files: if a run has few rows, it merges the rows of many days into one file.
+    Such files result from compaction, which merges the rows of many days into one file if a run has few rows.
     """
     for file in files:
         if not _is_old(file, limit) and file["ts_min"] is not None and file["ts_min"] < limit.before - limit.slack:

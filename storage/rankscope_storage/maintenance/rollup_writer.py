@@ -97,9 +97,9 @@ def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFil
 
 
 def rollup_part(part: str) -> str:
-    """Return the part for rollups of raw rows in `part`.
+    """Return the part (partition) to which the rollups of raw rows in `part` are written.
 
-    Rollups of shared parts, one per day, have one part per month.
+    Raw rows in shared parts have one part per day; the rollups of these rows have one part per month.
     """
     return part[: len(SHARED_PREFIX) + len("2026-01")] if part.startswith(SHARED_PREFIX) else part
 

@@ -34,7 +34,7 @@ TIERS: Final = {
     **dict.fromkeys((*RAW, "scalars", "samples"), "raw"),
     **dict.fromkeys(ROLLUPS.values(), "rollups"),
 }
-"""Retention tier of each dataset. Datasets that are kept forever have no tier."""
+"""Retention tier (raw or rollups) of each dataset. Datasets that are kept forever have no tier."""
 
 _TIME: Final = pa.timestamp("us", tz="UTC")
 _FIGURES: Final = {

@@ -39,7 +39,10 @@ class ExternalSeries:
     external_labels: Mapping[str, str]
 
     def read(self) -> Iterator[Series]:
-        """Yield the matching series. Raises LimitError if they have too many series or samples."""
+        """Yield the series of other exporters that the query selects.
+
+        Raises LimitError if they have too many series or samples.
+        """
         predicates = [self.question.within()]
         for matcher in self.question.matchers:
             if matcher.name == NAME:
@@ -72,7 +75,7 @@ class ExternalSeries:
             yield Series(labelled(chosen[int(str(own["place"]))][1]), times, values)
 
     def _chosen(self, query: str) -> list[tuple[dict[str, Any], dict[str, str]]]:
-        """Return each matching series as its stored row and its labels.
+        """Return each series that satisfies all matchers, as a row (metric, target and labels text) and its labels.
 
         Raises LimitError if there are too many series.
         """
@@ -84,7 +87,7 @@ class ExternalSeries:
         return [(row, self._labels(row)) for some in fitting for row in some.to_pylist()]
 
     def _fit(self, found: pa.RecordBatch) -> pa.BooleanArray:
-        """Return a mask of the series in `found` that match.
+        """Return a mask of the series in `found` that satisfy all matchers of the query.
 
         A text of labels that several series share is parsed once.
         """

@@ -128,7 +128,10 @@ def both_tiers(
     run: str | None = None,
     times: tuple[dt.datetime, dt.datetime] | None = None,
 ) -> str:
-    """Return the relation of `Connection.relation`, with the rollup rows of `dataset` added if there are any."""
+    """Return the SQL relation that reads `dataset` only from files that can have rows of `run` and `times`.
+
+    The rollup rows of `dataset` are added if there are any.
+    """
     raw = connection.relation(dataset, run=run, times=times)
     beyond = ROLLUPS.get(dataset)
     if beyond is None or not connection.files(beyond, run=run):

@@ -50,7 +50,10 @@ class RankSeries:
     limit: ResultLimit
 
     def read(self) -> Iterator[Series]:
-        """Yield the matching series. Raises LimitError if they have too many series or samples."""
+        """Yield the series of ranks that the query selects.
+
+        Raises LimitError if they have too many series or samples.
+        """
         if not self.question.is_of_ranks():
             return
         yield from self._tensors(catalogue.TENSOR_VALUE, names.VALUE_OPS_SHOWN, "")
@@ -124,7 +127,10 @@ class RankSeries:
             yield Series(labelled({**here, **shown}), series.times_ms, series.values)
 
     def _distinguished(self, scalars: Iterable[_Shown]) -> list[_Shown]:
-        """Return the matching scalars. The label `unit` is removed unless two scalars differ only in their unit."""
+        """Return the scalars with labels that satisfy the matchers of the query.
+
+        The label `unit` is removed unless two scalars differ only in their unit.
+        """
         seen: set[tuple[tuple[str, str], ...]] = set()
         kept = []
         for scalar, part, labels in sorted(scalars, key=lambda shown: shown[2].get("unit", "")):
@@ -190,9 +196,9 @@ class RankSeries:
         return " AND ".join(predicates)
 
     def _can_be(self, spec: MetricSpec, labels: Mapping[str, str] | Sequence[str]) -> bool:
-        """Return whether series of the metric `spec` can match.
+        """Return whether series of the metric `spec` can satisfy the matchers of the query.
 
-        A label that these series do not have counts as empty.
+        `labels` are the names of labels that these series may have. Any other label counts as empty.
         """
         return self._is_of(spec) and self.question.fits_all({}, (NAME, "job", *IDENTITY, *labels))
 

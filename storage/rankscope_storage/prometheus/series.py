@@ -37,11 +37,11 @@ class ResultLimit:
     _given: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Store the original limits, which error messages contain."""
+        """Store the initial limits of series and samples, which error messages contain."""
         self._given = (self.series, self.samples)
 
     def take_samples(self, count: int) -> None:
-        """Count `number` more samples of the request. Raises LimitError if it has more samples than allowed."""
+        """Count `count` more samples of the request. Raises LimitError if it has more samples than allowed."""
         self.samples -= count
         if self.samples < 0:
             raise LimitError(
@@ -50,7 +50,7 @@ class ResultLimit:
             )
 
     def take_series(self, count: int) -> None:
-        """Count `number` more series of the request. Raises LimitError if it has more series than allowed."""
+        """Count `count` more series of the request. Raises LimitError if it has more series than allowed."""
         self.series -= count
         if self.series < 0:
             raise LimitError(
@@ -75,7 +75,7 @@ def gathered(batches: Iterator[pa.RecordBatch], limit: ResultLimit) -> pa.Table 
 def split_series(
     rows: pa.Table, keys: Sequence[str], limit: ResultLimit
 ) -> Iterator[tuple[dict[str, object], npt.NDArray[np.int64], npt.NDArray[np.float64]]]:
-    """Yield key values, times in ms and values of each series.
+    """Yield the values of the columns `keys`, the times in ms, and the values of each series.
 
     Of several samples in one millisecond, only the last is returned.
 

@@ -110,9 +110,9 @@ _NULL_KEYS: Final = FileFact(
 
 
 def absent_keys(files: Sequence[str], run_sql: RunSql) -> tuple[str, ...]:
-    """Return the optional keys that are null in all rows of the tensor statistics in `files`.
+    """Return those of the columns OPTIONAL_KEYS that are null in all rows of the tensor statistics in `files`.
 
-    `run_sql` executes SQL.
+    These columns distinguish the series of one tensor. `run_sql` executes SQL.
     """
     facts = _NULL_KEYS.of(files, run_sql)
     return tuple(name for name in OPTIONAL_KEYS if not pc.any(facts.column(name), min_count=0).as_py())
@@ -153,7 +153,9 @@ def scalar_extents(files: Sequence[str], runs: Collection[str] | None, run_sql: 
 
 
 NEWEST_TABLE: Final = "rankscope_raw.tensor_newest"
-"""Table with the newest steps, which views read. Its columns are of_run, of_attempt, of_rank, of_kind and of_step."""
+"""Table with the newest step of each rank and kind of a run, which views read.
+
+Its columns are of_run, of_attempt, of_rank, of_kind and of_step."""
 
 NEWEST_SCHEMA: Final = pa.schema(
     {"run": pa.string(), "attempt": pa.int32(), "rank": pa.int32(), "kind": pa.string(), "step": pa.int64()}

@@ -69,10 +69,10 @@ class RewriteReport:
 
 
 def apply_rewrite(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
-    """Commit `rewrite`, and retry if a compaction commits first. Raises ConflictError after several refusals.
+    """Commit `rewrite`, a change of the rows of a run, and retry if a compaction commits first.
 
-    A service may append rows of the run meanwhile, from the records that its last ranks still have. These rows are
-    changed too.
+    Raises ConflictError after several refusals. Meanwhile, a service may append rows of the run, from records that the
+    ranks of the run still hold. These rows are changed too.
     """
     log = Log.open(root, sync)
     change: RowChange | None = None
@@ -228,7 +228,9 @@ def _without_services(root: Path, *runs: str) -> Iterator[None]:
 
 
 def _highest(root: Path, version: int, run: str) -> dict[str, int] | None:
-    """Return the highest values of the columns `attempt` and `ordinal` of `run`; -1 for a column without values.
+    """Return the highest `attempt` and the highest `ordinal` (order of arrival) of the rows of `run`.
+
+    The value is -1 for a column without values.
 
     Returns None if the run has no rows.
     """

@@ -7,7 +7,9 @@ from typing import Final
 from rankscope_storage.sql.scalar_history import FOLLOWS
 
 MOST_POINTS: Final = 32_767
-"""Largest number of buckets. Their numbers fit into 16 bits, so that DuckDB uses an array instead of a hash table."""
+"""Largest number of buckets in the result of `scalar_curve`.
+
+The bucket numbers fit into 16 bits, so that DuckDB uses an array instead of a hash table."""
 
 _NAMED: Final = "run = of_run AND name = of_name AND labels IS NOT DISTINCT FROM of_labels"
 _CHOSEN: Final = f"{_NAMED} AND step IS NOT NULL AND value IS NOT NULL"

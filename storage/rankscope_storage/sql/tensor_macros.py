@@ -56,9 +56,10 @@ SELECT * FROM tensor_stats WHERE nans > 0
 UNION ALL
 SELECT * FROM tensor_stats WHERE infs > 0 AND (nans IS NULL OR nans <= 0)
 """
-"""View of the rows of tensors with a NaN or an infinity.
+"""View of the rows of `tensor_stats` that count at least one NaN or infinite element.
 
-It is a union of two selections, so that DuckDB can skip row groups by each condition."""
+It is a union of the rows with a NaN and the other rows with an infinite element, so that DuckDB can skip row groups by
+each of the two counts."""
 
 
 # No parameter has the name of a column, because a macro also replaces names of columns.

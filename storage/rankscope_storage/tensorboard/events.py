@@ -110,7 +110,10 @@ class EventFile:
         put_number(value, number)
 
     def _new_tag(self, dataset: str, row: Mapping[str, Any], op: str) -> bytes:
-        """Return a tag that no other series has, and keep a description that `_add` writes with the first value."""
+        """Return a tag that no other series of the event file has.
+
+        Keep the description of the tag, which is written into the file with the first value.
+        """
         if dataset == "tensor_stats":
             tag, plain = _tensor_tag(row, op, self._rank)
         elif dataset == "scalars":
@@ -129,7 +132,7 @@ class EventFile:
 
 
 def _tensor_tag(row: Mapping[str, Any], op: str, rank: int | None) -> tuple[str, bool]:
-    """Return the tag of a statistic, and whether the tag identifies the series without a description."""
+    """Return the tag of a statistic, and whether the tag alone contains all columns that identify the series."""
     names = ("kind", "tensor", "index", "vpp_stage", "micro_step")
     parts = TensorTag(op=op, rank=rank, **{name: row[name] for name in names})
     tag = tensor_tag(parts)

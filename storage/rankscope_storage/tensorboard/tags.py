@@ -1,7 +1,8 @@
 """Tags of tensors in msprobe's form: `{vpp}:{name}.{input|output}:{micro}/{rank}/{task}_{op}`.
 
-Activations have side and micro step. Parameters and gradients have neither: `{vpp}:{name}/{rank}/{task}_{op}`. Tags are
-parsed from the right, because names may contain `/`. A `:` or `%` in a name is percent-encoded.
+Tags of activations have the side (input or output) and the number of the micro-batch. Tags of parameters and gradients
+have neither: `{vpp}:{name}/{rank}/{task}_{op}`. Tags are parsed from the right, because names may contain `/`. A `:` or
+`%` in a name is percent-encoded.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def parse_tensor_tag(tag: str) -> TensorTag | None:
 
 
 def parse_tree_tag(tag: str, family: str, rank: int | None) -> TensorTag | None:
-    """Return the parts of a tag from msprobe's converter, or None if the tag does not have this form.
+    """Return the parts of a tag that msprobe's TensorBoard converter wrote; None for a tag of another form.
 
     Such a tag is `vp0:name:micro1/norm`, in the folder `rank0/<family>`.
     """

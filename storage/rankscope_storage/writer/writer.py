@@ -123,7 +123,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """The result of an append: the first known version with the batch, and the number of new rows by dataset."""
+    """The result of an append: a version of the store with the batch, and the number of new rows by dataset."""
 
     version: int
     rows: Mapping[str, int]

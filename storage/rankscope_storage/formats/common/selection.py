@@ -28,7 +28,7 @@ class Selection:
     parameters: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Store the values of the options to which the SQL predicates refer in `parameters`."""
+        """Store in `parameters` the values of those options to which the SQL predicates refer."""
         values: dict[str, Any] = {"run": self.run}
         options = self.options
         values |= {} if options.time_start is None else {"time_start": options.time_start}

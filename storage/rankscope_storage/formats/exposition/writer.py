@@ -217,7 +217,10 @@ class FamilyWriter:
                 self._written(batch.num_rows)
 
     def _put(self, series: pa.Array, values: pa.Array, micros: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
-        """Write ordered samples. Of several samples of one series in one millisecond, only the first is written."""
+        """Write samples that are sorted by series and time.
+
+        Of several samples of one series in one millisecond, only the first is written.
+        """
         if not len(series):
             return
         ms = micros // (MICROS // 1000)

@@ -48,7 +48,7 @@ class Stream:
     attempt: int | None
 
     def only(self, selection: Selection, dataset: str) -> str:
-        """Return the SQL predicate for the rows of `dataset` that this stream writes.
+        """Return the SQL predicate for the rows of `dataset` that are written to the folder of this stream.
 
         Rows without a rank belong to rank 0.
         """
@@ -60,7 +60,10 @@ class Stream:
 
 
 def streams(selection: Selection, target: Path) -> list[Stream]:
-    """Return the streams to write, each with its folder below `target`."""
+    """Return the streams of an export: the rows of each rank and attempt, and their folder below `target`.
+
+    With the option `append_output`, there is one stream per rank.
+    """
     found = selection.query(
         f"SELECT DISTINCT coalesce(attempt, 0) AS attempt, coalesce(rank, 0) AS rank FROM "
         f"(SELECT attempt, rank FROM {selection.source('tensor_stats')} "
@@ -113,7 +116,10 @@ def _window(given: tuple[str, str]) -> Window:
 
 
 def _continued(target: Path, rank: int, begun: Window) -> Path | None:
-    """Return the existing folder of `rank` to which rows are added, or None."""
+    """Return the latest existing folder of `rank` with a time within `begun` in its name, or None.
+
+    The export adds rows to this folder.
+    """
     names = [path.name for path in target.iterdir() if path.is_dir()] if target.is_dir() else []
     name = continued(names, rank, begun)
     return None if name is None else target / name

@@ -50,9 +50,9 @@ class Numbering:
 
     @classmethod
     def of(cls, connection: Connection, run: str) -> Numbering:
-        """Return the conversion for `run`.
+        """Return the conversion of step numbers for `run`.
 
-        Its first step is 0 if the run has a step 0, otherwise 1, which is the exporter's default.
+        The first step of the run counts as 0 if the run has a step 0, otherwise as 1, which is the exporter's default.
         """
         rows = connection.query(
             f"SELECT 1 FROM {connection.relation('tensor_stats', run=run, steps=(0, 0))} "
@@ -72,7 +72,10 @@ class Numbering:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Rows in the order of their steps, as text columns; only `step` is a column of integers."""
+    """Rows of an msprobe CSV file or table as text columns, in the order of their steps.
+
+    Only `step` is a column of integers.
+    """
 
     step: pa.Int64Array
     vpp_stage: pa.StringArray
@@ -97,7 +100,7 @@ Descriptions = Mapping[tuple[str, str, int | None], Described]
 
 
 def descriptions(connection: Connection, run: str) -> Descriptions:
-    """Return the description of each tensor of `run`, by kind, name and index."""
+    """Return shape, dtype and number of elements of each tensor of `run`, by kind, name and index."""
     rows = connection.query('SELECT kind, tensor, "index", shape, dtype FROM tensors WHERE run = $run', {"run": run})
     return {(row["kind"], row["tensor"], row["index"]): _described(row) for row in rows.to_pylist()}
 
@@ -126,9 +129,10 @@ def tensor_cells(
 
 
 def feature_cells(selection: Selection, family: str, only: str, numbering: Numbering) -> Iterator[Cells]:
-    """Yield the rows of a family of features that satisfy the SQL predicate `only`, in batches of limited size.
+    """Yield the rows of an msprobe family of features that satisfy the SQL predicate `only`.
 
-    Each feature of the family is a column.
+    Features are numbers of a module that are no tensor statistics. Each feature of the family is a column. Rows are
+    yielded in batches of limited size.
     """
     columns = FEATURE_COLUMNS[family]
     step = numbering.sql(moments=False)
@@ -175,9 +179,10 @@ FEATURE_COLUMNS: Final[dict[str, dict[str, str]]] = {
     **{family: features.columns for family, features in FEATURES.items()},
     OTHER: {"norm": DIRECTION},
 }
-"""By family of features: the columns of the CSV file, each with the kind of feature that it contains.
+"""By msprobe family of features: the columns of its CSV file, each with the kind of the feature in the column.
 
-The family OTHER has one feature, DIRECTION. `_direction_columns` writes its value into the column of each statistic."""
+Features are numbers of a module that are no tensor statistics. The family OTHER has one feature, DIRECTION.
+`_direction_columns` writes its value into the column of each statistic."""
 
 _KEY: Final = "coalesce(vpp_stage, 0)::VARCHAR AS vpp_text, coalesce(micro_step, 0)::VARCHAR AS micro_text"
 

@@ -1,8 +1,8 @@
 """SQL text of the tables of msprobe's database, in the layouts of two msprobe versions.
 
-Targets, metrics, tags and `global_stats` are those of msprobe 26.2.0. As in msprobe 8.3.0, the numbers are in tables
-`metric_<id>_step_<first>_<last>` of `step_partition` steps each. `trend_data`, which is a table in 26.2.0, is a view
-over these tables.
+The tables of targets (tensor names), of metrics, of tags and of `global_stats` are those of msprobe 26.2.0. As in
+msprobe 8.3.0, the statistics are in tables `metric_<id>_step_<first>_<last>` of `step_partition` steps each.
+`trend_data`, which is a table in 26.2.0, is a view over these tables.
 """
 
 from __future__ import annotations
