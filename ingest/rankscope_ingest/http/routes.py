@@ -29,9 +29,10 @@ from rankscope_ingest.targets.registry import parse_registration
 
 _JOB: Final = "rankscope"
 _PREFERENCE: Final = {Health.UP: 0, Health.DRAINING: 1, Health.PENDING: 2, Health.FAILING: 3}
-"""Order of health states: of the ranks that share a metrics page, one with the lowest number here is chosen.
+"""Order of health states for the choice of the address of an http_sd entry.
 
-A rank that responds to the service probably also responds to Prometheus.
+Of the ranks that share a metrics page, the entry has the address of a rank with the lowest number here. A rank that
+responds to the service probably also responds to Prometheus.
 """
 
 
@@ -41,9 +42,10 @@ def per_rank(targets: Iterable[Target]) -> list[dict[str, Any]]:
 
 
 def per_node(targets: Iterable[Target]) -> list[dict[str, Any]]:
-    """Return one http_sd entry per run and host.
+    """Return one http_sd entry for each metrics page that ranks of one run on one host share.
 
-    A rank that does not share the page of its node has a separate entry.
+    Containers with the same host name have separate pages, and thus separate entries. A rank that does not share a
+    metrics page has a separate entry too.
     """
     nodes: dict[tuple[str, str], dict[tuple[str, str], list[Target]]] = defaultdict(lambda: defaultdict(list))
     found = []
@@ -67,13 +69,13 @@ def per_node(targets: Iterable[Target]) -> list[dict[str, Any]]:
 def _has_page(target: Target) -> bool:
     """Return whether the process of `target` is alive and has a metrics page.
 
-    The records of a dead process may be served by another process, which does not serve its metrics page.
+    Another process may serve the records of a dead process, but not the metrics page of the dead process.
     """
     return target.health is not Health.GONE and target.registration.served_by is None
 
 
 def _page_ranks(groups: Iterable[list[Target]]) -> list[Target]:
-    """Return one rank of each group of ranks that share a metrics page.
+    """Return one rank of each group of ranks that share a metrics page. All groups belong to one run and host.
 
     A failing rank is a rank of which the last poll failed. A group that has only failing ranks is left out if another
     group has a rank that is not failing.
@@ -100,7 +102,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Backend(Parts, Protocol):
-    """The part of the service that the HTTP routes call."""
+    """The methods of the service that the HTTP routes call."""
 
     async def register(self, registration: Registration) -> RegistrationReply:
         """Accept the registration or heartbeat of a rank. Raises RegistrationError if it is rejected."""
@@ -252,7 +254,7 @@ def _without_nonfinite(value: Any) -> Any:
 
 @web.middleware
 async def _errors_as_text(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert errors to responses that contain the reason and the fix.
+    """Convert errors of request handlers to responses that state the reason and how the sender can correct it.
 
     The response to a POST is text, because ranks print it. Other responses are JSON.
     """

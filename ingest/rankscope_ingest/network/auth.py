@@ -3,8 +3,8 @@
 A web page in a browser on this machine can send requests to the service on loopback. Without permission of the server,
 the page can send forms and plain text to any address, but neither JSON nor protobuf. Therefore, the service accepts a
 POST only with the content type JSON or protobuf. With DNS rebinding, the host name of a page resolves to this machine,
-and the browser sends that name in the Host header. Therefore, the service accepts only requests whose Host header
-contains one of its names.
+and the browser sends that name in the Host header. Therefore, the service accepts a request only if the Host header
+contains a name of the service.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def open_socket(listen: str) -> socket.socket:
 def advertised(section: ServiceSection, bound: int, host_name: Callable[[], str] = socket.gethostname) -> str:
     """Return the host:port that users set as RANKSCOPE_INGEST_URL on the ranks.
 
-    The result is the setting `advertise` if it is set. Otherwise it is the setting `listen`, with the host name in
-    place of a wildcard address. `bound` is the port of the socket.
+    The result is the setting `advertise` if it is set. Otherwise it is the setting `listen`, with the host name of this
+    machine in place of a wildcard address. `bound` is the port of the listening socket.
     """
     if section.advertise is not None:
         host, port = split_address(section.advertise)

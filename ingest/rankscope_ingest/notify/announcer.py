@@ -56,8 +56,8 @@ class Announcer:
     ) -> None:
         """Set the functions that the announcer calls.
 
-        `record` adds a state of an incident to the batch, `commit` commits the batch, and `count` counts the outcome of
-        a notification: `sent`, `failed` or `muted`.
+        `record` adds a row with a state of an incident, such as opened, to the batch, and `commit` commits the batch.
+        `count` counts the outcome of a notification: `sent`, `failed` or `muted`.
         """
         self._notifiers = notifiers
         self._record = record
@@ -84,7 +84,7 @@ class Announcer:
             await self._commit_soon()
 
     async def resolve(self, incident: Incident, notice: Message | None) -> None:
-        """Store that `incident` is resolved, and send `notice` unless it is None."""
+        """Store that `incident` is resolved, and send the notification `notice` about it unless `notice` is None."""
         self._record(incident, RESOLVED)
         if notice is not None:
             await self._send(notice)
@@ -100,7 +100,7 @@ class Announcer:
             )
 
     async def _send(self, notice: Message) -> bool:
-        """Send `notice` to all notifiers concurrently; return whether all of them delivered it."""
+        """Send the notification `notice` to all notifiers concurrently; return whether all of them delivered it."""
         return all(await asyncio.gather(*(self._deliver(notifier, notice) for notifier in self._notifiers)))
 
     async def _deliver(self, notifier: Notifier, notice: Message) -> bool:

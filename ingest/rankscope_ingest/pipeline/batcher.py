@@ -1,4 +1,4 @@
-"""Collect poll responses, scrapes and rows in batches, and decide when to flush a batch.
+"""Collect poll responses, scrapes and rows of the service in batches, and decide when to flush a batch.
 
 The module performs no I/O, and the time is an argument. The rows of a batch count as pending until the commit of the
 batch. The flusher retries a failed batch unchanged and before the next batch. Rows of an incarnation are therefore
@@ -147,7 +147,7 @@ class FlushClock:
     def take(self) -> PendingBatch:
         """Return the current batch and start an empty one.
 
-        The rows of the returned batch count as pending until `release`.
+        The rows of the returned batch count as pending until `release` is called for this batch.
         """
         raise NotImplementedError
 
@@ -231,7 +231,7 @@ class Batcher(FlushClock):
     def take(self) -> PendingBatch:
         """Return the current batch and start an empty one.
 
-        The rows of the returned batch count as pending until `release`.
+        The rows of the returned batch count as pending until `release` is called for this batch.
         """
         batch = PendingBatch(
             pieces={dataset: tuple(pieces) for dataset, pieces in self._pieces.items()},

@@ -33,7 +33,7 @@ RETRY_SECONDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 class _PendingCommit:
     """A batch that is being committed, and the callers that wait for the commit.
 
-    `batch` is built once, because the store recognises a repeated batch by its identity.
+    `batch` is built once: the store recognises a batch that is appended again only if it is the same Python object.
     """
 
     pending: PendingBatch
@@ -78,7 +78,8 @@ class Flusher:
     async def watermark(self, incarnation: str) -> int:
         """Return the seq of the last committed record of a process.
 
-        The query runs in the flush thread, which holds the lock of the store.
+        The query runs in the flush thread, so that the event loop need not wait for the lock of the store writer. The
+        flush thread holds this lock during a commit.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._appender.watermark, incarnation)
 

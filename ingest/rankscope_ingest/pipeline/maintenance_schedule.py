@@ -109,7 +109,10 @@ class MaintenanceSchedule:
 
 
 def retention_job(config: ServiceConfig) -> Retain | None:
-    """Return the job for the section [retention]; None if retention is off or another service performs it."""
+    """Return the retention job that the configuration section [retention] defines.
+
+    The result is None if retention is off or another service performs it.
+    """
     policy = config.retention.policy
     if not policy.is_on or not config.store.shard.startswith("0/"):
         return None

@@ -30,7 +30,7 @@ from rankscope_storage.base.fsync import make_folders, sync_to_disk
 log = logging.getLogger(__name__)
 
 FOLDER: Final = "_quarantine"
-"""Name of the quarantine folder.
+"""Name of the quarantine folder, which is inside the folder of the store.
 
 Readers of Delta tables, vacuum and retention ignore names that start with an underscore.
 """
@@ -154,7 +154,7 @@ def _of(table: pa.Table, incarnation: str, last: int) -> pa.ChunkedArray:
 
 
 def _name(batch: PendingBatch) -> str:
-    """Return the name of the quarantine folder.
+    """Return the name of the folder for the rows of a rejected batch, inside the quarantine folder.
 
     If the same records are received again after a restart, the name is the same.
     """
@@ -166,7 +166,7 @@ def _name(batch: PendingBatch) -> str:
 
 
 def _files(batch: PendingBatch) -> Iterator[tuple[str, Callable[[Path], object]]]:
-    """Yield the name of each file with rows for the quarantine folder, and the function that writes the file."""
+    """Yield the name of each file to write for a rejected batch, and the function that writes the file."""
     try:
         tables: Mapping[str, pa.Table] = batch.tables()
     except Exception:  # the reason for quarantine: keep the batch as received
@@ -183,7 +183,10 @@ def _write(table: pa.Table, path: Path) -> None:
 
 
 def _owner(batch: PendingBatch) -> dict[str, Any] | None:
-    """Return run, attempt, rank and incarnation of the rows, as far as they are known, as columns of an event."""
+    """Return run, attempt, rank and incarnation of the rejected rows, as columns of an event.
+
+    Columns with an unknown value are left out. The result is None if not even the run is known.
+    """
     for body in batch.bodies:
         where = body.context
         return {"run": where.run, "attempt": where.attempt, "rank": where.rank, "incarnation": where.incarnation}

@@ -96,8 +96,9 @@ class Fetcher(HttpClient):
     ) -> Answer:
         """Request the records after the sequence number `after`: up to `max_bytes` bytes, but at least one record.
 
-        `committed` is the last committed sequence number. This number and `lease` are sent to the rank; if `lease` is
-        None, neither is sent. Raises FetchError if the request fails or the response violates the protocol.
+        `committed` is the last committed sequence number. `lease` is the id that permits this service to mark records
+        of the rank as committed. Both are sent to the rank; if `lease` is None, neither is sent. Raises FetchError if
+        the request fails or the response violates the protocol.
         """
         headers = {"Accept": channel.ARROW_STREAM, channel.SCHEMA_HEADER: str(SCHEMA_VERSION), **self._authorization}
         query = {"incarnation": incarnation, "after": str(after), "max_bytes": str(max_bytes)}

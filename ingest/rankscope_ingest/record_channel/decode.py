@@ -28,7 +28,10 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 def decode(bodies: Sequence[ValidBody]) -> dict[str, pa.Table]:
-    """Return the rows in `bodies` as tables by dataset. Columns with repeated text are dictionary-encoded."""
+    """Return the rows in `bodies`, the checked poll responses of a batch, as tables by dataset.
+
+    Columns with repeated text are dictionary-encoded.
+    """
     records = _Records.of(bodies)
     tables = {}
     grids = [_grid(cells, records) for cells in _by_plan(bodies, records)]
@@ -68,8 +71,8 @@ def plain_text(table: pa.Table) -> pa.Table:
 class _Records:
     """All records of a batch of bodies.
 
-    `columns` has the columns that are equal in all rows of a record, and `starts` has, for each body, the index of its
-    first record in the batch.
+    `columns` has one value per record for each column that is equal in all rows of a record, such as run and step.
+    `starts` has, for each body, the index of its first record in the batch.
     """
 
     columns: Mapping[str, pa.Array]

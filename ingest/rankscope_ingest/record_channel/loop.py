@@ -60,7 +60,7 @@ class Source(Protocol):
 
 
 class Sink(Protocol):
-    """Receiver of checked bodies and of poll results. Poll loops call all methods on the event loop."""
+    """Receiver of checked poll responses and of poll outcomes. Poll loops call all methods on the event loop."""
 
     @property
     def is_full(self) -> bool:
@@ -69,7 +69,7 @@ class Sink(Protocol):
 
     @property
     def poll_budget(self) -> PollBudget:
-        """Return the admission control that all poll loops share."""
+        """Return the admission control of all poll loops, which limits the rows that their polls together request."""
         ...
 
     def ordinals(self, count: int) -> int:
@@ -82,10 +82,10 @@ class Sink(Protocol):
     def on_body(
         self, target: Target, body: ValidBody, plans: dict[str, PlanColumns], *, size: int, inflated: int
     ) -> None:
-        """Add the rows of `body` to the batch, and move the cursor of `target` behind them.
+        """Add the rows of `body` to the batch, and move the cursor of `target` to the last record of `body`.
 
-        If one of these two actions fails, neither takes effect. `size` is the number of received bytes, and `inflated`
-        the number of bytes after decompression.
+        The cursor is the last received sequence number. If one of these two actions fails, neither takes effect. `size`
+        is the number of received bytes, and `inflated` the number of bytes after decompression.
         """
         ...
 

@@ -34,8 +34,8 @@ A low limit is sufficient, because a thousand ranks that start together mostly u
 class PlanColumns:
     """One plan as Arrow columns.
 
-    `order` has the indices that sort the entries of the plan in the order of the store. `sorted_columns` has the
-    columns in this order.
+    `order` has the indices that sort the entries of the plan by tensor and then by kind, as in the store.
+    `sorted_columns` has the columns of the plan in this order.
     """
 
     def __init__(self, plan: Plan) -> None:

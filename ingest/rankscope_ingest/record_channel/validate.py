@@ -111,7 +111,7 @@ class ValidBody:
 
 
 def plan_ids(wire: pa.Table) -> tuple[str, ...]:
-    """Return the distinct plan ids (hashes) of the records in the table `wire`."""
+    """Return the distinct plan ids (hashes) of the records in `wire`, the table of a poll response."""
     if "plan" not in wire.column_names:
         return ()
     return _distinct(wire.column("plan").to_pylist())
@@ -124,7 +124,7 @@ def _distinct(names: Sequence[str | None]) -> tuple[str, ...]:
 def check(
     wire: pa.Table, plans: Mapping[str, PlanColumns], context: RowContext, *, after: int, first_ordinal: int
 ) -> ValidBody:
-    """Return the body in the table `wire` after checking it completely.
+    """Check `wire`, the table of a poll response, completely, and return it as a body that can be decoded.
 
     The sequence numbers of the records must increase and be above `after`. Record i gets the ordinal `first_ordinal +
     i`. `plans` has the plans by id, and `context` the values of the columns that are equal in all rows. Raises

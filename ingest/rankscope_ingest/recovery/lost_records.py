@@ -41,7 +41,8 @@ class LostRecords:
         """Set the dependencies.
 
         `meter` returns the progress counters of a target's attempt. `stamp` returns the time and arrival number of a
-        new row. `given_up` contains the records that earlier services counted as lost, by incarnation id.
+        new row. `given_up` contains the records that were counted as lost before this service started, by incarnation
+        id.
         """
         self._metrics = metrics
         self._meter = meter
@@ -75,8 +76,8 @@ class LostRecords:
     def of_body(self, target: Target, body: ValidBody) -> list[Row]:
         """Return rows of `events` for missing records and for lost records that have arrived.
 
-        Missing records have a sequence number between the cursor of `target` and the last record of `body`, and `body`
-        does not contain them.
+        Missing records are those that `body` skips: their sequence numbers are above that of the last record received
+        from `target` earlier and below that of the last record of `body`.
         """
         reason = "neither the spool nor a store has them" if target.is_dead else "the ring had overwritten them"
         rows = [self._lost(target, first, last, reason) for first, last in body.missing]

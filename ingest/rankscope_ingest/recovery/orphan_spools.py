@@ -1,8 +1,8 @@
 """Read the spools of dead processes in folders that this service can access.
 
 A process locks its spool while it runs; a free lock therefore means that the process is dead. The service claims such a
-spool and polls it like a draining rank, with the folder as its URL. Cursor, watermark and batches are therefore handled
-as for other targets. File operations run in threads.
+spool and polls it like a draining rank, with the folder as its URL. The last received sequence number, the watermark
+and the batches are therefore handled as for other targets. File operations run in threads.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ START_SECONDS: Final = 10.0
 
 
 class Spools:
-    """Reads records from claimed spools, and passes requests for other targets to `http`.
+    """Reads records from claimed spools, and passes requests for other targets to `http`, which polls ranks over HTTP.
 
-    Implements the protocol `Source`.
+    Implements the protocol `Source`, from which poll loops request records.
     """
 
     def __init__(self, roots: Iterable[str], http: Source) -> None:

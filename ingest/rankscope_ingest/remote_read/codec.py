@@ -1,9 +1,9 @@
 """Decode remote read requests, and encode responses with plain samples or as streamed XOR chunks. No I/O.
 
 The chunks have the same bytes as those of Prometheus' package tsdb/chunkenc. The format is that of Facebook's Gorilla:
-a chunk is a stream of bits, in which each sample is written as its difference from the previous sample. All chunks of a
-group are encoded together as NumPy arrays. Only the window of significant bits depends on the previous samples. A loop
-derives it sample by sample, for all chunks at the same time.
+a chunk is a stream of bits, in which each sample is written as its difference from the previous sample. The chunks of
+several series are encoded together as NumPy arrays. Only the choice of the bits that are written for each value depends
+on all previous samples of the chunk. A loop makes this choice sample by sample, for all chunks at the same time.
 """
 
 from __future__ import annotations
@@ -239,7 +239,8 @@ def _windows(
 ) -> tuple[npt.NDArray[np.bool_], Integers, Integers]:
     """Return which samples begin a new window of significant bits, and the window of each sample.
 
-    A window is given by the numbers of leading and trailing bits that are not written.
+    A window is the range of bits that is written to the chunk from the XOR of a value with the previous value. It is
+    given by the numbers of leading and trailing bits that are not written.
     """
     is_new = np.zeros(len(differs), np.bool_)
     before, behind = leading.copy(), trailing.copy()
@@ -258,9 +259,9 @@ def _windows(
 
 
 def _packed(values: Words, counts: Integers, offsets: Integers, words: int) -> Words:
-    """Return `words` 64-bit words that contain the encoded parts of all samples.
+    """Return `words` 64-bit words that contain the encoded times and values of all samples.
 
-    `offsets` has the position, in bits, at which the parts of each sample begin.
+    `offsets` has the position, in bits, at which the encoded time and value of each sample begin.
     """
     places = (offsets[:, None] + np.cumsum(counts, axis=1) - counts).ravel()
     kept = np.flatnonzero(counts.ravel())
@@ -289,10 +290,10 @@ def _bit_lengths(numbers: Words) -> Integers:
 def frames(
     answers: Sequence[Sequence[Series]], frame_bytes: int = FRAME_BYTES, group_samples: int = SAMPLES_PER_GROUP
 ) -> Iterator[bytes]:
-    """Yield the response in pieces of whole frames, series by series.
+    """Yield the streamed response in pieces that consist of whole frames, series by series.
 
-    `answers` has the resulting series of each query. A frame ends at `frame_bytes`; about `group_samples` samples are
-    encoded together.
+    `answers` has the resulting series of each query. A frame ends at a size of `frame_bytes` bytes; about
+    `group_samples` samples are encoded together.
     """
     for query, series in enumerate(answers):
         for group in _groups(series, group_samples):

@@ -70,7 +70,7 @@ def _check_form(request: web.Request) -> None:
 
 
 async def _body(receiver: RemoteWrite, request: web.Request) -> tuple[bytes, int]:
-    """Return the body of the request, and the number of bytes that remain reserved for it."""
+    """Return the body of the request, and the number of bytes of memory that remain reserved for the body."""
     reserved = receiver.reserve(request.content_length)
     try:
         body = await _read(request, receiver.max_bytes)

@@ -1,8 +1,8 @@
 """Read the goodput of all runs from the store while the runs continue.
 
-Goodput is the share of the run time that was spent in steps that count. The store contains all launches of a run and
-survives a restart of the service, so this module need not add up times itself. Rows that are not committed are not
-included: the ratio is as old as the last commit and the last read.
+Goodput is the share of the run time that was spent in steps that were not superseded. The store contains all launches
+of a run and survives a restart of the service, so this module need not add up times itself. Rows that are not committed
+are not included: the goodput is as old as the last commit and the last read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
 
 WITHOUT_TIME: Final = frozenset({"tensor_stats", "tensors", "samples"})
-"""Datasets that do not influence goodput. A commit that contains only these datasets causes no read."""
+"""Datasets that do not influence goodput. A commit with only these datasets causes no read of the goodput."""
 
 READ_SECONDS: Final = 20.0
 _MAX_INTERVALS: Final = 15
 """Maximum pause between two reads of the goodput, as a multiple of READ_SECONDS.
 
-The ratio of a long run changes slowly, so the pause grows with each read.
+The goodput of a long run changes slowly, so the pause grows with each read.
 """
 
 log = logging.getLogger(__name__)
@@ -40,9 +40,10 @@ def read_goodput(path: str) -> Ratios:
 
 
 class GoodputReader:
-    """The latest goodput of each run.
+    """The latest goodput of each run, as read from the store.
 
-    The goodput is read again after a commit, but not more often than a `ReadBudget` allows.
+    The goodput is read again after a commit. The pause before the next read grows with the number and the duration of
+    the reads.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class GoodputReader:
         self.ratios: Ratios = {}
 
     async def read_if_due(self) -> None:
-        """Read the ratios in a thread if a read is due. A failed read is logged and retried."""
+        """Read the goodput of all runs in a thread if a read is due. A failed read is logged and retried."""
         if self.is_due:
             try:
                 await asyncio.to_thread(self.read)
@@ -69,11 +70,11 @@ class GoodputReader:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the budget allows a read and rows were committed since the last read."""
+        """Return whether the pause after the last read is over and rows were committed since that read."""
         return self._budget.is_due and self._commits() > self._commits_seen
 
     def read(self) -> None:
-        """Read the ratios from the store. This call blocks until the query has finished."""
+        """Read the goodput of all runs from the store. This call blocks until the query has finished."""
         commits = self._commits()
         with self._budget.reading():
             self.ratios = self._read()

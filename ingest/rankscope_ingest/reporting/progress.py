@@ -44,7 +44,7 @@ class RunProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Progress of the service at one time."""
+    """State of the service at one time: its URL, the progress of its runs, and its numbers of targets and rows."""
 
     url: str
     runs: tuple[RunProgress, ...]

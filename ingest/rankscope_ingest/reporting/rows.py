@@ -1,8 +1,9 @@
 """Rows that the service adds to the store: launches, gaps, incidents, and versions of runs and attempts.
 
-The column `ts_origin` of these rows is "ingest". A gap row, which reports lost records, has the seq of the last lost
-record. The store drops rows whose seq it already has. The store therefore drops a repeated gap row together with the
-repeated records around it. Other rows have no seq. A repeated version of a run does not change any query result.
+A version is a row with the state of a run or attempt at one time. The column `ts_origin` of all these rows is "ingest".
+A gap row, which reports lost records, has the seq of the last lost record. The store drops rows with a seq that it
+already has. The store therefore drops a repeated gap row together with the repeated records around it. Other rows have
+no seq. A repeated version of a run does not change any query result.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rankscope_ingest.runs.text import headline
 LIVE: Final = "live"
 
 SYMPTOM_COLUMNS: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold")
-"""Columns of the dataset `events` that have the same names as fields of the class `Symptom`."""
+"""Columns of the dataset `events` that describe an anomaly. Fields of the class `Symptom` have the same names."""
 
 Row = dict[str, Any]
 
@@ -137,14 +138,14 @@ def _rank_columns(target: Target) -> Row:
 
 
 REFRESH_MICROSECONDS: Final = 60_000_000
-"""Time in µs after which a new version of an active run is stored.
+"""Time in µs after which the present state of an active attempt is stored again, as a new row.
 
 If the service crashes, the last step in the store is at most this old.
 """
 
 
 class Versions:
-    """Creates versions of runs and attempts, and rows of `tensors`.
+    """Creates rows of `attempts` and `runs` with the present state, and rows of `tensors`.
 
     `stamp` returns the time and arrival number of a row.
     """
@@ -156,7 +157,10 @@ class Versions:
         self._known_plans: set[tuple[str, int, str]] = set()
 
     def of_attempt(self, attempt: Attempt, *, is_latest: bool) -> dict[str, pa.Table]:
-        """Return a table for `attempts`, and a table for `runs` if the attempt is the latest one of its run."""
+        """Return tables by dataset, each with one row that has the present state of the attempt.
+
+        The datasets are `attempts` and, if the attempt is the latest one of its run, `runs`.
+        """
         stamp = self._stamp()
         self._written_at[attempt.key] = stamp.ts
         start = self._run_starts.setdefault(attempt.run, attempt.started_at)
@@ -166,7 +170,7 @@ class Versions:
         return tables
 
     def due(self, attempts: Iterable[Attempt], wall: int) -> list[Attempt]:
-        """Return the active attempts whose last stored version is older than REFRESH_MICROSECONDS.
+        """Return the active attempts of which the state was last stored REFRESH_MICROSECONDS ago or earlier.
 
         `wall` is the present time in UTC µs.
         """

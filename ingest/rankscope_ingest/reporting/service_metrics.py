@@ -1,6 +1,6 @@
 """Metrics that the service exports on its `/metrics` page.
 
-The metrics are those of the contract's catalogue, in a separate Prometheus registry.
+The metrics are defined in `rankscope_contract.metrics.catalogue`. They are in a separate Prometheus registry.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class ServiceMetrics:
     def read(self, parser: str, samples: int) -> None:
         """Count the samples of a scrape by the parser that read them.
 
-        `parser` is `layout` (the cached layout of the page was used) or `exact` (the page was parsed completely).
+        With `layout`, only the numbers of the page were parsed, because its other bytes were those of an earlier page.
+        With `exact`, the page was parsed completely.
         """
         self.count(catalogue.EXPORTER_SAMPLES, samples, parser)
 

@@ -1,6 +1,7 @@
-"""Symptoms and incidents: the results of detection.
+"""Symptoms and incidents, which are the results of detection.
 
-Rows of `events` and notifications are built from symptoms and incidents.
+A symptom is the causally first anomaly of one rank at one step. An incident is a group of anomalies with one cause, or
+the failure or stall of one attempt. Rows of `events` and notifications are built from both.
 """
 
 from __future__ import annotations
@@ -95,18 +96,18 @@ class Incident:
         return self.fixed_key or incident_key(self.first)
 
     def awaited(self, live: Mapping[int, int | None]) -> list[int]:
-        """Return the live ranks that have not yet delivered the first step of the incident.
+        """Return the live ranks that have not yet delivered the step of the first anomaly of the incident.
 
-        `live` maps each live rank to its last step, or to None if it has delivered none.
+        `live` maps each live rank to the last step that it delivered, or to None if it has delivered no step.
         """
         step = self.first.step
         return [] if step is None else [rank for rank, last in live.items() if last is None or last < step]
 
 
 def incident_key(first: Symptom) -> str:
-    """Return a hash of the first symptom of an incident as 16 hexadecimal digits.
+    """Return a hash of `first`, the first anomaly of an incident, as 16 hexadecimal digits.
 
-    The hash depends on run, attempt, step, rank, kind, tensor and rule of the symptom.
+    The hash depends on run, attempt, step, rank, kind, tensor and rule of this anomaly.
     """
     parts = (first.run, first.attempt, first.step, first.rank, first.kind, first.tensor, first.rule)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -66,7 +66,10 @@ class Liveness:
 
 @dataclass(slots=True, kw_only=True)
 class Rank:
-    """One rank of one attempt. Times with a µs comment are wall clock time; other times are monotonic seconds."""
+    """One rank of one attempt.
+
+    Fields with the comment `UTC µs` are wall clock time; all other times are monotonic seconds.
+    """
 
     number: int
     incarnation: str
@@ -116,7 +119,10 @@ class Rank:
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One launch of a run. Times with a µs comment are wall clock time; other times are monotonic seconds."""
+    """One launch of a run.
+
+    Fields with the comment `UTC µs` are wall clock time; all other times are monotonic seconds.
+    """
 
     run: str
     number: int

@@ -18,10 +18,10 @@ from rankscope_contract.model.events import ExitReason
 from rankscope_ingest.runs.models import Attempt, Rank
 
 CLOCKS_DIFFER_MICROSECONDS: Final = 2_000_000
-"""Maximum difference between the clocks of two hosts. The order of two events that are closer in time is unknown."""
+"""Maximum difference in µs between the clocks of two hosts. The order of two closer events is unknown."""
 
 SIGNS_DIFFER_MICROSECONDS: Final = 30_000_000
-"""Maximum interval between two signs of life of a rank that trains.
+"""Maximum interval in µs between two signs of life of a rank that trains.
 
 A sign of life is a heartbeat, a response to a poll, or a record in the spool of the rank.
 """

@@ -86,7 +86,7 @@ class Target:
         self.health, self.gone_at = Health.GONE, now
 
     def commit(self, seq: int) -> int:
-        """Record that all records up to `seq` are committed; return the number of rows that this commit added."""
+        """Record that all records up to `seq` are committed; return the number of rows that are newly committed."""
         self.committed = max(self.committed, seq)
         rows = 0
         while self.uncommitted and self.uncommitted[0][0] <= seq:

@@ -207,7 +207,7 @@ def wait_places(
 
 
 def headline(first: Symptom) -> str:
-    """Return a line that names the rule, kind, tensor, rank and step of a symptom."""
+    """Return a line that names the rule, kind, tensor, rank and step of `first`, the first anomaly of an incident."""
     place = " of ".join(part for part in (first.kind, first.tensor) if part)
     rule = " in ".join(filter(None, (first.rule or "anomaly", place)))
     return ", ".join([rule, first.ranks_named, *([] if first.step is None else [f"step {first.step}"])])

@@ -47,11 +47,17 @@ class RunTracker:
         return self._attempts.values()
 
     def get(self, key: AttemptKey) -> Attempt | None:
-        """Return the attempt with this key, or None if it is unknown or past."""
+        """Return the attempt with this key.
+
+        The result is None if the key is unknown, or if the state of the attempt is no longer evaluated.
+        """
         return self._attempts.get(key)
 
     def latest(self) -> dict[str, Attempt]:
-        """Return the newest attempt of each run, by run. A run is left out if its newest attempt is past."""
+        """Return the newest attempt of each run, by run.
+
+        A run is left out if the state of its newest attempt is no longer evaluated.
+        """
         return {attempt.run: attempt for attempt in self._attempts.values() if self.is_newest(attempt)}
 
     def is_newest(self, attempt: Attempt) -> bool:
@@ -98,8 +104,9 @@ class RunTracker:
     def is_over(self, key: AttemptKey, registration: Registration) -> bool:
         """Return whether the attempt `key` is over, so that the registering process starts a new attempt.
 
-        Ranks without a process group derive their launch id. When such a rank is started again, it derives the same
-        launch id. A known launch id therefore does not prove that the attempt continues.
+        Ranks without a process group derive their launch id from environment variables, such as the master address.
+        When such a rank is started again, it derives the same launch id. A known launch id therefore does not prove
+        that the attempt continues.
         """
         attempt = self._attempts.get(key) or self._past.get(key)
         if attempt is None or attempt.live_ranks:
@@ -234,7 +241,7 @@ class RunTracker:
     def _wake(self, key: AttemptKey) -> Attempt | None:
         """Return the attempt with this key, or None if the key is unknown.
 
-        If it is a past attempt, its state is evaluated again from now on.
+        If the state of the attempt was no longer evaluated, it is evaluated again from now on.
         """
         if key in self._past:
             self._attempts[key] = self._past.pop(key)
@@ -250,7 +257,7 @@ class RunTracker:
 
 
 def _apply(attempt: Attempt, decision: StateDecision, now: float, wall: int) -> bool:
-    """Apply `decision` to `attempt`; return whether the attempt changed and must be stored again."""
+    """Set the state of `attempt` to that of `decision`; return whether the attempt changed and must be stored again."""
     has_ended = decision.state in ENDED
     is_change = decision.state is not attempt.state or (has_ended and decision.reason != attempt.reason)
     attempt.culprit, attempt.evidence = decision.culprit, decision.evidence

@@ -1,7 +1,9 @@
-"""Parse exporter pages into samples: fast with the cached layout of the page if possible, otherwise exactly.
+"""Parse exporter pages into samples. If possible, only the numbers of a page are parsed.
 
-Pages with cached layouts are parsed together. The module is not thread-safe. Memory is bounded by the size of the pages
-of the current targets: the layout of a removed target is deleted.
+The layout of a page is all its bytes except the numbers. A layout is cached for each target. If a new page of the
+target has the same layout, only its numbers are parsed, together with those of other pages. Otherwise, the page is
+parsed completely. The module is not thread-safe. Memory is bounded by the size of the pages of the current targets: the
+layout of a removed target is deleted.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class PageRows:
 
     `ts` is null for samples that have no time on the page; the whole column is None if no sample has a time. `doubled`
     is the number of samples that were dropped because they repeat a series and time of the page. `out_of_bounds` is the
-    number of samples that were dropped because their time is too old or in the future. `exact` is false if the page was
-    parsed with a cached layout.
+    number of samples that were dropped because their time is too old or in the future. `exact` is false if only the
+    numbers were parsed, because all other bytes of the page were those of an earlier page.
     """
 
     metrics: pa.Array
@@ -62,25 +64,25 @@ class PageRows:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The cached layout of a target's page, and the samples of the page from which the layout was derived."""
+    """The cached layout of a target's page (all bytes except the numbers), and the samples of that page."""
 
     layout: Layout
     target_labels: tuple[tuple[str, str], ...]
     rows: PageRows
 
     def with_values(self, values: npt.NDArray[np.float64]) -> PageRows:
-        """Return the samples of a page that has this layout and the numbers in `values`."""
+        """Return the samples of a page that has the numbers `values` and is otherwise equal to the cached page."""
         return replace(self.rows, values=pa.array(values), exact=False)
 
 
 @dataclass(slots=True)
 class PageReader:
-    """Parser of exporter pages with a cache of layouts by target."""
+    """Parser of exporter pages. It caches the layout of a page (all bytes except the numbers) for each target."""
 
     _known: dict[str, _Known] = field(default_factory=dict)
 
     def forget(self, targets: set[str]) -> None:
-        """Delete the cached layouts of all targets that are not in `targets`."""
+        """Delete the cached data about the pages of all targets that are not in `targets`."""
         for name in self._known.keys() - targets:
             del self._known[name]
 
@@ -136,7 +138,7 @@ class PageReader:
 
 
 def _has_lines_of(body: bytes, layout: Layout) -> bool:
-    """Return whether `body` has as many lines as its layout.
+    """Return whether the page `body` has as many lines as the earlier page from which `layout` was derived.
 
     Pages for which the result is false are not parsed together with other pages.
     """
@@ -156,9 +158,10 @@ def _groups(places: Sequence[int], pages: Sequence[Page]) -> list[list[int]]:
 
 
 def _numbers_of(bodies: Sequence[bytes], layouts: Sequence[Layout]) -> list[npt.NDArray[np.float64] | None]:
-    """Return the numbers of each page; None for a page that does not match its layout.
+    """Return the numbers of each page; None for a page that differs from its layout in more than the numbers.
 
-    The pages are parsed together. If they do not match their layouts, each half of the pages is tried separately.
+    A layout is all bytes of an earlier page except the numbers. The pages are parsed together. If any page differs from
+    its layout, each half of the pages is tried separately.
     """
     if len(bodies) == 1:
         return [read_numbers(bodies[0], layouts[0])]

@@ -1,8 +1,9 @@
-"""Parse one page exactly: plain pages by a regular expression, other pages by the parsers of prometheus_client.
+"""Parse one page completely: plain pages by a regular expression, other pages by the parsers of prometheus_client.
 
-No cached layout is used. The parsers of prometheus_client take 25 µs per sample. A page without times, escapes and
-exemplars is parsed faster, with the same result. Comments are removed before parsing, because prometheus_client renames
-counters that have a TYPE comment. As in Prometheus, a page is accepted or rejected as a whole.
+A plain page has no times, escapes and exemplars. The regular expression gives the same result and is faster: the
+parsers of prometheus_client take 25 µs per sample. Nothing is cached from earlier pages. Comments are removed before
+parsing, because prometheus_client renames counters that have a TYPE comment. As in Prometheus, a page is accepted or
+rejected as a whole.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def parse_exactly(text: str, *, openmetrics: bool = False) -> list[Sample]:
 
 
 def parse_plain(text: str) -> list[Sample] | None:
-    """Return the samples of a plain page in order.
+    """Return the samples of a plain page, which has no times, escapes and exemplars, in the order of the page.
 
     Return None if any line has more than a series and a number; only the parsers of prometheus_client can parse such a
     page.

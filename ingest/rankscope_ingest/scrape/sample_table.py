@@ -1,8 +1,8 @@
 """Build rows of the dataset `samples` for many scrapes, already in the sort order of the store.
 
-The series of a target are stored once; each scrape then consists only of its time and its values. The scrapes of one
-flush form a grid of series and times. The grid needs no sorting, because it is written series by series. Names are
-dictionary codes; the dictionary is rebuilt only when the set of series changes.
+The names of the series of a target are kept in memory once for all scrapes; each scrape then consists only of its time
+and its values. The scrapes of one flush form a grid of series and times. The grid needs no sorting, because it is
+written series by series. Names are dictionary codes; the dictionary is rebuilt only when the set of series changes.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ _Series = tuple[str, str | None]
 class ScrapeTables:
     """Builds the scrapes of one exporter.
 
-    To save time, the names of the page's series and those of the samples about the scrape are combined only when the
-    series of the page change.
+    To save time, the names of the page's series and those of the samples about the scrape, such as `up`, are combined
+    only when the series of the page change.
     """
 
     def __init__(self, exporter: ScrapeTarget) -> None:
@@ -59,7 +59,7 @@ class ScrapeTables:
         self._series: Series | None = None
 
     def scrape(self, rows: PageRows, ts: int, seconds: float) -> Scrape:
-        """Return the samples of a page without times, together with the samples about the scrape.
+        """Return the samples of a page that has no times, together with samples about the scrape, such as `up`.
 
         `ts` is the time of the scrape in UTC µs, `seconds` its duration.
         """
@@ -197,7 +197,7 @@ class ActiveSeries:
         self._names: SeriesNames | None = None
 
     def update(self, rows: PageRows) -> SeriesNames | None:
-        """Replace the series by those of the page in `rows`.
+        """Replace the series by those of a newer page, which has the samples `rows`.
 
         Return the series that are no longer on the page, or None if there are none.
         """

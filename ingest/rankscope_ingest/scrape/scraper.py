@@ -65,8 +65,9 @@ class Sink(Protocol):
         ...
 
     def read(self, how: str, samples: int) -> None:
-        """Count samples by the parser that read them. `layout`: the page was parsed with its cached layout.
+        """Count samples by the parser that read them.
 
+        `layout`: only the numbers of the page were parsed, because its other bytes were those of an earlier page.
         `exact`: the page was parsed completely.
         """
         ...
@@ -98,7 +99,7 @@ class Followed:
     tables: ScrapeTables = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create the `ScrapeTables` object that builds the scrapes of the exporter."""
+        """Create the object that combines the samples of each page with those about the scrape, such as `up`."""
         self.tables = ScrapeTables(self.exporter)
 
     def described(self, now: float) -> Mapping[str, object]:
@@ -142,7 +143,7 @@ class Scraper:
 
     @property
     def tasks(self) -> Iterable[asyncio.Task[None]]:
-        """Return all running tasks. The caller must cancel them when the service ends."""
+        """Return the tasks that scrape exporters and parse pages. The caller must cancel them when the service ends."""
         return [*self._tasks.values(), *self._parser.tasks]
 
     def show(self, source: str, exporters: Iterable[ScrapeTarget]) -> None:
@@ -275,7 +276,7 @@ def _own_names(followed: Followed) -> SeriesNames:
 class PageQueue:
     """Parses pages in a thread. Pages that arrive while the thread is busy are parsed together afterwards.
 
-    Tests can replace the parser with `reader`.
+    `reader` is the parser; tests can pass another one than the default.
     """
 
     def __init__(self, reader: PageReader | None = None) -> None:
@@ -290,7 +291,7 @@ class PageQueue:
         return [] if self._task is None else [self._task]
 
     def keep(self, targets: set[str]) -> None:
-        """Delete the cached layouts of all targets that are not in `targets`, before the next page is parsed."""
+        """Before the next page is parsed, delete the cached pages of all targets that are not in `targets`."""
         self._kept = targets
 
     async def read(self, page: Page) -> PageRows:

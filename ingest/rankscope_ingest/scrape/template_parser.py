@@ -56,10 +56,10 @@ class Layout:
 
 
 def learn(body: bytes, samples: Sequence[Sample], taken: Sequence[int]) -> Layout | None:
-    """Return the layout of the page `body`, which contains `samples`. The samples at the positions `taken` are stored.
+    """Return the layout of the page `body`: all its bytes except the numbers of its samples.
 
-    Return None if a line with a sample has more than a series, one space and a number, or if the page does not end with
-    a newline.
+    `samples` are the samples of the page; those at the positions `taken` are stored. Return None if a line with a
+    sample has more than a series, one space and a number, or if the page does not end with a newline.
     """
     if not body.endswith(b"\n") or any(sample.ts is not None for sample in samples):
         return None
@@ -92,7 +92,10 @@ def learn(body: bytes, samples: Sequence[Sample], taken: Sequence[int]) -> Layou
 
 
 def join(layouts: Sequence[Layout]) -> Layout:
-    """Return the layout of one long page that consists of pages with these layouts, in the same order."""
+    """Return the layout of one long page that consists of pages with `layouts`, in the same order.
+
+    A layout is all bytes of a page except the numbers.
+    """
     if len(layouts) == 1:
         return layouts[0]
     lines = np.cumsum([0, *(len(layout.fixed_lengths) for layout in layouts)], dtype=np.int32).tolist()
@@ -114,7 +117,10 @@ def _shifted(places: Sequence[Positions], starts: Sequence[int]) -> Positions:
 
 
 def read_numbers(body: bytes, layout: Layout) -> npt.NDArray[np.float64] | None:
-    """Return the numbers of a page as float64, in order; None if the page does not have exactly this layout."""
+    """Return the numbers of the samples to store from a page as float64, in the order of the page.
+
+    Return None if the page differs in more than the numbers from the earlier page with this layout.
+    """
     ends = _line_ends(body)
     if len(ends) != len(layout.fixed_lengths) or not body.endswith(b"\n"):
         return None

@@ -107,7 +107,7 @@ def import_spools(
     """Store the records of `spools` in `store`, and return the number of new rows. The spools are not changed.
 
     Records that the store already has are skipped. No notification is sent. `progress` receives the number of spools
-    that are stored so far. Raises IngestError or StoreError.
+    that are stored so far. Raises IngestError or StoreError if any spool could not be stored.
     """
     with tempfile.TemporaryDirectory(prefix=".rankscope-", dir=_parent_of(store)) as copies:
         for spool in spools:
@@ -123,7 +123,10 @@ def import_spools(
 
 
 async def _serve_until_read(config: ServiceConfig, copies: Path, progress: Callable[[int], None]) -> int:
-    """Run the service until it has removed all folders in `copies`; return the number of stored rows."""
+    """Run the service until all spools in the folder `copies` are stored and deleted.
+
+    Return the number of stored rows.
+    """
     stop = asyncio.Event()
     rows_stored = 0
 
@@ -156,7 +159,11 @@ def _count(folder: Path) -> int:
 
 
 def _parent_of(store: Path) -> Path:
-    """Return the folder of the store, in which files can be linked instead of copied if the spools are on its disk."""
+    """Return the folder that contains the store, and create it if it is missing.
+
+    Copies of spools are made in this folder. Files can be linked instead of copied if the spools are on the same disk
+    as the store.
+    """
     parent = store.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     return parent

@@ -1,4 +1,8 @@
-"""Poll and scrape all sources: registered ranks, static targets, spools of dead processes, and external exporters."""
+"""Poll and scrape all sources of data.
+
+The sources are registered ranks, ranks at configured addresses (static targets), spools of dead processes, and external
+exporters.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +103,10 @@ class Polling:
                 self.poke(target.incarnation)
 
     def jobs(self) -> list[Job]:
-        """Return the periodic jobs that find targets: one per static target, and one that scans the spool folders."""
+        """Return the periodic jobs that find targets.
+
+        There is one job for each configured address of a rank (static target), and one that scans the spool folders.
+        """
         interval = self._config.ingest.poll_seconds
         jobs = [
             Job(f"watching {static.url}", interval, functools.partial(self._watch, static), starts_immediately=True)

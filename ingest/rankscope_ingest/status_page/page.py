@@ -30,7 +30,7 @@ from rankscope_ingest.status_page.target_html import (
 
 MAX_RUNS: Final = 100
 MAX_ROWS: Final = 2000
-"""Maximum number of targets on the page. The maximum number of exporters is the same."""
+"""Maximum number of targets on the status page. The maximum number of exporters is the same."""
 
 _ICON: Final = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 8 8'%3E"

@@ -1,6 +1,6 @@
 """HTML tables of ranks and exporters for the status page, and numbers and names as HTML text.
 
-Degraded ranks are always visible; healthy and ended ranks are in collapsed sections.
+Live ranks that are not healthy are always visible; healthy and ended ranks are in collapsed sections.
 """
 
 from __future__ import annotations
@@ -116,9 +116,10 @@ def is_healthy(target: TargetStatus) -> bool:
 def target_tables(
     run: str, targets: Sequence[TargetStatus], budget: Budget, *, attempt: int | None = None
 ) -> Iterator[str]:
-    """Yield the HTML of the ranks of a run: degraded ranks first, then healthy and ended ranks in collapsed sections.
+    """Yield the HTML of the ranks of a run.
 
-    A rank of another attempt than `attempt` is labelled with its attempt.
+    Live ranks that are not healthy come first; healthy and ended ranks follow in collapsed sections. A rank of another
+    attempt than `attempt` is labelled with its attempt.
     """
     groups = {
         "well": [target for target in targets if is_healthy(target)],

@@ -101,7 +101,10 @@ async def watch(
     *,
     poll_seconds: float,
 ) -> None:
-    """Poll the address of a static target until cancelled, and pass each new process at the address to `accept`."""
+    """Poll the address of a static target, which is a rank with a configured address, until cancelled.
+
+    Pass each new process at the address to `accept`.
+    """
     target: Target | None = None
     while True:
         if target is None or target.health in {Health.GONE, Health.FAILING}:
@@ -120,7 +123,7 @@ async def watch(
 
 
 async def incarnation_at(static: StaticTarget, fetcher: Fetcher) -> str:
-    """Return the incarnation of the process at the address of a static target.
+    """Return the incarnation of the process at the configured address of a rank (a static target).
 
     Raises FetchError if the process does not respond or does not report its incarnation.
     """
@@ -133,7 +136,10 @@ async def incarnation_at(static: StaticTarget, fetcher: Fetcher) -> str:
 
 
 def registration_of(static: StaticTarget, incarnation: str) -> Registration:
-    """Return a registration for a process at a static target. Its values come from the configuration."""
+    """Return a registration for the process at the configured address of a rank (a static target).
+
+    Run, rank, world size and launch id come from the configuration.
+    """
     return Registration(
         run=static.run,
         rank=static.rank,

@@ -1,6 +1,7 @@
-"""Registry of targets: leases, heartbeats and attempts. A second live process of the same rank is rejected.
+"""Registry of targets: it accepts registrations and heartbeats, and assigns leases and attempt numbers.
 
-The module performs no I/O: the caller resolves addresses and passes the current time.
+A second live process of the same rank is rejected. The module performs no I/O: the caller resolves addresses and passes
+the current time.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Accepted:
 
 
 def new_lease() -> str:
-    """Return a random lease id."""
+    """Return a random lease id. Only a reader that sends the lease can mark records of a rank as committed."""
     return uuid.uuid4().hex
 
 
