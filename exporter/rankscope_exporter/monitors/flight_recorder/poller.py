@@ -146,13 +146,16 @@ class FlightRecorderPoller(StepObserver):
         self._entries = 0
         self._wake = threading.Event()
         self._is_last = False
-        self._thread: threading.Thread | None = None
+        self._thread: OwnThread | None = None
         self.totals = CollectiveCounters()
         """Number of calls and of bytes of each operation since the monitor was created."""
         self.overwritten = 0
         """Number of entries of the flight record that torch has overwritten before they were read."""
-        self.cpu_seconds = 0.0
+
+    @property
+    def cpu_seconds(self) -> float:
         """CPU seconds of the reading thread so far."""
+        return 0.0 if self._thread is None else self._thread.cpu_seconds
 
     def on_step_begin(self, step: int) -> None:  # noqa: ARG002 - the number may still change
         """Store the time at which a step begins."""
@@ -193,7 +196,6 @@ class FlightRecorderPoller(StepObserver):
             self._wake.clear()
             is_last = self._is_last
             self._boundary.call("reading the flight record", functools.partial(self._read, is_last=is_last))
-            self.cpu_seconds = time.thread_time()
             if is_last:
                 return
 

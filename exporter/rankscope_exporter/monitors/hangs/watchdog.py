@@ -125,8 +125,11 @@ class Watchdog:
         self._stopped = threading.Event()
         self._thread = OwnThread(target=self._run, name="rankscope-watchdog")
         self._seconds = min(_MOST_SECONDS, limits.training / _CHECKS_PER_LIMIT) if limits.is_on else _MOST_SECONDS
-        self.cpu_seconds = 0.0
+
+    @property
+    def cpu_seconds(self) -> float:
         """CPU seconds of the watchdog thread so far."""
+        return self._thread.cpu_seconds
 
     def beat(self) -> None:
         """Store the current time as the time of the last activity. Any thread may call it: it is only an assignment."""
@@ -170,7 +173,6 @@ class Watchdog:
             now = time.monotonic()
             late, before = now - before - self._seconds, now
             self._boundary.call("the watchdog", self._check, now, late)
-            self.cpu_seconds = time.thread_time()
 
     def _check(self, now: float, late: float) -> None:
         if self._signal is not None:

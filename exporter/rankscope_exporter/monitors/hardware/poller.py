@@ -6,7 +6,6 @@ Each reading is published as a separate record with its time and without a step,
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -41,8 +40,11 @@ class HardwarePoller:
         self._load_nvml = nvml
         self._stopped = threading.Event()
         self._thread = OwnThread(target=self._run, name="rankscope-hardware")
-        self.cpu_seconds = 0.0
+
+    @property
+    def cpu_seconds(self) -> float:
         """CPU seconds of the hardware thread so far."""
+        return self._thread.cpu_seconds
 
     def start(self) -> None:
         """Start the hardware thread. Does nothing if the interval is 0."""
@@ -61,7 +63,6 @@ class HardwarePoller:
         before = self._boundary.call("reading the machine", host.state)
         while not self._stopped.wait(self._every_seconds):
             before = self._boundary.call("publishing the hardware", self._publish, gpu, host, before) or before
-            self.cpu_seconds = time.thread_time()
         if gpu is not None:
             self._boundary.call("closing the GPU", gpu.close)
 
