@@ -70,8 +70,11 @@ def scrape(process: subprocess.Popen[str], address: str) -> None:
     assert answers > 10 * len(PAGES)
 
 
-CASES = [("default", "call", None), ("default", "environment", scrape), ("everything", "call", None)]
-CASES += [("everything, on_anomaly with torch", "call", None)]
+CASES = [
+    ("default", "environment", scrape),
+    ("everything", "call", None),
+    ("everything, on_anomaly with torch", "call", None),
+]
 
 EVERYTHING = {
     *("features", "histograms", "hashes", "modules", "collectives"),
