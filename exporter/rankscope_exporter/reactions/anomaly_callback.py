@@ -104,7 +104,7 @@ class AnomalyCallback:
 
 @functools.cache
 def _check_thread() -> None:
-    """Limit torch to one CPU thread on this thread.
+    """Let torch use only one CPU thread for operations that the calling thread starts.
 
     Log once if this fails, because `on_anomaly` may then slow down training.
     """

@@ -1,6 +1,6 @@
 """Anomaly capture: after a firing, all ranks measure more quantities for a number of steps, beginning at the same step.
 
-This module is the part of one rank. It selects the firings that start a capture, and counts the steps of the capture.
+This module does the work of one rank: it selects the firings that start a capture, and counts the steps of the capture.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rankscope_exporter.sampling.active_quantities import ActiveQuantities, Prep
 from rankscope_exporter.sampling.sampling_config import Part
 
 CAPTURE: Final = "capture"
-"""The name of anomaly capture as a source of changes of the sampling."""
+"""The name under which anomaly capture requests changes of the sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Reason:
         )
 
     def event(self, state: str, message: str, **more: Any) -> Event:
-        """Return an event about the capture for this reason.
+        """Return an event about the capture for which this firing is the reason.
 
         `state` is `asked` (the capture was requested), `began`, `ended`, or `missed` (it was requested, but did not
         take place).
@@ -94,7 +94,10 @@ class PlannedCapture(PlannedChange):
             self.prepared = active_quantities.prepare(self.parts)
 
     def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
-        """Start the capture with this step, unless `begins` returns no event. Return the events."""
+        """Start the capture at step number `step` if `begins` returns events for it.
+
+        Return these events. Otherwise return no event, and remove the hooks that `prepare` has registered.
+        """
         events = self.begins(self.reason, step, self.step)
         if events:
             self.prepare(active_quantities)
@@ -110,11 +113,12 @@ class PlannedCapture(PlannedChange):
 
 
 class CaptureController(StepObserver):
-    """Starts and ends captures.
+    """Starts and ends the captures of one rank.
 
-    The publisher thread calls `fired`, the thread of `ChangeSources` calls `make`, and the training thread calls the
-    methods for the events of steps. `take_flight_record` publishes a flight record, and `record` publishes an event.
-    Both may wait, so the thread of `worker` calls them. `changed` is called when the set of measured kinds changes.
+    The publisher thread calls `fired`, the background thread of `ChangeSources` calls `make`, and the training thread
+    calls the methods for the events of steps. `take_flight_record` publishes a flight record, and `record` publishes an
+    event. Both may wait, so the background thread of `worker` calls them. `changed` is called when a capture changes
+    the set of tensor kinds that are measured.
     """
 
     def __init__(
@@ -173,7 +177,11 @@ class CaptureController(StepObserver):
     # Captures that all ranks agreed on.
 
     def make(self, document: Mapping[str, Any], step: int | None) -> PlannedCapture:
-        """Return the capture that `document` describes, which begins at `step`."""
+        """Return the planned capture for the firing in the JSON object `document`.
+
+        `document` has the fields of `Reason`. The capture begins at step number `step`, or at the next step if `step`
+        is None.
+        """
         reason, config = Reason(**document), self._config
         if config is not None:
             self._quiet_until = max(self._quiet_until, reason.step + config.cooldown_steps)
@@ -224,7 +232,7 @@ class CaptureController(StepObserver):
         if self._reason is not None:
             self._left -= 1  # the last step has ended as well
             self._end("capture ended with the training", cut_short=self._left > 0)
-        self._miss(None, "the training ended before")
+        self._miss(None, "the training ended before the capture began")
 
     def state(self) -> dict[str, Any]:
         """Return the number of captures and the reason of the present capture, for the HTTP path /config."""
@@ -254,9 +262,9 @@ class CaptureController(StepObserver):
             self._publish("missed", reason, f"nothing was captured, because {why}: {reason.message}", {})
 
     def _publish(self, state: str, reason: Reason, text: str, batches: BatchesByStep, **more: Any) -> None:
-        """Record an event with the sample ids of `batches`.
+        """Publish an event with the sample ids of `batches` on the background thread of the worker.
 
-        The worker's thread does so, because reading the ids may wait.
+        Only that thread reads the ids, because reading them may wait for a copy from the device.
         """
 
         def publish() -> None:

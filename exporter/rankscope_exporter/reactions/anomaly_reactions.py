@@ -44,11 +44,11 @@ class ReactionDependencies:
     record: Callable[[Event], None]
     """Function that publishes an event."""
     take_flight_record: Callable[[str], object]
-    """Function that publishes a flight record. Its argument is the name of the trigger."""
+    """Function that publishes a flight record. Its argument is the name of the trigger, such as "capture"."""
     cost: Callable[[], float]
-    """Function that returns the CPU seconds of the monitor so far, without costs that occur only once."""
+    """Function that returns the CPU seconds that the monitor has used so far, without costs that occur only once."""
     kinds_changed: Callable[[], None]
-    """Function that is called when the set of measured kinds changes."""
+    """Function that is called when the set of tensor kinds that are measured changes."""
     say: Callable[[str], None]
     """Function that prints a line on the console."""
 
@@ -56,7 +56,8 @@ class ReactionDependencies:
 class AnomalyReactions(StepObserver):
     """The reactions of one session to overhead and to anomalies.
 
-    For the events of steps, the session must register all objects in `observers`, and keep the order of this sequence.
+    The session must register all objects in `observers` as observers of steps and records, in the order of this
+    sequence.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class AnomalyReactions(StepObserver):
             self._boundary.call("on_anomaly", self.callbacks.put, run, rank, record.step, anomalies)
 
     def planned_change(self, source: str, document: Mapping[str, Any], step: int | None) -> PlannedChange | None:
-        """Return the change of the sampling that `document` describes, for step number `step`.
+        """Return the change of the sampling that the JSON object `document` describes, for step number `step`.
 
         Return None if `source` is neither the overhead controller nor anomaly capture.
         """
@@ -147,7 +148,10 @@ class AnomalyReactions(StepObserver):
         self.callbacks.stop(timeout_seconds)
 
     def dropped(self) -> Mapping[str, int]:
-        """Return the number of dropped calls of `on_anomaly` and of dropped tasks of anomaly capture, by name."""
+        """Return the numbers of dropped calls of `on_anomaly` and of dropped tasks of anomaly capture.
+
+        The keys are "on_anomaly" and "capture_events".
+        """
         return {"on_anomaly": self.callbacks.dropped, "capture_events": self._worker.dropped}
 
     def _samples(self, step: int | None) -> Sequence[Any]:

@@ -23,7 +23,7 @@ from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 
 BUDGET: Final = "budget"
-"""The name of the overhead controller as a source of changes of the sampling."""
+"""The name under which the overhead controller requests changes of the sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class DecimationRequest:
     max_overhead: float
     rank: int
     changes: int
-    """Number of changes that had taken effect when the overhead was measured.
+    """Number of sampling changes that had taken effect on this rank when the overhead was measured.
 
-    If another change takes effect later, the request is void.
+    If another sampling change takes effect later, the request is void.
     """
 
 
@@ -99,8 +99,8 @@ class OverheadController(StepObserver):
 
     If `window` is None, this rank requests no change, but applies the changes that other ranks request. `cost` returns
     the CPU seconds of the monitor so far, `period` the number of steps of one sampling cycle, and `changes` the number
-    of changes that took effect. All methods run on the training thread, except the functions that are passed to
-    `ChangeSources`. Its background thread calls them.
+    of sampling changes that took effect on this rank. All methods run on the training thread, except the functions that
+    this object passes to `ChangeSources`: the background thread of `ChangeSources` calls them.
     """
 
     def __init__(
@@ -132,11 +132,15 @@ class OverheadController(StepObserver):
         self._is_floor_reported = False
 
     def make(self, document: Mapping[str, Any], step: int | None) -> DecimationChange:
-        """Return the change that `document` describes, for step number `step`."""
+        """Return the change of the sampling interval for a request of any rank.
+
+        The JSON object `document` has the fields of `DecimationRequest`. The change takes effect at step number `step`,
+        or at the next step if `step` is None.
+        """
         return DecimationChange(request=DecimationRequest(**document), step=step, accept=self._accept)
 
     def on_before_step(self, step: int) -> None:  # noqa: ARG002 - only the number of steps matters
-        """Evaluate the window if it ends before step number `step`.
+        """Evaluate the overhead in the present window of steps if the window ends before step number `step`.
 
         At all other steps, this method only counts the step.
         """
@@ -152,12 +156,16 @@ class OverheadController(StepObserver):
         self._hold(1)
 
     def pause(self) -> None:
-        """Discard the present window and start a new one, so that the cost of a capture is not evaluated."""
+        """Discard the present overhead window and start a new one. The cost of a capture is therefore not evaluated."""
         if self._window is not None:
             self._window.restart()
 
     def state(self) -> dict[str, Any]:
-        """Return the factor, the limit and the overhead of the last window, for the HTTP path /config."""
+        """Return the state of the overhead controller, for the HTTP path /config.
+
+        It contains the factor of the sampling interval, the limit `max_overhead`, and the overhead in the last window
+        of steps. Without a window, it contains only the factor.
+        """
         if self._window is None:
             return {"stretch": self.stretch}
         return {"stretch": self.stretch, "max_overhead": self._window.max_overhead, "overhead": self._window.share}
@@ -175,7 +183,7 @@ class OverheadController(StepObserver):
             self._report_floor(result.share)
 
     def _count(self, amount: int, result: WindowResult | None = None) -> None:
-        """Add `amount` to the counter of ranks with low overhead.
+        """Add `amount`, +1 or -1, to the shared counter of ranks with low overhead.
 
         If all ranks have low overhead after this, request a shorter sampling interval.
         """
@@ -216,7 +224,7 @@ class OverheadController(StepObserver):
     def _accept(self, request: DecimationRequest) -> int | None:
         """Adopt the factor of `request` and return the previous factor.
 
-        Return None, without an effect, if another change took effect after the overhead was measured.
+        Return None, without an effect, if another sampling change took effect after the overhead was measured.
         """
         if request.changes != self._changes() - 1:  # the change itself is already counted
             return None

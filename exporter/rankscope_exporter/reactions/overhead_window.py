@@ -14,16 +14,19 @@ from typing import Final
 MOST_STRETCH: Final = 1024
 """Largest factor of the sampling interval.
 
-Beyond this factor almost nothing is measured, so an overhead above the limit does not come from sampling.
+Beyond this factor almost nothing is measured, so an overhead above `max_overhead` does not come from sampling.
 """
 
 LEAST_STEPS: Final = 20
 LEAST_SECONDS: Final = 10.0
 SETTLING_STEPS: Final = 5
-"""Number of steps before a window that are not evaluated, because allocations that happen only once occur in them."""
+"""Number of steps that are not evaluated after the start and after each restart of the overhead measurement.
+
+Memory allocations that happen only once occur in these steps.
+"""
 
 LOW_SHARE: Final = 0.8
-"""Largest expected overhead after halving the sampling interval, as a share of the limit.
+"""Largest expected overhead after halving the sampling interval, as a share of the limit `max_overhead`.
 
 If the expected overhead is higher, the interval is not halved, because the next window would revert the change.
 """
@@ -42,7 +45,11 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WindowResult:
-    """The result of one window: a verdict, the overhead as a share of time, and the required factor of the interval."""
+    """The result of one overhead window.
+
+    It contains the decision about the sampling interval, the overhead as a share of the elapsed time, and the required
+    factor of the sampling interval.
+    """
 
     verdict: Verdict
     share: float
@@ -50,7 +57,7 @@ class WindowResult:
 
 
 class OverheadWindow:
-    """Counts the steps of a window and measures its overhead.
+    """Divides the training into windows of steps, and measures the overhead of the monitor in each window.
 
     `stretch` is the present factor of the sampling interval.
     """
@@ -61,7 +68,7 @@ class OverheadWindow:
         self.max_overhead = max_overhead
         self.stretch = 1
         self.share: float | None = None
-        """Overhead of the last window as a share of time; None before the end of the first window."""
+        """Overhead in the last window, as a share of the elapsed time; None before the end of the first window."""
         self._least_steps = least_steps
         self._least_seconds = least_seconds
         self._steps = -SETTLING_STEPS
@@ -69,9 +76,9 @@ class OverheadWindow:
         self._low_windows = 0
 
     def restart(self, stretch: int | None = None) -> None:
-        """Discard the present window and start a new one.
+        """Discard the present overhead window and start a new one.
 
-        If `stretch` is not None, it becomes the factor of the interval.
+        If `stretch` is not None, it becomes the factor of the sampling interval.
         """
         if stretch is not None and stretch != self.stretch:
             self.stretch, self._low_windows = stretch, 0
@@ -86,17 +93,17 @@ class OverheadWindow:
         return self._steps == 0 or (self._steps >= self._least_steps and self._steps % max(1, period) == 0)
 
     def is_long_enough(self, now: float) -> bool:
-        """Return True if no window has begun, or if the present window is long enough to be evaluated.
+        """Return True if no overhead window has begun, or if the present one lasts long enough to be evaluated.
 
         `now` is the time in seconds. The caller determines the cost of the monitor only if this method returns True.
         """
         return self._began is None or now - self._began[0] >= self._least_seconds
 
     def evaluate(self, now: float, cost: float) -> WindowResult | None:
-        """Return the result of the window that ends at time `now`, in seconds. The next window begins at the same time.
+        """Return the result of the overhead window that ends at time `now`, in seconds.
 
-        Return None if no window has begun, or if the window is too short. `cost` is the CPU time of the monitor so far,
-        in seconds.
+        The next window begins at the same time. Return None if no window has begun, or if the window is too short.
+        `cost` is the CPU time of the monitor so far, in seconds.
         """
         if self._began is None:
             self._began, self._steps = (now, cost), 0

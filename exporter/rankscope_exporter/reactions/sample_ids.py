@@ -1,7 +1,7 @@
 """The sample ids of the last steps, as the script has passed them to `Monitor.batch`. They help to find a bad sample.
 
-The script names a batch before its forward pass, on the training thread. Other threads read the ids. Only reading the
-ids waits for a device.
+The script calls `Monitor.batch` on the training thread, before the forward pass of the batch. Other threads read the
+ids. Only reading the ids waits for a device.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Batch:
 
 
 BatchesByStep = Mapping[int | None, list[Batch]]
-"""Batches with sample ids, by the number of the step to which they belong."""
+"""Batches with sample ids, by the number of the step that has processed them."""
 
 
 def _plain(value: Any) -> Any:
@@ -94,22 +94,23 @@ class SampleIds(StepObserver):
             del self._coming[:-KEPT_STEPS]  # a limit, if no forward pass is detected
 
     def on_forward_begin(self) -> None:
-        """Assign the batches that the script has named since the last forward pass to the present step."""
+        """Assign the batches of all `Monitor.batch` calls since the last forward pass to the present step."""
         self._has_forward = True
         if self._coming:
             self._take()
 
     def on_evaluation_begin(self) -> None:
-        """Mark the batches that the script has named since the last forward pass as used by an evaluation.
+        """Mark the batches of all `Monitor.batch` calls since the last forward pass as used by an evaluation.
 
-        The marked batches are dropped if the script names another batch before the next training forward pass.
+        The marked batches are dropped if the script calls `Monitor.batch` again before the next training forward pass.
         """
         self._evaluated = len(self._coming)
 
     def on_backward_begin(self) -> None:
-        """If the present step has no training forward pass, assign the batches that the script has named to this step.
+        """Assign the batches of `Monitor.batch` calls to the present step if it has no training forward pass.
 
-        A step has none if the model is trained in evaluation mode.
+        These are the batches that no other step has. A step has no training forward pass if the model is trained in
+        evaluation mode.
         """
         if self._coming and not self._has_forward:
             self._take()
@@ -120,22 +121,25 @@ class SampleIds(StepObserver):
             self._coming, self._evaluated = [], 0
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Store the batches of the present step under its number.
+        """Store the batches of the present step under the number of the step.
 
-        The number is final only at the end of the step, because the script may set it during the step.
+        This number is final only at the end of the step, because the script may set it during the step.
         """
         with self._lock:
             self._ended.append((pending_step.step, self._now))
             self._now, self._has_forward = [], False
 
     def of(self, step: int | None) -> BatchesByStep:
-        """Return the batches of step number `step`; empty if the script has named no batch."""
+        """Return the batches of step number `step`; empty if the script has not called `Monitor.batch` for it."""
         with self._lock:
             found = next((batches for number, batches in reversed(self._ended) if number == step), [])
         return {step: found} if found else {}
 
     def of_last(self, steps: int) -> BatchesByStep:
-        """Return the batches of the last `steps` steps that have ended. Steps without a named batch are left out."""
+        """Return the batches of the last `steps` steps that have ended.
+
+        Steps without a call of `Monitor.batch` are left out.
+        """
         with self._lock:
             found = list(self._ended)[-steps:] if steps > 0 else []
         return {step: batches for step, batches in found if batches}

@@ -65,7 +65,10 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A sampling document that takes effect at `step`, or at the first later step if this number does not occur."""
+    """A proposed change of the sampling, with its settings as a JSON document.
+
+    It takes effect at `step`, or at the first later step if no step has this number.
+    """
 
     number: int
     step: int
@@ -73,9 +76,9 @@ class Proposal:
     source: str
     margin_seconds: float = 0.0
     without: tuple[int, ...] = ()
-    """Ranks that did not acknowledge the proposal in time."""
+    """Ranks that did not acknowledge the proposed change in time."""
     is_additional: bool = False
-    """True for an automatic change, which applies in addition to other changes.
+    """True for an automatic change, such as a capture, which applies in addition to other changes of the sampling.
 
     It is proposed only if no change is pending, and no later proposal replaces it.
     """
@@ -143,7 +146,7 @@ class Agreement:
         self._delivered = 0
 
     def begin(self, step: int, document: str, stamp: int) -> Proposal:
-        """Return the sampling document with which all ranks start.
+        """Return the sampling settings with which all ranks start, as a JSON document.
 
         It is the proposal of the first rank that calls this method.
         """
@@ -196,9 +199,10 @@ class Agreement:
         return changes
 
     def must_resolve(self, step: int) -> bool:
-        """Return whether an acknowledged change may take effect at step number `step`, although its outcome is unknown.
+        """Return whether a change with unknown outcome may take effect at step number `step`.
 
-        Called when the step is about to begin.
+        This rank has acknowledged the change, but has not read whether the ranks have committed it. Called when the
+        step is about to begin.
         """
         return any(step >= item.step for item in self._acknowledged)
 
@@ -317,7 +321,7 @@ A rank may read the proposal late by half of this number of intervals.
 """
 
 _sessions = itertools.count(1)
-"""Numbers of the monitors that a process attaches one after the other.
+"""Counter that numbers the monitors which a process attaches one after the other.
 
 The same monitor has the same number on all ranks.
 """

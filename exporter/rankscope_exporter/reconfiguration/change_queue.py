@@ -22,7 +22,7 @@ from rankscope_exporter.sampling.active_quantities import ActiveQuantities, Prep
 from rankscope_exporter.sampling.sampling_config import Part, SamplingConfig
 
 TIMES: Final = "times"
-"""The name of the source of the change that ends sampling after `times` sampled steps."""
+"""The source that the queue names in its own change, which ends sampling after `times` sampled steps."""
 
 _KEEP: Final = 0.8
 """Weight of the previous average in the moving average of the duration of a step."""
@@ -55,7 +55,7 @@ class StepPace(StepObserver):
 
 @dataclass(slots=True, kw_only=True)
 class PlannedChange:
-    """A change that takes effect when its step begins."""
+    """A change of the sampling that takes effect when the step for which it is planned begins."""
 
     step: int | None = None
     """The change takes effect at the first step with at least this number; None means the next step."""
@@ -65,7 +65,10 @@ class PlannedChange:
         return self.step is None or self.step <= step
 
     def prepare(self, active_quantities: ActiveQuantities) -> None:
-        """Register the hooks of the change before the forward pass that calls them. May be called several times."""
+        """Register the hooks that this change needs, before the first forward pass that calls them.
+
+        May be called several times.
+        """
 
     def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
         """Apply the change when step number `step` begins; return events for the record of this step."""
@@ -88,12 +91,12 @@ class SamplingChange(PlannedChange):
     prepared: PreparedQuantities | None = None
 
     def prepare(self, active_quantities: ActiveQuantities) -> None:
-        """Register the hooks of the new quantities."""
+        """Register the hooks of the quantities in the new sampling configuration."""
         if self.prepared is None:
             self.prepared = active_quantities.prepare(self.parts)
 
     def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:  # noqa: ARG002 - of the base class
-        """Replace the active quantities.
+        """Measure the quantities of the new sampling configuration instead of the active ones.
 
         Return no event, because the change queue makes the event about this change.
         """
@@ -126,9 +129,9 @@ class ChangeQueue(StepObserver):
         self.sampling = sampling
         """The sampling configuration that is in effect."""
         self.ended = threading.Event()
-        """An event that is set when all quantities were sampled `times` times."""
+        """A `threading.Event` that is set when each quantity was sampled as often as its setting `times` requires."""
         self.changes = 0
-        """Number of changes that took effect, including automatic changes.
+        """Number of sampling changes that took effect on this rank, including automatic changes.
 
         At the same step it is equal on all ranks.
         """
@@ -148,16 +151,19 @@ class ChangeQueue(StepObserver):
             self._waiting.append(change)
 
     def state(self) -> dict[str, Any]:
-        """Return the present sampling configuration, its first step, and the waiting changes. Used for /config.
+        """Return the present sampling configuration, its first step, and the changes that wait for their step.
 
-        Can be called on any thread.
+        Used for the HTTP path /config. Can be called on any thread.
         """
         with self._lock:
             waiting = [{"step": change.step, **change.document()} for change in self._waiting]
         return {**self.sampling.document(), "since_step": self._since, "source": self._source, "to_come": waiting}
 
     def is_over(self) -> bool:
-        """Return whether all quantities were sampled `times` times since the last change."""
+        """Return whether all quantities were sampled `times` times.
+
+        Only steps since the last change of the sampling configuration count.
+        """
         return self.ended.is_set() or (self._since is not None and self.sampling.on and self._active_quantities.is_over)
 
     def on_update_applied(self) -> None:
@@ -222,7 +228,7 @@ class ChangeQueue(StepObserver):
 
 
 def _is_replaced(change: PlannedChange, later: Sequence[PlannedChange]) -> bool:
-    """Return whether `change` is a new configuration that one of `later` replaces at the same step."""
+    """Return whether `change` is a sampling configuration that one of the changes `later` replaces at the same step."""
     return isinstance(change, SamplingChange) and any(isinstance(other, SamplingChange) for other in later)
 
 

@@ -35,15 +35,15 @@ _OFF: Final = '{"dynamic_on": false}'
 _BUSY_SHARE: Final = 0.25
 """Factor of the poll interval while a change is pending: the key-value store is then polled more often."""
 _ARRIVAL_SECONDS: Final = 2.0
-"""Longest time in seconds that the training waits for the background thread to finish its access to the store.
+"""Longest time in seconds that training waits for the background thread to finish its access to the key-value store.
 
 After this time the training continues, and the change takes effect at a later step.
 """
 
 MakeChange = Callable[[str, Mapping[str, Any], int | None], PlannedChange | None]
-"""Returns an automatic change, given its source, its document and the agreed step.
+"""Function that returns an automatic change of the sampling, or None if the source is not a reaction of the monitor.
 
-Returns None if the source is not a reaction of the monitor.
+The arguments are the source, the JSON document that describes the change, and the step on which the ranks agreed.
 """
 
 
@@ -64,8 +64,9 @@ class ChangeSources(StepObserver):
 
     If `agreement` is None, changes apply immediately and to this rank only.
 
-    `parts` returns the quantities of a configuration with their sampling. `reaction` returns the change that a reaction
-    of the monitor has requested, such as a capture.
+    `parts` returns the quantities of a sampling configuration, each with the steps at which it is sampled and the
+    statistics to publish. `reaction` returns the change that a reaction of the monitor has requested, such as a
+    capture.
     """
 
     def __init__(
@@ -104,11 +105,14 @@ class ChangeSources(StepObserver):
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU seconds of the background thread so far."""
+        """CPU seconds that the background thread for sampling changes has used so far."""
         return self._thread.cpu_seconds
 
     def start(self) -> None:
-        """Agree with the other ranks on the first configuration, and start the background thread if it is needed."""
+        """Agree with the other ranks on the first sampling configuration, and start the background thread.
+
+        The thread is started only if there is a switch file, or if other ranks may request changes.
+        """
         self._boundary.call("switching", self._begin)
         base = self._base
         has_requests = base.max_overhead is not None or base.capture is not None or base.serve.secret is not None
@@ -130,7 +134,7 @@ class ChangeSources(StepObserver):
             self._put(text, FILE, step)
 
     def stop(self) -> None:
-        """Stop the background thread.
+        """Stop the background thread that polls the switch file and the changes of other ranks.
 
         If all quantities were sampled `times` times, set `dynamic_on` to false in the switch file.
         """
@@ -168,7 +172,8 @@ class ChangeSources(StepObserver):
         """Request an automatic change of the sampling on all ranks.
 
         `is_obsolete` is called before the change is proposed to the other ranks; if it returns True, the request is
-        dropped. All ranks ignore later requests of `source` with a stamp of at most `until`.
+        dropped. `stamp` is a number that orders the requests of `source`. All ranks ignore later requests of `source`
+        with a stamp of at most `until`.
         """
         text = document_text(document)
         if self._agreement is None:
@@ -181,7 +186,7 @@ class ChangeSources(StepObserver):
             self._wake.set()
 
     def run_with_agreement(self, task: Callable[[Agreement], None]) -> bool:
-        """Call `task` on the background thread, with the agreement of the ranks as argument.
+        """Call `task` on the background thread, with the `Agreement` object of this rank as argument.
 
         Return True without waiting for the call. If there are no other ranks with which this rank agrees, return False
         without calling `task`.
@@ -275,11 +280,12 @@ class ChangeSources(StepObserver):
             self._submit(text, FILE, edit.stamp)
 
     def _ask_ranks(self, question: Callable[[Agreement, str], bool], stamp: int, *, alone: bool) -> bool:
-        """Claim the end of a sampling period for this rank, or ask whether a rank has claimed it.
+        """Claim the end of a sampling period for this rank, or return whether a rank has claimed it.
 
-        `question` is `Agreement.claim` or `Agreement.is_claimed`; its result is returned. `stamp` identifies the edit
-        of the switch file that started the sampling period. If this rank has no agreement with other ranks, or cannot
-        reach the key-value store, return `alone`.
+        The rank that claims it sets `dynamic_on` to false in the switch file. `question` is `Agreement.claim` or
+        `Agreement.is_claimed`; its result is returned. `stamp` identifies the edit of the switch file that started the
+        sampling period. If this rank has no agreement with other ranks, or cannot reach the key-value store, return
+        `alone`.
         """
         try:
             return alone if self._agreement is None else question(self._agreement, f"ended/{stamp}")
@@ -314,7 +320,7 @@ class ChangeSources(StepObserver):
             self._boundary.call("switching", self._put, item.document, item.source, item.step, item.without)
 
     def _continue_alone(self, error: Exception) -> None:
-        """Apply changes to this rank only from now on, because the key-value store cannot be reached.
+        """From now on, apply sampling changes to this rank only, because the key-value store cannot be reached.
 
         The process that holds the store has exited, or the process group was destroyed.
         """

@@ -119,12 +119,12 @@ class FollowedFile:
     def poll(self) -> Edit | None:
         """Return a new content of the file that is unchanged since the previous poll.
 
-        Return None if there is none, or if an error was reported.
+        Return None if there is no new content, or if an error was reported.
         """
         return self._checked(self._file.poll)
 
     def switch_off(self) -> None:
-        """Set `dynamic_on` to false in the file, or report why this is not possible."""
+        """Set `dynamic_on` to false in the switch file, or report why this is not possible."""
         try:
             self._file.switch_off()
         except OSError as error:

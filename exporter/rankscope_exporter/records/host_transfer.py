@@ -1,4 +1,4 @@
-"""Copy tensors to the host and convert them to rows of a dataset.
+"""Copy tensors to the host and convert them to rows of a dataset of the step record.
 
 Each tensor is copied without waiting for the device, and the publisher thread reads the copy. Rows are made from numpy
 arrays, because a torch operation on the publisher thread would start a team of OpenMP threads.
@@ -14,7 +14,10 @@ import numpy.typing as npt
 import torch
 
 Row = Mapping[str, Any]
-"""One row of a dataset: a mapping from field names to values. A missing field is null."""
+"""One row of a dataset of the step record, such as `scalars`: a mapping from field names to values.
+
+A missing field is null.
+"""
 
 Numbers = npt.NDArray[Any]
 """The elements of a tensor on the host as a numpy array. The dtype must exist in numpy; bfloat16 does not."""
@@ -54,12 +57,18 @@ class Transfer:
 
 @dataclass(slots=True)
 class Deferred:
-    """A tensor that is copied to the host, and the function `rows` that converts its elements to rows of `dataset`."""
+    """A tensor that is copied to the host, and the function that converts its elements to rows.
+
+    The function is `rows`. The rows belong to `dataset`, a dataset of the step record such as `features`.
+    """
 
     dataset: str | None  # None: `rows` uses the numbers itself and returns no rows
     transfer: Transfer
     rows: Callable[[Numbers], Iterable[Row]]
 
     def read(self) -> list[Row]:
-        """Return the rows of the dataset. Called on the publisher thread; waits until the copy is complete."""
+        """Return the rows that the function `rows` makes from the copied tensor.
+
+        Called on the publisher thread; waits until the copy is complete.
+        """
         return list(self.rows(self.transfer.wait().cpu().numpy()))

@@ -82,7 +82,8 @@ def _without_mesh(name: str, value: torch.Tensor) -> torch.Tensor:
 
     Raises ValueError for other DTensors.
 
-    Reading such a DTensor is a collective, which on the monitor's thread would pair with a collective of the training.
+    Reading a DTensor that is divided among ranks is a collective. On the monitor's thread, it would pair with a
+    collective of the training.
     """
     placements = getattr(value, "placements", None)
     if placements is None:

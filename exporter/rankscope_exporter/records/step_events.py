@@ -42,7 +42,10 @@ class StepObserver:
         """Called when a step has begun. A forward pass, a backward pass or an optimizer step follows immediately."""
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
-        """Called after the start of a step. `sampled` is true if the step is a sampled step."""
+        """Called after `on_step_begin`, when it is known whether the step is sampled.
+
+        `sampled` is true if the step is a sampled step.
+        """
 
     def on_forward_begin(self) -> None:
         """Called when a training forward pass of the whole model begins, once for each micro-batch."""
@@ -78,7 +81,10 @@ class StepObserver:
         """Called after an optimizer step, or after the gradient scaler has skipped the step."""
 
     def on_update_applied(self) -> None:
-        """Called when an update is recorded: after `on_optimizer_step_end`, or for a compiled update without hooks."""
+        """Called when an update of the parameters is recorded.
+
+        This is after `on_optimizer_step_end`, or for a compiled update, which calls no hooks.
+        """
 
     def on_measurement_begin(self) -> None:
         """Called before quantities read tensors at an event of a sampled step.
@@ -87,7 +93,7 @@ class StepObserver:
         """
 
     def on_measurement_end(self) -> None:
-        """Called when the quantities have read the tensors."""
+        """Called when quantities have read tensors at an event of a sampled step."""
 
     def on_phase_begin(self, name: str) -> None:
         """Called when the script has entered the phase `name`. Phases can be nested."""

@@ -14,7 +14,10 @@ from rankscope_contract.model.schema import Plan, canonical_labels
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """One logged number. `value` may be NaN or Inf. A scalar that was not logged has no object."""
+    """One number that the script or the monitor has logged. `value` may be NaN or Inf.
+
+    A scalar that was not logged has no object.
+    """
 
     name: str
     value: float
@@ -23,7 +26,7 @@ class Scalar:
 
     @property
     def labels_text(self) -> str | None:
-        """Return the labels as the text in the column `labels` of the dataset."""
+        """Return the labels of this scalar as the text that the column `labels` of the dataset `scalars` contains."""
         return canonical_labels(dict(self.labels))
 
 

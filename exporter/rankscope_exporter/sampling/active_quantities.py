@@ -84,7 +84,7 @@ class ActiveQuantities:
     # Changes between two steps.
 
     def prepare(self, parts: Sequence[Part]) -> PreparedQuantities:
-        """Return a quantity with registered hooks for each of `parts`, the pairs of a quantity and its sampling.
+        """Return a quantity with registered hooks for each of `parts`, pairs of a quantity and its sampling settings.
 
         The result is an argument of `replace` or `capture`. If an active quantity has the same class and options, it is
         returned instead of a new one.
@@ -175,7 +175,10 @@ class ActiveQuantities:
         return bool(own) and all(member.schedule.is_over for member in own)
 
     def published(self) -> dict[str, Ops]:
-        """Return the statistics that the rank publishes, by kind, for each kind that is or will be measured."""
+        """Return the names of the statistics that the rank publishes, by kind of tensor.
+
+        The result contains each kind that is or will be measured.
+        """
         found: dict[str, Ops] = {}
         for member in self._members:
             for kind in member.quantity.kinds():
@@ -223,7 +226,10 @@ class ActiveQuantities:
                     self._boundary.call(where, getattr(member.quantity, name), member.table)
 
     def gradient_ready(self, index: int, holder: GradientSource) -> None:
-        """Call the quantities that read single gradients: the gradient of parameter `index` is now in `holder`."""
+        """Call the quantities that read single gradients.
+
+        `holder` provides the gradient of the model's parameter number `index`.
+        """
         for member in self._per_gradient:
             own = member.own_index(index)
             if own is not None:
@@ -237,7 +243,10 @@ class ActiveQuantities:
         return self.plan.entries, self._buffers.table.look(len(self.plan), carried_ops(self.plan.ops))
 
     def end(self, pending_step: PendingStep) -> None:
-        """End the sampled step: start to copy its statistics to the host; add the copy and other rows to the record."""
+        """End the sampled step, and start to copy its statistics to the host.
+
+        Add this copy and the rows for other datasets to the record of the step.
+        """
         for member in self._members:
             if member.is_open:
                 self._boundary.call(member.where, member.quantity.on_step_end)

@@ -1,7 +1,8 @@
-"""An active quantity: its rows, its schedule, and its hooks. Some hooks exist at sampled steps only.
+"""An active quantity: its rows in the statistics table, its schedule, and its hooks.
 
-All functions of this module run on the training thread. Hooks that exist at sampled steps only are registered when a
-sampled step begins. They are removed when the next step begins that is not sampled.
+Some hooks exist at sampled steps only. All functions of this module run on the training thread. Hooks that exist at
+sampled steps only are registered when a sampled step begins. They are removed when the next step begins that is not
+sampled.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ class TransientHooks:
         self.may_be_removed = self._some_are_removed = True
 
     def register(self) -> None:
-        """Register the hooks that were removed, and renew those on parameters, whose tensors may have changed."""
+        """Register again the hooks that were removed.
+
+        Renew the hooks on parameters, because the tensors of the parameters may have changed.
+        """
         self.may_be_removed = True
         if self._some_are_removed or self._are_on_parameters:
             for item in self._all:
@@ -168,7 +172,8 @@ class ActiveQuantity:
     def activate(self, buffers: StepBuffers, sampling: QuantitySampling) -> bool:
         """Start a new schedule, and add rows to the table if the quantity has none yet.
 
-        Return True: the caller gets None if this method raises.
+        Return True, so that the caller can distinguish success from None, the result of the error boundary if this
+        method raises.
         """
         self.schedule, self.ops = Schedule(sampling.timing), sampling.ops
         if self.view is None:
@@ -203,9 +208,10 @@ class ActiveQuantity:
             self.transient.remove_called()
 
     def retire(self) -> None:
-        """Remove the hooks permanently, because nothing is measured from now on. A quantity hooks a model only once.
+        """Remove the hooks permanently, because nothing is measured from now on.
 
-        Hooks that were never called remain until `unhook`, because they cost nothing (see `TransientHooks`).
+        A quantity registers its hooks on a model only once. Hooks that were never called remain until `unhook`, because
+        they cost nothing (see `TransientHooks`).
         """
         self.is_retired = True
         self.transient.retire()
@@ -257,7 +263,7 @@ def _without_schedule(options: QuantityOptions) -> QuantityOptions:
 class ActiveHookContext:
     """The hook context of one quantity.
 
-    It uses the hook context of the model, but keeps the handles of this quantity separately.
+    It uses the hook context of the model, but keeps the handles of the hooks of this quantity separately.
     """
 
     def __init__(self, hooking: ModelHookContext, handles: list[Removable], transient: TransientHooks) -> None:

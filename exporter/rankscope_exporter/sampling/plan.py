@@ -77,9 +77,9 @@ class PlanRegistry:
         return range(first, first + len(entries))
 
     def release(self, rows: range) -> None:
-        """Release the entries at `rows`, which `add` returned.
+        """Allow the next call of `add` with the same entries to return the existing positions `rows`.
 
-        The next call of `add` with the same entries returns these rows.
+        `rows` is the result of one earlier call of `add`.
         """
         if rows:
             self._released[tuple(self.entries[rows.start : rows.stop])] = rows
@@ -150,7 +150,10 @@ class TableView(Table):
             self._first = rows.start
 
     def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
-        """Append entries that were not known before, and return their rows; None if the plan is full."""
+        """Append entries that were not known at attach, and return their row numbers in this view of the table.
+
+        Return None if the plan is full.
+        """
         rows = self._add(entries, owners)
         return None if rows is None else range(rows.start - self._first, rows.stop - self._first)
 
@@ -222,7 +225,10 @@ class TableView(Table):
         self._buffers.deferred.append(Deferred(dataset, Transfer.of(tensor), rows))
 
     def withdraw(self, dataset: str) -> None:
-        """Discard the rows of `dataset` that were deferred at this step, because the quantity reads the data again."""
+        """Discard the rows of `dataset` that calls of `defer` have requested at this step.
+
+        Called if the quantity reads the data again.
+        """
         self._buffers.deferred = [item for item in self._buffers.deferred if item.dataset != dataset]
 
     def later(self, tensor: torch.Tensor, use: Callable[[Numbers], None]) -> None:
@@ -235,7 +241,7 @@ class TableView(Table):
         self._buffers.deferred.append(Deferred(None, Transfer.of(tensor), no_rows))
 
     def write(self, dataset: str, row: Row) -> None:
-        """Add a row of `dataset` whose values are already on the host."""
+        """Add `row` to the rows of `dataset` in the record of this step. Its values are already on the host."""
         self._buffers.rows.setdefault(dataset, []).append(row)
 
     def _shifted(self, rows: range) -> range:

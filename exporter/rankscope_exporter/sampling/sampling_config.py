@@ -1,6 +1,7 @@
-"""The sampling configuration, which may change during training: converts a document to quantities and schedules.
+"""The sampling configuration, which may change during training.
 
-The module is pure: it uses neither files nor threads.
+The module converts a JSON document of settings to quantities and schedules. It is pure: it uses neither files nor
+threads.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ A difference in one of them is therefore not reported as a change of the file.
 CHANGEABLE: Final = ("quantities", "options", "every", "times", "ops")
 """Settings that can be changed while the monitor runs.
 
-If a document does not contain one of them, the setting has the value that it had at attach().
+If a sampling document (JSON) does not contain one of them, the setting has the value that it had at attach().
 """
 
 _REMARKS: Final = "remarks"
@@ -55,7 +56,7 @@ class SamplingConfig:
     on: bool
     config: MonitorConfig
     fixed: tuple[str, ...] = ()
-    """Names of the settings that the document changes, but that take effect only after a restart of the training."""
+    """Names of settings that the sampling document changes, but that change only when training is restarted."""
 
     def document(self) -> dict[str, Any]:
         """Return the changeable settings as JSON values, for the HTTP path /config and for events."""
@@ -64,7 +65,7 @@ class SamplingConfig:
 
 
 def document_text(document: Mapping[str, Any]) -> str:
-    """Return the canonical JSON text of a document: equal documents have equal texts.
+    """Return the canonical JSON text of a sampling document: equal documents have equal texts.
 
     Raises ConfigError if the document cannot be represented as JSON.
     """

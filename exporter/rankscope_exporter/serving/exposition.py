@@ -164,8 +164,8 @@ class _Families:
 def _scalar_samples(scalars: Mapping[ScalarKey, Scalar]) -> Iterator[tuple[MetricSpec, Samples]]:
     """Yield a metric and its samples for all logged scalars.
 
-    If the catalogue has no metric for a scalar of this name and labels, the scalar becomes a sample of the metric
-    `rankscope_scalar`.
+    If the metric catalogue of `rankscope_contract` has no metric for a scalar of this name and labels, the scalar
+    becomes a sample of the metric `rankscope_scalar`.
     """
     own: dict[str, dict[tuple[str, ...], float]] = {}
     others: dict[tuple[str, ...], float] = {}

@@ -298,7 +298,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _read_body(self) -> bytes | None:
         """Return the body of the request; None if it is longer than 64 KiB or has no length.
 
-        Afterwards the connection closes.
+        In all cases, the connection is closed after the answer.
         """
         length = self.headers.get("Content-Length", "0")
         size = int(length) if length.isdecimal() else REQUEST_BODY_READ + 1

@@ -72,7 +72,7 @@ ScalarKey = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The statistics of one step, and those kinds of tensors of which these are the latest statistics."""
+    """The statistics of one step, and the kinds of tensors for which these statistics are the latest."""
 
     step: int | None
     statistics: Statistics

@@ -31,7 +31,10 @@ from rankscope_exporter.serving.addresses import hang_up
 log = logging.getLogger(__name__)
 
 GATHER_SECONDS: Final = 3.0
-"""Longest wait for the pages of other ranks; slower ranks are left out. Prometheus waits 10 s by default."""
+"""Longest wait in seconds for the metrics pages of other ranks; slower ranks are left out.
+
+Prometheus waits 10 s by default.
+"""
 _ANSWER_SECONDS: Final = 10.0
 _LONGEST_PATH: Final = 107  # bytes of a Unix socket address
 _SIZE: Final = struct.Struct(">Q")  # length of the page, sent before it, to detect a truncated page

@@ -87,7 +87,7 @@ class OrphanRecovery:
         self._searched.wait(timeout_seconds)
 
     def stop(self) -> None:
-        """Stop the thread and release the spools, so that the next rank or a service can serve them."""
+        """Stop the thread and release the spools, so that another process on this host or a service can serve them."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=1.0)
@@ -97,7 +97,10 @@ class OrphanRecovery:
             orphan.release()
 
     def abandon(self) -> None:
-        """Close the inherited files in a forked child. Takes no lock, since the thread that holds it may be missing."""
+        """Close the inherited files in a forked child.
+
+        Takes no lock, because the thread that holds the lock may not exist in the child.
+        """
         for orphan in list(self._orphans.values()):
             orphan.release()
         self._orphans = {}

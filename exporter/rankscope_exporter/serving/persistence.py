@@ -112,7 +112,7 @@ class SpoolWriter:
         self._on_fault("spool", SpoolHangError(f"{hang}: until the disk responds, records are only in memory"))
 
     def commit(self, seq: int) -> None:
-        """Mark all records up to `seq` as committed by a store; the thread then deletes their files."""
+        """Mark all records up to `seq` as committed by a store; the spool thread then deletes their files."""
         with self._changed:
             self._committed = max(self._committed, seq)
             self._changed.notify_all()
@@ -192,7 +192,10 @@ class Persistence:
 
     @property
     def folder(self) -> str | None:
-        """Return the folder that keeps all records after the process exits; None if some of them may be missing."""
+        """Return the folder that contains all uncommitted records after the process exits.
+
+        Return None if some of them may be missing in it.
+        """
         return None
 
     @property
@@ -224,7 +227,7 @@ class Persistence:
         """Mark all records up to `seq` as committed by a store."""
 
     def holds(self, seq: int) -> bool:  # noqa: ARG002 - the signature of the spool
-        """Return whether a record is on disk."""
+        """Return whether the record with the sequence number `seq` is on disk."""
         return False
 
     def after(self, cursor: int, max_bytes: int, first_in_ring: int) -> Stretch | None:  # noqa: ARG002 - as above
@@ -245,17 +248,18 @@ class Persistence:
     def finished(self, orphan: Orphan) -> None:
         """Delete the spool of a dead process.
 
-        Call it after the client has received the answer that all records are committed.
+        Call this method after the client that polls the spool has received the answer that all its records are
+        committed.
         """
 
     def close(self) -> None:
         """Stop the threads that write and serve spools.
 
-        Uncommitted records remain on disk for the next rank or a service.
+        Uncommitted records remain on disk for another process on this host or a service.
         """
 
     def abandon(self) -> None:
-        """Release inherited files in a forked child. Changes nothing on disk."""
+        """Close the inherited files of the spools in a forked child. Changes nothing on disk."""
 
 
 class SpoolPersistence(Persistence):
@@ -320,7 +324,7 @@ class SpoolPersistence(Persistence):
         self._writer.commit(seq)
 
     def holds(self, seq: int) -> bool:
-        """Return whether a record is on disk."""
+        """Return whether the record with the sequence number `seq` is on disk."""
         return self._spool.holds(seq)
 
     def after(self, cursor: int, max_bytes: int, first_in_ring: int) -> Stretch | None:
@@ -352,7 +356,8 @@ class SpoolPersistence(Persistence):
     def finished(self, orphan: Orphan) -> None:
         """Delete the spool of a dead process.
 
-        Call it after the client has received the answer that all records are committed.
+        Call this method after the client that polls the spool has received the answer that all its records are
+        committed.
         """
         if self._orphans is not None:
             self._orphans.finished(orphan)
@@ -360,7 +365,7 @@ class SpoolPersistence(Persistence):
     def close(self) -> None:
         """Stop the threads that write and serve spools.
 
-        Uncommitted records remain on disk for the next rank or a service.
+        Uncommitted records remain on disk for another process on this host or a service.
         """
         with contextlib.ExitStack() as stack:  # closes both in reverse order, then raises the first error
             stack.callback(self._writer.close)
@@ -368,7 +373,7 @@ class SpoolPersistence(Persistence):
                 stack.callback(self._orphans.stop)
 
     def abandon(self) -> None:
-        """Release inherited files in a forked child. Changes nothing on disk."""
+        """Close the inherited files of the spools in a forked child. Changes nothing on disk."""
         with contextlib.ExitStack() as stack:  # as in close()
             stack.callback(self._spool.abandon)
             if self._orphans is not None:

@@ -45,7 +45,7 @@ class RankState:
     """True while the rank waits for the commit of its last records."""
     is_closed: bool = False
     unencodable: int = 0
-    """Number of nested rows, such as events, that were not sent because their values do not fit the columns."""
+    """Number of rows of nested datasets, such as events, that were not sent, as their values do not fit the columns."""
 
     @property
     def name(self) -> str:
@@ -86,7 +86,7 @@ class RankServerSources:
 
 
 class RecentClients:
-    """The clients that most recently requested a page of this rank, at most MOST_CLIENTS.
+    """The clients that most recently requested a page of this rank, at most 8 (MOST_CLIENTS).
 
     All methods may be called from any thread.
     """

@@ -41,7 +41,7 @@ class Window:
 
     @property
     def last(self) -> int:
-        """Return the sequence number of the newest record in the window; `first - 1` if the window is empty."""
+        """Return the sequence number of the newest record in this object; `first - 1` if it has no record."""
         return self.first + len(self.records) - 1
 
 
@@ -52,7 +52,7 @@ class Ring:
     """
 
     def __init__(self, max_records: int, max_bytes: int, is_kept: Callable[[int], bool] | None = None) -> None:
-        """`is_kept(seq)` returns whether the record is on disk.
+        """`is_kept(seq)` returns whether the record with the sequence number `seq` is on disk.
 
         An overwritten record that is on disk does not count as lost.
         """
@@ -120,7 +120,7 @@ class Ring:
             self._changed.notify_all()
 
     def wait_committed(self, timeout_seconds: float, stop: Callable[[], bool] = lambda: False) -> int:
-        """Wait until all records are committed, `stop()` returns true or the time is over.
+        """Wait until a store has committed all records, `stop()` returns true, or `timeout_seconds` have passed.
 
         Return the number of uncommitted records.
         """

@@ -225,9 +225,10 @@ class Routes:
 def orphan_answer(
     orphan: Orphan, state_headers: Mapping[str, str], after: int, committed: int | None, max_bytes: int
 ) -> Answer:
-    """Return the answer to a poll for a dead process.
+    """Return the answer to a poll for the records of a dead process.
 
-    It contains the next records, or has status 204 if all records were sent, or status 503 if all are committed.
+    It contains the records after the sequence number `after`. Without such records, it has status 503 if all records
+    are committed, and status 204 otherwise.
 
     `committed` is the newest committed sequence number that the client sent; None if the client does not hold the
     lease.
@@ -253,7 +254,10 @@ def orphan_answer(
 
 
 def stretch_answer(stretch: Stretch, state_headers: Mapping[str, str], after: int) -> Answer:
-    """Return records that were read from disk. Records between `after` and the first one are reported as lost."""
+    """Return records that were read from disk.
+
+    Missing records between the cursor `after` and the first returned record are reported as lost.
+    """
     lost = (after + 1, stretch.first - 1) if stretch.first > after + 1 else None
     headers = {**state_headers, **_range_headers(stretch.first, stretch.last, stretch.rows, lost)}
     return Answer(HTTPStatus.OK, (stretch.data,), ARROW_STREAM, headers)

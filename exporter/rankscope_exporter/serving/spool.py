@@ -1,8 +1,8 @@
 """Writes each published record to the spool folder, so that a killed process loses no published record.
 
-One write per record, without waiting for the device: data of a killed process remains in the page cache and is lost
-only if the machine loses power. After a disk error the record is still served from the ring, and it is counted as not
-spooled.
+Each record is one write, without waiting for the storage device: data of a killed process remains in the page cache and
+is lost only if the machine loses power. After a disk error the record is still served from the ring, and it is counted
+as not spooled.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ class Spool:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the folder is open, so that records can be written."""
+        """Return whether the spool folder was created and is locked by this process, so that records can be written."""
         return self._lock is not None
 
     def append(self, seq: int, record: StepRecord) -> None:
         """Write a record to the spool.
 
-        A record that cannot be written is counted by reason. Raises OSError if the disk fails; the file is then
-        truncated to its complete records.
+        A record that cannot be written is counted in `dropped`, by reason. Raises OSError if the disk fails; the file
+        is then truncated to its complete records.
         """
         is_written = False
         try:
@@ -145,7 +145,7 @@ class Spool:
             segment.path.unlink(missing_ok=True)
 
     def holds(self, seq: int) -> bool:
-        """Return whether the record is on disk."""
+        """Return whether the record with the sequence number `seq` is on disk."""
         with self._changed:
             return any(segment.first <= seq <= segment.last for segment in self._segments)
 
@@ -163,7 +163,7 @@ class Spool:
     def close(self) -> None:
         """Release the lock of the spool folder, and delete the folder if all its records are committed.
 
-        Otherwise a service or the next rank on this host reads the remaining records.
+        Otherwise a service or another process on this host reads the remaining records.
         """
         lock, self._lock = self._lock, None
         if lock is None:

@@ -28,7 +28,7 @@ from rankscope_exporter.serving.latest_values import Sampled
 class MicroSteps:
     """For each micro-batch, the positions of its entries in the plan.
 
-    They are used to find the last micro-batch of a step that was measured.
+    They are used to find the last measured micro-batch of a step.
     """
 
     def __init__(self, entries: Sequence[PlanEntry], kinds: frozenset[str]) -> None:
@@ -120,7 +120,7 @@ class TensorLines:
 
 
 class TensorRenderer:
-    """Renders sampled statistics as lines of the metrics page, with fixed identity labels.
+    """Renders sampled statistics as lines of the metrics page, with the labels that identify the rank.
 
     Only one thread at a time may use it.
     """

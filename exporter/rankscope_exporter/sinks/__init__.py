@@ -1,7 +1,7 @@
 """Sinks: outputs of a rank's records in addition to the record channel. To add a sink, add a module to this package.
 
-`MonitorConfig.sinks` contains their names and settings: `{"csv": {"folder": "out"}, "api": {}}`. The publisher thread
-passes each published record to every sink, in order; the training thread never calls a sink.
+`MonitorConfig.sinks` contains the names and settings of the sinks to use: `{"csv": {"folder": "out"}, "api": {}}`. The
+publisher thread passes each published record to every sink, in order; the training thread never calls a sink.
 
 `Monitor.sink("api")` returns the sink with this name. Its methods `rows(*kinds, step=None)` and `features(*kinds,
 step=None)` may be called in any thread.

@@ -5,8 +5,8 @@ with one write, so the cost of a step does not depend on the number of entries. 
 file of an earlier run.
 
 In msprobe, the key of an entry does not contain the statistic, so msprobe's file has only the last of several anomalies
-of a tensor. In the file of this sink, each anomaly has a separate key. `rankscope_contract.msprobe.files` describes the
-tags of tensors.
+of a tensor. In the file of this sink, each anomaly has a separate key. An entry identifies its tensor by a tag: a text
+with stage, tensor name, micro-batch, rank and kind. `rankscope_contract.msprobe.files` describes these tags.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Anomalies(Sink):
         self._bytes = 0
 
     def place(self, pp_stage: int, group_mates: Sequence[int]) -> None:
-        """Set the pipeline stage of this rank and the ranks of its pipeline group, which the file contains.
+        """Set the pipeline stage of this rank and the ranks of its pipeline group. The file contains both.
 
         By default, the stage is the number of the rank, and the group contains all ranks.
         """

@@ -28,7 +28,10 @@ class Sink(CopiesDoNothing, abc.ABC):
     name: ClassVar[str]
     """The name of the sink in a configuration."""
     options_class: ClassVar[type[Any]]
-    """The settings of the sink as a frozen dataclass. Its constructor raises ValueError for an invalid value."""
+    """The class of the sink's settings, a frozen dataclass.
+
+    Its constructor raises ValueError for an invalid value.
+    """
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         """Store the arguments of the constructor, which are needed to copy the sink."""

@@ -1,8 +1,8 @@
 """Sink that writes CSV files in the layout of msprobe while training runs.
 
-Every step is on disk when `put` returns. A new file appears complete. If a file covers several steps, the lines of each
-step are appended. Nothing is buffered, so an exit or an exception loses no published row. Lines are built from columns
-with a few Arrow kernels per step.
+Every step is on disk when `put` returns. A new file becomes visible only when it is complete. If a file covers several
+steps, the lines of each step are appended. Nothing is buffered, so an exit or an exception loses no published row.
+Lines are built from columns with a few Arrow kernels per step.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ class CsvOptions:
     of msprobe is append_output.
     """
     squash_name: bool = False
-    """True removes the prefixes of wrapping modules from names. The setting of msprobe is squash_name."""
+    """True removes the prefixes of wrapping modules from the names of tensors and modules.
+
+    The setting of msprobe is squash_name.
+    """
     ops: files.Ops = OPS
     """Names of the statistics that become columns, in order. Statistics that are not published are omitted."""
 
@@ -251,15 +254,19 @@ class _TensorLines:
 
 
 def _feature_header(family: str, ops: Sequence[str]) -> str:
-    """Return the header line of the CSV files of `family`, a group of features in msprobe's layout."""
+    """Return the header line of the CSV files of `family`, a group of features in msprobe's layout.
+
+    A feature is a number that is not a tensor statistic, such as the entropy of attention.
+    """
     columns = (*ops, *TENSOR_COLUMNS[len(OPS) :]) if family == OTHER else tuple(FEATURE_COLUMNS[family])
     return _header(columns, micro_steps=family in MICRO_STEP_FAMILIES)
 
 
 def _feature_lines(family: str, rows: Sequence[FeatureRow], step: int, ops: Sequence[str], digits: int | None) -> str:
-    """Return the CSV lines of `family`, a group of features in msprobe's layout.
+    """Return the CSV lines of `family`, a group of features in msprobe's layout, for one step.
 
-    `step` is the number of the step in msprobe.
+    `step` is the number of this step in msprobe. A feature is a number that is not a tensor statistic, such as the
+    entropy of attention.
     """
     parts = [
         pa.array([str(row.vpp_stage) for row in rows], pa.string()),
@@ -278,7 +285,7 @@ def _feature_lines(family: str, rows: Sequence[FeatureRow], step: int, ops: Sequ
 
 
 def _as_statistics(value: pa.FloatArray, ops: Sequence[str], digits: int | None) -> list[pa.Array]:
-    """Return the columns that msprobe writes for a single number.
+    """Return the columns that msprobe writes for a feature that is a single number.
 
     msprobe treats the number as a tensor and computes every statistic of it.
     """

@@ -3,8 +3,8 @@
 No I/O. The rows are grouped in the families of msprobe, with the names and statistics that msprobe uses. A family is a
 group of tensors or features with common files. The parts of a row that are equal at every step are computed once per
 plan. A step then costs a few Arrow kernels, which release the GIL for the training. A value that msprobe computes and
-Rankscope does not know is `nan`, as in exported files. If a tensor contains a NaN, its norm is NaN. If it contains an
-Inf and no NaN, its norm is Inf. In both cases, min, max and mean are unknown.
+Rankscope does not know is `nan`, as in the CSV files that `rankscope export` writes. If a tensor contains a NaN, its
+norm is NaN. If it contains an Inf and no NaN, its norm is Inf. In both cases, min, max and mean are unknown.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ FEATURE_COLUMNS: Final[dict[str, dict[str, str]]] = {
 }
 """For each msprobe family of features, its columns and the kind of feature in each column.
 
-The family `other` has one number per row, of which msprobe computes every statistic.
+A feature is a number that is not a tensor statistic, such as the entropy of attention. The family `other` has one
+number per row, of which msprobe computes every statistic.
 """
 
 _FAMILY_OF: Final = {str(kind): family for family, kinds in TENSOR_FAMILIES.items() for kind in kinds}
@@ -146,10 +147,10 @@ def _described(entry: PlanEntry) -> tuple[int, str, str]:
 
 
 class PlannedRows(Generic[T]):
-    """The rows of the current plan by msprobe family, prepared for output.
+    """The rows of the current plan by msprobe family, in the form that the sink needs.
 
-    The function `prepare` converts the rows of a family and the names of its selected statistics. It is called once per
-    plan and family.
+    The function `prepare` makes this form from the rows of a family and the names of its selected statistics. It is
+    called once per plan and family.
     """
 
     def __init__(self, prepare: Callable[[FamilyRows, Sequence[str]], T], naming: Naming, ops: Sequence[str]) -> None:
@@ -161,9 +162,9 @@ class PlannedRows(Generic[T]):
         self._prepared: Sequence[T] = ()
 
     def of(self, statistics: Statistics) -> Sequence[T]:
-        """Return the prepared rows of each msprobe family for the plan of `statistics`.
+        """Return the result of `prepare` for the rows of each msprobe family for the plan of `statistics`.
 
-        They are computed once per plan.
+        The results are computed once per plan.
         """
         if statistics.plan.hash != self._plan or statistics.ops is not self._published:
             families = family_rows(statistics.plan.plan.entries, self._naming, statistics.ops)
@@ -199,7 +200,8 @@ def columns_of(statistics: Statistics) -> dict[str, pa.Array]:
 class FeatureRow:
     """One row of an msprobe family of features.
 
-    `numbers` contains the values by column. A column without a value is missing in it.
+    A feature is a number that is not a tensor statistic, such as the entropy of attention. `numbers` contains the
+    values by column. A column without a value is missing in `numbers`.
     """
 
     vpp_stage: int
@@ -211,7 +213,8 @@ class FeatureRow:
 def feature_rows(features: Iterable[Mapping[str, Any]], naming: Naming) -> dict[str, list[FeatureRow]]:
     """Return the rows of each msprobe family of features.
 
-    Features of the same module and micro-batch become one row.
+    A feature is a number that is not a tensor statistic, such as the entropy of attention. Features of the same module
+    and micro-batch become one row.
     """
     found: dict[str, dict[tuple[int, str, int], dict[str, float]]] = {}
     for row in features:

@@ -1,7 +1,7 @@
 """Sink that stores the rows of the last measured steps in memory, for code in the training process.
 
-The rows are those that the store receives. They are available after the step is published: while training is at step n,
-the newest rows are usually those of step n - 1.
+The rows have the same values as those that the service receives for its store. They are available after the step is
+published: while training is at step n, the newest rows are usually those of step n - 1.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ class Api(Sink):
         return self._latest(step, lambda record: rows_of(record, kinds))
 
     def features(self, *kinds: str, step: int | None = None) -> tuple[Mapping[str, Any], ...]:
-        """Return the rows of `features` with these kinds, each with its `kind`, `module`, `index` and `value`.
+        """Return the features with these kinds, each with its `kind`, `module`, `index` and `value`.
 
-        `kinds` and `step` select as in `rows`: by default all kinds, at the last step with features of these kinds.
+        A feature is a number that is not a tensor statistic, such as the entropy of attention. `kinds` and `step`
+        select as in `rows`: by default all kinds, at the last step with features of these kinds.
         """
         return self._latest(
             step, lambda record: (dict(row) for row in record.features if not kinds or row["kind"] in kinds)

@@ -50,13 +50,16 @@ _LARGEST: Final = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 
 
 def beginning(seconds: float, step: int) -> bytes:
-    """Return the bytes with which an event file begins. `step` is the step of the first value in the file."""
+    """Return the bytes with which a TensorBoard event file begins.
+
+    `step` is the step of the first value in the file.
+    """
     version = WALL_TIME + _DOUBLE.pack(seconds) + _with_length(FILE_VERSION, b"brain.Event:2")
     return _record(version) + _record(_head(seconds, step) + _with_length(SESSION_LOG, _START))
 
 
 def value_head(tag: str) -> bytes:
-    """Return the constant bytes that precede a float32 value with the tag `tag` in an event file."""
+    """Return the constant bytes that precede a float32 value with the tag `tag` in a TensorBoard event file."""
     named = _with_length(TAG, tag.encode("utf-8", "replace")) + SIMPLE_VALUE
     return VALUE + _varint(len(named) + _NUMBER.size) + named
 
@@ -100,7 +103,7 @@ def _record(data: bytes) -> bytes:
 
 
 def _masked_sum(data: bytes) -> int:
-    """Return the CRC-32C checksum of `data`, rotated and masked as the file format requires."""
+    """Return the CRC-32C checksum of `data`, rotated and masked as the format of TensorBoard event files requires."""
     crc = _crc_function()(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -161,7 +164,10 @@ class TensorBoardOptions:
     folder: files.Folder | None = None
     """The output folder. The default is the environment variable MONITOR_OUTPUT_DIR, or else ./monitor_output."""
     squash_name: bool = False
-    """True removes the prefixes of wrapping modules from names. The setting of msprobe is squash_name."""
+    """True removes the prefixes of wrapping modules from the names of tensors and modules.
+
+    The setting of msprobe is squash_name.
+    """
     ops: files.Ops = OPS
     """Names of the statistics to write. Statistics that are not published are omitted."""
 
@@ -249,7 +255,7 @@ def _feature_numbers(family: str, row: FeatureRow) -> Numbers:
 def _named(vpp_stage: int, cell: str, micro_step: int | None) -> str:
     """Return a TensorBoard tag without the name of the statistic.
 
-    Colons and percent signs of the name are encoded, as in exported files.
+    Colons and percent signs of the name are encoded, as in the event files that `rankscope export` writes.
     """
     name = plain(cell).replace("%", "%25").replace(":", "%3A")
     return f"vp{vpp_stage}:{name}" + ("" if micro_step is None else f":micro{micro_step}")

@@ -42,7 +42,7 @@ def hashable(tensor: torch.Tensor | None) -> bool:
 
 
 def finished(partial: int, size_bytes: int) -> int:
-    """Return the hash of a tensor as a signed integer, from its `partial` sum and its `size_bytes`.
+    """Return the hash of a tensor as a signed 64-bit integer, from its `partial` sum and its `size_bytes`.
 
     Runs on the host.
     """

@@ -19,7 +19,7 @@ from rankscope_exporter.statistics.torch_backend import round_up
 
 BLOCK: Final = 4096
 COMPILED_EXTRA_SUMS: Final = ((), ("sum_of_fourth_powers",))
-"""The combinations of optional accumulators that the compiled kernel can compute.
+"""The combinations of optional sums, such as that of fourth powers, that the compiled kernel can compute.
 
 If a table has another combination, torch operations compute its statistics instead.
 """
@@ -158,7 +158,7 @@ def _readable(tensor: torch.Tensor, sight: Sight) -> bool:
 
 
 def _thresholds(zero_below: float) -> list[int]:
-    """Return, for each dtype in CODES, the bits of the smallest magnitude that does not count as zero.
+    """Return, for each dtype that the kernel can read, the bits of the smallest magnitude that does not count as zero.
 
     The first half of the list has the bits of this bound in the dtype itself. The second half has the bits of the same
     bound in float64.

@@ -44,7 +44,7 @@ def kernel() -> Callable[..., None] | None:
 def backend_name(*, coming: bool = False) -> str:
     """Return the name of the present backend for CPU tensors, "numba" or "torch".
 
-    If `coming` is true, return the name of the backend that is used after the warm-up.
+    If `coming` is true, return the name of the backend that is used once numba is imported and the kernel is compiled.
     """
     if _kernel is not None or (coming and importlib.util.find_spec("numba") is not None):
         return "numba"

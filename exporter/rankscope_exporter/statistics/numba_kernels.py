@@ -262,7 +262,7 @@ def _extremes16(address: Number, size: Number, zero: Number) -> tuple[Number, Nu
 def _block(  # noqa: PLR0917 - addresses and sizes
     address: Number, size: Number, code: Number, zero: Number, zero64: Number, scratch: Number
 ) -> Block:
-    """Measure at most BLOCK elements of any supported dtype.
+    """Measure at most 4096 (BLOCK) elements of any supported dtype.
 
     They are measured in float32. If an element is not finite, or if the elements are float64, they are measured in
     float64.

@@ -23,7 +23,10 @@ ROWS: Final = len(SUMS) + len(COUNT_OPS)
 NUMEL_ROW: Final = len(SUMS) + COUNT_OPS.index("numel")
 ABSENT: Final = -1  # in place of numel
 MEASURED: Final = frozenset({*SUMS, *COUNT_OPS, "finite"})
-"""Accumulators that every table has. Other ops need more accumulators, which `StatisticsTable.accumulate` adds."""
+"""Sums and counts that every statistics table has.
+
+Other ops need more sums, which `StatisticsTable.accumulate` adds.
+"""
 
 Rows = range | tuple[int, ...]
 Kernel = Callable[..., None]
@@ -68,8 +71,9 @@ class StatisticsTable:
     def kernel(self, ready: Callable[[], Kernel | None]) -> Kernel | None:
         """Return the compiled kernel that measures the tensors of this step; None if torch operations measure them.
 
-        The first call after `clear` asks `ready`, and later calls in the same step return the same result. The kernel
-        and torch operations round differently, but equal tensors must have bit-identical sums within a step.
+        The first call after `clear` gets the kernel from `ready()`, and later calls in the same step return the same
+        result. The kernel and torch operations round differently, but equal tensors must have bit-identical sums within
+        a step.
         """
         if self._kernel is _UNKNOWN:
             self._kernel = ready()
@@ -90,9 +94,9 @@ class StatisticsTable:
             self.buffer[:, :kept].copy_(old)
 
     def accumulate(self, ops: Iterable[str]) -> None:
-        """Add rows for the accumulators that `ops` need and the table does not have yet.
+        """Add rows for the sums that the statistics `ops` need and the table does not have yet.
 
-        In the current step, the added accumulators are NaN for entries that were measured before.
+        In the current step, the added sums are NaN for entries that were measured before.
         """
         needed = {name for op in ops if op in OPS for name in OPS[op].accumulators}
         if missing := tuple(sorted(needed - MEASURED - set(self.extra_sums))):
@@ -131,7 +135,7 @@ class StatisticsTable:
 
     @property
     def extras(self) -> torch.Tensor:
-        """Return the float64 rows of the optional accumulators [len(extra_sums), size]."""
+        """Return the float64 rows of the optional sums [len(extra_sums), size]."""
         return self.buffer[ROWS:].view(torch.float64)
 
     def write(self, rows: Rows, sums: torch.Tensor, counts: torch.Tensor) -> None:
@@ -251,7 +255,7 @@ class HostCopy:
 
 
 def finish(host: HostCopy, ops: Sequence[str] = VALUE_OPS) -> Finished:
-    """Return the statistics `ops` of a copy and free the copy's buffer.
+    """Return the statistics `ops` of a copied statistics table, and free the host buffer of the copy.
 
     Called once per copy, on the publisher thread.
     """

@@ -81,7 +81,7 @@ Each is a function from a flat tensor to a float64 scalar on its device.
 
 
 def _on_cpu(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums and counts of each of `flats`: the fast sums if they are accurate, otherwise the exact sums."""
+    """Return sums and counts of each flat tensor in `flats`: fast sums if they are accurate, otherwise exact sums."""
     sums = torch.zeros(len(SUMS), len(flats), dtype=torch.float64, device=_CPU)
     counts = torch.zeros(3, len(flats), dtype=torch.int64, device=_CPU)
     exact = set(range(len(flats)))

@@ -92,8 +92,8 @@ class HookClock:
         self.cpu_seconds = 0.0
         """CPU seconds on the training thread of calls that read a tensor, begin or end a step, or come from the script.
 
-        A step also calls a few other hooks. They are not included, because measuring their time would cost more than
-        they do.
+        In each step, a few other hooks are called. Their time is not included, because measuring it would take longer
+        than the hooks themselves.
         """
         self.team = IntraOpThreads()
         self._boundary = boundary

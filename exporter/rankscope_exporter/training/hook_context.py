@@ -92,7 +92,7 @@ class HookContext:
         return max(0, self._recorder.micro_step)
 
     def keep(self, handle: Removable) -> None:
-        """Store `handle`, which is removed at detach."""
+        """Store `handle`, the handle of a hook that must be removed at detach."""
         self._handles.append(handle)
 
     def remove(self) -> None:

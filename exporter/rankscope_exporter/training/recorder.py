@@ -229,7 +229,10 @@ class Recorder:
             return before if begun_only else self._current.last_step
 
     def flush_idle(self, after_seconds: float) -> None:
-        """Publish the open step if all optimizers have stepped and no call was made for `after_seconds`."""
+        """Publish the open step if all optimizers have stepped and the step was idle for `after_seconds`.
+
+        The time counts from the last hook call that began or ended a part of the step, or from a later call of `log`.
+        """
         with self._lock:
             pending = self._current.pending
             is_updated = self._tracker.stage is StepStage.UPDATED

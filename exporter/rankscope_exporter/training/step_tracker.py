@@ -129,20 +129,28 @@ class StepTracker:
         """Number of the present step; between two steps (stage IDLE), the number of the next step."""
 
     def forward_begins(self, cleared: Cleared) -> Ended | None:
-        """Handle the beginning of a training forward pass of the whole model; return the step that it ends, if any."""
+        """Handle the beginning of a training forward pass of the whole model.
+
+        Return the previous step if it ends here, otherwise None.
+        """
         ended = self._end_if_over(cleared)
         if self.stage is StepStage.IDLE:
             self.stage = StepStage.OPEN
         return ended
 
     def backward_begins(self, cleared: Cleared) -> Ended | None:
-        """Handle the first gradient of a backward pass; return the step that it ends, if any."""
+        """Handle the first gradient of a backward pass.
+
+        Return the previous step if it ends here, otherwise None.
+        """
         ended = self._end_if_over(cleared)
         self.stage = StepStage.GRADIENTS
         return ended
 
     def update_begins(self, *, repeated: bool) -> Ended | None:
-        """Handle the beginning of an optimizer step; return the training step that it ends, if any.
+        """Handle the beginning of an optimizer step.
+
+        Return the previous training step if it ends here, otherwise None.
 
         `repeated` is true if the same optimizer has already stepped in the present training step. An optimizer with a
         closure may run several backward passes before `updated` is called. They all belong to the same training step.
