@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+from rankscope_contract.spool import SpoolError
+
 
 class RankscopeError(Exception):
     """Base class of all errors that the exporter raises."""
@@ -38,8 +40,8 @@ class ErrorBoundary:
     """Calls functions of the monitor during training and catches all their exceptions. Thread-safe.
 
     `count` is exported as rankscope_exporter_faults_total. The first exception of each type in each named operation is
-    logged with its traceback. Further ones are only counted, so that a hook that fails at every step does not flood the
-    console.
+    logged, with its traceback except for a spool folder that cannot be used. Further ones are only counted, so that a
+    hook that fails at every step does not flood the console.
     """
 
     def __init__(self) -> None:
@@ -69,7 +71,7 @@ class ErrorBoundary:
             first = (where, type(error)) not in self._seen
             self._seen.add((where, type(error)))
         if first:
-            log.error("%s", fault_text(where, error), exc_info=error)
+            log.error("%s", fault_text(where, error), exc_info=None if isinstance(error, SpoolError) else error)
             if self.on_first is not None:
                 with contextlib.suppress(Exception):  # reporting a fault must not raise
                     self.on_first(where, error)

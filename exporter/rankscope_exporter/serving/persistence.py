@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_contract.protocol.channel import NOTHING, Registration
-from rankscope_contract.spool import Orphan, Stretch
+from rankscope_contract.spool import Orphan, SpoolError, Stretch
 from rankscope_contract.spool.layout import service_name
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
 from rankscope_exporter.records.step_record import StepRecord
@@ -137,7 +137,7 @@ class SpoolWriter:
 
     def _run(self) -> None:
         # If the folder cannot be used, only the spool is missing; each record that is not spooled is counted.
-        self._do(lambda: self._spool.open(self._describe()))
+        self._do(self._open)
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_work)
@@ -152,6 +152,15 @@ class SpoolWriter:
                 break
             self._meter.lap("spool")
         self._do(self._spool.close)
+
+    def _open(self) -> None:
+        try:
+            self._spool.open(self._describe())
+        except OSError as error:
+            raise SpoolError(
+                f"records cannot be written to {self._spool.folder.parent}: {error.strerror or error}; set "
+                "RANKSCOPE_SPOOL_DIR to a folder on a local disk that this process may write, or to off"
+            ) from error
 
     def _has_work(self) -> bool:
         return bool(self._waiting) or self._closing or self._committed > self._deleted_to

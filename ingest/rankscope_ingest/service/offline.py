@@ -16,9 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.protocol.channel import NOTHING
 from rankscope_contract.spool import FolderLock, SpoolError, SpoolReader
-from rankscope_contract.spool.layout import IDENTITY_NAME, LOCK_NAME, folders, is_ours, is_spool, read_identity
+from rankscope_contract.spool.layout import (
+    IDENTITY_NAME,
+    LOCK_NAME,
+    folders,
+    is_ours,
+    is_spool,
+    read_identity,
+    segments,
+)
 from rankscope_ingest.base.config import (
     IngestSection,
     NotifySection,
@@ -66,9 +73,16 @@ def spool_folders(path: Path) -> list[Path]:
         return []
     try:
         found = [path] if is_spool(path) else folders(path)
-        return [folder for folder in found if (folder / IDENTITY_NAME).exists()]
     except OSError:
         return []
+    return [folder for folder in found if _may_have_identity(folder)]
+
+
+def _may_have_identity(folder: Path) -> bool:
+    try:
+        return (folder / IDENTITY_NAME).exists()
+    except OSError:
+        return True  # not readable: `inspect` names the reason
 
 
 def inspect(path: Path) -> OfflineFolder:
@@ -78,7 +92,8 @@ def inspect(path: Path) -> OfflineFolder:
         try:
             registration = read_identity(folder)
             check_registration(registration)
-            records = SpoolReader(folder, lambda _: ()).head() - NOTHING
+            files = segments(folder)
+            records = SpoolReader(folder, lambda _: ()).head() + 1 - files[0][0] if files else 0
             lock = FolderLock.take(folder)
         except (SpoolError, RegistrationError, OSError) as error:
             unreadable.append(f"{folder}: {error}")

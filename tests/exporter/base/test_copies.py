@@ -44,7 +44,9 @@ from rankscope_exporter.sinks.memory import Row
 from rankscope_storage.connection import Connection
 
 TOKEN = "not-for-a-file"
-QUIET = MonitorConfig(console=False, exit_wait_seconds=0, sinks={"api": {}}, serve=ServeConfig(token=TOKEN))
+QUIET = MonitorConfig(
+    console=False, exit_wait_seconds=0, sinks={"api": {}}, serve=ServeConfig(token=TOKEN, spool_dir=None)
+)
 TLS = TlsServer(cert_file=Path("cert.pem"), key_file=Path("key.pem"))
 EVENT = Event(type="anomaly", message="it is NaN", rule="nan", tensor="w", kind="grad_reduced", op="nans", value=1.0)
 Factory = Callable[[pytest.FixtureRequest], Any]
